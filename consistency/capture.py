@@ -1,0 +1,363 @@
+"""The folder that a capture is: what each worker saw, in a form that travels and is safe to read from strangers.
+
+::
+
+    capture.json                  the commit mark: schema, case, which workers, written last
+    workers/<slug>/worker.json    who the worker was, its environment, how it ended
+    workers/<slug>/records.jsonl  one line per tensor: digests, measures, diagnosis
+    workers/<slug>/events.jsonl   progress, for whoever wants to know where a lost worker was
+    blobs/<sha256>.safetensors    tensors worth keeping, content-addressed: equal bytes are stored once for all devices
+
+A capture is written beside its final place and renamed, so a folder with `capture.json` is whole. Reading never
+unpickles; every field is checked against the types below.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from consistency.case import Case
+from consistency.errors import CaptureError
+from consistency.numbers import Real, decode_json, encode_json
+
+SCHEMA = "consistency.capture/1"
+MANIFEST = "capture.json"
+_BLOB_NAME = re.compile(r"^[0-9a-f]{64}$")
+_SLUG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.@+-]{0,120}$")
+
+T = TypeVar("T")
+
+RecordStatus = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked", "measured"]
+WorkerStatus = Literal["ok", "lost", "failed"]
+
+
+class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of `consistency.numerics.distance.Measure`, as they are written."""
+
+    elements: int
+    mismatched: int
+    max_abs: Real
+    mean_abs: Real
+    rms: Real
+    max_rel: Real
+    max_ulp: int | None
+    bound_ratio: Real | None
+    worst_index: tuple[int, ...] | None
+    worst_actual: Real | None
+    worst_expected: Real | None
+    worst_actual_bits: str | None
+    worst_expected_bits: str | None
+    flipped_bits: dict[int, int]
+    first_byte: int | None
+    last_byte: int | None
+    magnitude: Real
+
+
+class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one worker saw of one tensor.
+
+    Attributes
+    ----------
+    stage, layer, tensor : str
+        `adapter`, `model.layers.0.self_attn.q_proj`, `lora_A`.
+    shape, dtype
+        As on the device.
+    rule : str
+        A `consistency.tolerance.Rule`.
+    status : str
+        The worker's own judgement; `measured` where only the comparison with other workers can tell.
+    digest, blocks : str
+        Of the tensor on the device; block digests as 16 hexadecimal digits each, one after the other.
+    reference : str or None
+        `file`, `float64`, or None where the other workers are the reference.
+    reference_digest, reference_blob : str or None
+        Of the tensor it was held against.
+    reference_error : float or None
+        Largest error of the CPU in this dtype, for the `relative` rule.
+    measure : TensorMeasure or None
+        None where the bits are equal.
+    diagnosis : str or None
+    evidence : dict
+        What the diagnosis rests on.
+    reason : str or None
+        Why a tensor was skipped or blocked.
+    blob : str or None
+        The tensor itself, where it was worth keeping.
+    repeats : tuple of str
+        Digests of the same tensor in later runs on the same device.
+    order : int
+        Place in the model's own order, for "the first layer that differs".
+    """
+
+    stage: str
+    layer: str
+    tensor: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    rule: str = "bitwise"
+    status: RecordStatus = "equal"
+    digest: str | None = None
+    blocks: str = ""
+    reference: str | None = None
+    reference_digest: str | None = None
+    reference_blob: str | None = None
+    reference_error: Real | None = None
+    measure: TensorMeasure | None = None
+    diagnosis: str | None = None
+    evidence: dict[str, Any] = {}
+    reason: str | None = None
+    blob: str | None = None
+    repeats: tuple[str, ...] = ()
+    order: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return (self.stage, self.layer, self.tensor)
+
+
+class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting that was not as asked for when a stage ended."""
+
+    setting: str
+    asked: Any
+    in_force: Any
+    stage: str
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a worker was and how it ended.
+
+    Attributes
+    ----------
+    name, road : str
+        Device and road; one device may have a worker per road.
+    architecture, model, uuid, pci_bus_id, driver, capability
+        Identity of the device.
+    status : str
+        `ok`, `lost` (killed, hung, out of memory) or `failed` (an error of its own).
+    reason : str or None
+        For a worker that is not `ok`: signal, last event.
+    stack : str or None
+        Where it was, as `faulthandler` saw it.
+    environment : dict
+        Versions, threads, kernels in force.
+    asked, in_force : dict
+        Determinism settings.
+    changes : tuple of SettingChange
+    inputs_digest : str or None
+        Of the fixed inputs of the forward stage.
+    stages_done : tuple of str
+    kernel_key : str
+        Workers with the same key run the same program on the same model of chip: their bits are expected to be equal.
+    peak_bytes : int or None
+        Largest resident size of the worker's process.
+    """
+
+    name: str
+    road: str
+    architecture: str
+    model: str
+    status: WorkerStatus
+    uuid: str | None = None
+    pci_bus_id: str | None = None
+    driver: str | None = None
+    capability: str | None = None
+    simulated: bool = False
+    reason: str | None = None
+    stack: str | None = None
+    environment: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
+    in_force: dict[str, Any] = {}
+    changes: tuple[SettingChange, ...] = ()
+    inputs_digest: str | None = None
+    stages_done: tuple[str, ...] = ()
+    kernel_key: str = ""
+    elapsed_s: float = 0.0
+    peak_bytes: int | None = None
+
+
+class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The commit mark of a capture."""
+
+    schema: str
+    tool: str
+    created: str
+    host: str
+    case: Case
+    workers: tuple[str, ...]
+
+
+class WorkerCapture(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of a capture, read."""
+
+    info: WorkerInfo
+    records: tuple[TensorRecord, ...]
+
+
+class Capture(msgspec.Struct, frozen=True, kw_only=True):
+    """A capture, read: its folder, its manifest and its workers."""
+
+    folder: Path
+    manifest: CaptureManifest
+    workers: tuple[WorkerCapture, ...]
+    damage: tuple[str, ...] = ()
+
+    def blob_path(self, name: str) -> Path:
+        return self.folder / "blobs" / f"{blob_name(name)}.safetensors"
+
+
+def blob_name(name: str) -> str:
+    """Return the name of a blob if it is one; a capture from elsewhere must not name a path."""
+    if not _BLOB_NAME.match(name):
+        raise CaptureError("not the name of a kept tensor", got=name)
+    return name
+
+
+def worker_slug(name: str, road: str) -> str:
+    """Return a folder name for a worker: `cuda_1@tf32.shared`."""
+    return f"{name.replace(':', '_')}.{road}"
+
+
+def unpack_blocks(text: str) -> tuple[int, ...]:
+    """Read block digests as `TensorRecord.blocks` holds them."""
+    return tuple(int(text[i : i + 16], 16) for i in range(0, len(text), 16))
+
+
+class CaptureWriter:
+    """A capture in the making, in a folder of its own beside the final one.
+
+    Use as a context manager: what is not committed is removed.
+    """
+
+    def __init__(self, target: Path, *, replace: bool = False) -> None:
+        self.target = target
+        if target.exists() and not replace and any(target.iterdir() if target.is_dir() else [target]):
+            raise CaptureError(
+                "there is something in the place of the new capture",
+                where=target,
+                hint="choose another --out, or give --force to replace it",
+            )
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.folder = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:8]}"
+            (self.folder / "workers").mkdir(parents=True)
+            (self.folder / "blobs").mkdir()
+        except OSError as error:
+            raise CaptureError("cannot write the capture", where=target, got=error) from None
+
+    def __enter__(self) -> CaptureWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def worker_folder(self, slug: str) -> Path:
+        folder = self.folder / "workers" / slug
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def write_worker(self, slug: str, info: WorkerInfo) -> None:
+        write_json(self.worker_folder(slug) / "worker.json", info)
+
+    def commit(self, manifest: CaptureManifest) -> Path:
+        """Write the manifest and move the capture to its place; return that place."""
+        try:
+            for leftover in self.folder.glob("blobs/*.tmp"):
+                leftover.unlink()
+            write_json(self.folder / MANIFEST, manifest)
+            if self.target.exists():
+                shutil.rmtree(self.target)
+            os.replace(self.folder, self.target)
+        except OSError as error:
+            raise CaptureError("cannot write the capture", where=self.target, got=error) from None
+        return self.target
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        partial.write_bytes(encode_json(value, indent=1) + b"\n")
+        os.replace(partial, path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise CaptureError("cannot write", where=path, got=error) from None
+
+
+def read_capture(folder: Path) -> Capture:
+    """Read a capture, or the capture inside the folder of a run.
+
+    A worker whose files are damaged is left out and named in `damage`; the rest is read.
+
+    Raises
+    ------
+    CaptureError
+        There is no capture, it is of another schema, or its manifest is damaged.
+    """
+    root = folder if (folder / MANIFEST).exists() else folder / "captures"
+    if not (root / MANIFEST).exists():
+        raise CaptureError(
+            "no capture here", where=folder, wanted=f"a folder with {MANIFEST}, or the --out folder of a run"
+        )
+    manifest = _read(root / MANIFEST, CaptureManifest, schema=True)
+    workers: list[WorkerCapture] = []
+    damage: list[str] = []
+    for slug in manifest.workers:
+        try:
+            if not _SLUG.match(slug):
+                raise CaptureError("not the name of a worker", got=slug)
+            home = root / "workers" / slug
+            info = _read(home / "worker.json", WorkerInfo)
+            workers.append(WorkerCapture(info=info, records=tuple(read_records(home / "records.jsonl"))))
+        except CaptureError as error:
+            damage.append(f"{folder.name}: worker {slug}: {error.what}" + (f" ({error.got})" if error.got else ""))
+    return Capture(folder=root, manifest=manifest, workers=tuple(workers), damage=tuple(damage))
+
+
+def read_records(path: Path) -> Iterator[TensorRecord]:
+    """Yield the records of a worker; a last line that was cut short by the worker's death is left out."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CaptureError("cannot read the records", where=path, got=error) from None
+    for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
+        try:
+            yield decode_json(line, TensorRecord)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CaptureError(f"line {number} is damaged", where=path, got=error) from None
+
+
+def _read(path: Path, kind: type[T], *, schema: bool = False) -> T:
+    try:
+        raw = path.read_bytes()
+        if schema:
+            found = msgspec.json.decode(raw, type=dict[str, Any]).get("schema")
+            if found != SCHEMA:
+                raise CaptureError("a capture of another schema", where=path, got=found, wanted=SCHEMA)
+        return decode_json(raw, kind)
+    except FileNotFoundError:
+        raise CaptureError(f"{path.name} is missing", where=path) from None
+    except OSError as error:
+        raise CaptureError("cannot read", where=path, got=error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CaptureError(f"{path.name} is damaged", where=path, got=error) from None
+
+
+def blob_key(dtype: str, shape: Iterable[int], data: bytes | memoryview) -> str:
+    """Return the content address of a tensor: SHA-256 over dtype, shape and bytes."""
+    h = hashlib.sha256(f"{dtype}{list(shape)}".encode() + b"\0")
+    h.update(data)
+    return h.hexdigest()

@@ -1,0 +1,251 @@
+"""WHAT is checked: base, adapter, dtype, stages, roads and inputs; read from options and TOML.
+
+A `Case` is complete and immutable once made; nothing below the edge takes loose settings.
+"""
+
+from __future__ import annotations
+
+import enum
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from consistency.device import parse_devices
+from consistency.errors import UsageError
+
+E = TypeVar("E", bound=enum.StrEnum)
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
+
+
+class Stage(enum.StrEnum):
+    """What is looked at, in the order in which the numbers depend on one another."""
+
+    BASE = "base"
+    ADAPTER = "adapter"
+    MERGED = "merged"
+    FORWARD = "forward"
+
+
+class Road(enum.StrEnum):
+    """How the adapter's bytes reach the device.
+
+    With one visible device per worker (`isolated`) no copy between devices can happen, which hides a broken one;
+    with all of them visible (`shared`) PEFT's default loading goes through device 0.
+    """
+
+    ISOLATED = "isolated"
+    SHARED = "shared"
+
+
+class Level(enum.StrEnum):
+    """How much is looked at: about a minute, some minutes, or a night."""
+
+    QUICK = "quick"
+    STANDARD = "standard"
+    THOROUGH = "thorough"
+
+
+class LevelPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a level means."""
+
+    stages: tuple[Stage, ...]
+    safe_merge: bool
+    sequences: int
+    tokens: int
+    repeat: int
+    not_looked_at: tuple[str, ...]
+
+
+LEVELS: dict[Level, LevelPlan] = {
+    Level.QUICK: LevelPlan(
+        stages=(Stage.BASE, Stage.ADAPTER, Stage.MERGED),
+        safe_merge=False,
+        sequences=1,
+        tokens=16,
+        repeat=1,
+        not_looked_at=("forward", "safe_merge", "a second run on the same device"),
+    ),
+    Level.STANDARD: LevelPlan(
+        stages=tuple(Stage),
+        safe_merge=True,
+        sequences=2,
+        tokens=32,
+        repeat=1,
+        not_looked_at=("a second run on the same device",),
+    ),
+    Level.THOROUGH: LevelPlan(
+        stages=tuple(Stage), safe_merge=True, sequences=4, tokens=128, repeat=2, not_looked_at=()
+    ),
+}
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One base model and one adapter, and how they are looked at.
+
+    Attributes
+    ----------
+    name : str
+        Short name for titles and test items.
+    base : str
+        A folder, or `python:package.module:function`, a factory without arguments that returns a module.
+    adapter : str or None
+        A folder saved by PEFT; None looks at the base alone.
+    dtype : str
+        What the base is loaded as; `auto` is what its file declares.
+    roads : tuple of Road or None
+        None leaves the choice to the devices at hand: isolated, and shared too where there are several accelerators.
+    inputs : str or None
+        A safetensors file with the model's keyword arguments; None makes them from the model's config.
+    repeat : int
+        How often each computed stage is run on each device.
+    only : tuple of str
+        `stage::layer` prefixes to look at; empty looks at everything.
+    keep : bool
+        Keep every computed tensor in full, not only where something is to be said.
+    allow_pickle, trust_remote_code : bool
+        Off unless asked for.
+    """
+
+    name: str
+    base: str
+    adapter: str | None = None
+    dtype: Dtype = "auto"
+    stages: tuple[Stage, ...] = tuple(Stage)
+    roads: tuple[Road, ...] | None = None
+    level: Level = Level.STANDARD
+    inputs: str | None = None
+    repeat: int = 1
+    only: tuple[str, ...] = ()
+    keep: bool = False
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+
+    @property
+    def plan(self) -> LevelPlan:
+        return LEVELS[self.level]
+
+    @property
+    def factory(self) -> str | None:
+        """Return `package.module:function` of a base that is made by a function, None for a folder."""
+        return self.base.removeprefix("python:") if self.base.startswith("python:") else None
+
+    def not_looked_at(self) -> tuple[str, ...]:
+        """Name what this run left out, for the report."""
+        skipped = [f"stage {s}" for s in Stage if s not in self.stages]
+        rest = [text for text in self.plan.not_looked_at if text not in list(Stage)]
+        if self.repeat > 1:
+            rest = [text for text in rest if "second run" not in text]
+        return (*skipped, *rest)
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a user can set, from the command line, a TOML file or pytest, before any of it is checked."""
+
+    base: str | None = None
+    adapter: str | None = None
+    name: str | None = None
+    devices: tuple[str, ...] = ("auto",)
+    dtype: Dtype = "auto"
+    stages: tuple[str, ...] | None = None
+    roads: tuple[str, ...] | None = None
+    level: Level = Level.STANDARD
+    inputs: str | None = None
+    repeat: int | None = None
+    only: tuple[str, ...] = ()
+    keep: bool = False
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+    timeout: float | None = None
+    stall: float = 300.0
+    threads: int | None = None
+
+
+def read_options(path: Path) -> dict[str, Any]:
+    """Read a TOML file of options; paths in it are relative to the file.
+
+    Raises
+    ------
+    UsageError
+        The file is missing, is not TOML, or holds an unknown or ill-typed option.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError("no such configuration file", where=path) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError("cannot read the configuration file", where=path, got=error) from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError("the configuration is not TOML", where=path, got=error) from None
+    for key in ("devices", "stages", "roads", "only"):
+        if isinstance(table.get(key), str):
+            table[key] = _split(table[key])
+    make_options(table, where=str(path))
+    for key in ("base", "adapter", "inputs"):
+        value = table.get(key)
+        if value and not value.startswith(("python:", "builtin:")) and (path.parent / value).exists():
+            table[key] = str(path.parent / value)
+    return table
+
+
+def make_options(table: dict[str, Any], *, where: str = "options") -> Options:
+    """Check a table of options and freeze it."""
+    try:
+        options = msgspec.convert(table, Options)
+    except msgspec.ValidationError as error:
+        raise UsageError("a setting cannot be used", where=where, got=error) from None
+    if options.repeat is not None and options.repeat < 1:
+        raise UsageError("repeat counts runs", where=where, got=options.repeat, wanted="1 or more")
+    if options.threads is not None and options.threads < 1:
+        raise UsageError("threads counts threads", where=where, got=options.threads, wanted="1 or more")
+    if options.stall <= 0 or (options.timeout is not None and options.timeout <= 0):
+        raise UsageError("a time limit is a number of seconds above 0", where=where)
+    parse_devices(options.devices)
+    parse_stages(options.stages)
+    parse_roads(options.roads)
+    return options
+
+
+def parse_stages(names: Iterable[str] | None) -> tuple[Stage, ...] | None:
+    """Turn stage names into stages, in the order in which they are run; None stays None."""
+    if names is None:
+        return None
+    chosen = {_member(Stage, name, "--stages") for name in names}
+    if not chosen:
+        raise UsageError("no stage given", where="--stages", wanted=", ".join(Stage))
+    return tuple(s for s in Stage if s in chosen)
+
+
+def parse_roads(names: Iterable[str] | None) -> tuple[Road, ...] | None:
+    """Turn road names into roads; `all` is every one, None stays None."""
+    if names is None:
+        return None
+    wanted = list(names)
+    if wanted == ["all"]:
+        return tuple(Road)
+    chosen = {_member(Road, name, "--roads") for name in wanted}
+    if not chosen:
+        raise UsageError("no road given", where="--roads", wanted=", ".join((*Road, "all")))
+    return tuple(r for r in Road if r in chosen)
+
+
+def _member(kind: type[E], name: str, option: str) -> E:
+    try:
+        return kind(name)
+    except ValueError:
+        raise UsageError(
+            f"unknown {kind.__name__.lower()}: {name}", where=option, wanted="one of " + ", ".join(kind)
+        ) from None
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def split_list(text: str) -> tuple[str, ...]:
+    """Split a comma-separated option."""
+    return tuple(_split(text))

@@ -1,0 +1,169 @@
+"""Weight files seen from outside: names, shapes and dtypes from safetensors headers, without torch and without data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from consistency.errors import InputError
+
+LFS_MARK = b"version https://git-lfs.github.com/spec/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorHeader:
+    """What a safetensors header says of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The weight files of one folder.
+
+    Attributes
+    ----------
+    folder : Path
+    files : tuple of Path
+    tensors : mapping of str to TensorHeader
+        Empty where the weights are a pickle, which has no header that could be read without loading it.
+    pickled : bool
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    tensors: Mapping[str, TensorHeader]
+    pickled: bool = False
+
+
+def read_json(path: Path, *, needed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Read a JSON object and check that it has the fields that `needed` names."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"no {path.name} in the folder", where=path.parent, got=_listing(path.parent)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path.name}", where=path, got=error) from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path.name} is not JSON", where=path, got=error) from None
+    if not isinstance(table, dict):
+        raise InputError(f"{path.name} is not a JSON object", where=path, got=type(table).__name__)
+    missing = [key for key in needed if table.get(key) in (None, "", [])]
+    if missing:
+        raise InputError(
+            f"{path.name} lacks the field {missing[0]!r}", where=path, got=", ".join(sorted(table)), wanted=missing
+        )
+    return table
+
+
+def read_checkpoint(folder: Path, *, stem: str, pickle_stem: str, allow_pickle: bool) -> Checkpoint:
+    """Find and check the weight files of a folder.
+
+    Parameters
+    ----------
+    folder : Path
+    stem, pickle_stem : str
+        Names without ending of the safetensors and of the pickle: `model`, `pytorch_model`.
+    allow_pickle : bool
+        Accept a pickle where there is no safetensors file.
+
+    Raises
+    ------
+    InputError
+        No weights, a Git LFS pointer, a pickle that was not allowed, or a file that is cut short or corrupt.
+    """
+    whole, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    if whole.exists():
+        return Checkpoint(folder=folder, files=(whole,), tensors=read_header(whole))
+    if index.exists():
+        return _sharded(folder, index)
+    pickles = [p for p in (folder / f"{pickle_stem}.bin", folder / f"{pickle_stem}.bin.index.json") if p.exists()]
+    if not pickles:
+        raise InputError(f"no weights: neither {whole.name} nor an index of shards", where=folder, got=_listing(folder))
+    refuse_lfs_pointer(pickles[0])
+    if not allow_pickle:
+        raise InputError(
+            f"the weights are a pickle ({pickles[0].name}), which can run code when it is read",
+            where=pickles[0],
+            wanted=whole.name,
+            hint=(
+                'convert it: python -c "import torch, safetensors.torch as s; '
+                f"s.save_file({{k: v.contiguous().clone() for k, v in torch.load('{pickles[0].name}', "
+                f"weights_only=True, map_location='cpu').items()}}, '{whole.name}', "
+                "metadata={'format': 'pt'})\"; or allow it with --allow-pickle, which reads with weights_only=True"
+            ),
+        )
+    return Checkpoint(folder=folder, files=tuple(pickles), tensors={}, pickled=True)
+
+
+def read_header(path: Path) -> dict[str, TensorHeader]:
+    """Read names, shapes and dtypes of a safetensors file and check that its data is all there."""
+    refuse_lfs_pointer(path)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            found = {}
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                part = file.get_slice(name)
+                found[name] = TensorHeader(name=name, shape=tuple(part.get_shape()), dtype=part.get_dtype(), file=path)
+            return found
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(
+            "the safetensors file is cut short or corrupt",
+            where=path,
+            got=f"{error} ({path.stat().st_size if path.exists() else 0} bytes)",
+            wanted="a header and data of the length that it announces",
+            hint="copy or download the file again and compare its checksum with the source",
+        ) from None
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raise where a Git LFS pointer stands in place of a file's content."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(256)
+    except OSError as error:
+        raise InputError("cannot read the weights", where=path, got=error) from None
+    if head.startswith(LFS_MARK):
+        size = next((line[5:].decode() for line in head.splitlines() if line.startswith(b"size ")), "?")
+        raise InputError(
+            "this is a Git LFS pointer, not the weights",
+            where=path,
+            got=f"{path.stat().st_size} bytes of text",
+            wanted=f"{size} bytes of weights",
+            hint="run `git lfs install && git lfs pull` in that repository",
+        )
+
+
+def _sharded(folder: Path, index: Path) -> Checkpoint:
+    table = read_json(index, needed=("weight_map",))
+    names = table["weight_map"]
+    if not isinstance(names, dict) or not all(isinstance(v, str) and Path(v).name == v for v in names.values()):
+        raise InputError("weight_map must map tensor names to files of the same folder", where=index)
+    files = tuple(folder / name for name in sorted(set(names.values())))
+    tensors: dict[str, TensorHeader] = {}
+    for file in files:
+        if not file.exists():
+            raise InputError(f"a shard is missing: {file.name}", where=index, got=_listing(folder))
+        tensors.update(read_header(file))
+    lost = sorted(set(names) - set(tensors))
+    if lost:
+        raise InputError(
+            f"{len(lost)} tensors of the index are in no shard", where=index, got=lost[0], wanted=names[lost[0]]
+        )
+    return Checkpoint(folder=folder, files=files, tensors=tensors)
+
+
+def _listing(folder: Path) -> str:
+    try:
+        names = sorted(p.name for p in folder.iterdir())
+    except OSError:
+        return "no such folder"
+    return (", ".join(names[:8]) + (" …" if len(names) > 8 else "")) or "an empty folder"

@@ -1,0 +1,1 @@
+"""Start workers and watch them."""

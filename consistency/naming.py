@@ -1,0 +1,33 @@
+"""Names of layers and tensors as reports, records and test items show them. No torch here."""
+
+from __future__ import annotations
+
+import re
+
+_PREFIX = "base_model.model."
+# PEFT names its parameters after the method: `lora_A`, `lora_magnitude_vector`, `hada_w1_a`, `vera_lambda_b`, …
+_METHOD = re.compile(
+    r"^(?P<layer>.+?)\.(?P<tensor>(?:lora|ada|hada|lokr|oft|boft|ia3|vera|hra|bone|ln_tuning|shira|c3a|road|waveft|"
+    r"randlora|fourierft|trainable_tokens|miss|delora)_[^.]*)(?:\.weight)?$"
+)
+
+SETTINGS_LAYER = "(adapter settings)"
+"""Layer name of the row for scaling, rank and active adapters."""
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split a parameter's name into layer and tensor: `model.norm.weight` gives `model.norm`, `weight`."""
+    layer, _, tensor = name.rpartition(".")
+    return (layer, tensor) if layer else (name, "tensor")
+
+
+def adapter_place(key: str) -> tuple[str, str]:
+    """Split a key of an adapter's file: `….layers.0.self_attn.q_proj.lora_A.weight` gives `…q_proj`, `lora_A`."""
+    name = key.removeprefix(_PREFIX)
+    match = _METHOD.match(name)
+    return (match["layer"], match["tensor"]) if match else split_name(name)
+
+
+def module_place(name: str) -> str:
+    """Return the base's name for a module of the adapted model."""
+    return name.removeprefix(_PREFIX)

@@ -1,0 +1,51 @@
+"""Floating-point numbers in JSON: finite as numbers, NaN and infinity as strings.
+
+JSON has no NaN. Encoders write `null`, which is how a NaN that was the worst number of a run gets lost.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class Real(float):
+    """A float64 that survives JSON: NaN and the infinities are written as `"nan"`, `"inf"`, `"-inf"`."""
+
+    __slots__ = ()
+
+
+def json_number(value: float) -> float | str:
+    """Return `value` if it is finite, otherwise its name."""
+    if math.isfinite(value):
+        return float(value)
+    return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+
+
+def encode_json(value: object, *, indent: int = 0) -> bytes:
+    """Encode dataclasses, structs and containers of them as JSON."""
+    raw = msgspec.json.encode(value, enc_hook=_encode_hook)
+    return msgspec.json.format(raw, indent=indent) if indent else raw
+
+
+def decode_json(raw: bytes | str, kind: type[T]) -> T:
+    """Decode JSON into `kind`, checking every field; raise `msgspec.ValidationError` or `msgspec.DecodeError`."""
+    return msgspec.json.decode(raw, type=kind, dec_hook=_decode_hook)
+
+
+def _encode_hook(value: Any) -> Any:
+    if isinstance(value, Real):
+        return json_number(value)
+    raise NotImplementedError(f"cannot write a {type(value).__name__} as JSON")
+
+
+def _decode_hook(kind: type, value: Any) -> Any:
+    if kind is Real:
+        if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
+            raise ValueError(f"expected a number, 'nan', 'inf' or '-inf', got {value!r}")
+        return Real(value)
+    raise NotImplementedError(f"cannot read a {kind.__name__} from JSON")

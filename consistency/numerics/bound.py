@@ -1,0 +1,134 @@
+r"""What a computed tensor may be off from its exact value, derived.
+
+A LoRA merge computes :math:`W' = W + s\,(B A)` with rank :math:`K`. With :math:`D = |s|\,(|B|\,|A|)` elementwise and
+:math:`\gamma_n = n u / (1 - n u)` (Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., lemma 3.1):
+
+* An inner product of length K in float32, in any order, is off by at most :math:`\gamma_K`; the scaling is itself
+  rounded to float32 and multiplied, two more roundings: :math:`|\hat\delta - \delta| \le \gamma_{K+2} D` with
+  :math:`u = 2^{-24}`. Units that truncate when they accumulate (tensor cores, which bfloat16 and float16 operands
+  reach) have twice the unit roundoff.
+* An adapter in bfloat16 or float16 stores the product, the scaling and the delta: three roundings more,
+  :math:`3 u_{\text{adapter}} D`.
+* The store of :math:`W'` rounds once, :math:`u_W (|W| + D)`; a safe merge and an embedding's merge round the delta to
+  the weight's dtype first: twice.
+* Each rounding to a subnormal adds at most half the smallest subnormal of its dtype.
+
+Against another device, twice the bound, for each of the two may use it up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from consistency.numerics.distance import CHUNK, Measure, Tally
+from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
+
+_FLOAT32 = UNIT_ROUNDOFF[torch.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """What an element may be off: `product * D + weight * |W| + floor`.
+
+    Attributes
+    ----------
+    product : float
+        Coefficient of :math:`D`, the magnitude that went into the element's inner product.
+    weight : float
+        Coefficient of the magnitude of the base weight.
+    floor : float
+        Absolute part, from roundings to subnormals.
+    """
+
+    product: float
+    weight: float = 0.0
+    floor: float = 0.0
+
+
+def gamma(n: int, u: float) -> float:
+    """Return :math:`n u / (1 - n u)`, which bounds the relative error of n roundings."""
+    return n * u / (1 - n * u)
+
+
+def delta_allowance(rank: int, *, scaling: float, adapter: torch.dtype, truncating: bool = False) -> Allowance:
+    """Bound the error of a LoRA delta.
+
+    Parameters
+    ----------
+    rank : int
+    scaling : float
+    adapter : torch.dtype
+        Dtype that the adapter's parameters have on the device.
+    truncating : bool
+        Whether the device multiplies this dtype on units that truncate when they accumulate.
+    """
+    u = 2 * _FLOAT32 if truncating else _FLOAT32
+    product = gamma(rank + 2, u)
+    floor = HALF_SMALLEST_SUBNORMAL[torch.float32] * (rank * abs(scaling) + 2)
+    if adapter in (torch.bfloat16, torch.float16):
+        product += 3 * UNIT_ROUNDOFF[adapter]
+        floor += HALF_SMALLEST_SUBNORMAL[adapter] * (abs(scaling) + 2)
+    elif adapter == torch.float64:
+        product = gamma(rank + 2, UNIT_ROUNDOFF[torch.float64])
+    return Allowance(product=product, floor=floor)
+
+
+def merged_allowance(delta: Allowance, *, weight: torch.dtype, roundings: int) -> Allowance:
+    """Bound the error of a merged weight that is stored after `roundings` roundings to its dtype."""
+    u = roundings * UNIT_ROUNDOFF[weight]
+    floor = delta.floor + roundings * HALF_SMALLEST_SUBNORMAL[weight]
+    return Allowance(product=delta.product + u, weight=u, floor=floor)
+
+
+def measure_low_rank(
+    actual: torch.Tensor,
+    *,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    scaling: float,
+    base: torch.Tensor | None,
+    allowance: Allowance,
+) -> Measure:
+    r"""Measure how far a delta or a merged weight is from :math:`W + s\,(L R)` in float64.
+
+    Parameters
+    ----------
+    actual : torch.Tensor
+        `(rows, columns)` on the CPU.
+    left, right : torch.Tensor
+        `(rows, rank)` and `(rank, columns)`: B and A, or the transposes of A and B where the layer stores its weight
+        as (in, out).
+    scaling : float
+    base : torch.Tensor or None
+        `(rows, columns)`, the weight before the merge; None for a delta.
+    allowance : Allowance
+    """
+    rows, columns = actual.shape
+    tally = Tally(shape=(rows, columns), dtype=actual.dtype)
+    scaled = left.to(torch.float64) * scaling
+    right64 = right.to(torch.float64)
+    scaled_size, right_size = scaled.abs(), right64.abs()
+    step = max(1, CHUNK // max(1, columns))
+    for row in range(0, rows, step):
+        part = slice(row, min(rows, row + step))
+        exact = scaled[part] @ right64
+        allowed = (scaled_size[part] @ right_size).mul_(allowance.product)
+        if base is not None:
+            weight = base[part].to(torch.float64)
+            exact += weight
+            allowed.add_(weight.abs_(), alpha=allowance.weight)
+        allowed.add_(allowance.floor)
+        tally.add_error(actual[part].reshape(-1), exact.reshape(-1), allowed=allowed.reshape(-1), start=row * columns)
+    return tally.result()
+
+
+def measure_against_exact(actual: torch.Tensor, exact: torch.Tensor) -> Measure:
+    """Measure how far a tensor is from a float64 reference of the same shape, both on the CPU."""
+    flat, reference = actual.detach().reshape(-1), exact.detach().reshape(-1)
+    tally = Tally(shape=tuple(actual.shape), dtype=actual.dtype)
+    for start in range(0, flat.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        tally.add_error(flat[part], reference[part], allowed=None, start=start)
+    return tally.result()

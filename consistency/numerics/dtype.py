@@ -1,0 +1,51 @@
+"""What the numerics need to know of each dtype: unit roundoff, subnormals, bit patterns, ordered integers."""
+
+from __future__ import annotations
+
+import torch
+
+from consistency import tolerance
+
+UNIT_ROUNDOFF = {getattr(torch, name): u for name, u in tolerance.UNIT_ROUNDOFF.items()}
+"""Unit roundoff by torch dtype."""
+
+HALF_SMALLEST_SUBNORMAL = {getattr(torch, name): u for name, u in tolerance.HALF_SMALLEST_SUBNORMAL.items()}
+"""Half the smallest subnormal by torch dtype."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return `float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def named(name: str) -> torch.dtype:
+    """Return the dtype that `name_of` names."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"not a dtype: {name!r}")
+    return dtype
+
+
+def real_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat view of real elements: a complex tensor becomes twice as many real ones."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+
+
+def bit_patterns(flat: torch.Tensor) -> torch.Tensor:
+    """View a flat real tensor as integers of the same width (uint8 for one byte, signed for more)."""
+    return flat.view(_INTEGERS[flat.element_size()])
+
+
+def ordered_integers(flat: torch.Tensor) -> torch.Tensor:
+    """Map floats to int64 so that adjacent floats are adjacent integers and both zeros are 0; `(n,)` to `(n,)`.
+
+    The distance of two images is the distance in units in the last place. NaN has no place in the order.
+    """
+    bits = bit_patterns(flat).to(torch.int64)
+    if flat.element_size() == 1:
+        bits = torch.where(bits >= 128, bits - 256, bits)  # float8: sign-extend the byte
+    low = -(2 ** (8 * flat.element_size() - 1))
+    return torch.where(bits < 0, low - bits, bits)

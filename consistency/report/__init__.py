@@ -1,0 +1,1 @@
+"""A comparison as a person, a program, or a test runner reads it."""

@@ -1,0 +1,216 @@
+"""The one module that changes torch's numerical settings: it sets, records and restores all of them.
+
+What is asked for and what is in force are two things: a library that is imported later may change a setting behind our
+back, so the worker reads them again after each stage.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+CUBLAS_WORKSPACE_CONFIG = ":4096:8"
+"""One of the two settings that make cuBLAS repeatable (cuBLAS documentation, "Results reproducibility")."""
+
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One switch: how it is read, how it is set, and what it is pinned to."""
+
+    name: str
+    pinned: Any
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+def pinned() -> dict[str, Any]:
+    """Return what a deterministic run asks for, by setting."""
+    return {s.name: s.pinned for s in _SETTINGS}
+
+
+def in_force() -> dict[str, Any]:
+    """Return what is set now, by setting."""
+    return {s.name: _read(s) for s in _SETTINGS}
+
+
+def changed(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are not as asked for, with the value in force."""
+    now = in_force()
+    return {name: now[name] for name, value in asked.items() if name in now and now[name] != value}
+
+
+@contextmanager
+def deterministic(*, threads: int | None = None, seed: int = SEED, **overrides: Any) -> Iterator[dict[str, Any]]:
+    """Pin every setting, seed every generator, and put all of it back at the end.
+
+    Parameters
+    ----------
+    threads : int, optional
+        Threads per operation; None leaves the number as it is.
+    seed : int
+        For Python, NumPy and torch.
+    **overrides
+        Settings by name that are to differ from the pinned ones.
+
+    Yields
+    ------
+    dict
+        What was asked for, by setting.
+    """
+    unknown = set(overrides) - {s.name for s in _SETTINGS}
+    if unknown:
+        raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}")
+    before = in_force()
+    generators = _generators()
+    asked = {**pinned(), **overrides}
+    asked["threads"] = before["threads"] if threads is None else threads
+    try:
+        _apply(asked)
+        seed_all(seed)
+        yield asked
+    finally:
+        _apply(before)
+        _restore(generators)
+
+
+def restore(asked: Mapping[str, Any], changed_settings: Mapping[str, Any]) -> None:
+    """Set the settings that were found changed back to what was asked for."""
+    _apply({name: asked[name] for name in changed_settings})
+
+
+def seed_all(seed: int = SEED) -> None:
+    """Seed Python, NumPy and torch on every device."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - models draw from the global generator
+    torch.manual_seed(seed)
+
+
+def _apply(values: Mapping[str, Any]) -> None:
+    # one order for all: torch's matmul precision also moves the TF32 switch, so that switch comes after it
+    for setting in _SETTINGS:
+        if setting.name in values and _read(setting) != values[setting.name]:
+            setting.write(values[setting.name])
+
+
+def _read(setting: Setting) -> Any:
+    try:
+        return setting.read()
+    except RuntimeError as error:  # torch refuses to answer when its old and new TF32 switches were both used
+        return f"unreadable: {str(error).splitlines()[0]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Generators:
+    python: Any
+    numpy: Any
+    torch_cpu: torch.Tensor
+    accelerators: tuple[torch.Tensor, ...]
+
+
+def _generators() -> _Generators:
+    module = _initialized_accelerator()
+    states = [] if module is None else [module.get_rng_state(i) for i in range(module.device_count())]
+    return _Generators(
+        python=random.getstate(),
+        numpy=np.random.get_state(),  # noqa: NPY002
+        torch_cpu=torch.get_rng_state(),
+        accelerators=tuple(states),
+    )
+
+
+def _restore(generators: _Generators) -> None:
+    random.setstate(generators.python)
+    np.random.set_state(generators.numpy)  # noqa: NPY002
+    torch.set_rng_state(generators.torch_cpu)
+    module = _initialized_accelerator()
+    if module is not None:
+        for index, state in enumerate(generators.accelerators):
+            module.set_rng_state(state, index)
+
+
+def _initialized_accelerator() -> Any:
+    """Return the accelerator's module if it is in use; reading its generators must not be what opens it."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return None
+    module = torch.get_device_module(accelerator.type)
+    initialized = getattr(module, "is_initialized", None)
+    return module if initialized is not None and initialized() and hasattr(module, "get_rng_state") else None
+
+
+def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+
+
+def _sdpa(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    backends = torch.backends.cuda  # despite the name these switches choose the CPU's SDPA kernel too
+    return getattr(backends, f"{name}_sdp_enabled"), getattr(backends, f"enable_{name}_sdp")
+
+
+def _environment(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    def write(value: Any) -> None:
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+    return (lambda: os.environ.get(name)), write
+
+
+def _algorithms() -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    # "warn" rather than "error": an operation without a deterministic version is a note in the report, not a crash
+    names = {0: "off", 1: "warn", 2: "error"}
+
+    def write(value: Any) -> None:
+        torch.use_deterministic_algorithms(value != "off", warn_only=value == "warn")
+
+    return (lambda: names[torch.get_deterministic_debug_mode()]), write
+
+
+def _precision_write(value: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.set_float32_matmul_precision(value)
+
+
+def _reduction(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    def read() -> bool:
+        value = getattr(torch.backends.cuda.matmul, name)
+        return bool(value[0]) if isinstance(value, tuple) else bool(value)
+
+    return read, (lambda value: setattr(torch.backends.cuda.matmul, name, value))
+
+
+def _settings() -> tuple[Setting, ...]:
+    def make(name: str, value: Any, access: tuple[Callable[[], Any], Callable[[Any], None]]) -> Setting:
+        return Setting(name=name, pinned=value, read=access[0], write=access[1])
+
+    return (
+        make("float32_matmul_precision", "highest", (torch.get_float32_matmul_precision, _precision_write)),
+        make("matmul_allow_tf32", False, _attribute(torch.backends.cuda.matmul, "allow_tf32")),
+        make("cudnn_allow_tf32", False, _attribute(torch.backends.cudnn, "allow_tf32")),
+        make("fp16_reduced_precision_reduction", False, _reduction("allow_fp16_reduced_precision_reduction")),
+        make("bf16_reduced_precision_reduction", False, _reduction("allow_bf16_reduced_precision_reduction")),
+        make("cudnn_deterministic", True, _attribute(torch.backends.cudnn, "deterministic")),
+        make("cudnn_benchmark", False, _attribute(torch.backends.cudnn, "benchmark")),
+        make("deterministic_algorithms", "warn", _algorithms()),
+        make("cublas_workspace_config", CUBLAS_WORKSPACE_CONFIG, _environment("CUBLAS_WORKSPACE_CONFIG")),
+        make("sdpa_math", True, _sdpa("math")),
+        make("sdpa_flash", False, _sdpa("flash")),
+        make("sdpa_mem_efficient", False, _sdpa("mem_efficient")),
+        make("sdpa_cudnn", False, _sdpa("cudnn")),
+        make("threads", 1, (torch.get_num_threads, torch.set_num_threads)),
+    )
+
+
+_SETTINGS = _settings()

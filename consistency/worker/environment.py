@@ -1,0 +1,74 @@
+"""What a worker's process is: versions, kernels and threads that are really in force."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+import torch
+
+from consistency.device import KERNEL_VARIABLES
+
+_VERSIONED = ("transformers", "peft", "safetensors", "accelerate", "numpy")
+_VARIABLES = (
+    *sorted(KERNEL_VARIABLES),
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_VISIBLE_DEVICES",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+)
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Return versions, kernel choices, threads and the variables that steer them."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+    for name in _VERSIONED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    if device.type != "cpu":
+        found.update(_accelerator(device))
+    return found
+
+
+def _accelerator(device: torch.device) -> dict[str, Any]:
+    module = torch.get_device_module(device.type)
+    if not hasattr(module, "get_device_properties"):
+        return {}
+    properties = module.get_device_properties(device.index or 0)
+    return {
+        "device_name": getattr(properties, "name", None),
+        "multiprocessors": getattr(properties, "multi_processor_count", None),
+        "device_uuid": str(properties.uuid) if hasattr(properties, "uuid") else None,
+        "simulated": bool(getattr(module, "simulated", False)),
+    }
+
+
+def kernel_key(environment: dict[str, Any], settings: dict[str, Any]) -> str:
+    """Return what decides a device's bits beside its model: versions, kernels in force, threads and settings.
+
+    Libraries choose kernels by the number of multiprocessors and split sums by threads, so both are part of it.
+    """
+    parts = [
+        environment.get(k) for k in ("torch", "cuda", "cudnn", "transformers", "peft", "cpu_capability", "threads")
+    ]
+    variables = environment.get("variables", {})
+    parts += [variables.get(name) for name in sorted(KERNEL_VARIABLES)]
+    parts += [environment.get("device_name"), environment.get("multiprocessors")]
+    return " ".join(str(p) for p in parts) + " " + " ".join(f"{k}={settings[k]}" for k in sorted(settings))

@@ -1,0 +1,122 @@
+"""What a worker is told and what it tells: the only words that the two processes share. No torch here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from consistency.case import Case
+from consistency.numbers import decode_json, encode_json
+
+EventKind = Literal["stage", "step", "wait", "note", "done", "failed"]
+
+REFERENCE_FILE = "reference.safetensors"
+"""Name of the float64 activations in the scratch folder that all workers of a run share."""
+
+REFERENCE_LOST = "reference.lost"
+"""Name of the note that the launcher leaves there when the worker that makes them is gone."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a worker needs to know.
+
+    Attributes
+    ----------
+    case : Case
+    name : str
+        The device as the user wrote it: `cuda:1@tf32`.
+    device : str
+        The device as torch numbers it in this worker: `cuda:0` where only one is visible.
+    road : str
+    folder, blobs, scratch : str
+        The worker's own folder, the capture's tensors, and a folder shared with the other workers of this run.
+    settings : dict
+        Determinism settings of the device's variant that differ from the pinned ones.
+    makes_reference : bool
+        Whether this worker computes the float64 activations for all.
+    threads : int
+    parent_pid : int
+    """
+
+    case: Case
+    name: str
+    device: str
+    road: str
+    folder: str
+    blobs: str
+    scratch: str
+    settings: dict[str, Any]
+    makes_reference: bool
+    threads: int
+    parent_pid: int
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of a worker's progress."""
+
+    at: float
+    kind: EventKind
+    stage: str = ""
+    layer: str = ""
+    done: int = 0
+    total: int = 0
+    message: str = ""
+    error: dict[str, Any] | None = None
+
+    def __str__(self) -> str:
+        place = " · ".join(part for part in (self.stage, self.layer, self.message) if part)
+        return place or self.kind
+
+
+class EventLog:
+    """Append events to a worker's file; each is on disk before the next step begins."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._stage = ""
+
+    def stage(self, name: str) -> None:
+        self._stage = name
+        self._write(Event(at=time.time(), kind="stage", stage=name))
+
+    def step(self, layer: str, done: int, total: int) -> None:
+        self._write(Event(at=time.time(), kind="step", stage=self._stage, layer=layer, done=done, total=total))
+
+    def wait(self, message: str) -> None:
+        self._write(Event(at=time.time(), kind="wait", stage=self._stage, message=message))
+
+    def note(self, message: str) -> None:
+        self._write(Event(at=time.time(), kind="note", stage=self._stage, message=message))
+
+    def done(self) -> None:
+        self._write(Event(at=time.time(), kind="done"))
+
+    def failed(self, error: Mapping[str, Any]) -> None:
+        self._write(Event(at=time.time(), kind="failed", stage=self._stage, error=dict(error)))
+
+    def _write(self, event: Event) -> None:
+        os.write(self._file.fileno(), encode_json(event) + b"\n")
+
+
+class EventReader:
+    """Read the events that a worker has written since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> list[Event]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                raw = file.read()
+        except FileNotFoundError:
+            return []
+        whole = raw[: raw.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [decode_json(line, Event) for line in whole.splitlines()]

@@ -1,0 +1,232 @@
+"""Turn what a stage sees into records, and keep the tensors that are worth keeping."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from consistency.capture import RecordStatus, TensorMeasure, TensorRecord, blob_key
+from consistency.errors import CaptureError
+from consistency.numbers import Real, encode_json
+from consistency.numerics.diagnosis import diagnose_moved, diagnose_structure
+from consistency.numerics.digest import TensorDigest, as_bytes, differing_blocks, digest
+from consistency.numerics.distance import Measure, measure
+from consistency.numerics.dtype import name_of
+
+KEEP_BYTES = 64 * 2**20
+"""A tensor outside its rule is kept in full up to this size; beyond it, block digests and the worst element tell."""
+
+
+class Recorder:
+    """Write records of one worker, one line at a time, so that a worker that dies leaves whole lines behind.
+
+    Parameters
+    ----------
+    folder : Path
+        The worker's own folder.
+    blobs : Path
+        The capture's content-addressed tensors, shared by all workers.
+    only : sequence of str
+        `stage::layer` prefixes to record; empty records everything.
+    """
+
+    def __init__(self, folder: Path, blobs: Path, *, only: Sequence[str] = ()) -> None:
+        self._file = (folder / "records.jsonl").open("ab", buffering=0)
+        self._blobs = blobs
+        self._only = tuple(only)
+        self._order = 0
+
+    def wants(self, stage: str, layer: str) -> bool:
+        """Tell whether anything is to be recorded of a layer."""
+        key = f"{stage}::{layer}"
+        return not self._only or any(
+            key == prefix or key.startswith((prefix + ".", prefix + "::")) or prefix == stage for prefix in self._only
+        )
+
+    def write(self, record: TensorRecord) -> None:
+        self._order += 1
+        line = encode_json(msgspec.structs.replace(record, order=self._order)) + b"\n"
+        try:
+            os.write(self._file.fileno(), line)
+        except OSError as error:
+            raise CaptureError("cannot write the records", where=self._file.name, got=error) from error
+
+    def keep(self, tensor: torch.Tensor) -> str:
+        """Store a tensor under the hash of its bytes and return that name; equal bytes are stored once."""
+        host = tensor.detach().to("cpu").contiguous()
+        raw = as_bytes(host)
+        name = blob_key(name_of(host.dtype), host.shape, raw.numpy().data)
+        path = self._blobs / f"{name}.safetensors"
+        if not path.exists():
+            partial = self._blobs / f"{name}.{os.getpid()}.tmp"
+            try:
+                save_file({"tensor": host.clone() if host.untyped_storage().nbytes() != host.nbytes else host}, partial)
+                os.replace(partial, path)
+            except (OSError, SafetensorError) as error:
+                partial.unlink(missing_ok=True)
+                raise CaptureError("cannot keep a tensor", where=path, got=error) from error
+        return name
+
+    def moved(
+        self,
+        *,
+        stage: str,
+        layer: str,
+        tensor: str,
+        actual: torch.Tensor,
+        expected: torch.Tensor,
+        others: Mapping[str, str] | None = None,
+        keep: bool = False,
+        repeats: tuple[str, ...] = (),
+        evidence: Mapping[str, Any] | None = None,
+    ) -> TensorDigest:
+        """Hold a tensor whose bytes were only moved against the bytes in the file, and record what was seen.
+
+        Parameters
+        ----------
+        stage, layer, tensor : str
+        actual : torch.Tensor
+            On its device; it leaves it only where something is to be said, or where `keep` asks.
+        expected : torch.Tensor
+            On the CPU.
+        others : mapping of str to str, optional
+            Names of other tensors by digest, to recognise a swap.
+        keep : bool
+            Store both tensors, so that captures made apart can be compared element by element.
+        """
+        here, reference = digest(actual), digest(expected)
+        common: dict[str, Any] = {
+            "stage": stage,
+            "layer": layer,
+            "tensor": tensor,
+            "shape": tuple(actual.shape),
+            "dtype": name_of(actual.dtype),
+            "rule": "bitwise",
+            "digest": here.value,
+            "blocks": pack_blocks(here),
+            "reference": "file",
+            "reference_digest": reference.value,
+            "repeats": repeats,
+        }
+        evidence = dict(evidence or {})
+        if here.value == reference.value:
+            blob = self.keep(actual) if keep else None
+            self.write(TensorRecord(**common, status="equal", blob=blob, reference_blob=blob, evidence=evidence))
+            return here
+        host = actual.detach().to("cpu")
+        structure = diagnose_structure(host, expected)
+        found = None
+        if structure is None:
+            found = measure(host, expected)
+            diagnosis = diagnose_moved(host, expected, found, others=others)
+            if found.mismatched == 0:
+                # the digest on the device and the bytes on the host disagree: reading the tensor back changed it
+                diagnosis = dataclasses.replace(diagnosis, word="unknown", evidence={"digest_only": True})
+        else:
+            diagnosis = structure
+        small = host.nbytes <= KEEP_BYTES
+        self.write(
+            TensorRecord(
+                **common,
+                status="outside",
+                measure=None if found is None else written(found),
+                diagnosis=diagnosis.word,
+                evidence={
+                    **evidence,
+                    **diagnosis.evidence,
+                    "blocks": differing_blocks(here.blocks, reference.blocks)[:64],
+                },
+                blob=self.keep(host) if keep or small else None,
+                reference_blob=self.keep(expected) if keep or small else None,
+            )
+        )
+        return here
+
+    def computed(
+        self,
+        *,
+        stage: str,
+        layer: str,
+        tensor: str,
+        actual: torch.Tensor,
+        rule: str,
+        found: Measure | None,
+        status: RecordStatus,
+        diagnosis: str | None,
+        digests: Sequence[TensorDigest],
+        reference_error: float | None = None,
+        keep: bool = False,
+        evidence: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Record a tensor that a device computed, with its measure against the exact value.
+
+        `digests` holds one digest per run on this device, the first run first.
+        """
+        worth_keeping = status == "outside" and actual.nbytes <= KEEP_BYTES
+        self.write(
+            TensorRecord(
+                stage=stage,
+                layer=layer,
+                tensor=tensor,
+                shape=tuple(actual.shape),
+                dtype=name_of(actual.dtype),
+                rule=rule,
+                status=status,
+                digest=digests[0].value,
+                blocks=pack_blocks(digests[0]),
+                reference="float64" if found is not None else None,
+                reference_error=None if reference_error is None else Real(reference_error),
+                measure=None if found is None else written(found),
+                diagnosis=diagnosis,
+                evidence=dict(evidence or {}),
+                blob=self.keep(actual) if keep or worth_keeping else None,
+                repeats=tuple(d.value for d in digests[1:]),
+            )
+        )
+
+    def absent(
+        self,
+        *,
+        stage: str,
+        layer: str,
+        tensor: str,
+        status: RecordStatus,
+        reason: str,
+        rule: str = "bitwise",
+        shape: tuple[int, ...] = (),
+        dtype: str = "",
+        evidence: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Record a tensor that could not be looked at: missing, unexpected, skipped or blocked, and why."""
+        self.write(
+            TensorRecord(
+                stage=stage,
+                layer=layer,
+                tensor=tensor,
+                shape=shape,
+                dtype=dtype,
+                rule=rule,
+                status=status,
+                diagnosis=status if status in ("missing", "unexpected") else None,
+                reason=reason,
+                evidence=dict(evidence or {}),
+            )
+        )
+
+
+def pack_blocks(found: TensorDigest) -> str:
+    """Write block digests as 16 hexadecimal digits each."""
+    return "".join(f"{b:016x}" for b in found.blocks)
+
+
+def written(found: Measure) -> TensorMeasure:
+    """Turn a measure into its written form."""
+    return TensorMeasure(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})

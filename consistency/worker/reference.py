@@ -1,0 +1,66 @@
+"""The float64 activations of the forward stage: made by one worker on the CPU, read by all.
+
+They lie in a scratch folder that is gone after the run; a capture keeps the measures against them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from consistency.worker.job import REFERENCE_FILE, REFERENCE_LOST, EventLog
+
+POLL_S = 0.05
+NOTE_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Exact activations by name, and the CPU's own largest error in the tested dtype."""
+
+    path: Path
+    errors: dict[str, float]
+
+    def read(self, name: str) -> torch.Tensor | None:
+        """Return an exact activation on the CPU; None where the reference has none of that name."""
+        with safe_open(self.path, framework="pt", device="cpu") as file:
+            if name not in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                return None
+            tensor = file.get_tensor(name)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+
+def publish(scratch: Path, exact: dict[str, torch.Tensor], errors: dict[str, float]) -> Reference:
+    """Write the reference whole, so that a worker that finds it can read it."""
+    partial = scratch / f"{REFERENCE_FILE}.tmp"
+    save_file(
+        {name: t.contiguous().clone() for name, t in exact.items()}, partial, metadata={"errors": json.dumps(errors)}
+    )
+    os.replace(partial, scratch / REFERENCE_FILE)
+    return Reference(path=scratch / REFERENCE_FILE, errors=errors)
+
+
+def wait_for(scratch: Path, events: EventLog) -> Reference | str:
+    """Return the reference once it is there, or the reason why it never will be."""
+    told = 0.0
+    while True:
+        path = scratch / REFERENCE_FILE
+        if path.exists():
+            with safe_open(path, framework="pt", device="cpu") as file:
+                errors = json.loads(file.metadata()["errors"])
+            return Reference(path=path, errors=errors)
+        lost = scratch / REFERENCE_LOST
+        if lost.exists():
+            return f"no float64 reference: {lost.read_text(encoding='utf-8')}"
+        if time.monotonic() - told > NOTE_EVERY_S:
+            events.wait("for the float64 reference")
+            told = time.monotonic()
+        time.sleep(POLL_S)

@@ -1,0 +1,138 @@
+"""One worker's run: determinism, environment, loading, stages."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from consistency.capture import SettingChange, write_json
+from consistency.case import Stage
+from consistency.worker import determinism, environment
+from consistency.worker.files import WeightFiles
+from consistency.worker.inputs import digest_of, fixed_inputs
+from consistency.worker.job import EventLog, Job
+from consistency.worker.loading import expected_adapter, load_adapter, load_base
+from consistency.worker.record import Recorder
+from consistency.worker.stages import adapter, base, forward, merged
+from consistency.worker.stages.context import Context
+
+TOLD_FILE = "told.json"
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker tells of itself beside its records; written anew after every stage."""
+
+    environment: dict[str, Any]
+    asked: dict[str, Any]
+    in_force: dict[str, Any]
+    kernel_key: str
+    changes: tuple[SettingChange, ...] = ()
+    inputs_digest: str | None = None
+    stages_done: tuple[str, ...] = ()
+    peak_bytes: int | None = None
+
+
+class Session:
+    """Run the stages of a job one after the other, and look at the settings after each."""
+
+    def __init__(self, job: Job, events: EventLog, asked: dict[str, Any]) -> None:
+        self._job = job
+        self._events = events
+        self._asked = asked
+        self._path = Path(job.folder) / TOLD_FILE
+        self._told = Told(
+            environment=environment.describe(torch.device(job.device)),
+            asked=asked,
+            in_force=determinism.in_force(),
+            kernel_key="",
+        )
+        key = environment.kernel_key(self._told.environment, self._told.in_force)
+        self._told = msgspec.structs.replace(self._told, kernel_key=key)
+        self._save()
+
+    def run(self) -> None:
+        job, events = self._job, self._events
+        wanted = job.case.stages
+        record = Recorder(Path(job.folder), Path(job.blobs), only=job.case.only)
+        self._begin("load base")
+        loaded = load_base(job.case, job.device)
+        self._check("load base")
+        before = {}
+        if Stage.BASE in wanted:
+            self._begin(Stage.BASE)
+            before = base.look(loaded, record, events, on_cpu=job.device == "cpu")
+            self._end(Stage.BASE)
+        model, files, expected = loaded.model, None, {}
+        if job.case.adapter is not None:
+            self._begin("load adapter")
+            model = load_adapter(loaded, job.case)
+            files = WeightFiles.of_adapter(job.case.adapter, allow_pickle=job.case.allow_pickle)
+            expected = expected_adapter(model, files)
+            self._check("load adapter")
+        context = Context(
+            job=job, events=events, record=record, base=loaded, model=model, adapter_files=files, expected=expected
+        )
+        if before and job.case.adapter is not None:
+            self._begin(Stage.BASE)
+            base.look_again(loaded, record, before)
+        for stage, look in ((Stage.ADAPTER, adapter.run), (Stage.MERGED, merged.run), (Stage.FORWARD, forward.run)):
+            if stage not in wanted:
+                continue
+            if job.case.adapter is None and stage is not Stage.FORWARD:
+                record.absent(
+                    stage=stage, layer="(model)", tensor="(all)", status="skipped", reason="the case has no adapter"
+                )
+                continue
+            self._begin(stage)
+            if stage is Stage.FORWARD:
+                inputs, _ = fixed_inputs(job.case, loaded.model)
+                self._update(inputs_digest=None if inputs is None else digest_of(inputs))
+            look(context)
+            self._end(stage)
+
+    def _begin(self, stage: str) -> None:
+        determinism.seed_all()
+        self._events.stage(stage)
+
+    def _end(self, stage: str) -> None:
+        self._check(stage)
+        self._update(stages_done=(*self._told.stages_done, stage))
+
+    def _check(self, stage: str) -> None:
+        """Note settings that another library has flipped since they were set, and set them again."""
+        found = determinism.changed(self._asked)
+        changes = tuple(
+            SettingChange(setting=name, asked=self._asked[name], in_force=value, stage=stage)
+            for name, value in found.items()
+        )
+        if changes:
+            determinism.restore(self._asked, found)
+        self._update(changes=(*self._told.changes, *changes), peak_bytes=_peak_bytes())
+
+    def _update(self, **values: Any) -> None:
+        self._told = msgspec.structs.replace(self._told, **values)
+        self._save()
+
+    def _save(self) -> None:
+        write_json(self._path, self._told)
+
+
+def run(job: Job, events: EventLog) -> None:
+    """Run a job with every setting pinned."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_interop_threads(1)
+    with determinism.deterministic(threads=job.threads, **job.settings) as asked:
+        Session(job, events, asked).run()
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak) if sys.platform == "darwin" else int(peak) * 1024

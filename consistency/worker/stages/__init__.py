@@ -1,0 +1,1 @@
+"""One module per stage: what is looked at, and by which rule."""

@@ -1,0 +1,138 @@
+"""Stage `adapter`: every adapter tensor on the device against the bytes in its file, read on the CPU.
+
+PEFT's own key mapping says which parameter a tensor of the file goes to; PEFT casts some dtypes on loading, so the
+file's bytes are cast once, on the CPU, to the dtype that the parameter has.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from consistency.naming import SETTINGS_LAYER, adapter_place, module_place
+from consistency.numerics.digest import digest
+from consistency.numerics.dtype import name_of
+from consistency.tolerance import Rule
+from consistency.worker.loading import ADAPTER_NAME
+from consistency.worker.stages.context import Context
+
+
+def run(context: Context) -> None:
+    """Record every tensor of the adapter's file, what is missing or left over, and the adapter's settings."""
+    model, record = context.model, context.record
+    state = model.state_dict(keep_vars=True)
+    reloaded = _reload(context, state) if context.job.case.repeat > 1 else {}
+    by_digest = {}
+    for key, tensor in context.expected.values():
+        by_digest[digest(tensor).value] = key
+    for done, (name, (key, tensor)) in enumerate(context.expected.items()):
+        layer, part = adapter_place(key)
+        if not record.wants("adapter", layer):
+            continue
+        context.events.step(f"{layer}.{part}", done, len(context.expected))
+        actual = state.get(name)
+        if actual is None:
+            record.absent(
+                stage="adapter", layer=layer, tensor=part, status="unexpected", shape=tuple(tensor.shape),
+                dtype=name_of(tensor.dtype), reason="the file holds it, the model has no place for it",
+                evidence={"parameter": name},
+            )  # fmt: skip
+            continue
+        expected = tensor.to(actual.dtype)
+        own = digest(expected).value
+        others = {value: other for value, other in by_digest.items() if value != own}
+        record.moved(
+            stage="adapter",
+            layer=layer,
+            tensor=part,
+            actual=actual,
+            expected=expected,
+            others=others,
+            keep=True,
+            repeats=reloaded.get(name, ()),
+            evidence={} if actual.dtype == tensor.dtype else {"dtype_in_file": name_of(tensor.dtype)},
+        )
+    _missing(context, state)
+    if record.wants("adapter", SETTINGS_LAYER):
+        _settings(context)
+
+
+def _missing(context: Context, state: dict[str, Any]) -> None:
+    """Record the adapter's parameters that the file does not hold; they have their initial values."""
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+
+    model: Any = context.model
+    config = model.peft_config[ADAPTER_NAME]
+    prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
+    parameters = dict(context.model.named_parameters())
+    shared = {state[name].data_ptr() for name in context.expected if name in state}
+    for name, tensor in state.items():
+        in_adapter = prefix and prefix in name and f".{ADAPTER_NAME}" in name and name in parameters
+        if not in_adapter or name in context.expected or tensor.data_ptr() in shared:
+            continue
+        layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
+        if context.record.wants("adapter", layer):
+            context.record.absent(
+                stage="adapter", layer=layer, tensor=part, status="missing", shape=tuple(tensor.shape),
+                dtype=name_of(tensor.dtype), reason="the model has it, the adapter's file does not",
+            )  # fmt: skip
+
+
+def _settings(context: Context) -> None:
+    """Record rank, scaling and active adapters, which are no tensors but change every number."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    table: dict[str, Any] = {}
+    inactive = []
+    for name, module in context.model.named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        scaling = getattr(module, "scaling", None)
+        rank = getattr(module, "r", None)
+        table[module_place(name)] = [
+            rank.get(ADAPTER_NAME) if isinstance(rank, dict) else None,
+            scaling.get(ADAPTER_NAME) if isinstance(scaling, dict) else None,
+        ]
+        if ADAPTER_NAME not in module.active_adapters or module.disable_adapters:
+            inactive.append(module_place(name))
+    raw = json.dumps(table, sort_keys=True).encode()
+    tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    context.record.computed(
+        stage="adapter",
+        layer=SETTINGS_LAYER,
+        tensor="rank and scaling",
+        actual=tensor,
+        rule=Rule.PEER,
+        found=None,
+        status="outside" if inactive else "measured",
+        diagnosis="inactive" if inactive else None,
+        digests=[digest(tensor)],
+        evidence={"layers": len(table), "inactive": inactive[:8]} if inactive else {"layers": len(table)},
+    )
+
+
+def _reload(context: Context, state: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Load the adapter again over parameters filled with NaN, and return the digests that gives, by parameter.
+
+    A copy that never arrives cannot look right by luck when what it should overwrite is poison.
+    """
+    digests: dict[str, tuple[str, ...]] = {}
+    for _ in range(context.job.case.repeat - 1):
+        names = [n for n in context.expected if n in state and state[n].is_floating_point()]
+        saved = {n: state[n].detach().clone() for n in names}
+        with torch.no_grad():
+            for name in names:
+                state[name].fill_(float("nan"))
+        try:
+            context.model.load_adapter(context.job.case.adapter, ADAPTER_NAME)  # type: ignore[operator]
+        except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
+            context.events.note(f"this adapter cannot be loaded twice: {type(error).__name__}: {error}")
+            with torch.no_grad():
+                for name, tensor in saved.items():
+                    state[name].copy_(tensor)
+            return {}
+        for name in names:
+            digests[name] = (*digests.get(name, ()), digest(state[name]).value)
+    return digests

@@ -1,0 +1,125 @@
+"""Stage `base`: every parameter and buffer of the base, before and after the adapter is loaded.
+
+Bytes were only moved, so nothing may differ from the file, read on the CPU and cast once to the dtype in the model.
+What is in no file has another reference: a table that the model computes when it is built (rotary frequencies) is held
+against the same computation in float64; everything else against the reference worker.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+import torch
+
+from consistency.naming import split_name
+from consistency.numerics.bound import measure_against_exact
+from consistency.numerics.digest import TensorDigest, digest
+from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
+from consistency.numerics.exact import in_float64
+from consistency.tolerance import Rule
+from consistency.worker.job import EventLog
+from consistency.worker.loading import LoadedBase
+from consistency.worker.record import Recorder
+
+PEER_KEEP_BYTES = 2**20
+"""A tensor without a file is kept up to this size, so that a difference can be shown element by element."""
+
+
+def look(base: LoadedBase, record: Recorder, events: EventLog, *, on_cpu: bool) -> dict[str, TensorDigest]:
+    """Record every tensor of the base; return its digests by name."""
+    found: dict[str, TensorDigest] = {}
+    exact = _exact_tables(base.model)
+    for done, (name, tensor) in enumerate(base.tensors.items()):
+        layer, part = split_name(name)
+        if not record.wants("base", layer):
+            continue
+        events.step(name, done, len(base.tensors))
+        expected = base.expected(name)
+        evidence = {}
+        if base.file_names.get(name, name) != name:
+            evidence["name_in_file"] = base.file_names[name]
+        if expected is not None:
+            found[name] = record.moved(
+                stage="base", layer=layer, tensor=part, actual=tensor, expected=expected, evidence=evidence
+            )
+            continue
+        found[name] = digest(tensor)
+        if name in base.not_in_file:
+            evidence["not_in_file"] = "initialised anew by transformers"
+        table = exact.get(name)
+        computed = table is not None and tensor.dtype in UNIT_ROUNDOFF and table.shape == tensor.shape
+        host = tensor.detach().to("cpu")
+        measure = measure_against_exact(host, table) if computed and table is not None else None
+        record.computed(
+            stage="base",
+            layer=layer,
+            tensor=part,
+            actual=host,
+            rule=Rule.RELATIVE if computed else Rule.PEER,
+            found=measure,
+            status="measured",
+            diagnosis=None,
+            digests=[found[name]],
+            reference_error=float(measure.max_abs) if measure is not None and on_cpu else None,
+            keep=tensor.nbytes <= PEER_KEEP_BYTES,
+            evidence=evidence | ({} if name in base.persistent else {"buffer": "not in the state dict"}),
+        )
+    return found
+
+
+def look_again(
+    base: LoadedBase, record: Recorder, before: Mapping[str, TensorDigest], *, keep_bytes: int = PEER_KEEP_BYTES
+) -> list[str]:
+    """Record the tensors of the base that loading the adapter has changed; return their names.
+
+    Some methods rewrite base weights on loading (PiSSA, OLoRA). Where they do, the devices are held against one
+    another; where they do not, the bytes are those of before, which were held against the file.
+    """
+    changed = []
+    for name, tensor in base.tensors.items():
+        if name not in before:
+            continue
+        after = digest(tensor)
+        if after.value == before[name].value:
+            continue
+        changed.append(name)
+        layer, part = split_name(name)
+        record.computed(
+            stage="base",
+            layer=layer,
+            tensor=f"{part} after the adapter",
+            actual=tensor.detach().to("cpu") if tensor.nbytes <= keep_bytes else tensor,
+            rule=Rule.PEER,
+            found=None,
+            status="measured",
+            diagnosis="recomputed",
+            digests=[after],
+            keep=tensor.nbytes <= keep_bytes,
+            evidence={"before": before[name].value, "dtype": name_of(tensor.dtype)},
+        )
+    return changed
+
+
+def _exact_tables(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Build modules that hold nothing but computed tables once more, in float64 on the CPU.
+
+    transformers' rotary embeddings are such modules: made from the config alone, their buffers in no state dict.
+    """
+    tables: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        config = getattr(module, "config", None)
+        if not buffers or config is None or next(module.parameters(), None) is not None:
+            continue
+        arguments = inspect.signature(type(module).__init__).parameters
+        if "config" not in arguments:
+            continue
+        try:
+            twin = in_float64(type(module), config=config)
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
+            continue  # it needs more than its config: the reference worker is the reference
+        for part, table in twin.named_buffers(recurse=False):
+            if table.dtype == torch.float64 and table.device.type == "cpu":
+                tables[f"{name}.{part}" if name else part] = table
+    return tables

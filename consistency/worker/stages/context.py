@@ -1,0 +1,47 @@
+"""What every stage is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from consistency.worker.files import WeightFiles
+from consistency.worker.job import EventLog, Job
+from consistency.worker.loading import LoadedBase
+from consistency.worker.record import Recorder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """One worker's model on its device, and where to write.
+
+    Attributes
+    ----------
+    job : Job
+    events : EventLog
+    record : Recorder
+    base : LoadedBase
+    model : torch.nn.Module
+        The adapted model, or the base where the case has no adapter.
+    adapter_files : WeightFiles or None
+    expected : dict
+        Parameter name in `model` to (name in the adapter's file, tensor on the CPU).
+    """
+
+    job: Job
+    events: EventLog
+    record: Recorder
+    base: LoadedBase
+    model: torch.nn.Module
+    adapter_files: WeightFiles | None
+    expected: dict[str, tuple[str, torch.Tensor]]
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.job.device)
+
+    @property
+    def scratch(self) -> Path:
+        return Path(self.job.scratch)

@@ -1,0 +1,303 @@
+"""Stage `merged`: delta and merged weight of every adapted layer, through PEFT's own merge.
+
+A LoRA merge is held against the derived bound, per element, with the exact value computed in float64 from the bytes
+in the files. A method without a closed form is held against the same PEFT code run in float64 on the CPU. The model is left
+as it was found, to the bit: a layer is merged, looked at, unmerged, and its weight restored from a copy, so beside the
+model there is one copy of one layer's weight.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from consistency.capture import RecordStatus
+from consistency.naming import module_place
+from consistency.numerics.bound import (
+    Allowance,
+    delta_allowance,
+    measure_against_exact,
+    measure_low_rank,
+    merged_allowance,
+)
+from consistency.numerics.diagnosis import diagnose_computed
+from consistency.numerics.digest import TensorDigest, digest
+from consistency.numerics.distance import Measure
+from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.exact import Float64Mode
+from consistency.tolerance import Rule, passes
+from consistency.worker.loading import ADAPTER_NAME
+from consistency.worker.stages.context import Context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """The factors of a plain LoRA delta, from the file: `scaling * left @ right`, in the weight's own orientation."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scaling: float
+    adapter: torch.dtype
+    rounds_delta: bool
+
+    @property
+    def rank(self) -> int:
+        return int(self.right.shape[0])
+
+
+def run(context: Context) -> None:
+    """Record delta, merged weight and, where the level asks, safely merged weight of every adapted layer."""
+    layers = list(adapted_layers(context.model))
+    for done, (name, layer) in enumerate(layers):
+        place = module_place(name)
+        if not context.record.wants("merged", place):
+            continue
+        context.events.step(place, done, len(layers))
+        _look(context, name, place, layer)
+
+
+def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield name and module of every layer that the adapter changes, in the model's order."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and hasattr(module, "merge") and hasattr(module, "get_base_layer"):
+            yield name, module
+
+
+@contextmanager
+def merged(layer: Any, *, safe: bool) -> Iterator[Any]:
+    """Merge one layer by PEFT's own code, and restore its weights to the bit at the end.
+
+    Yields
+    ------
+    torch.nn.Module
+        The base layer, with merged weights.
+    """
+    base = layer.get_base_layer()
+    kept = [(p, p.data, p.detach().clone()) for p in base.parameters(recurse=False)]
+    with torch.no_grad():
+        try:
+            layer.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
+            yield base
+        finally:
+            if layer.merged_adapters:
+                layer.unmerge()
+            for parameter, data, copied in kept:
+                data.copy_(copied)
+                parameter.data = data  # the storage it had, which a tied weight shares
+
+
+def _look(context: Context, name: str, place: str, layer: Any) -> None:
+    repeats = context.job.case.repeat
+    low_rank = _low_rank(context, name, layer)
+    base_weight = None if low_rank is None else _base_weight(context, place, layer)
+    if hasattr(layer, "get_delta_weight"):
+        _delta(context, place, layer, low_rank, repeats)
+    seen: tuple[TensorDigest, Measure | None, float | None] | None = None
+    for safe in (False, True) if context.job.case.plan.safe_merge else (False,):
+        tensor = "weight, safe merge" if safe else "weight"
+        try:
+            with merged(layer, safe=safe) as base:
+                weight = base.weight.detach()
+                here = digest(weight)
+                if seen is not None and seen[0].value == here.value:
+                    found, error = seen[1], seen[2]  # the same bits have the same measure
+                else:
+                    found, error = _judge(context, name, layer, weight, low_rank, base_weight, safe=safe)
+                host = weight.to("cpu", copy=True) if _worth(found) or context.job.case.keep else weight
+            again = [_digest_again(layer, safe=safe) for _ in range(repeats - 1)]
+        except (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError) as failure:
+            if isinstance(failure, torch.OutOfMemoryError):
+                raise
+            context.record.absent(
+                stage="merged", layer=place, tensor=tensor, rule=Rule.BOUND if low_rank else Rule.RELATIVE,
+                status="skipped", reason=f"PEFT does not merge this layer: {type(failure).__name__}: {failure}",
+            )  # fmt: skip
+            continue
+        seen = (here, found, error)
+        context.record.computed(
+            stage="merged",
+            layer=place,
+            tensor=tensor,
+            actual=host,
+            rule=Rule.PEER if found is None else Rule.BOUND if low_rank else Rule.RELATIVE,
+            found=found,
+            status=_status(found),
+            diagnosis=None if found is None or found.bound_ratio is None else diagnose_computed(found).word,
+            digests=[here, *again],
+            reference_error=error,
+            keep=context.job.case.keep,
+        )
+
+
+def _base_weight(context: Context, place: str, layer: Any) -> torch.Tensor:
+    """Return the weight before the merge: the file's bytes, or the device's where no file holds it as it is."""
+    name = f"{place}.weight"
+    known = context.base.expected(name) if name in context.base.tensors else None
+    if known is not None:
+        return known
+    weight = layer.get_base_layer().weight.detach().to("cpu", copy=True)
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, repeats: int) -> None:
+    try:
+        with torch.no_grad():
+            delta = layer.get_delta_weight(ADAPTER_NAME)
+            again = [digest(layer.get_delta_weight(ADAPTER_NAME)) for _ in range(repeats - 1)]
+    except (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError, KeyError) as failure:
+        if isinstance(failure, torch.OutOfMemoryError):
+            raise
+        context.record.absent(
+            stage="merged", layer=place, tensor="delta", rule=Rule.BOUND, status="skipped",
+            reason=f"PEFT gives no delta of this layer: {type(failure).__name__}: {failure}",
+        )  # fmt: skip
+        return
+    found = None
+    if low_rank is not None and delta.shape == (low_rank.left.shape[0], low_rank.right.shape[1]):
+        found = measure_low_rank(
+            delta.to("cpu"),
+            left=low_rank.left,
+            right=low_rank.right,
+            scaling=low_rank.scaling,
+            base=None,
+            allowance=_delta_allowance(low_rank, delta.device),
+        )
+    context.record.computed(
+        stage="merged",
+        layer=place,
+        tensor="delta",
+        actual=delta,
+        rule=Rule.BOUND if found is not None else Rule.PEER,
+        found=found,
+        status=_status(found) if found is not None else "skipped",
+        diagnosis=None if found is None else diagnose_computed(found).word,
+        digests=[digest(delta), *again],
+        keep=context.job.case.keep,
+        evidence={} if found is not None else {"judged by": "the merged weight"},
+    )
+
+
+def _digest_again(layer: Any, *, safe: bool) -> TensorDigest:
+    with merged(layer, safe=safe) as base:
+        return digest(base.weight.detach())
+
+
+def _judge(
+    context: Context,
+    name: str,
+    layer: Any,
+    weight: torch.Tensor,
+    low_rank: LowRank | None,
+    base: torch.Tensor | None,
+    *,
+    safe: bool,
+) -> tuple[Measure | None, float | None]:
+    """Return the measure of a merged weight, and the CPU's own error where there is no closed form."""
+    if weight.dtype not in UNIT_ROUNDOFF:
+        return None, None  # a quantized weight: no number format to bound; held against the other workers
+    if low_rank is not None and base is not None:
+        allowance = merged_allowance(
+            _delta_allowance(low_rank, weight.device),
+            weight=weight.dtype,
+            roundings=2 if safe or low_rank.rounds_delta else 1,
+        )
+        found = measure_low_rank(
+            weight.to("cpu"),
+            left=low_rank.left,
+            right=low_rank.right,
+            scaling=low_rank.scaling,
+            base=base,
+            allowance=allowance,
+        )
+        return found, None
+    exact = _merge_copy(_copy_from_files(context, name, layer), torch.float64, safe=safe)
+    if exact.shape != weight.shape:
+        return None, None
+    found = measure_against_exact(weight.to("cpu"), exact)
+    if weight.device.type == "cpu":
+        return found, float(found.max_abs)
+    own = _merge_copy(_copy_from_files(context, name, layer), None, safe=safe)
+    return found, float(measure_against_exact(own, exact).max_abs)
+
+
+def _copy_from_files(context: Context, name: str, layer: Any) -> Any:
+    """Copy one layer to the CPU and give it the bytes in the files, so that no fault of the device is in it."""
+    twin = copy.deepcopy(layer).to("cpu")
+    with torch.no_grad():
+        for part, parameter in twin.named_parameters():
+            if f"{name}.{part}" in context.expected:
+                parameter.copy_(context.expected[f"{name}.{part}"][1])
+            elif part.startswith("base_layer."):
+                base_name = f"{module_place(name)}.{part.removeprefix('base_layer.')}"
+                known = context.base.expected(base_name) if base_name in context.base.tensors else None
+                if known is not None:
+                    parameter.copy_(known)
+    return twin
+
+
+def _merge_copy(twin: Any, dtype: torch.dtype | None, *, safe: bool) -> torch.Tensor:
+    with torch.no_grad():
+        if dtype is torch.float64:
+            twin = twin.double()
+            with Float64Mode():
+                twin.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
+        else:
+            twin.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
+        weight = twin.get_base_layer().weight.detach()
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+
+def _low_rank(context: Context, name: str, layer: Any) -> LowRank | None:
+    """Return the factors of a plain LoRA on a linear, Conv1D or embedding layer; None for every other method."""
+    from peft.tuners.lora import layer as lora
+
+    if getattr(layer, "lora_variant", {}).get(ADAPTER_NAME) is not None:
+        return None  # DoRA and its kin are no sum of a weight and a product
+    if type(layer) is lora.Linear:
+        keys, transposed = ("lora_A.{}.weight", "lora_B.{}.weight"), bool(layer.fan_in_fan_out)
+    elif type(layer) is lora.Embedding:
+        keys, transposed = ("lora_embedding_A.{}", "lora_embedding_B.{}"), True
+    else:
+        return None
+    names = [f"{name}.{key.format(ADAPTER_NAME)}" for key in keys]
+    if not all(n in context.expected for n in names):
+        return None
+    state = dict(layer.named_parameters())
+    dtype = state[keys[0].format(ADAPTER_NAME)].dtype
+    if dtype not in UNIT_ROUNDOFF:
+        return None
+    a, b = (context.expected[n][1].to(dtype) for n in names)
+    return LowRank(
+        left=a.T if transposed else b,
+        right=b.T if transposed else a,
+        scaling=float(layer.scaling[ADAPTER_NAME]),
+        adapter=dtype,
+        rounds_delta=type(layer) is lora.Embedding,
+    )
+
+
+def _delta_allowance(low_rank: LowRank, device: torch.device) -> Allowance:
+    # bfloat16 and float16 products on an accelerator run on matrix units, which truncate when they accumulate
+    truncating = device.type != "cpu" and low_rank.adapter in (torch.bfloat16, torch.float16)
+    return delta_allowance(low_rank.rank, scaling=low_rank.scaling, adapter=low_rank.adapter, truncating=truncating)
+
+
+def _status(found: Measure | None) -> RecordStatus:
+    if found is None or found.bound_ratio is None:
+        return "measured"
+    if float(found.max_abs) == 0 and found.mismatched == 0:
+        return "equal"
+    return "within" if passes(found.bound_ratio) else "outside"
+
+
+def _worth(found: Measure | None) -> bool:
+    return found is not None and found.bound_ratio is not None and not passes(found.bound_ratio)
