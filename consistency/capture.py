@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -61,6 +61,11 @@ class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True):
     first_byte: int | None
     last_byte: int | None
     magnitude: Real
+
+    @classmethod
+    def of(cls, measure: Any) -> TensorMeasure:
+        """Return a `consistency.numerics.distance.Measure` in its written form; that module needs torch."""
+        return cls(**{name: getattr(measure, name) for name in cls.__struct_fields__})
 
 
 class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -107,7 +112,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     rule: str = "bitwise"
     status: RecordStatus = "equal"
     digest: str | None = None
-    blocks: str = ""
+    blocks: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{16})*\Z")] = ""
     reference: str | None = None
     reference_digest: str | None = None
     reference_blob: str | None = None
@@ -218,7 +223,7 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
 
 def blob_name(name: str) -> str:
     """Return the name of a blob if it is one; a capture from elsewhere must not name a path."""
-    if not _BLOB_NAME.match(name):
+    if not _BLOB_NAME.fullmatch(name):
         raise CaptureError("not the name of a kept tensor", got=name)
     return name
 
@@ -261,9 +266,16 @@ class CaptureWriter:
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    @property
+    def blobs(self) -> Path:
+        return self.folder / "blobs"
+
     def worker_folder(self, slug: str) -> Path:
         folder = self.folder / "workers" / slug
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise CaptureError("cannot write the capture", where=self.target, got=error) from None
         return folder
 
     def write_worker(self, slug: str, info: WorkerInfo) -> None:
@@ -315,7 +327,7 @@ def read_capture(folder: Path) -> Capture:
     damage: list[str] = []
     for slug in manifest.workers:
         try:
-            if not _SLUG.match(slug):
+            if not _SLUG.fullmatch(slug):
                 raise CaptureError("not the name of a worker", got=slug)
             home = root / "workers" / slug
             info = _read(home / "worker.json", WorkerInfo)
@@ -336,7 +348,7 @@ def read_records(path: Path) -> Iterator[TensorRecord]:
     for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
         try:
             yield decode_json(line, TensorRecord)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CaptureError(f"line {number} is damaged", where=path, got=error) from None
 
 

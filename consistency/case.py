@@ -202,7 +202,7 @@ def make_options(table: dict[str, Any], *, where: str = "options") -> Options:
         raise UsageError("repeat counts runs", where=where, got=options.repeat, wanted="1 or more")
     if options.threads is not None and options.threads < 1:
         raise UsageError("threads counts threads", where=where, got=options.threads, wanted="1 or more")
-    if options.stall <= 0 or (options.timeout is not None and options.timeout <= 0):
+    if not options.stall > 0 or not (options.timeout is None or options.timeout > 0):  # NaN is no limit either
         raise UsageError("a time limit is a number of seconds above 0", where=where)
     parse_devices(options.devices)
     parse_stages(options.stages)

@@ -47,5 +47,8 @@ def _decode_hook(kind: type, value: Any) -> Any:
     if kind is Real:
         if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
             raise ValueError(f"expected a number, 'nan', 'inf' or '-inf', got {value!r}")
-        return Real(value)
+        try:
+            return Real(value)
+        except OverflowError:
+            raise ValueError("an integer too large for a float64") from None
     raise NotImplementedError(f"cannot read a {kind.__name__} from JSON")

@@ -5,6 +5,7 @@ Rules are tried from the most to the least specific; `unknown` is an honest answ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +47,7 @@ def diagnose_moved(
     Parameters
     ----------
     actual, expected : torch.Tensor
-        On the CPU, of equal shape and dtype, not equal in bits.
+        On the CPU, of equal shape and dtype. Where their bits are equal there is nothing to name: `unknown`.
     found : Measure
         Of the two.
     others : mapping of str to str, optional
@@ -55,6 +56,8 @@ def diagnose_moved(
     a, e = real_view(actual), real_view(expected)
     x, y = bit_patterns(a), bit_patterns(e)
     differs = x != y
+    if not bool(differs.any()):
+        return Diagnosis(word="unknown")
     rules = (
         _zeros(x, y),
         _swapped(actual, others or {}),
@@ -100,7 +103,7 @@ def _signed_zero(a: torch.Tensor, e: torch.Tensor, differs: torch.Tensor) -> Dia
 def _non_finite(a: torch.Tensor, e: torch.Tensor, differs: torch.Tensor) -> Diagnosis | None:
     if not a.dtype.is_floating_point:
         return None
-    actual, expected = a[differs].to(torch.float32), e[differs].to(torch.float32)
+    actual, expected = a[differs].to(torch.float64), e[differs].to(torch.float64)
     broken = ~torch.isfinite(actual) & torch.isfinite(expected)
     if not bool(broken.any()):
         return None
@@ -172,8 +175,10 @@ def _wrong_scale(a: torch.Tensor, e: torch.Tensor) -> Diagnosis | None:
         return None
     ratios = x[used] / y[used]
     ratio = float(torch.median(ratios))
-    # a scaled copy is rounded once: each ratio is off by at most the unit roundoff, eps / 2, twice with a subnormal
-    if ratio == 1 or bool(torch.any((ratios - ratio).abs() > 2 * torch.finfo(a.dtype).eps * abs(ratio))):
+    # a scaled copy is rounded once: each ratio is off by at most the unit roundoff, eps / 2, twice with a subnormal;
+    # a ratio that is no further from 1 than that is noise in the last place, not a scale
+    slack = 2 * torch.finfo(a.dtype).eps
+    if not math.isfinite(ratio) or abs(ratio - 1) <= slack or bool(((ratios - ratio).abs() > slack * abs(ratio)).any()):
         return None
     return Diagnosis(word="wrong-scale", evidence={"ratio": ratio})
 

@@ -15,6 +15,8 @@ from consistency.numerics.dtype import bit_patterns, name_of, ordered_integers, 
 CHUNK = 1 << 14
 """Elements per chunk: a handful of float64 temporaries of 128 KiB fit in a level-2 cache of 1 MiB."""
 
+_HAVE_AMINMAX = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
@@ -119,9 +121,11 @@ class Tally:
         """Note the largest finite magnitude of a chunk of the reference."""
         if expected.dtype == torch.bool or not expected.numel():
             return
-        low, high = torch.aminmax(expected if expected.element_size() > 1 else expected.to(torch.float32))
-        size = max(abs(float(low)), abs(float(high)))
-        self._magnitude = max(self._magnitude, size) if math.isfinite(size) else self._magnitude
+        numbers = expected if expected.dtype in _HAVE_AMINMAX else expected.to(torch.float64)
+        low, high = torch.aminmax(numbers)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            low, high = torch.aminmax(numbers.masked_fill(~torch.isfinite(numbers), 0.0))
+        self._magnitude = max(self._magnitude, abs(float(low)), abs(float(high)))
 
     def add_bits(self, actual: torch.Tensor, expected: torch.Tensor, *, start: int) -> None:
         """Add a chunk of a bitwise comparison; `start` is the flat index of its first element."""
@@ -239,12 +243,10 @@ class Tally:
             return
         x, y = ordered_integers(a), ordered_integers(e)
         both_nan = torch.isnan(a) & torch.isnan(e)
-        if a.element_size() == 8:
-            # two float64 of opposite sign can be further apart than int64 reaches: settle those in Python
-            far = torch.argmax((x.double() - y.double()).abs().masked_fill_(both_nan, 0.0))
-            step = 0 if bool(both_nan[far]) else abs(int(x[far]) - int(y[far]))
-        else:
-            step = int((x - y).abs_().masked_fill_(both_nan, 0).max())
+        # two float64 of opposite sign can be further apart than int64 reaches: the difference wraps and is read as
+        # unsigned, in whose order a value comes where its sign-flipped bits come in the signed one
+        apart = (torch.maximum(x, y) - torch.minimum(x, y)).masked_fill_(both_nan, 0)
+        step = int(torch.bitwise_xor(apart, -(1 << 63)).max()) + (1 << 63)
         self._max_ulp = max(self._max_ulp, step)
 
 

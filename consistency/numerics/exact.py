@@ -25,6 +25,9 @@ class Float64Mode(TorchDispatchMode):
     storage that they share.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
+
     def __torch_dispatch__(
         self,
         func: Any,

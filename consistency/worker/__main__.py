@@ -15,45 +15,65 @@ from pathlib import Path
 from consistency.errors import ConsistencyError
 from consistency.numbers import decode_json
 from consistency.worker import lifeline
-from consistency.worker.job import EventLog, Job
+from consistency.worker.job import CANNOT_WRITE, EventLog, Job
 
 
 def main(path: Path) -> int:
-    """Do one job; the exit status is 0 when it was done."""
+    """Do one job.
+
+    Returns
+    -------
+    int
+        0 when it was done, 2 for wrong input, 3 for any other failure, 4 when not even that could be written down.
+    """
     job = decode_json(path.read_bytes(), Job)
     lifeline.hold(job.parent_pid)
     folder = Path(job.folder)
-    stack = (folder / "stack.txt").open("w", encoding="utf-8")
+    try:
+        stack = (folder / "stack.txt").open("w", encoding="utf-8")
+        events = EventLog(folder / "events.jsonl")
+    except OSError:
+        return CANNOT_WRITE
     faulthandler.enable(file=stack, all_threads=True)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides what ends
-    events = EventLog(folder / "events.jsonl")
     try:
-        events.stage("import")
-        from consistency.worker.session import run
+        try:
+            events.stage("import")
+            from consistency.worker.session import run
 
-        run(job, events)
-    except ConsistencyError as error:
-        events.failed(
-            {
-                "kind": type(error).__name__, "what": error.what, "where": error.where, "got": error.got,
-                "wanted": error.wanted, "hint": error.hint, "trace": traceback.format_exc(limit=20),
-            }
-        )  # fmt: skip
-        return 2
-    except BaseException as error:  # the one place that must let nothing through: what it was is told to the parent
-        memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-        events.failed(
-            {
-                "kind": "OutOfMemory" if memory else type(error).__name__,
-                "what": "out of memory" if memory else f"{type(error).__name__}: {error}",
-                "trace": traceback.format_exc(limit=40),
-            }
-        )
-        return 3
-    events.done()
+            run(job, events)
+            events.done()
+        except BaseException as error:  # the one place that must let nothing through: the parent is told what it was
+            events.failed({**_told(error), "trace": traceback.format_exc(limit=40)})
+            return 2 if isinstance(error, ConsistencyError) else 3
+    except OSError:
+        return CANNOT_WRITE
     return 0
+
+
+def _told(error: BaseException) -> dict[str, str | None]:
+    if isinstance(error, ConsistencyError):
+        return {
+            "kind": type(error).__name__,
+            "what": error.what,
+            "where": error.where,
+            "got": error.got,
+            "wanted": error.wanted,
+            "hint": error.hint,
+        }
+    if _is_out_of_memory(error):
+        return {"kind": "OutOfMemory", "what": "out of memory"}
+    return {"kind": type(error).__name__, "what": f"{type(error).__name__}: {error}"}
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # torch's allocator of host memory raises a plain RuntimeError
+    host = (isinstance(error, RuntimeError) and "not enough memory" in str(error)) or "can't allocate memory" in str(
+        error
+    )
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or host
 
 
 if __name__ == "__main__":

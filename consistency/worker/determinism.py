@@ -22,6 +22,8 @@ CUBLAS_WORKSPACE_CONFIG = ":4096:8"
 
 SEED = 0
 
+_UNREADABLE = "unreadable"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -98,15 +100,18 @@ def seed_all(seed: int = SEED) -> None:
 def _apply(values: Mapping[str, Any]) -> None:
     # one order for all: torch's matmul precision also moves the TF32 switch, so that switch comes after it
     for setting in _SETTINGS:
-        if setting.name in values and _read(setting) != values[setting.name]:
-            setting.write(values[setting.name])
+        value = values.get(setting.name, _UNREADABLE)
+        if str(value).startswith(_UNREADABLE):
+            continue  # nothing that could be put back: torch refused to say what was set
+        if _read(setting) != value:
+            setting.write(value)
 
 
 def _read(setting: Setting) -> Any:
     try:
         return setting.read()
     except RuntimeError as error:  # torch refuses to answer when its old and new TF32 switches were both used
-        return f"unreadable: {str(error).splitlines()[0]}"
+        return f"{_UNREADABLE}: {str(error).splitlines()[0]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

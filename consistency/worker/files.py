@@ -88,16 +88,13 @@ def file_names(parameters: Mapping[str, torch.Tensor], files: WeightFiles) -> di
     for name in free:
         for ending in _endings(name):
             by_ending.setdefault(ending, []).append(name)
+    claims: dict[str, list[str]] = {}
     for name, tensor in parameters.items():
-        if name in matched:
-            continue
-        for ending in _endings(name):
-            found = by_ending.get(ending, [])
-            if found:
-                if len(found) == 1 and found[0] in free and files.shape(found[0]) == tuple(tensor.shape):
-                    matched[name] = found[0]
-                    free.discard(found[0])
-                break
+        if name not in matched:
+            found = next((by_ending[ending] for ending in _endings(name) if ending in by_ending), [])
+            if len(found) == 1 and files.shape(found[0]) == tuple(tensor.shape):
+                claims.setdefault(found[0], []).append(name)
+    matched |= {names[0]: key for key, names in claims.items() if len(names) == 1}
     return {name: key for name, key in matched.items() if files.shape(key) == tuple(parameters[name].shape)}
 
 

@@ -10,16 +10,23 @@ from typing import Any, Literal
 
 import msgspec
 
+from consistency.capture import SettingChange
 from consistency.case import Case
 from consistency.numbers import decode_json, encode_json
 
-EventKind = Literal["stage", "step", "wait", "note", "done", "failed"]
+EventKind = Literal["stage", "step", "wait", "done", "failed"]
 
 REFERENCE_FILE = "reference.safetensors"
 """Name of the float64 activations in the scratch folder that all workers of a run share."""
 
 REFERENCE_LOST = "reference.lost"
 """Name of the note that the launcher leaves there when the worker that makes them is gone."""
+
+CANNOT_WRITE = 4
+"""Exit status of a worker whose disk is full: it could not even say so."""
+
+TOLD_FILE = "told.json"
+"""Name of the file in which a worker tells of itself."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +63,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid: int
 
 
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker tells of itself beside its records; written anew after every stage."""
+
+    environment: dict[str, Any]
+    asked: dict[str, Any]
+    in_force: dict[str, Any]
+    kernel_key: str
+    changes: tuple[SettingChange, ...] = ()
+    inputs_digest: str | None = None
+    stages_done: tuple[str, ...] = ()
+    peak_bytes: int | None = None
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of a worker's progress."""
 
@@ -89,9 +109,6 @@ class EventLog:
 
     def wait(self, message: str) -> None:
         self._write(Event(at=time.time(), kind="wait", stage=self._stage, message=message))
-
-    def note(self, message: str) -> None:
-        self._write(Event(at=time.time(), kind="note", stage=self._stage, message=message))
 
     def done(self) -> None:
         self._write(Event(at=time.time(), kind="done"))

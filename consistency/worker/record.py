@@ -137,7 +137,7 @@ class Recorder:
             TensorRecord(
                 **common,
                 status="outside",
-                measure=None if found is None else written(found),
+                measure=None if found is None else TensorMeasure.of(found),
                 diagnosis=diagnosis.word,
                 evidence={
                     **evidence,
@@ -184,7 +184,7 @@ class Recorder:
                 blocks=pack_blocks(digests[0]),
                 reference="float64" if found is not None else None,
                 reference_error=None if reference_error is None else Real(reference_error),
-                measure=None if found is None else written(found),
+                measure=None if found is None else TensorMeasure.of(found),
                 diagnosis=diagnosis,
                 evidence=dict(evidence or {}),
                 blob=self.keep(actual) if keep or worth_keeping else None,
@@ -225,8 +225,3 @@ class Recorder:
 def pack_blocks(found: TensorDigest) -> str:
     """Write block digests as 16 hexadecimal digits each."""
     return "".join(f"{b:016x}" for b in found.blocks)
-
-
-def written(found: Measure) -> TensorMeasure:
-    """Turn a measure into its written form."""
-    return TensorMeasure(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})

@@ -15,26 +15,11 @@ from consistency.case import Stage
 from consistency.worker import determinism, environment
 from consistency.worker.files import WeightFiles
 from consistency.worker.inputs import digest_of, fixed_inputs
-from consistency.worker.job import EventLog, Job
+from consistency.worker.job import TOLD_FILE, EventLog, Job, Told
 from consistency.worker.loading import expected_adapter, load_adapter, load_base
 from consistency.worker.record import Recorder
 from consistency.worker.stages import adapter, base, forward, merged
 from consistency.worker.stages.context import Context
-
-TOLD_FILE = "told.json"
-
-
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker tells of itself beside its records; written anew after every stage."""
-
-    environment: dict[str, Any]
-    asked: dict[str, Any]
-    in_force: dict[str, Any]
-    kernel_key: str
-    changes: tuple[SettingChange, ...] = ()
-    inputs_digest: str | None = None
-    stages_done: tuple[str, ...] = ()
-    peak_bytes: int | None = None
 
 
 class Session:

@@ -128,7 +128,10 @@ def _reload(context: Context, state: dict[str, Any]) -> dict[str, tuple[str, ...
         try:
             context.model.load_adapter(context.job.case.adapter, ADAPTER_NAME)  # type: ignore[operator]
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
-            context.events.note(f"this adapter cannot be loaded twice: {type(error).__name__}: {error}")
+            context.record.absent(
+                stage="adapter", layer=SETTINGS_LAYER, tensor="loaded again", status="skipped",
+                reason=f"PEFT cannot load this adapter twice: {type(error).__name__}: {error}",
+            )  # fmt: skip
             with torch.no_grad():
                 for name, tensor in saved.items():
                     state[name].copy_(tensor)

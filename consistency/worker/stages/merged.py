@@ -1,9 +1,10 @@
 """Stage `merged`: delta and merged weight of every adapted layer, through PEFT's own merge.
 
 A LoRA merge is held against the derived bound, per element, with the exact value computed in float64 from the bytes
-in the files. A method without a closed form is held against the same PEFT code run in float64 on the CPU. The model is left
-as it was found, to the bit: a layer is merged, looked at, unmerged, and its weight restored from a copy, so beside the
-model there is one copy of one layer's weight.
+in the files. A method without a closed form is held against the same PEFT code run in float64 on the CPU.
+
+The model is left as it was found, to the bit: a layer is merged, looked at, unmerged, and its weight restored from a
+copy, so beside the model there is one copy of one layer's weight.
 """
 
 from __future__ import annotations

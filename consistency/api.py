@@ -1,0 +1,81 @@
+"""The Python face: `consistency.run(...)` and `consistency.compare(...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from consistency import harness
+from consistency.capture import Capture, read_capture
+from consistency.case import Case, Options, make_options
+from consistency.comparison import Comparison
+from consistency.device import parse_devices
+from consistency.discovery import select
+from consistency.harness import Report
+from consistency.launch.local import Limits, Watcher
+
+__all__ = ["Comparison", "Report", "compare", "run"]
+
+
+def run(
+    case: Case | Options | None = None,
+    *,
+    devices: str | Iterable[str] = "auto",
+    out: str | Path | None = None,
+    timeout_s: float | None = None,
+    stall_s: float = 300.0,
+    threads: int | None = None,
+    replace: bool = False,
+    watch: Watcher | None = None,
+    **options: Any,
+) -> Report:
+    """Run a case on devices and compare what they saw.
+
+    Parameters
+    ----------
+    case : Case or Options, optional
+        What is checked; without it, keywords as on the command line (`base`, `adapter`, `dtype`, `stages`, …), and
+        without those the built-in case.
+    devices : str or iterable of str
+        `auto`, or specs such as `cpu`, `cuda:0`, `cpu@avx2`.
+    out : path, optional
+        Folder for `report.json` and `captures/`; nothing is kept without it.
+    timeout_s, stall_s : float
+        Limits per worker, in seconds, altogether and from one sign of life to the next.
+    threads : int, optional
+        Threads per worker.
+    replace : bool
+        Overwrite an earlier run's results in `out`.
+    watch : callable, optional
+        Called with the plan of a worker and each of its events.
+    **options
+        Fields of `Options`.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    ConsistencyError
+        The input cannot be used, or the capture cannot be written. A mismatch is never raised.
+    """
+    names = parse_devices(devices)
+    if isinstance(case, Case):
+        if options:
+            raise TypeError(f"a complete case takes no further options: {', '.join(sorted(options))}")
+        limits = Limits(timeout_s=timeout_s, stall_s=stall_s, threads=threads)
+        plan = harness.Plan(case=case, devices=select(names), limits=limits)
+    else:
+        table = {k: getattr(case, k) for k in Options.__struct_fields__} if case is not None else {}
+        table.update(options, devices=names, timeout=timeout_s, stall=stall_s, threads=threads)
+        plan = harness.prepare(make_options(table))
+    target = None if out is None else Path(out)
+    return harness.run(plan, target, watch=watch or (lambda *_: None), replace=replace)
+
+
+def compare(captures: Iterable[Capture | str | Path]) -> Comparison:
+    """Compare captures, given as such or as their folders; the first one's reference worker is the reference."""
+    found = [c if isinstance(c, Capture) else read_capture(Path(c)) for c in captures]
+    return harness.compare_captures(found)

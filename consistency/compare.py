@@ -1,0 +1,181 @@
+"""Captures -> Comparison: line the workers up tensor by tensor, judge every row, and say what it amounts to.
+
+The same code compares the workers of one run, captures from ten machines, and last night with tonight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from consistency.capture import Capture
+from consistency.case import Stage
+from consistency.comparison import (
+    BAD,
+    ArchitectureGroup,
+    Comparison,
+    Divergence,
+    Row,
+    TensorComparison,
+    Verdict,
+    WorkerSummary,
+)
+from consistency.errors import UsageError
+from consistency.findings import find
+from consistency.judge import judge
+from consistency.participants import Key, Participant, choose_reference, gather
+
+_STAGE_ORDER = {stage.value: place for place, stage in enumerate(Stage)}
+
+
+def compare(captures: Sequence[Capture]) -> Comparison:
+    """Compare the workers of one or more captures.
+
+    The first capture's reference worker is the reference.
+
+    Parameters
+    ----------
+    captures : sequence of Capture
+
+    Raises
+    ------
+    UsageError
+        There is no capture.
+    """
+    if not captures:
+        raise UsageError("no capture to compare", wanted="one folder or more")
+    participants = gather(captures)
+    reference = choose_reference(participants)
+    tensors: list[TensorComparison] = []
+    roads = tuple(dict.fromkeys(p.road for p in participants))
+    for road in roads:
+        members = [p for p in participants if p.road == road]
+        if reference is not None:
+            if reference not in members:
+                members.insert(0, reference)
+            tensors += _compare_road(road, members, reference)
+    first = captures[0].manifest.case
+    damage = tuple(text for capture in captures for text in capture.damage)
+    findings = find(participants, reference, tensors, damage=damage)
+    return Comparison(
+        case=first.name,
+        base=first.base,
+        adapter=first.adapter,
+        dtype=first.dtype,
+        level=first.level,
+        roads=roads,
+        verdict=_verdict(participants, tensors, damage, any(f.severity == "error" for f in findings)),
+        reference=None if reference is None else reference.label,
+        workers=tuple(_summary(p) for p in participants),
+        architectures=_architectures(participants),
+        tensors=tuple(tensors),
+        findings=findings,
+        first_divergence=_first(tensors, lambda _, row: row.status in BAD),
+        first_other_bits=_first(tensors, _has_other_bits),
+        not_looked_at=first.not_looked_at(),
+        simulated=any(p.info.simulated for p in participants),
+    )
+
+
+def _compare_road(road: str, members: Sequence[Participant], reference: Participant) -> Iterable[TensorComparison]:
+    order: dict[Key, int] = {}
+    for member in (reference, *members):
+        for key, record in member.records.items():
+            order.setdefault(key, record.order)
+    for key in sorted(order, key=lambda k: (_STAGE_ORDER.get(k[0], len(_STAGE_ORDER)), order[k])):
+        rows = tuple(judge(m, reference, key) for m in members if key in m.records or _should_have(m, reference, key))
+        if not rows:
+            continue
+        record = reference.records.get(key) or next(m.records[key] for m in members if key in m.records)
+        yield TensorComparison(
+            stage=key[0],
+            road=road,
+            layer=key[1],
+            tensor=key[2],
+            shape=record.shape,
+            dtype=record.dtype,
+            rule=record.rule,
+            classes=_classes(members, reference, key),
+            rows=rows,
+            order=order[key],
+        )
+
+
+def _should_have(member: Participant, reference: Participant, key: Key) -> bool:
+    """Tell whether a worker without a record of a tensor owes one: its case asked for the stage at the same level."""
+    if not member.could_have_seen(key):
+        return False
+    return member.capture is reference.capture or member.case.level == reference.case.level
+
+
+def _classes(members: Sequence[Participant], reference: Participant, key: Key) -> tuple[tuple[str, ...], ...]:
+    """Group the workers that saw the tensor by its digest, the reference's class first."""
+    classes: dict[str, list[str]] = {}
+    for member in sorted(members, key=lambda m: m is not reference):
+        record = member.records.get(key)
+        if record is not None and record.digest is not None:
+            classes.setdefault(record.digest, []).append(member.label)
+    return tuple(tuple(names) for names in classes.values())
+
+
+def _verdict(
+    participants: Sequence[Participant], tensors: Sequence[TensorComparison], damage: Sequence[str], found: bool
+) -> Verdict:
+    lost = any(p.info.status != "ok" for p in participants)
+    blocked = any(row.status == "blocked" for tensor in tensors for row in tensor.rows)
+    if lost or blocked or damage or not tensors:
+        return "incomplete"
+    return "inconsistent" if found else "consistent"
+
+
+def _has_other_bits(tensor: TensorComparison, row: Row) -> bool:
+    return bool(tensor.classes) and any(row.worker in names for names in tensor.classes[1:])
+
+
+def _first(
+    tensors: Sequence[TensorComparison], test: Callable[[TensorComparison, Row], bool]
+) -> tuple[Divergence, ...]:
+    found: dict[tuple[str, str], Divergence] = {}
+    for tensor in tensors:
+        for row in tensor.rows:
+            if (row.worker, tensor.road) not in found and test(tensor, row):
+                found[row.worker, tensor.road] = Divergence(
+                    worker=row.worker,
+                    road=tensor.road,
+                    stage=tensor.stage,
+                    layer=tensor.layer,
+                    tensor=tensor.tensor,
+                    status=row.status,
+                )
+    return tuple(found.values())
+
+
+def _architectures(participants: Sequence[Participant]) -> tuple[ArchitectureGroup, ...]:
+    groups: dict[str, dict[str, None]] = {}
+    for p in participants:
+        groups.setdefault(p.info.architecture, {})[p.label] = None
+    return tuple(ArchitectureGroup(name=name, workers=tuple(labels)) for name, labels in groups.items())
+
+
+def _summary(p: Participant) -> WorkerSummary:
+    info = p.info
+    return WorkerSummary(
+        name=p.label,
+        road=info.road,
+        architecture=info.architecture,
+        model=info.model,
+        uuid=info.uuid,
+        status=info.status,
+        reason=info.reason,
+        environment=info.environment,
+        pci_bus_id=info.pci_bus_id,
+        driver=info.driver,
+        capability=info.capability,
+        simulated=info.simulated,
+        stack=info.stack,
+        asked=info.asked,
+        in_force=info.in_force,
+        stages_done=info.stages_done,
+        elapsed_s=info.elapsed_s,
+        peak_bytes=info.peak_bytes,
+        host=p.capture.manifest.host,
+    )

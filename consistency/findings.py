@@ -1,0 +1,311 @@
+"""Rows -> findings: one sentence per cause, in order of weight, with what to type next.
+
+*All 128 lora_B tensors on cuda:1 and cuda:3* is one finding, not 256.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from consistency.comparison import BAD, Finding, Row, TensorComparison, tensor_name
+from consistency.participants import Key, Participant
+
+_SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
+_MOST_DETAILS = 5
+_WEIGHT = {"error": 0, "warning": 1, "note": 2}
+
+_PHRASES = {
+    "zeros": "zeros where the file is not zero",
+    "bit-flip": "single bits flipped",
+    "swapped": "the bytes of another tensor",
+    "permuted": "the right elements in another order",
+    "block": "other bytes in one contiguous range",
+    "rounded-to-bf16": "the file's values rounded through bfloat16",
+    "rounded-to-fp16": "the file's values rounded through float16",
+    "rounded-to-tf32": "the file's values rounded through TF32",
+    "recomputed": "recomputed on this device when the adapter was loaded",
+    "wrong-scale": "one constant factor off",
+    "signed-zero": "zeros of the other sign",
+    "non-finite": "NaN or infinity where the reference is finite",
+    "missing": "missing",
+    "unexpected": "no place in the model",
+    "shape": "another shape",
+    "dtype": "another dtype",
+    "inactive": "not active",
+    "unknown": "other bits",
+}
+
+
+def find(
+    participants: Sequence[Participant],
+    reference: Participant | None,
+    tensors: Sequence[TensorComparison],
+    *,
+    damage: Sequence[str] = (),
+) -> tuple[Finding, ...]:
+    """Return everything to act on, the weightiest first."""
+    found = [
+        *(Finding(kind="damaged-capture", severity="error", message=text) for text in damage),
+        *_lost(participants),
+        *_software(participants),
+        *_inputs(participants),
+        *_rows(tensors, participants, reference),
+        *_not_repeatable(tensors),
+        *_same_program(participants, tensors),
+        *_settings(participants),
+        *_skipped(tensors),
+    ]
+    return tuple(sorted(found, key=lambda finding: _WEIGHT[finding.severity]))
+
+
+def _lost(participants: Sequence[Participant]) -> Iterable[Finding]:
+    for p in participants:
+        if p.info.status == "ok":
+            continue
+        stack = tuple((p.info.stack or "").splitlines()[-12:])
+        yield Finding(
+            kind="lost-worker" if p.info.status == "lost" else "failed-worker",
+            severity="error",
+            message=f"{_place(p)} {'was lost' if p.info.status == 'lost' else 'failed'}: {p.info.reason}",
+            workers=(p.label,),
+            detail=stack,
+        )
+
+
+def _software(participants: Sequence[Participant]) -> Iterable[Finding]:
+    """Captures from other versions are compared; the difference in environment is said first."""
+    for name in _SOFTWARE:
+        values: dict[str, list[str]] = {}
+        for p in participants:
+            if name in p.info.environment:
+                values.setdefault(str(p.info.environment[name]), []).append(p.label)
+        if len(values) > 1:
+            text = "; ".join(f"{value}: {', '.join(dict.fromkeys(labels))}" for value, labels in values.items())
+            yield Finding(kind="environment", severity="note", message=f"{name} is not the same everywhere: {text}")
+
+
+def _inputs(participants: Sequence[Participant]) -> Iterable[Finding]:
+    digests: dict[str, list[str]] = {}
+    for p in participants:
+        if p.info.inputs_digest is not None:
+            digests.setdefault(p.info.inputs_digest, []).append(p.label)
+    if len(digests) > 1:
+        first, *others = digests.values()
+        workers = tuple(label for labels in others for label in labels)
+        yield Finding(
+            kind="inputs",
+            severity="error",
+            message=f"forward · {_names(workers)} had other inputs than {_names(first)}: outputs are not comparable",
+            workers=workers,
+            next="give the same --inputs, --level and base to every capture",
+        )
+
+
+def _settings(participants: Sequence[Participant]) -> Iterable[Finding]:
+    changed: dict[tuple[str, str, str, str], list[str]] = {}
+    refused: dict[tuple[str, str, str], list[str]] = {}
+    for p in participants:
+        for change in p.info.changes:
+            key = (change.setting, str(change.asked), str(change.in_force), change.stage)
+            changed.setdefault(key, []).append(p.label)
+        for name, asked in p.info.asked.items():
+            if name in p.info.in_force and p.info.in_force[name] != asked:
+                refused.setdefault((name, str(asked), str(p.info.in_force[name])), []).append(p.label)
+    for (setting, asked_for, value, stage), labels in changed.items():
+        yield Finding(
+            kind="setting-changed",
+            severity="warning",
+            message=f"{setting} was set to {value} during {stage}, on {_names(labels)}; asked for was {asked_for}",
+            workers=tuple(labels),
+        )
+    for (setting, asked_for, value), labels in refused.items():
+        yield Finding(
+            kind="setting-refused",
+            severity="warning",
+            message=f"{setting} is {value} on {_names(labels)} although {asked_for} was asked for",
+            workers=tuple(labels),
+        )
+
+
+@dataclass(slots=True)
+class _Group:
+    """Rows that one cause explains."""
+
+    tensors: list[TensorComparison] = field(default_factory=list)
+    samples: list[Row] = field(default_factory=list)
+
+
+def _rows(
+    tensors: Sequence[TensorComparison], participants: Sequence[Participant], reference: Participant | None
+) -> Iterable[Finding]:
+    groups: dict[tuple[str, str, str, tuple[str, ...]], _Group] = {}
+    totals: dict[tuple[str, str], dict[str, int]] = {}
+    for tensor in tensors:
+        count = totals.setdefault((tensor.stage, tensor.road), {})
+        count[tensor.tensor] = count.get(tensor.tensor, 0) + 1
+        by_word: dict[str, list[Row]] = {}
+        for row in tensor.rows:
+            if row.status in BAD:
+                by_word.setdefault(row.diagnosis or row.status, []).append(row)
+        for word, rows in by_word.items():
+            key = (tensor.stage, tensor.road, word, tuple(row.worker for row in rows))
+            group = groups.setdefault(key, _Group())
+            group.tensors.append(tensor)
+            group.samples.append(rows[0])
+    roads = {road for _, road, _, _ in groups} | {tensor.road for tensor in tensors}
+    for (stage, road, word, workers), group in groups.items():
+        phrase = _PHRASES.get(word, word)
+        what = _how_many(group.tensors, totals[stage, road])
+        where = f" on the road {road}" if len(roads) > 1 else ""
+        yield Finding(
+            kind=word,
+            severity="error",
+            message=f"{stage} · {_names(workers)} · {phrase} in {what}{where}{_only_here(groups, stage, road, word)}",
+            workers=workers,
+            tensors=tuple(t.name for t in group.tensors),
+            detail=tuple(
+                describe(t, row) for t, row in zip(group.tensors[:_MOST_DETAILS], group.samples, strict=False)
+            ),
+            next=_next(participants, reference, workers),
+        )
+
+
+def _only_here(groups: Iterable[tuple[str, str, str, tuple[str, ...]]], stage: str, road: str, word: str) -> str:
+    """Say what the other road tells of the cause: alone right and together wrong is the copy between devices."""
+    other = {r for s, r, w, _ in groups if (s, w) == (stage, word)}
+    return ", right bytes when alone: a copy between devices" if road == "shared" and "isolated" not in other else ""
+
+
+def describe(tensor: TensorComparison, row: Row) -> str:
+    """Say in one line what is off in one tensor: its worst element, both values, and both bit patterns."""
+    parts = [f"{tensor.layer}.{tensor.tensor}"]
+    if row.reason:
+        parts.append(row.reason)
+    if row.worst_index is not None:
+        parts[0] += f"{list(row.worst_index)}"
+        evidence = row.evidence
+        if "actual" in evidence:
+            got, wanted = evidence["actual"], evidence["expected"]
+            parts.append(f"got {_number(got)} ({evidence['actual_bits']}), wanted {_number(wanted)}")
+            parts[-1] += f" ({evidence['expected_bits']})"
+    if "bits" in row.evidence:
+        fields = row.evidence.get("fields")
+        parts.append(f"bit {', '.join(map(str, row.evidence['bits']))}" + (f" ({', '.join(fields)})" if fields else ""))
+    if row.mismatched:
+        parts.append(f"{row.mismatched} of {row.elements} elements")
+    if row.bound_ratio is not None:
+        parts.append(f"{_number(row.bound_ratio)} of the bound")
+    for word in ("got", "wanted", "holds", "own_file"):
+        if word in row.evidence:
+            parts.append(f"{word.replace('_', ' ')} {row.evidence[word]}" if word != "own_file" else row.evidence[word])
+    if row.evidence.get("blocks") and row.worst_index is None:
+        parts.append(f"blocks {row.evidence['blocks'][:8]} of 256 KiB")
+    if row.evidence.get("inactive"):
+        parts.append(f"inactive: {', '.join(row.evidence['inactive'])}")
+    return " · ".join(parts)
+
+
+def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for tensor in tensors:
+        for row in tensor.rows:
+            if row.repeated is False:
+                found.setdefault((row.worker, tensor.stage), []).append(tensor.name)
+    for (worker, stage), names in found.items():
+        yield Finding(
+            kind="not-repeatable",
+            severity="error",
+            message=f"{stage} · {worker} · a second run on the same device gave other bits in {len(names)} tensors",
+            workers=(worker,),
+            tensors=tuple(dict.fromkeys(names)),
+        )
+
+
+def _same_program(participants: Sequence[Participant], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+    """Devices of one model that run one program on the same bytes are expected to agree to the bit."""
+    off = {row.worker for t in tensors if t.stage in ("base", "adapter") for row in t.rows if row.status in BAD}
+    groups: dict[tuple[Any, ...], list[Participant]] = {}
+    for p in participants:
+        if p.program is not None and p.label not in off and p.info.status == "ok":
+            groups.setdefault((*p.program, p.info.inputs_digest, p.case.dtype), []).append(p)
+    for members in groups.values():
+        keys = [key for key, record in members[0].records.items() if record.rule != "bitwise"]
+        for stage in dict.fromkeys(key[0] for key in keys):
+            differing = [key for key in keys if key[0] == stage and not _agree(members, key)]
+            if differing:
+                labels = tuple(dict.fromkeys(p.label for p in members))
+                yield Finding(
+                    kind="same-model",
+                    severity="error",
+                    message=(
+                        f"{stage} · {_names(labels)} are the same model with the same software, and differ in bits "
+                        f"in {len(differing)} tensors"
+                    ),
+                    workers=labels,
+                    tensors=tuple(tensor_name(*key) for key in differing),
+                    detail=(f"first: {tensor_name(*differing[0])}",),
+                )
+
+
+def _agree(members: Sequence[Participant], key: Key) -> bool:
+    digests = {m.records[key].digest for m in members if key in m.records}
+    return len(digests - {None}) <= 1
+
+
+def _skipped(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+    reasons: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for tensor in tensors:
+        for row in tensor.rows:
+            if row.status == "skipped":
+                found = reasons.setdefault((tensor.stage, row.reason or "no reason given"), {})
+                found.setdefault(row.worker, []).append(tensor.name)
+    for (stage, reason), by_worker in reasons.items():
+        names = list(dict.fromkeys(name for names in by_worker.values() for name in names))
+        yield Finding(
+            kind="skipped",
+            severity="note",
+            message=f"{stage} · {_count(len(names), 'tensor')} skipped on {_names(list(by_worker))}: {reason}",
+            workers=tuple(by_worker),
+            tensors=tuple(names),
+        )
+
+
+def _how_many(tensors: Sequence[TensorComparison], totals: dict[str, int]) -> str:
+    names = {t.tensor for t in tensors}
+    if len(tensors) == 1:
+        return f"{tensors[0].tensor} of {tensors[0].layer}"
+    if len(names) == 1:
+        name = next(iter(names))
+        return f"{len(tensors)} of {totals[name]} {name} tensors"
+    return f"{len(tensors)} of {sum(totals.values())} tensors"
+
+
+def _next(participants: Sequence[Participant], reference: Participant | None, workers: Sequence[str]) -> str | None:
+    """Return a command that looks at the same again; captures from elsewhere have none."""
+    if reference is None or len({id(p.capture) for p in participants}) > 1:
+        return None
+    case = reference.case
+    devices = dict.fromkeys([reference.info.name, *workers])
+    parts = ["consistency run", f"--base {case.base}"]
+    parts += [f"--adapter {case.adapter}"] if case.adapter else []
+    parts += [f"--dtype {case.dtype}"] if case.dtype != "auto" else []
+    return " ".join([*parts, f"--devices {','.join(devices)}", "--repeat 2"])
+
+
+def _place(p: Participant) -> str:
+    return p.label if p.road == "isolated" else f"{p.label} ({p.road})"
+
+
+def _names(labels: Sequence[str]) -> str:
+    unique = list(dict.fromkeys(labels))
+    return ", ".join(unique) if len(unique) <= 6 else f"{', '.join(unique[:5])} and {len(unique) - 5} more"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _number(value: Any) -> str:
+    return f"{float(value):.6g}"

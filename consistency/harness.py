@@ -1,0 +1,179 @@
+"""The one place that composes the steps: case and devices -> capture -> compare -> files of a report."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from consistency import __version__
+from consistency.capture import SCHEMA, Capture, CaptureManifest, CaptureWriter, read_capture
+from consistency.case import Case, Options
+from consistency.compare import compare
+from consistency.comparison import Comparison
+from consistency.device import DeviceInfo, parse_devices
+from consistency.discovery import select
+from consistency.errors import CaptureError, UsageError
+from consistency.launch.local import Limits, Watcher, run_workers
+from consistency.launch.plan import plan_waves
+from consistency.preflight import prepare_case
+from consistency.report.json import write_report
+
+CAPTURES = "captures"
+REPORT_FILES = ("report.json",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A case that was checked, the devices it runs on, and how long it may take."""
+
+    case: Case
+    devices: tuple[DeviceInfo, ...]
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a run says.
+
+    Attributes
+    ----------
+    comparison : Comparison
+    folder : Path or None
+        Where `report.json` and `captures/` lie; None where nothing was to be kept.
+    elapsed_s : float
+    """
+
+    comparison: Comparison
+    folder: Path | None
+    elapsed_s: float
+
+    @property
+    def verdict(self) -> str:
+        return self.comparison.verdict
+
+    @property
+    def exit_status(self) -> int:
+        return self.comparison.exit_status
+
+
+def prepare(options: Options) -> Plan:
+    """Check everything that can be checked before a worker starts.
+
+    Raises
+    ------
+    InputError, UsageError
+    """
+    devices = select(parse_devices(options.devices))
+    return Plan(
+        case=prepare_case(options),
+        devices=devices,
+        limits=Limits(timeout_s=options.timeout, stall_s=options.stall, threads=options.threads),
+    )
+
+
+def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) -> Path:
+    """Run one worker per device and road, and leave a capture at `target`.
+
+    Returns
+    -------
+    Path
+        `target`; a folder that was there is replaced only where `replace` says so.
+    """
+    with CaptureWriter(target, replace=replace) as writer:
+        slugs = run_workers(plan.case, plan_waves(plan.case, plan.devices), writer, limits=plan.limits, watch=watch)
+        manifest = CaptureManifest(
+            schema=SCHEMA,
+            tool=__version__,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            host=platform.node(),
+            case=plan.case,
+            workers=slugs,
+        )
+        return writer.commit(manifest)
+
+
+def run(plan: Plan, out: Path | None, *, watch: Watcher, replace: bool = False) -> Report:
+    """Capture, compare and report.
+
+    Parameters
+    ----------
+    plan : Plan
+    out : Path or None
+        Folder for `report.json` and `captures/`; None keeps nothing.
+    watch : callable
+        Called with every event of every worker.
+    replace : bool
+        Overwrite what an earlier run left in `out`.
+    """
+    started = datetime.datetime.now(datetime.UTC)
+    with _output(out, replace=replace) as folder:
+        found = read_capture(capture(plan, folder / CAPTURES, watch=watch, replace=replace))
+        comparison = compare_captures([found])
+        elapsed = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
+        if out is not None:
+            write_report(comparison, folder)
+    return Report(comparison=comparison, folder=out, elapsed_s=elapsed)
+
+
+def compare_folders(folders: Sequence[Path], out: Path | None, *, replace: bool = False) -> Comparison:
+    """Compare captures that were made apart; write the report where `out` says."""
+    comparison = compare_captures([read_capture(folder) for folder in folders])
+    if out is not None:
+        with _output(out, replace=replace, reads=folders) as folder:
+            write_report(comparison, folder)
+    return comparison
+
+
+def compare_captures(captures: Sequence[Capture]) -> Comparison:
+    """Compare captures.
+
+    Raises
+    ------
+    UsageError
+        Nothing was looked at, and no worker was lost: the options name nothing that is there.
+    """
+    comparison = compare(captures)
+    if not comparison.tensors and all(worker.status == "ok" for worker in comparison.workers):
+        if any(capture.damage for capture in captures):
+            raise CaptureError("no worker of the capture can be read", got="; ".join(captures[0].damage))
+        raise UsageError("nothing was looked at: no tensor is in what was asked for", where="--stages, or `only`")
+    return comparison
+
+
+@contextmanager
+def _output(out: Path | None, *, replace: bool, reads: Sequence[Path] = ()) -> Iterator[Path]:
+    """Yield the folder to write into, and leave no folder behind where it was made and nothing came of it."""
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="consistency-run-") as scratch:
+            yield Path(scratch)
+        return
+    if out.exists() and not out.is_dir():
+        raise CaptureError("--out must be a folder", where=out, got="a file")
+    if out.resolve() in [folder.resolve() for folder in reads]:
+        raise CaptureError("--out is one of the captures that are compared", where=out, hint="choose another folder")
+    present = [name for name in (*REPORT_FILES, CAPTURES) if (out / name).exists()]
+    if present and not replace:
+        raise CaptureError(
+            "an earlier run's results are in the way",
+            where=out,
+            got=", ".join(present),
+            hint="choose another --out, or give --force to replace them",
+        )
+    existed = out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CaptureError("cannot make the output folder", where=out, got=error) from None
+    try:
+        yield out
+    except BaseException:
+        if not existed:
+            with suppress(OSError):
+                shutil.rmtree(out)
+        raise

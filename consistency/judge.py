@@ -1,0 +1,243 @@
+"""One tensor on one worker: from what it saw, and what the reference worker saw, to a row."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from consistency.capture import TensorMeasure, TensorRecord, unpack_blocks
+from consistency.comparison import Row, Status
+from consistency.errors import CaptureError
+from consistency.kept import measure_kept
+from consistency.numbers import Real
+from consistency.participants import Key, Participant
+from consistency.tolerance import Rule, passes, ratio, relative_allowance
+
+_ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})
+FILE, FLOAT64 = "file", "float64"
+
+
+def judge(subject: Participant, reference: Participant, key: Key) -> Row:
+    """Judge what a worker saw of a tensor, or why it saw nothing."""
+    record, expected = subject.records.get(key), reference.records.get(key)
+    if record is None:
+        return _unseen(subject, reference)
+    if record.status in _ABSENT:
+        return Row(
+            worker=subject.label,
+            reference=record.reference,
+            status=_status(record),
+            diagnosis=record.diagnosis,
+            evidence=record.evidence,
+            reason=record.reason,
+        )
+    match Rule(record.rule):
+        case Rule.BITWISE:
+            return _moved(subject, reference, record, expected)
+        case Rule.RELATIVE:
+            return _relative(subject, record, expected)
+        case Rule.BOUND:
+            return _measured(subject, record, record.measure, status=_status(record), reference=FLOAT64)
+        case Rule.PEER:
+            return _peer(subject, reference, record, expected)
+
+
+def _unseen(subject: Participant, reference: Participant) -> Row:
+    if subject.info.status != "ok":
+        reason = f"the worker was lost before it: {subject.info.reason}"
+        return Row(worker=subject.label, reference=None, status="blocked", reason=reason)
+    return Row(
+        worker=subject.label,
+        reference=reference.label,
+        status="missing",
+        diagnosis="missing",
+        reason="other workers have this tensor, this one has not",
+    )
+
+
+def _moved(subject: Participant, reference: Participant, record: TensorRecord, expected: TensorRecord | None) -> Row:
+    """Judge bytes that were only moved: the file of the reference worker's capture says what is right."""
+    right = (
+        record.reference_digest
+        if expected is None or expected.reference_digest is None
+        else (expected.reference_digest)
+    )
+    if record.digest == right:
+        return _equal(subject, record, reference=FILE)
+    if record.reference_digest == right:
+        return _measured(subject, record, record.measure, status="outside", reference=FILE)
+    # the two captures were made from files that differ
+    assert expected is not None
+    found, word, evidence = _kept(subject, record.blob, reference, expected.reference_blob)
+    if found is None and word is None:
+        word, evidence = _structure(record, expected)
+        evidence["blocks"] = _differing_blocks(record.blocks, expected.blocks)
+    evidence["own_file"] = (
+        "holds its own file's bytes"
+        if record.digest == record.reference_digest
+        else ("does not hold its own file's bytes either")
+    )
+    return _measured(
+        subject, record, found, status="outside", reference=reference.label, diagnosis=word or "unknown", more=evidence
+    )
+
+
+def _relative(subject: Participant, record: TensorRecord, expected: TensorRecord | None) -> Row:
+    """Judge an error against float64 by the reference worker's own in the same tensor and dtype."""
+    found = record.measure
+    if found is None:
+        return _equal(subject, record, reference=FLOAT64)
+    own = record.reference_error
+    if own is None and expected is not None and expected.measure is not None and expected.dtype == record.dtype:
+        own = expected.measure.max_abs
+    if own is None:
+        return Row(
+            worker=subject.label,
+            reference=None,
+            status="skipped",
+            reason="the error of a CPU in this dtype is not known: no CPU took part",
+        )
+    share = ratio(float(found.max_abs), relative_allowance(float(own), float(found.magnitude), record.dtype))
+    status: Status = "within" if passes(share) else "outside"
+    if share == 0 and found.mismatched == 0:
+        status = "equal"
+    diagnosis = record.diagnosis or ("accumulation-order" if status == "within" else None)
+    if status == "outside" and diagnosis in (None, "accumulation-order"):
+        diagnosis = "unknown" if math.isfinite(float(found.max_abs)) else "non-finite"
+    row = _measured(subject, record, found, status=status, reference=FLOAT64, diagnosis=diagnosis)
+    return _replace(row, bound_ratio=Real(share))
+
+
+def _peer(subject: Participant, reference: Participant, record: TensorRecord, expected: TensorRecord | None) -> Row:
+    """Judge by the reference worker alone: there is no truth outside the devices."""
+    if record.status == "outside":  # the worker itself knows better
+        return _measured(subject, record, record.measure, status="outside", reference=None)
+    if expected is None or expected.digest is None:
+        return _measured(
+            subject, record, None, status="outside", reference=reference.label,
+            diagnosis=record.diagnosis or "unexpected", more={"reference": "has no such tensor"},
+        )  # fmt: skip
+    if record.digest == expected.digest:
+        return _equal(subject, record, reference=reference.label)
+    exact = record.dtype.startswith(("uint", "int", "bool")) or (
+        record.stage == "base" and "buffer" not in record.evidence
+    )
+    if not exact:
+        return Row(
+            worker=subject.label,
+            reference=None,
+            status="skipped",
+            reason="computed on the device, its bits differ from the reference worker's, and no float64 value is known",
+            evidence=record.evidence,
+        )
+    found, word, evidence = _kept(subject, record.blob, reference, expected.blob)
+    if found is None and word is None:
+        word, evidence = _structure(record, expected)
+    return _measured(
+        subject, record, found, status="outside", reference=reference.label,
+        diagnosis=record.diagnosis or word or "unknown", more=evidence,
+    )  # fmt: skip
+
+
+def _kept(
+    subject: Participant, actual: str | None, reference: Participant, expected: str | None
+) -> tuple[TensorMeasure | None, str | None, dict[str, Any]]:
+    try:
+        return measure_kept((subject.capture, actual), (reference.capture, expected))
+    except CaptureError as error:
+        return None, None, {"kept": error.what}
+
+
+def _structure(record: TensorRecord, expected: TensorRecord) -> tuple[str | None, dict[str, Any]]:
+    if record.shape != expected.shape:
+        return "shape", {"got": list(record.shape), "wanted": list(expected.shape)}
+    if record.dtype != expected.dtype:
+        return "dtype", {"got": record.dtype, "wanted": expected.dtype}
+    return None, {}
+
+
+def _differing_blocks(actual: str, expected: str) -> list[int]:
+    a, e = unpack_blocks(actual), unpack_blocks(expected)
+    longer = max(len(a), len(e))
+    return [i for i in range(longer) if i >= len(a) or i >= len(e) or a[i] != e[i]][:64]
+
+
+def _equal(subject: Participant, record: TensorRecord, *, reference: str) -> Row:
+    zero = Real(0.0)
+    return Row(
+        worker=subject.label,
+        reference=reference,
+        status="equal",
+        elements=math.prod(record.shape),
+        mismatched=0,
+        max_abs=zero,
+        mean_abs=zero,
+        max_rel=zero,
+        rms=zero,
+        max_ulp=0,
+        repeated=_repeated(record),
+        evidence=record.evidence,
+    )
+
+
+def _measured(
+    subject: Participant,
+    record: TensorRecord,
+    found: TensorMeasure | None,
+    *,
+    status: Status,
+    reference: str | None,
+    diagnosis: str | None = None,
+    more: dict[str, Any] | None = None,
+) -> Row:
+    row = Row(
+        worker=subject.label,
+        reference=reference,
+        status=status,
+        elements=math.prod(record.shape),
+        diagnosis=diagnosis or record.diagnosis,
+        evidence={**record.evidence, **(more or {})},
+        repeated=_repeated(record),
+    )
+    if found is None:
+        return row
+    evidence = dict(row.evidence)
+    if status == "outside":
+        evidence.update(
+            actual=found.worst_actual,
+            expected=found.worst_expected,
+            actual_bits=found.worst_actual_bits,
+            expected_bits=found.worst_expected_bits,
+        )
+        if found.flipped_bits:
+            evidence["flipped_bits"] = found.flipped_bits
+        if found.first_byte is not None:
+            evidence.update(first_byte=found.first_byte, last_byte=found.last_byte)
+    return _replace(
+        row,
+        elements=found.elements,
+        mismatched=found.mismatched,
+        max_abs=found.max_abs,
+        mean_abs=found.mean_abs,
+        max_rel=found.max_rel,
+        rms=found.rms,
+        max_ulp=found.max_ulp,
+        bound_ratio=found.bound_ratio,
+        worst_index=found.worst_index,
+        evidence=evidence,
+    )
+
+
+def _repeated(record: TensorRecord) -> bool | None:
+    return all(digest == record.digest for digest in record.repeats) if record.repeats else None
+
+
+def _status(record: TensorRecord) -> Status:
+    # a worker's own `measured` means that only others could tell, and none of the rules above found a way
+    return "skipped" if record.status == "measured" else record.status
+
+
+def _replace(row: Row, **values: Any) -> Row:
+    import msgspec
+
+    return msgspec.structs.replace(row, **values)

@@ -1,0 +1,97 @@
+"""What a worker's process is given: command line, threads, visible devices, kernel variables. All of it before exec."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from consistency.case import Road
+from consistency.device import KERNEL_VARIABLES, DeviceInfo
+
+# The variable by which each backend is told what to show; its entries are identities or numbers.
+_VISIBILITY = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+
+def python_command() -> list[str]:
+    """Return the start of a command that runs a module of this package with this very interpreter.
+
+    `-P` keeps the working directory off the module path: a user's `json.py` must not become the worker's.
+    """
+    return [sys.executable, "-P", "-m"]
+
+
+def python_path() -> dict[str, str]:
+    """Return a `PYTHONPATH` under which a child finds this package, where it is used without being installed."""
+    if _PACKAGE_ROOT.name in ("site-packages", "dist-packages"):
+        return {}
+    inherited = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), *([inherited] if inherited else [])])}
+
+
+def available_cores() -> int:
+    """Return how many processors this process may use, a container's quota included."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return cores
+
+
+def threads_per_worker(workers: int) -> int:
+    """Share the processors out: OpenMP threads of two workers on one core spin against each other."""
+    return max(1, available_cores() // max(1, workers))
+
+
+def torch_device(info: DeviceInfo, road: Road) -> str:
+    """Return the device as torch numbers it inside the worker."""
+    if info.spec.is_cpu:
+        return "cpu"
+    if _isolates(info, road):
+        return f"{info.spec.type}:0"
+    return f"{info.spec.type}:{info.spec.index}"
+
+
+def worker_environment(info: DeviceInfo, road: Road, *, threads: int) -> dict[str, str]:
+    """Return the whole environment of a worker."""
+    found = {name: value for name, value in os.environ.items() if name not in KERNEL_VARIABLES}
+    found.update(python_path())
+    found.update(
+        CUDA_DEVICE_ORDER="PCI_BUS_ID",
+        HF_HUB_OFFLINE="1",  # models are folders by now, and nothing may try the network unasked
+        PYTHONHASHSEED="0",
+        TOKENIZERS_PARALLELISM="false",
+        OMP_NUM_THREADS=str(threads),
+        MKL_NUM_THREADS=str(threads),
+    )
+    # cuBLAS reads this when a handle is made, before any code of the worker could set it
+    found.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if info.spec.is_cpu:
+        # PEFT asks for the accelerator by itself and would send the adapter through it
+        found.update(dict.fromkeys(_VISIBILITY.values(), ""))
+        found.pop("ZE_AFFINITY_MASK")  # an empty mask means all
+    elif _isolates(info, road):
+        found[_VISIBILITY[info.spec.type]] = _visible_id(info)
+    variant = info.spec.numerical_variant()
+    if variant is not None:
+        found.update(variant.environment)
+    return found
+
+
+def _isolates(info: DeviceInfo, road: Road) -> bool:
+    return road is Road.ISOLATED and info.spec.type in _VISIBILITY
+
+
+def _visible_id(info: DeviceInfo, environment: Mapping[str, str] = os.environ) -> str:
+    """Return what shows this device alone: its identity, or its place in what the user already lets us see."""
+    if info.visible_id is not None:
+        return info.visible_id
+    index = info.spec.index or 0
+    shown = [entry for entry in environment.get(_VISIBILITY[info.spec.type], "").split(",") if entry.strip()]
+    return shown[index].strip() if index < len(shown) else str(index)
