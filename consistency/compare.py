@@ -60,7 +60,7 @@ def compare(captures: Sequence[Capture]) -> Comparison:
         case=first.name,
         base=first.base,
         adapter=first.adapter,
-        dtype=first.dtype,
+        dtype=_dtype(first.dtype, reference),
         level=first.level,
         roads=roads,
         verdict=_verdict(participants, tensors, damage, any(f.severity == "error" for f in findings)),
@@ -74,6 +74,12 @@ def compare(captures: Sequence[Capture]) -> Comparison:
         not_looked_at=first.not_looked_at(),
         simulated=any(p.info.simulated for p in participants),
     )
+
+
+def _dtype(asked: str, reference: Participant | None) -> str:
+    """Return what the base was loaded as: what was asked for, or what the reference worker found in the files."""
+    found = None if reference is None else reference.info.environment.get("dtype")
+    return str(found) if asked == "auto" and found else asked
 
 
 def _compare_road(road: str, members: Sequence[Participant], reference: Participant) -> Iterable[TensorComparison]:

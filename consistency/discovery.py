@@ -28,8 +28,8 @@ PROBE_TIMEOUT_S = 120.0  # importing torch on a cold network disk takes most of 
 
 
 def discover() -> tuple[DeviceInfo, ...]:
-    """Return the CPU and every visible accelerator of this machine, the CPU first."""
-    return (cpu_info(), *accelerators())
+    """Return the CPU, its kernel variants, and every visible accelerator of this machine."""
+    return (cpu_info(), *_variants(), *accelerators())
 
 
 def select(names: Sequence[str]) -> tuple[DeviceInfo, ...]:
@@ -77,10 +77,13 @@ def _auto() -> tuple[DeviceInfo, ...]:
     found = accelerators()
     if found:
         return (cpu_info(), *found)
-    flags, _ = _cpuinfo()
     native = cpu_info()
-    variants = (cpu_info(DeviceSpec(type="cpu", variant=v.name)) for v in cpu_variants(flags))
-    return (native, *(v for v in variants if v.architecture != native.architecture))
+    return (native, *(v for v in _variants() if v.architecture != native.architecture))
+
+
+def _variants() -> tuple[DeviceInfo, ...]:
+    flags, _ = _cpuinfo()
+    return tuple(cpu_info(DeviceSpec(type="cpu", variant=v.name)) for v in cpu_variants(flags))
 
 
 def _find(spec: DeviceSpec) -> DeviceInfo:

@@ -35,7 +35,7 @@ def judge(subject: Participant, reference: Participant, key: Key) -> Row:
         case Rule.BITWISE:
             return _moved(subject, reference, record, expected)
         case Rule.RELATIVE:
-            return _relative(subject, record, expected)
+            return _relative(subject, reference, record, expected)
         case Rule.BOUND:
             return _measured(subject, record, record.measure, status=_status(record), reference=FLOAT64)
         case Rule.PEER:
@@ -82,8 +82,11 @@ def _moved(subject: Participant, reference: Participant, record: TensorRecord, e
     )
 
 
-def _relative(subject: Participant, record: TensorRecord, expected: TensorRecord | None) -> Row:
-    """Judge an error against float64 by the reference worker's own in the same tensor and dtype."""
+def _relative(subject: Participant, reference: Participant, record: TensorRecord, expected: TensorRecord | None) -> Row:
+    """Judge an error against float64 by the reference worker's own in the same tensor and dtype.
+
+    A table of the base that has the reference worker's very bits, and is right, is `equal`.
+    """
     found = record.measure
     if found is None:
         return _equal(subject, record, reference=FLOAT64)
@@ -104,7 +107,10 @@ def _relative(subject: Participant, record: TensorRecord, expected: TensorRecord
     diagnosis = record.diagnosis or ("accumulation-order" if status == "within" else None)
     if status == "outside" and diagnosis in (None, "accumulation-order"):
         diagnosis = "unknown" if math.isfinite(float(found.max_abs)) else "non-finite"
-    row = _measured(subject, record, found, status=status, reference=FLOAT64, diagnosis=diagnosis)
+    truth = FLOAT64
+    if record.stage == "base" and status == "within" and expected is not None and record.digest == expected.digest:
+        status, truth, diagnosis = "equal", reference.label, None
+    row = _measured(subject, record, found, status=status, reference=truth, diagnosis=diagnosis)
     return _replace(row, bound_ratio=Real(share))
 
 

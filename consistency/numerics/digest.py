@@ -103,6 +103,8 @@ def block_digests(tensor: torch.Tensor) -> tuple[int, ...]:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor's elements, in row-major order, as a flat uint8 tensor; copies only what is not contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)  # flatten first: view() refuses some last dims of 1
+    if flat.stride(0) != 1:  # a column of a matrix: flat already, but its elements do not lie one after the other
+        flat = flat.clone(memory_format=torch.contiguous_format)
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 

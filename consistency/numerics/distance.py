@@ -29,7 +29,7 @@ class Measure:
     max_abs, mean_abs, rms : float
         Of the difference, in the tensors' own unit, in float64. NaN where one side alone is NaN.
     max_rel : float
-        Largest difference over the magnitude of the reference; infinite where that is zero.
+        Largest difference over the magnitude of the reference; infinite where that is zero or the difference infinite.
     max_ulp : int or None
         In units in the last place of the dtype; None where it is not defined (NaN on one side, no float).
     bound_ratio : float or None
@@ -223,6 +223,7 @@ class Tally:
         self._squares += float(torch.dot(difference, difference))
         relative = difference / e.to(torch.float64).abs()
         relative.masked_fill_(difference == 0, 0.0)
+        relative.masked_fill_(torch.isinf(difference), math.inf)  # not NaN where the reference is infinite too
         self._max_rel = _worse(self._max_rel, float(relative.max()))
         near = e if rounded is None else rounded
         self._see_ulp(a, near, difference)

@@ -30,7 +30,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

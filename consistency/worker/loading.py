@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 
 from consistency.case import Case
 from consistency.errors import InputError
+from consistency.numerics.dtype import name_of
 from consistency.worker.files import WeightFiles, file_names
 
 ADAPTER_NAME = "default"
@@ -46,6 +48,15 @@ class LoadedBase:
     file_names: Mapping[str, str]
     not_in_file: frozenset[str]
     persistent: frozenset[str]
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype that most of the model's numbers have."""
+        elements: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            if tensor.is_floating_point():
+                elements[name_of(tensor.dtype)] += tensor.numel()
+        return elements.most_common(1)[0][0] if elements else "none"
 
     def expected(self, name: str) -> torch.Tensor | None:
         """Return what the file says a tensor is, cast on the CPU to the dtype it has in the model."""

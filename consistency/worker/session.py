@@ -46,6 +46,7 @@ class Session:
         record = Recorder(Path(job.folder), Path(job.blobs), only=job.case.only)
         self._begin("load base")
         loaded = load_base(job.case, job.device)
+        self._update(environment={**self._told.environment, "dtype": loaded.dtype})
         self._check("load base")
         before = {}
         if Stage.BASE in wanted:
@@ -63,7 +64,7 @@ class Session:
             job=job, events=events, record=record, base=loaded, model=model, adapter_files=files, expected=expected
         )
         if before and job.case.adapter is not None:
-            self._begin(Stage.BASE)
+            self._begin("base, after the adapter")
             base.look_again(loaded, record, before)
         for stage, look in ((Stage.ADAPTER, adapter.run), (Stage.MERGED, merged.run), (Stage.FORWARD, forward.run)):
             if stage not in wanted:

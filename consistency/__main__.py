@@ -1,0 +1,7 @@
+"""`python -m consistency`."""
+
+import sys
+
+from consistency.cli import main
+
+sys.exit(main())

@@ -1,0 +1,222 @@
+"""The command line: options in, exit status out. Only this module prints and exits."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from consistency import __version__, harness
+from consistency.case import DTYPES, Level, Options, Road, Stage, make_options, read_options, split_list
+from consistency.discovery import discover
+from consistency.errors import ConsistencyError, InterruptedRunError, UsageError
+
+EPILOG = """\
+exit status: 0 consistent, 1 inconsistent, 2 bad usage or bad input, 3 incomplete (a worker was lost)
+
+examples:
+  consistency run                                             the built-in case on every device
+  consistency run --base ./llama --adapter ./my-lora --out night-1
+  consistency run --devices cpu,cuda:0 --dtype bfloat16 --base ./llama --adapter ./my-lora
+  consistency capture --base ./llama --adapter ./my-lora --out box-a      on each machine, then
+  consistency compare box-a box-b                                         anywhere
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors look like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, hint=f"{self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        parsed = _parser().parse_args(arguments)
+        return int(parsed.command(parsed))
+    except ConsistencyError as error:
+        print(f"consistency: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        stopped = InterruptedRunError("stopped: no worker is left, and no half-written capture")
+        print(f"consistency: {stopped}", file=sys.stderr)
+        return stopped.exit_status
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"consistency: {error.strerror or error}\n  where:  {error.filename or 'this machine'}", file=sys.stderr)
+        return 2
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="consistency",
+        description="Tell whether the same base model and the same adapter are the same numbers on every device.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"consistency {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    run = _command(commands, "run", _run, "look at a case on every device and compare")
+    _case_options(run)
+    run.add_argument("--out", type=Path, metavar="DIR", help="folder for report.json and captures/")
+    _report_options(run)
+
+    capture = _command(commands, "capture", _capture, "write down what the devices of this machine see; do not compare")
+    _case_options(capture)
+    capture.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder for the capture")
+    capture.add_argument("--force", action="store_true", help="replace an earlier capture in --out")
+    capture.add_argument("--json", action="store_true", help="print what was captured as JSON")
+
+    compare = _command(commands, "compare", _compare, "compare captures, also from several machines")
+    compare.add_argument(
+        "captures", nargs="+", type=Path, metavar="DIR", help="a capture, or the --out folder of a run"
+    )
+    compare.add_argument("--out", type=Path, metavar="DIR", help="folder for report.json")
+    _report_options(compare)
+
+    devices = _command(commands, "devices", _devices, "list the devices of this machine")
+    devices.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _case_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what is looked at").add_argument
+    add("config", nargs="?", type=Path, metavar="CONFIG.toml", help="options by name; the command line wins")
+    add("--base", metavar="MODEL", help="folder, hub id, python:package.module:function, or builtin:llama|gpt2|bert")
+    add("--adapter", metavar="ADAPTER", help="folder that PEFT saved, or hub id")
+    add("--name", metavar="TEXT", help="name of the case in reports")
+    add("--devices", type=split_list, metavar="LIST", help="auto (default), or cpu,cuda:0,cpu@avx2,…")
+    add("--dtype", choices=DTYPES, help="what the base is loaded as (default: what its config says)")
+    add("--stages", type=split_list, metavar="LIST", help=f"of {','.join(Stage)} (default: the level's)")
+    add("--roads", type=split_list, metavar="LIST", help=f"of {','.join(Road)}, or all (default: by the devices)")
+    add("--level", choices=list(Level), help="about a minute, some minutes, or a night (default: standard)")
+    add("--inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
+    add("--repeat", type=int, metavar="N", help="runs per device, to see whether the bits repeat")
+    add("--keep", action="store_true", default=None, help="keep every computed tensor in the capture")
+    add("--allow-pickle", action="store_true", default=None, help="read .bin weights, with weights_only=True")
+    add("--trust-remote-code", action="store_true", default=None, help="run code that comes with the model")
+    add("--timeout", type=float, metavar="S", help="seconds a worker may take (default: no limit)")
+    add("--stall", type=float, metavar="S", help="seconds a worker may be silent (default: 300)")
+    add("--threads", type=int, metavar="N", help="threads per worker (default: the cores, shared out)")
+
+
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--force", action="store_true", help="replace an earlier run's results in --out")
+    parser.add_argument("--json", action="store_true", help="print report.json instead of the report for people")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show every layer, not only what is not equal")
+
+
+def _options(parsed: argparse.Namespace) -> Options:
+    table = read_options(parsed.config) if parsed.config is not None else {}
+    for name in Options.__struct_fields__:
+        value = getattr(parsed, name, None)
+        if value is not None:
+            table[name] = value
+    return make_options(table, where="the command line")
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from consistency.report.json import as_bytes
+    from consistency.report.progress import progress
+    from consistency.report.terminal import make_console, print_report
+
+    plan = harness.prepare(_options(parsed))
+    with progress(make_console(sys.stderr)) as watch:
+        report = harness.run(plan, parsed.out, watch=watch, replace=parsed.force)
+    if parsed.json:
+        sys.stdout.buffer.write(as_bytes(report.comparison))
+    else:
+        print_report(
+            report.comparison,
+            make_console(),
+            elapsed_s=report.elapsed_s,
+            verbose=parsed.verbose,
+            folder=None if parsed.out is None else str(parsed.out),
+        )
+    return report.exit_status
+
+
+def _capture(parsed: argparse.Namespace) -> int:
+    from consistency.capture import read_capture
+    from consistency.numbers import encode_json
+    from consistency.report.progress import progress
+    from consistency.report.terminal import make_console
+
+    plan = harness.prepare(_options(parsed))
+    with progress(make_console(sys.stderr)) as watch:
+        folder = harness.capture(plan, parsed.out, watch=watch, replace=parsed.force)
+    found = read_capture(folder)
+    rows = [
+        {
+            "name": worker.info.name,
+            "road": worker.info.road,
+            "status": worker.info.status,
+            "reason": worker.info.reason,
+            "tensors": len(worker.records),
+        }
+        for worker in found.workers
+    ]
+    if parsed.json:
+        sys.stdout.buffer.write(encode_json({"capture": str(folder), "workers": rows}, indent=1) + b"\n")
+    else:
+        for row in rows:
+            note = f": {row['reason']}" if row["reason"] else ""
+            print(f"{row['name']} ({row['road']}): {row['status']}, {row['tensors']} tensors{note}")
+        print(f"capture: {folder}")
+    return 0 if all(worker.info.status == "ok" for worker in found.workers) else 3
+
+
+def _compare(parsed: argparse.Namespace) -> int:
+    from consistency.report.json import as_bytes
+    from consistency.report.terminal import make_console, print_report
+
+    comparison = harness.compare_folders(parsed.captures, parsed.out, replace=parsed.force)
+    if parsed.json:
+        sys.stdout.buffer.write(as_bytes(comparison))
+    else:
+        print_report(
+            comparison, make_console(), verbose=parsed.verbose, folder=None if parsed.out is None else str(parsed.out)
+        )
+    return comparison.exit_status
+
+
+def _devices(parsed: argparse.Namespace) -> int:
+    from consistency.numbers import encode_json
+    from consistency.report.terminal import make_console, print_devices
+
+    found = list(discover())
+    if parsed.json:
+        fields = ("architecture", "model", "uuid", "pci_bus_id", "driver", "capability", "memory_bytes", "simulated")
+        rows = [{"name": info.spec.name, **{f: getattr(info, f) for f in fields}} for info in found]
+        sys.stdout.buffer.write(encode_json(rows, indent=1) + b"\n")
+    else:
+        print_devices(found, make_console())
+    return 0

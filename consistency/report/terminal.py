@@ -1,0 +1,251 @@
+"""The report that a person reads in a terminal: the verdict, what to do about it, and a table at a glance."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from consistency.comparison import BAD, Comparison, Finding, Row, TensorComparison
+from consistency.device import DeviceInfo
+from consistency.report.summary import Cell, Group, groups, stages, worst_ratio
+
+PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
+_MOST_TENSORS = 20
+_STYLES = {"consistent": "bold green", "inconsistent": "bold red", "incomplete": "bold yellow"}
+
+
+def make_console(file: TextIO | None = None) -> Console:
+    """Return a console: colours on a terminal, plain text elsewhere."""
+    file = file or sys.stdout
+    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = max(console.width, PIPE_WIDTH)
+    return console
+
+
+def print_report(
+    comparison: Comparison,
+    console: Console,
+    *,
+    elapsed_s: float | None = None,
+    verbose: bool = False,
+    folder: str | None = None,
+) -> None:
+    """Print a comparison."""
+    with _without_trailing_blanks(console):
+        _print_report(comparison, console, elapsed_s=elapsed_s, verbose=verbose, folder=folder)
+
+
+def _print_report(
+    comparison: Comparison, console: Console, *, elapsed_s: float | None, verbose: bool, folder: str | None
+) -> None:
+    write = _Writer(console)
+    write.title(comparison, elapsed_s)
+    write.verdict(comparison)
+    errors = [f for f in comparison.findings if f.severity != "note"]
+    for number, finding in enumerate(errors, start=1):
+        write.finding(number, finding)
+    for road in comparison.roads:
+        if len(comparison.roads) > 1:
+            write.line(f"road: {road}", style="bold")
+        write.table(groups(comparison, road), stages(comparison), comparison.reference)
+    write.first_bits(comparison)
+    write.layers(comparison, verbose=verbose)
+    for finding in comparison.findings:
+        if finding.severity == "note":
+            write.line(f"note: {finding.message}")
+    if comparison.not_looked_at:
+        write.line(f"not looked at (level {comparison.level}): {', '.join(comparison.not_looked_at)}")
+    if folder is not None:
+        write.line(f"report and captures: {folder}")
+
+
+def print_devices(devices: list[DeviceInfo], console: Console) -> None:
+    """Print the devices of this machine."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for title in ("device", "architecture", "model", "memory", "uuid", "PCI bus id", "driver"):
+        table.add_column(title, header_style="bold", overflow="fold")
+    for info in devices:
+        memory = "" if info.memory_bytes is None else f"{info.memory_bytes / 2**30:.1f} GiB"
+        model = f"{info.model} (simulated)" if info.simulated else info.model
+        cells = (info.spec.name, info.architecture, model, memory, info.uuid, info.pci_bus_id, info.driver)
+        table.add_row(*(Text(clean(cell or "")) for cell in cells))
+    with _without_trailing_blanks(console):
+        console.print(table)
+
+
+@contextmanager
+def _without_trailing_blanks(console: Console) -> Iterator[None]:
+    """Leave off what rich pads lines with, where the output is a file that people compare and paste."""
+    if console.is_terminal:
+        yield
+        return
+    with console.capture() as captured:
+        yield
+    console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+def clean(text: str) -> str:
+    """Show control characters of names that come from models, adapters and strangers' captures, instead of obeying."""
+    return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
+
+
+class _Writer:
+    """The parts of the report, each on one console."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        encoding = (console.encoding or "ascii").lower()
+        plain = not encoding.startswith("utf")
+        self._marks = {"=": "=", "✗": "x", "≤": "<=", "–": "-"} if plain else {c: c for c in "=✗≤–"}
+        self._dot = "-" if plain else "·"
+        self._encoding = encoding if plain else None
+
+    def line(self, text: str, *, indent: int = 2, style: str = "") -> None:
+        self._console.print(Padding(self._text(text, style), (0, 0, 0, indent), expand=False))
+
+    def title(self, comparison: Comparison, elapsed_s: float | None) -> None:
+        parts = ["consistency", comparison.case, comparison.dtype, _count(len(comparison.workers), "worker")]
+        if len(comparison.roads) > 1:
+            parts.append(_count(len(comparison.roads), "road"))
+        if elapsed_s is not None:
+            parts.append(f"{elapsed_s:.0f} s")
+        if comparison.simulated:
+            parts.append("SIMULATED DEVICES")
+        self._console.print(self._text(f" {self._dot} ".join(parts), "bold"))
+        self._console.print()
+
+    def verdict(self, comparison: Comparison) -> None:
+        text = self._text(comparison.verdict.upper(), _STYLES[comparison.verdict])
+        text.append(f"   {self._fit(clean(sentence(comparison)))}", style="default")
+        self._console.print(Padding(text, (0, 0, 1, 2), expand=False))
+
+    def finding(self, number: int, finding: Finding) -> None:
+        style = "red" if finding.severity == "error" else "yellow"
+        label = "" if finding.severity == "error" else "warning: "
+        self.line(f"{number:<3}{label}{finding.message}", style=style)
+        for text in finding.detail:
+            self.line(text, indent=5)
+        if finding.next:
+            self.line(f"next: {finding.next}", indent=5)
+        self._console.print()
+
+    def table(self, found: list[Group], columns: list[str], reference: str | None) -> None:
+        table = Table(box=None, pad_edge=False, padding=(0, 4, 0, 0))
+        table.add_column("", no_wrap=True)
+        for name in columns:
+            table.add_column(name, header_style="bold", no_wrap=True)
+        for group in found:
+            table.add_row(self._text(f"{group.architecture}    {', '.join(group.models)}", "bold"))
+            for line in group.lines:
+                names = "  ".join(f"{name} (reference)" if name == reference else name for name in line.workers)
+                table.add_row(self._text(f"   {names}"), *(self._cell(name, line.cells.get(name)) for name in columns))
+        self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
+        marks = self._marks
+        self.line(
+            f"{marks['=']} equal bits   {marks['≤']} within the bound, largest share of it   "
+            f"{marks['✗']} not what it should be   {marks['–']} not looked at",
+            style="dim",
+        )
+        self._console.print()
+
+    def first_bits(self, comparison: Comparison) -> None:
+        for found in comparison.first_other_bits:
+            where = f" (road {found.road})" if len(comparison.roads) > 1 else ""
+            self.line(
+                f"{found.worker}{where}: other bits than {comparison.reference} from {found.stage}, "
+                f"{found.layer}.{found.tensor} on ({found.status})"
+            )
+        if comparison.first_other_bits:
+            self._console.print()
+
+    def layers(self, comparison: Comparison, *, verbose: bool) -> None:
+        """Print the tensors that are not what they should be; all of them where `verbose` says so."""
+        shown = [t for t in comparison.tensors if verbose or any(row.status in BAD for row in t.rows)]
+        if not shown:
+            return
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+        for title in ("stage", "layer", "tensor", "agree to the bit", "worst"):
+            table.add_column(title, header_style="bold", overflow="fold")
+        limit = len(shown) if verbose else _MOST_TENSORS
+        for tensor in shown[:limit]:
+            agree = " ".join("{" + ", ".join(names) + "}" for names in tensor.classes)
+            cells = (tensor.stage, tensor.layer, tensor.tensor, agree, self._worst(tensor))
+            table.add_row(*(self._text(cell) for cell in cells))
+        self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
+        if len(shown) > limit:
+            self.line(f"and {len(shown) - limit} more: -v shows all")
+        self._console.print()
+
+    def _cell(self, stage: str, cell: Cell | None) -> Text:
+        marks = self._marks
+        if cell is None:
+            return self._text(marks["–"], "dim")
+        if cell.bad:
+            text = f"{marks['✗']} {cell.bad}/{cell.total}"
+            if stage == "forward" and cell.first_bad:
+                text = f"{marks['✗']} from {cell.first_bad}"
+            return self._text(text, "bold red")
+        if "blocked" in cell.counts:
+            return self._text(f"blocked {cell.counts['blocked']}/{cell.total}", "yellow")
+        if "within" in cell.counts and cell.worst_ratio is not None:
+            return self._text(f"{marks['≤']} {cell.worst_ratio:.2f}", "green")
+        if "equal" in cell.counts:
+            return self._text(marks["="], "green")
+        return self._text(f"{marks['–']} skipped", "dim")
+
+    def _worst(self, tensor: TensorComparison) -> str:
+        row = max(tensor.rows, key=_badness)
+        parts = [f"{row.worker}: {row.status}"]
+        if row.diagnosis and row.status != "within":
+            parts.append(row.diagnosis)
+        if row.bound_ratio is not None:
+            parts.append(f"{float(row.bound_ratio):.3g} of the bound")
+        if row.status in BAD and row.worst_index is not None:
+            parts.append(f"at {list(row.worst_index)}")
+        return ", ".join(parts)
+
+    def _text(self, text: str, style: str = "") -> Text:
+        return Text(self._fit(clean(text)), style=style)
+
+    def _fit(self, text: str) -> str:
+        if self._encoding is None:
+            return text
+        return text.replace("·", "-").replace("–", "-").encode(self._encoding, "replace").decode(self._encoding)
+
+
+def sentence(comparison: Comparison) -> str:
+    """Say the verdict in one sentence."""
+    workers = _count(len({w.name for w in comparison.workers}), "worker")
+    lost = [w.name for w in comparison.workers if w.status != "ok"]
+    errors = [f for f in comparison.findings if f.severity == "error"]
+    if comparison.verdict == "consistent":
+        ratio = worst_ratio(comparison)
+        kinds = "base and adapter" if comparison.adapter else "base"
+        text = (
+            f"{kinds} are the same numbers on {workers}" if comparison.adapter else f"the base is the same on {workers}"
+        )
+        return text if ratio is None else f"{text}; what was computed stays within {ratio:.2f} of its bound"
+    if comparison.verdict == "incomplete":
+        what = f"{', '.join(lost)} did not finish" if lost else "part of what was asked for could not be looked at"
+        others = sum(f.kind not in ("lost-worker", "failed-worker") for f in errors)
+        return what + (f"; beside that there is {_count(others, 'finding')}" if others else "")
+    first = errors[0].message
+    return first if len(errors) == 1 else f"{first} (and {_count(len(errors) - 1, 'other finding')})"
+
+
+def _badness(row: Row) -> tuple[int, float]:
+    order = ("equal", "within", "skipped", "blocked", "unexpected", "missing", "outside")
+    ratio = 0.0 if row.bound_ratio is None else float(row.bound_ratio)
+    return (order.index(row.status), float("inf") if ratio != ratio else ratio)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
