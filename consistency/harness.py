@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from consistency import __version__
+from consistency.agreement import compare
 from consistency.capture import SCHEMA, Capture, CaptureManifest, CaptureWriter, read_capture
 from consistency.case import Case, Options
-from consistency.compare import compare
 from consistency.comparison import Comparison
 from consistency.device import DeviceInfo, parse_devices
 from consistency.discovery import select

@@ -11,8 +11,17 @@ _METHOD = re.compile(
     r"randlora|fourierft|trainable_tokens|miss|delora)_[^.]*)(?:\.weight)?$"
 )
 
-SETTINGS_LAYER = "(adapter settings)"
+SETTINGS_LAYER = "adapter_settings"
 """Layer name of the row for scaling, rank and active adapters."""
+
+WHOLE_MODEL = "model"
+"""Layer name of a row that stands for a stage as a whole."""
+
+DELTA, WEIGHT, SAFE_WEIGHT = "delta", "weight", "weight_safe_merge"
+"""Tensors of the stage `merged`, per adapted layer."""
+
+ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED = "adapter_on", "adapter_off", "adapter_merged"
+"""Modes of the stage `forward`, per activation."""
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -26,6 +35,11 @@ def adapter_place(key: str) -> tuple[str, str]:
     name = key.removeprefix(_PREFIX)
     match = _METHOD.match(name)
     return (match["layer"], match["tensor"]) if match else split_name(name)
+
+
+def is_method_tensor(key: str) -> bool:
+    """Tell whether a key of an adapter's file is a tensor of the method, and not a layer that was saved whole."""
+    return _METHOD.match(key.removeprefix(_PREFIX)) is not None
 
 
 def module_place(name: str) -> str:

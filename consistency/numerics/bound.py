@@ -118,7 +118,7 @@ def measure_low_rank(
         if base is not None:
             weight = base[part].to(torch.float64)
             exact += weight
-            allowed.add_(weight.abs_(), alpha=allowance.weight)
+            allowed.add_(weight.abs(), alpha=allowance.weight)  # a float64 base is no copy
         allowed.add_(allowance.floor)
         tally.add_error(actual[part].reshape(-1), exact.reshape(-1), allowed=allowed.reshape(-1), start=row * columns)
     return tally.result()

@@ -12,6 +12,7 @@ import torch
 
 from consistency.capture import SettingChange, write_json
 from consistency.case import Stage
+from consistency.naming import WHOLE_MODEL
 from consistency.worker import determinism, environment
 from consistency.worker.files import WeightFiles
 from consistency.worker.inputs import digest_of, fixed_inputs
@@ -71,7 +72,11 @@ class Session:
                 continue
             if job.case.adapter is None and stage is not Stage.FORWARD:
                 record.absent(
-                    stage=stage, layer="(model)", tensor="(all)", status="skipped", reason="the case has no adapter"
+                    stage=stage,
+                    layer=WHOLE_MODEL,
+                    tensor="everything",
+                    status="skipped",
+                    reason="the case has no adapter",
                 )
                 continue
             self._begin(stage)

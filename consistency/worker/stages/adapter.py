@@ -102,7 +102,7 @@ def _settings(context: Context) -> None:
     context.record.computed(
         stage="adapter",
         layer=SETTINGS_LAYER,
-        tensor="rank and scaling",
+        tensor="rank_and_scaling",
         actual=tensor,
         rule=Rule.PEER,
         found=None,
@@ -129,7 +129,7 @@ def _reload(context: Context, state: dict[str, Any]) -> dict[str, tuple[str, ...
             context.model.load_adapter(context.job.case.adapter, ADAPTER_NAME)  # type: ignore[operator]
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
             context.record.absent(
-                stage="adapter", layer=SETTINGS_LAYER, tensor="loaded again", status="skipped",
+                stage="adapter", layer=SETTINGS_LAYER, tensor="loaded_again", status="skipped",
                 reason=f"PEFT cannot load this adapter twice: {type(error).__name__}: {error}",
             )  # fmt: skip
             with torch.no_grad():

@@ -88,7 +88,7 @@ def look_again(
         record.computed(
             stage="base",
             layer=layer,
-            tensor=f"{part} after the adapter",
+            tensor=f"{part}_after_adapter",
             actual=tensor.detach().to("cpu") if tensor.nbytes <= keep_bytes else tensor,
             rule=Rule.PEER,
             found=None,

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 
 from consistency.capture import RecordStatus
+from consistency.naming import ADAPTER_MERGED as MERGED
+from consistency.naming import ADAPTER_OFF as OFF
+from consistency.naming import ADAPTER_ON as ON
+from consistency.naming import WHOLE_MODEL
 from consistency.numerics.bound import measure_against_exact
 from consistency.numerics.diagnosis import diagnose_computed
 from consistency.numerics.digest import TensorDigest, digest
@@ -26,7 +30,6 @@ from consistency.worker.reference import Reference, publish, wait_for
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.merged import adapted_layers
 
-ON, OFF, MERGED = "adapter on", "adapter off", "merged"
 Activations = dict[str, torch.Tensor]
 
 
@@ -226,5 +229,5 @@ def _exact_name(mode: str, name: str) -> str:
 def _not_run(context: Context, modes: list[str], status: RecordStatus, reason: str) -> None:
     for mode in modes:
         context.record.absent(
-            stage="forward", layer="(model)", tensor=mode, status=status, reason=reason, rule=Rule.RELATIVE
+            stage="forward", layer=WHOLE_MODEL, tensor=mode, status=status, reason=reason, rule=Rule.RELATIVE
         )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from consistency.capture import RecordStatus
-from consistency.naming import module_place
+from consistency.naming import DELTA, SAFE_WEIGHT, WEIGHT, module_place
 from consistency.numerics.bound import (
     Allowance,
     delta_allowance,
@@ -102,7 +102,7 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
         _delta(context, place, layer, low_rank, repeats)
     seen: tuple[TensorDigest, Measure | None, float | None] | None = None
     for safe in (False, True) if context.job.case.plan.safe_merge else (False,):
-        tensor = "weight, safe merge" if safe else "weight"
+        tensor = SAFE_WEIGHT if safe else WEIGHT
         try:
             with merged(layer, safe=safe) as base:
                 weight = base.weight.detach()
@@ -157,7 +157,7 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, r
         if isinstance(failure, torch.OutOfMemoryError):
             raise
         context.record.absent(
-            stage="merged", layer=place, tensor="delta", rule=Rule.BOUND, status="skipped",
+            stage="merged", layer=place, tensor=DELTA, rule=Rule.BOUND, status="skipped",
             reason=f"PEFT gives no delta of this layer: {type(failure).__name__}: {failure}",
         )  # fmt: skip
         return
@@ -174,7 +174,7 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, r
     context.record.computed(
         stage="merged",
         layer=place,
-        tensor="delta",
+        tensor=DELTA,
         actual=delta,
         rule=Rule.BOUND if found is not None else Rule.PEER,
         found=found,
