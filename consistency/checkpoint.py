@@ -56,7 +56,7 @@ def read_json(path: Path, *, needed: tuple[str, ...] = ()) -> dict[str, Any]:
         raise InputError(f"{path.name} is not JSON", where=path, got=error) from None
     if not isinstance(table, dict):
         raise InputError(f"{path.name} is not a JSON object", where=path, got=type(table).__name__)
-    missing = [key for key in needed if table.get(key) in (None, "", [])]
+    missing = [key for key in needed if table.get(key) in (None, "", [], {})]
     if missing:
         raise InputError(
             f"{path.name} lacks the field {missing[0]!r}", where=path, got=", ".join(sorted(table)), wanted=missing

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from consistency.comparison import BAD, Finding, Row, TensorComparison, tensor_name
+from consistency.judge import OWN_FILE
 from consistency.participants import Key, Participant
 
 _SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
@@ -162,7 +163,10 @@ def _rows(
         yield Finding(
             kind=word,
             severity="error",
-            message=f"{stage} · {_names(workers)} · {phrase} in {what}{where}{_only_here(groups, stage, road, word)}",
+            message=(
+                f"{stage} · {_names(workers)} · {phrase} in {what}{where}"
+                f"{_only_here(groups, stage, road, word)}{_files_differ(group.samples)}"
+            ),
             workers=workers,
             tensors=tuple(t.name for t in group.tensors),
             detail=tuple(
@@ -176,6 +180,11 @@ def _only_here(groups: Iterable[tuple[str, str, str, tuple[str, ...]]], stage: s
     """Say what the other road tells of the cause: alone right and together wrong is the copy between devices."""
     other = {r for s, r, w, _ in groups if (s, w) == (stage, word)}
     return ", right bytes when alone: a copy between devices" if road == "shared" and "isolated" not in other else ""
+
+
+def _files_differ(rows: Sequence[Row]) -> str:
+    """Say where a worker is right about its own file, which is another one than the reference's."""
+    return ": the files differ" if all(row.evidence.get("own_file") == OWN_FILE for row in rows) else ""
 
 
 def describe(tensor: TensorComparison, row: Row) -> str:

@@ -16,6 +16,8 @@ from consistency.tolerance import Rule, passes, ratio, relative_allowance
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})
 FILE, FLOAT64 = "file", "float64"
 
+OWN_FILE = "holds its own file's bytes"
+
 
 def judge(subject: Participant, reference: Participant, key: Key) -> Row:
     """Judge what a worker saw of a tensor, or why it saw nothing."""
@@ -73,9 +75,7 @@ def _moved(subject: Participant, reference: Participant, record: TensorRecord, e
         word, evidence = _structure(record, expected)
         evidence["blocks"] = _differing_blocks(record.blocks, expected.blocks)
     evidence["own_file"] = (
-        "holds its own file's bytes"
-        if record.digest == record.reference_digest
-        else ("does not hold its own file's bytes either")
+        OWN_FILE if record.digest == record.reference_digest else ("does not hold its own file's bytes either")
     )
     return _measured(
         subject, record, found, status="outside", reference=reference.label, diagnosis=word or "unknown", more=evidence

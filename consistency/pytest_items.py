@@ -39,7 +39,7 @@ class CaseItem(pytest.Item):
     session_of_case: Session
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        return self.path, None, self.nodeid
+        return self.path, None, self.nodeid.replace("::", " ")  # pytest reads the dots of a node id as parts
 
     def repr_failure(self, excinfo: ExceptionInfo[BaseException], style: Any = None) -> str | TerminalRepr:
         if isinstance(excinfo.value, (MismatchError, LostWorkerError, ConsistencyError)):
@@ -138,7 +138,8 @@ def make_items(parent: pytest.Session, session: Session) -> list[pytest.Item]:
 
     for place in session.places:
         if place.stage not in stages:
-            stages[place.stage] = Branch.from_parent(home, name=place.stage, nodeid=f"{home.nodeid}::{place.stage}")
+            name = place.stage.value  # names travel between xdist's processes, which know plain strings alone
+            stages[place.stage] = Branch.from_parent(home, name=name, nodeid=f"{home.nodeid}::{name}")
         for plan in session.workers:
 
             def fill(item: DeviceItem, place: Place = place, plan: WorkerPlan = plan) -> None:
