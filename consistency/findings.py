@@ -36,6 +36,7 @@ _PHRASES = {
     "dtype": "another dtype",
     "inactive": "not active",
     "unknown": "other bits",
+    "settings": "another rank or scaling",
 }
 
 
@@ -158,6 +159,8 @@ def _rows(
     roads = {road for _, road, _, _ in groups} | {tensor.road for tensor in tensors}
     for (stage, road, word, workers), group in groups.items():
         phrase = _PHRASES.get(word, word)
+        if word == "unknown" and group.tensors[0].rule in ("bound", "relative"):
+            phrase = "outside the bound"
         what = _how_many(group.tensors, totals[stage, road])
         where = f" on the road {road}" if len(roads) > 1 else ""
         yield Finding(
@@ -166,6 +169,7 @@ def _rows(
             message=(
                 f"{stage} · {_names(workers)} · {phrase} in {what}{where}"
                 f"{_only_here(groups, stage, road, word)}{_files_differ(group.samples)}"
+                f"{_follows(groups, stage, road, workers)}"
             ),
             workers=workers,
             tensors=tuple(t.name for t in group.tensors),
@@ -180,6 +184,16 @@ def _only_here(groups: Iterable[tuple[str, str, str, tuple[str, ...]]], stage: s
     """Say what the other road tells of the cause: alone right and together wrong is the copy between devices."""
     other = {r for s, r, w, _ in groups if (s, w) == (stage, word)}
     return ", right bytes when alone: a copy between devices" if road == "shared" and "isolated" not in other else ""
+
+
+def _follows(
+    groups: Iterable[tuple[str, str, str, tuple[str, ...]]], stage: str, road: str, workers: Sequence[str]
+) -> str:
+    """Say where a computed stage is wrong on workers whose bytes were wrong before it."""
+    if stage not in ("merged", "forward"):
+        return ""
+    wrong = {w for s, r, _, names in groups if s in ("base", "adapter") and r == road for w in names}
+    return ": it follows from the wrong bytes above" if set(workers) <= wrong else ""
 
 
 def _files_differ(rows: Sequence[Row]) -> str:

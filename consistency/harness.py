@@ -6,9 +6,9 @@ import datetime
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from consistency import __version__
@@ -30,11 +30,18 @@ REPORT_FILES = ("report.json",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A case that was checked, the devices it runs on, and how long it may take."""
+    """A case that was checked, the devices it runs on, and how long it may take.
+
+    Attributes
+    ----------
+    faults : mapping of str to str
+        Fault to plant (of `consistency.worker.faults`) by name of the device: how the tool itself is tried.
+    """
 
     case: Case
     devices: tuple[DeviceInfo, ...]
     limits: Limits
+    faults: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +93,9 @@ def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) 
         `target`; a folder that was there is replaced only where `replace` says so.
     """
     with CaptureWriter(target, replace=replace) as writer:
-        slugs = run_workers(plan.case, plan_waves(plan.case, plan.devices), writer, limits=plan.limits, watch=watch)
+        slugs = run_workers(
+            plan.case, plan_waves(plan.case, plan.devices), writer, limits=plan.limits, watch=watch, faults=plan.faults
+        )
         manifest = CaptureManifest(
             schema=SCHEMA,
             tool=__version__,

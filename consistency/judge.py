@@ -9,6 +9,7 @@ from consistency.capture import TensorMeasure, TensorRecord, unpack_blocks
 from consistency.comparison import Row, Status
 from consistency.errors import CaptureError
 from consistency.kept import measure_kept
+from consistency.naming import SETTINGS_LAYER
 from consistency.numbers import Real
 from consistency.participants import Key, Participant
 from consistency.tolerance import Rule, passes, ratio, relative_allowance
@@ -136,7 +137,11 @@ def _peer(subject: Participant, reference: Participant, record: TensorRecord, ex
             reason="computed on the device, its bits differ from the reference worker's, and no float64 value is known",
             evidence=record.evidence,
         )
-    found, word, evidence = _kept(subject, record.blob, reference, expected.blob)
+    if record.layer == SETTINGS_LAYER:
+        found, word = None, "settings"
+        evidence = {"got": record.evidence.get("values"), "wanted": expected.evidence.get("values")}
+    else:
+        found, word, evidence = _kept(subject, record.blob, reference, expected.blob)
     if found is None and word is None:
         word, evidence = _structure(record, expected)
     return _measured(

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +63,13 @@ class Limits:
 
 
 def run_workers(
-    case: Case, waves: Sequence[Sequence[WorkerPlan]], writer: CaptureWriter, *, limits: Limits, watch: Watcher
+    case: Case,
+    waves: Sequence[Sequence[WorkerPlan]],
+    writer: CaptureWriter,
+    *,
+    limits: Limits,
+    watch: Watcher,
+    faults: Mapping[str, str],
 ) -> tuple[str, ...]:
     """Run every worker, and write who each was and how it ended into the capture.
 
@@ -81,7 +87,7 @@ def run_workers(
         slugs: list[str] = []
         for wave in waves:
             threads = limits.threads or threads_per_worker(len(wave))
-            _run_wave(case, wave, writer, Path(scratch), limits=limits, threads=threads, watch=watch)
+            _run_wave(case, wave, writer, Path(scratch), limits=limits, threads=threads, watch=watch, faults=faults)
             slugs += [plan.slug for plan in wave]
     return tuple(slugs)
 
@@ -95,11 +101,12 @@ def _run_wave(
     limits: Limits,
     threads: int,
     watch: Watcher,
+    faults: Mapping[str, str],
 ) -> None:
     running: list[_Worker] = []
     try:
         for plan in wave:
-            running.append(_Worker.start(case, plan, writer, scratch, threads=threads))
+            running.append(_Worker.start(case, plan, writer, scratch, threads=threads, fault=faults.get(plan.name)))
         while running:
             for worker in list(running):
                 for event in worker.events():
@@ -157,7 +164,9 @@ class _Worker:
     failure: Event | None = None
 
     @classmethod
-    def start(cls, case: Case, plan: WorkerPlan, writer: CaptureWriter, scratch: Path, *, threads: int) -> _Worker:
+    def start(
+        cls, case: Case, plan: WorkerPlan, writer: CaptureWriter, scratch: Path, *, threads: int, fault: str | None
+    ) -> _Worker:
         folder = writer.worker_folder(plan.slug)
         variant = plan.info.spec.numerical_variant()
         job = Job(
@@ -172,6 +181,7 @@ class _Worker:
             makes_reference=plan.makes_reference,
             threads=threads,
             parent_pid=os.getpid(),
+            fault=fault,
         )
         write_json(folder / "job.json", job)
         try:

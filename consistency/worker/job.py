@@ -48,6 +48,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         Whether this worker computes the float64 activations for all.
     threads : int
     parent_pid : int
+    fault : str or None
+        A fault to plant, of `consistency.worker.faults`.
     """
 
     case: Case
@@ -61,6 +63,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     makes_reference: bool
     threads: int
     parent_pid: int
+    fault: str | None = None
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):

@@ -120,6 +120,10 @@ def run(job: Job, events: EventLog) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_interop_threads(1)
+    if job.fault is not None:
+        from consistency.worker.faults import plant
+
+        plant(job.fault)
     with determinism.deterministic(threads=job.threads, **job.settings) as asked:
         Session(job, events, asked).run()
 

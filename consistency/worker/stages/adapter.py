@@ -7,6 +7,7 @@ file's bytes are cast once, on the CPU, to the dtype that the parameter has.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import torch
@@ -109,8 +110,13 @@ def _settings(context: Context) -> None:
         status="outside" if inactive else "measured",
         diagnosis="inactive" if inactive else None,
         digests=[digest(tensor)],
-        evidence={"layers": len(table), "inactive": inactive[:8]} if inactive else {"layers": len(table)},
+        evidence={"layers": len(table), "values": _counted(table), **({"inactive": inactive[:8]} if inactive else {})},
     )
+
+
+def _counted(table: dict[str, Any]) -> dict[str, int]:
+    """Count the layers by rank and scaling."""
+    return dict(Counter(f"rank {rank}, scaling {scaling}" for rank, scaling in table.values()))
 
 
 def _reload(context: Context, state: dict[str, Any]) -> dict[str, tuple[str, ...]]:

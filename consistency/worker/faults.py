@@ -1,0 +1,216 @@
+"""Planted faults: what the tool claims to detect, put into one worker's real loading path on purpose.
+
+A fault replaces a function that the worker is going to call with one that goes wrong as hardware or a library would;
+everything after it is the real code. Nothing here is imported unless a job asks for a fault, which no option does: the
+tests do, and so does whoever wants to see the tool find something.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from consistency.errors import UsageError
+
+Tensors = dict[str, torch.Tensor]
+
+
+def plant(name: str) -> None:
+    """Plant a fault in this process.
+
+    Raises
+    ------
+    UsageError
+        There is no such fault.
+    """
+    if name not in FAULTS:
+        raise UsageError(f"no such fault: {name}", wanted=", ".join(sorted(FAULTS)))
+    FAULTS[name]()
+
+
+def _in_adapter_file(change: Callable[[Tensors], None]) -> Callable[[], None]:
+    """Change what PEFT reads from the adapter's file, on its way to the device."""
+
+    def install() -> None:
+        from peft import peft_model
+
+        real = peft_model.load_peft_weights
+
+        def load(*args: Any, **kwargs: Any) -> Tensors:
+            found: Tensors = {name: tensor.clone() for name, tensor in real(*args, **kwargs).items()}
+            change(found)
+            return found
+
+        peft_model.load_peft_weights = load
+
+    return install
+
+
+def _in_base(change: Callable[[torch.nn.Module], None]) -> Callable[[], None]:
+    """Change the base after transformers has loaded it."""
+
+    def install() -> None:
+        from consistency.worker import loading
+
+        real = loading._from_folder
+
+        def load(*args: Any, **kwargs: Any) -> tuple[torch.nn.Module, frozenset[str]]:
+            model, missing = real(*args, **kwargs)
+            with torch.no_grad():
+                change(model)
+            return model, missing
+
+        loading._from_folder = load
+
+    return install
+
+
+def _in_adapted_model(change: Callable[[Any], None]) -> Callable[[], None]:
+    """Change the adapted model after PEFT has loaded it."""
+
+    def install() -> None:
+        from peft import PeftModel
+
+        real = PeftModel.from_pretrained
+
+        def load(*args: Any, **kwargs: Any) -> Any:
+            model = real(*args, **kwargs)
+            change(model)
+            return model
+
+        PeftModel.from_pretrained = load
+
+    return install
+
+
+def _in_delta(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
+    """Change what PEFT computes as the delta of a linear layer."""
+
+    def install() -> None:
+        from peft.tuners.lora.layer import Linear
+
+        real = Linear.get_delta_weight
+
+        def delta(self: Any, adapter: str) -> torch.Tensor:
+            found: torch.Tensor = real(self, adapter)
+            return change(found)
+
+        Linear.get_delta_weight = delta
+
+    return install
+
+
+def _at_merged(act: Callable[[], None]) -> Callable[[], None]:
+    """Do something in the middle of the run."""
+
+    def install() -> None:
+        from consistency.worker.stages import merged
+
+        real = merged.run
+
+        def run(context: Any) -> None:
+            act()
+            real(context)
+
+        merged.run = run
+
+    return install
+
+
+def _zeros(tensors: Tensors) -> None:
+    for name in tensors:
+        if "lora_B" in name:
+            tensors[name].zero_()
+
+
+def _one_bit(tensors: Tensors) -> None:
+    name = _a_tensor(tensors)
+    tensors[name].reshape(-1).view(torch.int32)[5] ^= 1 << 20
+
+
+def _other_tensor(tensors: Tensors) -> None:
+    name = _a_tensor(tensors)
+    other = next(n for n in tensors if n != name and tensors[n].shape == tensors[name].shape and "lora_B" in n)
+    tensors[name].copy_(tensors[other])
+
+
+def _rounded(tensors: Tensors) -> None:
+    for name in tensors:
+        tensors[name] = tensors[name].to(torch.bfloat16).to(tensors[name].dtype)
+
+
+def _not_a_number(tensors: Tensors) -> None:
+    tensors[_a_tensor(tensors)].fill_(float("nan"))
+
+
+def _half_a_page(tensors: Tensors) -> None:
+    raw = tensors[_a_tensor(tensors)].reshape(-1).view(torch.uint8)
+    raw[: min(2048, raw.numel() // 2)] = 0xA5
+
+
+def _missing_key(tensors: Tensors) -> None:
+    del tensors[_a_tensor(tensors)]
+
+
+def _a_tensor(tensors: Tensors) -> str:
+    return sorted(name for name in tensors if "lora_B" in name)[1]
+
+
+def _base_bit(model: torch.nn.Module) -> None:
+    weight = max(model.parameters(), key=lambda p: p.numel())
+    weight.reshape(-1)[7:8].view(torch.uint8)[0] ^= 1
+
+
+def _double_scaling(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling = {name: 2 * value for name, value in module.scaling.items()}
+
+
+def _inactive(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+_calls = 0
+
+
+def _flaky(delta: torch.Tensor) -> torch.Tensor:
+    global _calls
+    _calls += 1
+    return delta * (1 + 2**-23 * (_calls % 2))
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(1)
+
+
+def _out_of_memory() -> None:
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "adapter-zeros": _in_adapter_file(_zeros),
+    "adapter-bit-flip": _in_adapter_file(_one_bit),
+    "adapter-other-tensor": _in_adapter_file(_other_tensor),
+    "adapter-through-bfloat16": _in_adapter_file(_rounded),
+    "adapter-nan": _in_adapter_file(_not_a_number),
+    "adapter-half-a-page": _in_adapter_file(_half_a_page),
+    "adapter-missing-key": _in_adapter_file(_missing_key),
+    "adapter-inactive": _in_adapted_model(_inactive),
+    "adapter-wrong-scaling": _in_adapted_model(_double_scaling),
+    "base-bit-flip": _in_base(_base_bit),
+    "merge-off": _in_delta(lambda delta: delta * 1.001),
+    "merge-not-repeatable": _in_delta(_flaky),
+    "setting-flipped": _at_merged(lambda: torch.set_float32_matmul_precision("medium")),
+    "killed": _at_merged(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "hung": _at_merged(_hang),
+    "stopped": _at_merged(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+    "out-of-memory": _at_merged(_out_of_memory),
+}
+"""Every fault by its name."""
