@@ -138,10 +138,11 @@ def _peer(subject: Participant, reference: Participant, record: TensorRecord, ex
             evidence=record.evidence,
         )
     if record.layer == SETTINGS_LAYER:
-        found, word = None, "settings"
-        evidence = {"got": record.evidence.get("values"), "wanted": expected.evidence.get("values")}
-    else:
-        found, word, evidence = _kept(subject, record.blob, reference, expected.blob)
+        settings = {"got": record.evidence.get("values"), "wanted": expected.evidence.get("values")}
+        return _measured(
+            subject, record, None, status="outside", reference=reference.label, diagnosis="settings", more=settings
+        )
+    found, word, evidence = _kept(subject, record.blob, reference, expected.blob)
     if found is None and word is None:
         word, evidence = _structure(record, expected)
     return _measured(

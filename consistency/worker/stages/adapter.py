@@ -28,7 +28,9 @@ def run(context: Context) -> None:
     by_digest = {}
     for key, tensor in context.expected.values():
         by_digest[digest(tensor).value] = key
-    for done, (name, (key, tensor)) in enumerate(context.expected.items()):
+    place = {name: number for number, name in enumerate(state)}
+    in_model_order = sorted(context.expected.items(), key=lambda item: place.get(item[0], len(place)))
+    for done, (name, (key, tensor)) in enumerate(in_model_order):
         layer, part = adapter_place(key)
         if not record.wants("adapter", layer):
             continue
