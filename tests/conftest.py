@@ -1,0 +1,134 @@
+"""Fixtures that start the tool as its users do, and captures made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consistency import harness
+from consistency.capture import SCHEMA, CaptureManifest, CaptureWriter, TensorRecord, WorkerInfo, worker_slug
+from consistency.case import Case, Options
+from consistency.comparison import Comparison
+from consistency.numbers import encode_json
+from consistency.preflight import builtin_folder
+
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run of the command line that left its files."""
+
+    process: subprocess.CompletedProcess[str]
+    folder: Path
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-P", "-m", "consistency", *map(str, arguments)]
+
+
+@pytest.fixture(scope="session")
+def cli() -> Cli:
+    """Run the command line in a process of its own."""
+
+    def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+        options.setdefault("timeout", 300)
+        return subprocess.run(command(*arguments), capture_output=True, text=True, check=False, **options)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished_run(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """Run the main job on the built-in case, once for all tests that read its results."""
+    folder = tmp_path_factory.mktemp("main-job") / "out"
+    return FinishedRun(cli("run", "--out", folder, "--repeat", 2), folder)
+
+
+@pytest.fixture
+def run_with_faults() -> Callable[..., Comparison]:
+    """Run a built-in case with faults planted in its workers."""
+
+    def run(faults: dict[str, str], **options: Any) -> Comparison:
+        options = {"base": "builtin:llama", "devices": ("cpu", "cpu@baseline"), **options}
+        plan = harness.prepare(Options(**options))
+        plan = dataclasses.replace(plan, faults=faults)
+        return harness.run(plan, None, watch=lambda *_: None).comparison
+
+    return run
+
+
+MakeCapture = Callable[..., Path]
+
+
+@pytest.fixture
+def make_capture(tmp_path: Path) -> MakeCapture:
+    """Write a capture of records made by hand."""
+
+    def make(
+        name: str,
+        workers: dict[str, Sequence[TensorRecord]],
+        *,
+        info: dict[str, dict[str, Any]] | None = None,
+        case: dict[str, Any] | None = None,
+    ) -> Path:
+        full_case = Case(**{"name": "made-up", "base": "base", "adapter": "adapter", **(case or {})})
+        with CaptureWriter(tmp_path / name) as writer:
+            slugs = []
+            for device, records in workers.items():
+                fields: dict[str, Any] = {
+                    "name": device,
+                    "road": "isolated",
+                    "architecture": "x86-64",
+                    "model": "chip",
+                    "status": "ok",
+                    "stages_done": ("base", "adapter", "merged", "forward"),
+                    **((info or {}).get(device) or {}),
+                }
+                slug = worker_slug(device, fields["road"])
+                writer.write_worker(slug, WorkerInfo(**fields))
+                lines = b"".join(encode_json(record) + b"\n" for record in records)
+                (writer.worker_folder(slug) / "records.jsonl").write_bytes(lines)
+                slugs.append(slug)
+            return writer.commit(
+                CaptureManifest(
+                    schema=SCHEMA, tool="0", created="2026-01-01", host=name, case=full_case, workers=tuple(slugs)
+                )
+            )
+
+    return make
+
+
+@pytest.fixture
+def llama_base() -> Path:
+    return builtin_folder("llama") / "base"
+
+
+@pytest.fixture
+def llama_adapter() -> Path:
+    return builtin_folder("llama") / "adapter"
+
+
+@pytest.fixture
+def no_process_left() -> Iterator[Callable[[], list[str]]]:
+    """Return the command lines of this machine's workers that write below a folder of the test."""
+
+    def workers() -> list[str]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                text = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if "consistency.worker" in text:
+                found.append(text)
+        return found
+
+    yield workers

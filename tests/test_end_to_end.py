@@ -1,0 +1,177 @@
+"""The main job on real models, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consistency.comparison import BAD
+from consistency.preflight import builtin_folder
+
+from .conftest import Cli, FinishedRun
+
+Report = dict[str, Any]
+
+
+def read(folder: Path) -> Report:
+    found: Report = json.loads((folder / "report.json").read_text())
+    return found
+
+
+def rows(report: Report, *stages: str) -> list[dict[str, Any]]:
+    return [row for tensor in report["tensors"] if tensor["stage"] in stages for row in tensor["rows"]]
+
+
+def test_main_job_is_consistent(finished_run: FinishedRun) -> None:
+    assert finished_run.process.returncode == 0, finished_run.process.stderr
+    assert "CONSISTENT" in finished_run.process.stdout
+    report = read(finished_run.folder)
+    assert report["schema"] == "consistency.report/1"
+    assert report["verdict"] == "consistent"
+    assert [f for f in report["findings"] if f["severity"] != "note"] == []
+
+
+def test_main_job_has_a_worker_per_architecture(finished_run: FinishedRun) -> None:
+    report = read(finished_run.folder)
+    names = [worker["name"] for worker in report["workers"]]
+    assert names[0] == "cpu"
+    assert {name for group in report["architectures"] for name in group["workers"]} == set(names)
+    if {"cpu@baseline", "cpu@avx2"} <= set(names):
+        assert len(report["architectures"]) >= 3
+
+
+def test_base_and_adapter_are_equal_everywhere(finished_run: FinishedRun) -> None:
+    report = read(finished_run.folder)
+    found = rows(report, "base", "adapter")
+    assert len(found) > 90 * len(report["workers"])
+    assert {row["status"] for row in found} == {"equal"}
+    assert {len(t["classes"]) for t in report["tensors"] if t["stage"] in ("base", "adapter")} == {1}
+
+
+def test_computed_stages_differ_in_bits_and_stay_within(finished_run: FinishedRun) -> None:
+    report = read(finished_run.folder)
+    if len(report["architectures"]) < 2:
+        pytest.skip("this processor has one kernel variant")
+    for stage in ("merged", "forward"):
+        assert {row["status"] for row in rows(report, stage)} <= {"within", "equal"}
+        assert any(len(tensor["classes"]) > 1 for tensor in report["tensors"] if tensor["stage"] == stage)
+        ratios = [row["bound_ratio"] for row in rows(report, stage)]
+        assert 0 < max(ratios) <= 1
+
+
+def test_second_run_on_a_device_repeats_the_bits(finished_run: FinishedRun) -> None:
+    repeated = [row["repeated"] for row in rows(read(finished_run.folder), "adapter", "merged", "forward")]
+    assert repeated.count(True) > 100
+    assert False not in repeated
+
+
+def test_bfloat16_and_other_models(cli: Cli, tmp_path: Path) -> None:
+    for name, dtype in (("gpt2", "float32"), ("bert", "float32"), ("llama", "bfloat16"), ("gpt2", "bfloat16")):
+        out = tmp_path / f"{name}-{dtype}"
+        done = cli("run", "--base", f"builtin:{name}", "--dtype", dtype, "--out", out)
+        assert done.returncode == 0, done.stdout + done.stderr
+        report = read(out)
+        assert report["dtype"] == dtype
+        assert {row["status"] for row in rows(report, "base", "adapter")} == {"equal"}
+        assert not any(row["status"] in BAD for row in rows(report, "merged", "forward"))
+
+
+def flip_bit(file: Path, tensor: str, element: int, bit: int) -> tuple[str, list[int]]:
+    """Flip one bit of a float32 element; return the tensor's full name and its shape."""
+    raw = bytearray(file.read_bytes())
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    name = next(key for key in sorted(header) if tensor in key)
+    raw[8 + length + header[name]["data_offsets"][0] + 4 * element + bit // 8] ^= 1 << bit % 8
+    file.write_bytes(raw)
+    return name, header[name]["shape"]
+
+
+@pytest.mark.parametrize(("name", "element", "bit"), [("bert", 37, 3), ("gpt2", 11, 31)])
+def test_one_flipped_bit_between_captures_made_apart(
+    cli: Cli, tmp_path: Path, name: str, element: int, bit: int
+) -> None:
+    adapter = tmp_path / "copied"
+    shutil.copytree(builtin_folder(name) / "adapter", adapter)
+    key, shape = flip_bit(adapter / "adapter_model.safetensors", "lora_B", element, bit)
+    common = ("--base", f"builtin:{name}", "--devices", "cpu", "--stages", "base,adapter,merged")
+    assert cli("capture", *common, "--out", tmp_path / "host-a").returncode == 0
+    assert cli("capture", *common, "--adapter", adapter, "--out", tmp_path / "host-b").returncode == 0
+
+    done = cli("compare", tmp_path / "host-a", tmp_path / "host-b", "--out", tmp_path / "report")
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = read(tmp_path / "report")
+    wrong = [tensor for tensor in report["tensors"] if any(row["status"] in BAD for row in tensor["rows"])]
+    assert [f"base_model.model.{t['layer']}.{t['tensor']}.weight" for t in wrong] == [key]
+    assert wrong[0]["classes"] == [["host-a:cpu"], ["host-b:cpu"]]
+    row = next(row for row in wrong[0]["rows"] if row["status"] == "outside")
+    assert row["worker"] == "host-b:cpu"
+    assert row["reference"] == "host-a:cpu"
+    assert row["diagnosis"] == "bit-flip"
+    assert row["mismatched"] == 1
+    assert row["worst_index"] == [element // shape[1], element % shape[1]]
+    assert row["evidence"]["bits"] == [bit]
+    assert int(row["evidence"]["actual_bits"], 16) ^ int(row["evidence"]["expected_bits"], 16) == 1 << bit
+    assert str(row["worst_index"]) in done.stdout
+
+
+def test_a_capture_agrees_with_itself_and_is_small(cli: Cli, finished_run: FinishedRun) -> None:
+    done = cli("compare", finished_run.folder, finished_run.folder)
+    assert done.returncode == 0, done.stdout
+    kept = sum(file.stat().st_size for file in (finished_run.folder / "captures" / "blobs").iterdir())
+    adapter = (builtin_folder("llama") / "adapter" / "adapter_model.safetensors").stat().st_size
+    assert kept < 1.5 * adapter  # one copy for all workers, with a header per tensor
+
+
+@pytest.mark.parametrize("extra", [(), ("-n", "2")], ids=["plain", "xdist"])
+def test_pytest_says_the_same(
+    pytester: pytest.Pytester, finished_run: FinishedRun, extra: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    done = pytester.runpytest_subprocess("--consistency-base", "builtin:llama", "--junitxml", "out.xml", *extra)
+    assert done.ret == 0
+    done.stdout.fnmatch_lines(["*consistent: base and adapter are the same numbers on*"])
+    suite = ElementTree.parse(pytester.path / "out.xml").getroot()
+    seen = {(c.get("classname"), c.get("name")) for c in suite.iter("testcase")}
+    report = read(finished_run.folder)
+    workers = [worker["name"] for worker in report["workers"]]
+    expected = {
+        (f"consistency.llama.{tensor['stage']}", f"{tensor['layer']}.{tensor['tensor']}[{worker}]")
+        for tensor in report["tensors"]
+        if not tensor["layer"].endswith("rotary_emb")  # a buffer is in no header: it is part of everything else
+        for worker in workers
+    }
+    assert expected <= seen
+    assert {("consistency.llama.base", f"everything_else[{worker}]") for worker in workers} <= seen
+
+
+@pytest.mark.gpu
+def test_cpu_and_accelerator_together(cli: Cli, tmp_path: Path, accelerator: Callable[[], str]) -> None:
+    device = accelerator()
+    for dtype in ("float32", "bfloat16"):
+        out = tmp_path / dtype
+        done = cli("run", "--devices", f"cpu,{device}", "--dtype", dtype, "--out", out)
+        assert done.returncode == 0, done.stdout + done.stderr
+        report = read(out)
+        assert {row["status"] for row in rows(report, "base", "adapter")} == {"equal"}
+
+
+@pytest.fixture
+def accelerator() -> Callable[[], str]:
+    def find() -> str:
+        from consistency.discovery import accelerators
+
+        found = accelerators()
+        if not found:
+            pytest.skip("no accelerator on this machine")
+        return found[0].spec.name
+
+    return find

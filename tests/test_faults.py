@@ -1,0 +1,146 @@
+"""Every fault that can be planted is found and named; without it the same run is clean (see test_end_to_end)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from consistency.comparison import Comparison, Finding
+from consistency.worker.faults import FAULTS
+
+Run = Callable[..., Comparison]
+FAULTY = "cpu@baseline"
+
+# fault: stage that tells it, kind of the finding
+NAMED = {
+    "adapter-zeros": ("adapter", "zeros"),
+    "adapter-bit-flip": ("adapter", "bit-flip"),
+    "adapter-other-tensor": ("adapter", "swapped"),
+    "adapter-through-bfloat16": ("adapter", "rounded-to-bf16"),
+    "adapter-nan": ("adapter", "non-finite"),
+    "adapter-half-a-page": ("adapter", "block"),
+    "adapter-missing-key": ("adapter", "zeros"),  # lora_B stays at its initial zeros, which the file does not hold
+    "adapter-inactive": ("adapter", "inactive"),
+    "adapter-wrong-scaling": ("adapter", "settings"),
+    "base-bit-flip": ("base", "bit-flip"),
+    "merge-off": ("merged", "unknown"),
+}
+LOST = {
+    "killed": "SIGKILL",
+    "hung": "no sign of life for 20 s",
+    "stopped": "no sign of life for 20 s",
+    "out-of-memory": "ran out of memory",
+}
+OTHERS = {"merge-not-repeatable", "setting-flipped"}
+
+
+def test_every_fault_is_tried() -> None:
+    assert set(FAULTS) == set(NAMED) | set(LOST) | OTHERS
+
+
+def errors(comparison: Comparison) -> list[Finding]:
+    return [finding for finding in comparison.findings if finding.severity == "error"]
+
+
+@pytest.mark.parametrize("fault", NAMED)
+def test_wrong_numbers_are_found_and_named(run_with_faults: Run, fault: str) -> None:
+    stage, kind = NAMED[fault]
+    stages = (stage,) if stage == "merged" else ("adapter",) if stage == "adapter" else ("base",)
+    # the fault sits in the reference's neighbour; a second run without a neighbour must not need one
+    found = run_with_faults({FAULTY: fault}, stages=stages)
+    assert found.verdict == "inconsistent"
+    assert found.exit_status == 1
+    first = errors(found)[0]
+    assert first.kind == kind
+    assert first.workers == (FAULTY,)
+    assert first.message.startswith(f"{stage} · {FAULTY} · ")
+    assert all(name.startswith(f"{stage}::") for name in first.tensors)
+    assert {d.worker for d in found.first_divergence} == {FAULTY}
+
+
+def test_wrong_numbers_are_found_without_another_device(run_with_faults: Run) -> None:
+    """A device that is held against its own neighbours alone passes when all are wrong; the file is the reference."""
+    found = run_with_faults({"cpu": "adapter-bit-flip"}, devices=("cpu",), stages=("adapter",))
+    assert [f.kind for f in errors(found)] == ["bit-flip"]
+    assert "bit 20 (mantissa)" in errors(found)[0].detail[0]
+
+
+def test_same_fault_on_all_devices_is_found(run_with_faults: Run) -> None:
+    found = run_with_faults({"cpu": "adapter-zeros", FAULTY: "adapter-zeros"}, stages=("adapter",))
+    (finding,) = errors(found)
+    assert finding.kind == "zeros"
+    assert finding.workers == ("cpu", FAULTY)
+    assert "28 of 28 lora_B tensors" in finding.message
+
+
+def test_wrong_bytes_show_in_what_is_computed_from_them(run_with_faults: Run) -> None:
+    found = run_with_faults({FAULTY: "adapter-zeros"})
+    kinds = [(f.message.split(" · ")[0], f.kind) for f in errors(found)]
+    assert kinds[0] == ("adapter", "zeros")
+    assert {stage for stage, _ in kinds} == {"adapter", "merged", "forward"}
+    assert all("follows from the wrong bytes" in f.message for f in errors(found)[1:])
+    (divergence,) = found.first_divergence
+    assert (divergence.stage, divergence.tensor) == ("adapter", "lora_B")
+    assert divergence.layer.startswith("model.layers.0.")
+
+
+@pytest.mark.parametrize("fault", LOST)
+def test_lost_worker_is_named_and_the_rest_is_compared(run_with_faults: Run, fault: str) -> None:
+    found = run_with_faults({FAULTY: fault}, stall=20.0, stages=("adapter", "merged"))
+    assert found.verdict == "incomplete"
+    assert found.exit_status == 3
+    (finding,) = errors(found)
+    assert finding.kind == "lost-worker"
+    assert finding.workers == (FAULTY,)
+    assert LOST[fault] in finding.message
+    assert "last event: merged" in finding.message
+    if fault == "hung":
+        assert any("faults.py" in line and "_hang" in line for line in finding.detail)
+    adapter = [t for t in found.tensors if t.stage == "adapter"]
+    assert adapter
+    assert {row.status for t in adapter for row in t.rows} == {"equal"}
+    merged = [row for t in found.tensors if t.stage == "merged" for row in t.rows]
+    assert {row.status for row in merged if row.worker == FAULTY} == {"blocked"}
+    assert {row.status for row in merged if row.worker == "cpu"} == {"within"}
+
+
+def test_loss_of_the_worker_that_makes_the_reference_blocks_the_others(run_with_faults: Run) -> None:
+    found = run_with_faults({"cpu": "killed"}, stages=("merged", "forward"))
+    assert found.exit_status == 3
+    rows = [row for t in found.tensors if t.stage == "forward" for row in t.rows if row.worker == FAULTY]
+    assert {row.status for row in rows} == {"blocked"}
+    assert "cpu, which makes it, is gone" in (rows[0].reason or "")
+
+
+def test_bits_that_do_not_repeat(run_with_faults: Run) -> None:
+    found = run_with_faults({FAULTY: "merge-not-repeatable"}, stages=("merged",), repeat=2)
+    assert {f.kind for f in errors(found)} == {"not-repeatable"}
+    assert errors(found)[0].workers == (FAULTY,)
+    assert run_with_faults({}, stages=("merged",), repeat=2).verdict == "consistent"
+
+
+def test_setting_that_was_flipped_in_mid_run(run_with_faults: Run) -> None:
+    found = run_with_faults({FAULTY: "setting-flipped"}, stages=("merged",))
+    changed = [f for f in found.findings if f.kind == "setting-changed"]
+    assert changed
+    assert changed[0].workers == (FAULTY,)
+    assert "float32_matmul_precision was set to medium during merged" in changed[0].message
+
+
+def test_equal_devices_that_differ_inside_the_bound(run_with_faults: Run) -> None:
+    """Two workers of one program must agree to the bit, however small the difference."""
+    devices = ("cpu", "cpu@avx512")
+    from consistency.discovery import cpu_info
+    from consistency.device import parse_device
+    from consistency.errors import UsageError
+
+    try:
+        cpu_info(parse_device("cpu@avx512"))
+    except UsageError:
+        pytest.skip("this processor has no AVX-512, so no second name for its native kernels")
+    found = run_with_faults({"cpu@avx512": "merge-not-repeatable"}, devices=devices, stages=("merged",))
+    assert [f.kind for f in errors(found)] == ["same-model"]
+    assert all(row.status == "within" for t in found.tensors for row in t.rows)
+    assert found.exit_status == 1
+    assert run_with_faults({}, devices=devices, stages=("merged",)).verdict == "consistent"
