@@ -16,6 +16,7 @@ from consistency.errors import ConsistencyError
 from consistency.numbers import decode_json
 from consistency.worker import lifeline
 from consistency.worker.job import CANNOT_WRITE, EventLog, Job
+from consistency.worker.memory import is_out_of_memory
 
 
 def main(path: Path) -> int:
@@ -63,17 +64,9 @@ def _told(error: BaseException) -> dict[str, str | None]:
             "wanted": error.wanted,
             "hint": error.hint,
         }
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return {"kind": "OutOfMemory", "what": "out of memory"}
     return {"kind": type(error).__name__, "what": f"{type(error).__name__}: {error}"}
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # torch's allocator of host memory raises a plain RuntimeError
-    host = (isinstance(error, RuntimeError) and "not enough memory" in str(error)) or "can't allocate memory" in str(
-        error
-    )
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or host
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,13 +15,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from consistency.case import Case
 from consistency.errors import InputError
 from consistency.numerics.dtype import name_of
 from consistency.worker.files import WeightFiles, file_names
+from consistency.worker.memory import is_out_of_memory
 
 ADAPTER_NAME = "default"
+
+# what transformers and PEFT raise over files and configs that they cannot use
+_UNUSABLE = (
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    OSError,
+    EOFError,
+    ImportError,
+    pickle.UnpicklingError,
+    SafetensorError,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +111,8 @@ def load_adapter(base: LoadedBase, case: Case) -> torch.nn.Module:
     assert case.adapter is not None
     try:
         model = PeftModel.from_pretrained(base.model, case.adapter, adapter_name=ADAPTER_NAME)
-    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+    except _UNUSABLE as error:
+        if is_out_of_memory(error):
             raise
         raise InputError(
             "PEFT cannot load this adapter onto this base",
@@ -169,8 +187,8 @@ def _from_folder(case: Case, device: str) -> tuple[torch.nn.Module, frozenset[st
         arguments["device_map"] = {"": device}
     try:
         model, info = auto.from_pretrained(case.base, **arguments)
-    except (ValueError, KeyError, TypeError, OSError, RuntimeError, AttributeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+    except _UNUSABLE as error:
+        if is_out_of_memory(error):
             raise
         raise InputError(
             f"transformers cannot load this base as {auto.__name__}",
@@ -252,7 +270,14 @@ def _from_factory(text: str, device: str) -> torch.nn.Module:
         factory = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise InputError("cannot import the model factory", where=f"python:{text}", got=error) from error
-    model = factory()
+    try:
+        model = factory()
+    except Exception as error:  # a user's own function may raise anything; whatever it is, it is theirs to mend
+        if is_out_of_memory(error):
+            raise
+        raise InputError(
+            "the model factory failed", where=f"python:{text}", got=f"{type(error).__name__}: {_first_lines(error)}"
+        ) from error
     if not isinstance(model, torch.nn.Module):
         raise InputError(
             "the factory does not return a module", where=f"python:{text}", got=type(model).__name__, wanted="Module"

@@ -26,6 +26,7 @@ from consistency.numerics.exact import in_float64
 from consistency.tolerance import Rule, passes, ratio, relative_allowance
 from consistency.worker.inputs import fixed_inputs
 from consistency.worker.loading import load_adapter, load_base
+from consistency.worker.memory import is_out_of_memory
 from consistency.worker.reference import Reference, publish, wait_for
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.merged import adapted_layers
@@ -134,7 +135,7 @@ def _merge(model: Any) -> str:
         with torch.no_grad():
             model.merge_adapter()
     except (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError) as failure:
-        if isinstance(failure, torch.OutOfMemoryError):
+        if is_out_of_memory(failure):
             raise
         return f"{type(failure).__name__}: {failure}"
     return ""

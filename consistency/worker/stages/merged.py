@@ -33,6 +33,7 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
 from consistency.tolerance import Rule, passes
 from consistency.worker.loading import ADAPTER_NAME
+from consistency.worker.memory import is_out_of_memory
 from consistency.worker.stages.context import Context
 
 
@@ -114,7 +115,7 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
                 host = weight.to("cpu", copy=True) if _worth(found) or context.job.case.keep else weight
             again = [_digest_again(layer, safe=safe) for _ in range(repeats - 1)]
         except (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError) as failure:
-            if isinstance(failure, torch.OutOfMemoryError):
+            if is_out_of_memory(failure):
                 raise
             context.record.absent(
                 stage="merged", layer=place, tensor=tensor, rule=Rule.BOUND if low_rank else Rule.RELATIVE,
@@ -154,7 +155,7 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, r
             delta = layer.get_delta_weight(ADAPTER_NAME)
             again = [digest(layer.get_delta_weight(ADAPTER_NAME)) for _ in range(repeats - 1)]
     except (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError, KeyError) as failure:
-        if isinstance(failure, torch.OutOfMemoryError):
+        if is_out_of_memory(failure):
             raise
         context.record.absent(
             stage="merged", layer=place, tensor=DELTA, rule=Rule.BOUND, status="skipped",

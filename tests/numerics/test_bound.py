@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from consistency.numerics.bound import (
+    Allowance,
+    delta_allowance,
+    gamma,
+    measure_against_exact,
+    measure_low_rank,
+    merged_allowance,
+)
+from consistency.numerics.distance import CHUNK, Measure
+from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+RANKS = (1, 2, 3, 8, 16, 64, 128, 256)
+LARGEST = 2.0**13  # keeps every product, delta and merged weight inside float16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """One adapted weight: `base` (rows, columns), `b` (rows, rank), `a` (rank, columns)."""
+
+    base: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+    def delta(self) -> torch.Tensor:
+        """Multiply in the adapter's own dtype."""
+        return (self.b @ self.a) * self.scaling
+
+    def upcast_delta(self) -> torch.Tensor:
+        """Multiply as PEFT does on the CPU: bfloat16 and float16 by way of float32."""
+        return ((self.b.float() @ self.a.float()) * self.scaling).to(self.a.dtype)
+
+    def measure(self, actual: torch.Tensor, allowance: Allowance, *, base: bool = False) -> Measure:
+        return measure_low_rank(
+            actual,
+            left=self.b,
+            right=self.a,
+            scaling=self.scaling,
+            base=self.base if base else None,
+            allowance=allowance,
+        )
+
+    def allowed(self, *, truncating: bool = False) -> Allowance:
+        return delta_allowance(self.a.shape[0], scaling=self.scaling, adapter=self.a.dtype, truncating=truncating)
+
+    def allowed_merged(self, roundings: int = 1) -> Allowance:
+        return merged_allowance(self.allowed(), weight=self.base.dtype, roundings=roundings)
+
+
+def make(
+    *,
+    seed: int,
+    rank: int,
+    adapter: torch.dtype,
+    weight: torch.dtype,
+    scaling: float = 2.0,
+    exponents: tuple[int, int] = (0, 0),
+    rows: int = 9,
+    columns: int = 13,
+    cancel: bool = False,
+) -> Lora:
+    """Draw an adapted weight; `cancel` makes base and delta annihilate each other up to the rounding."""
+    r = np.random.default_rng(seed)
+    a, b = r.standard_normal((rank, columns)), r.standard_normal((rows, rank))
+    a, b = a * 2.0 ** exponents[0], b * 2.0 ** exponents[1]
+    for size in (np.abs(b) @ np.abs(a), abs(scaling) * (np.abs(b) @ np.abs(a))):
+        excess = max(0, math.ceil(math.log2(float(size.max()) / LARGEST))) if size.max() else 0
+        b = b * 2.0**-excess
+    exact = scaling * (b @ a)
+    base = -exact if cancel else r.standard_normal((rows, columns)) * np.abs(exact).max()
+    return Lora(
+        base=torch.from_numpy(base).to(weight),
+        a=torch.from_numpy(a).to(adapter),
+        b=torch.from_numpy(b).to(adapter),
+        scaling=scaling,
+    )
+
+
+def merges(
+    *, min_exponent: int = -6, max_exponent: int = 3, adapters: tuple[torch.dtype, ...] = FLOATS
+) -> st.SearchStrategy[Lora]:
+    exponents = st.integers(min_exponent, max_exponent)
+    return st.builds(
+        make,
+        seed=st.integers(0, 2**32 - 1),
+        rank=st.sampled_from(RANKS),
+        adapter=st.sampled_from(adapters),
+        weight=st.sampled_from(FLOATS),
+        scaling=st.one_of(st.sampled_from([1.0, 2.0, -0.37, 1e-6, 1e4]), st.floats(0.01, 100.0)),
+        exponents=st.tuples(exponents, exponents),
+        cancel=st.booleans(),
+    )
+
+
+# --- what torch computes lies inside --------------------------------------------------------------------------------
+
+
+@given(merges())
+@settings(deadline=None, max_examples=200)
+def test_a_delta_lies_within_its_bound(lora: Lora) -> None:
+    for delta in (lora.delta(), lora.upcast_delta()):
+        found = lora.measure(delta, lora.allowed())
+        assert found.bound_ratio is not None
+        assert found.bound_ratio <= 1
+
+
+@given(merges())
+@settings(deadline=None, max_examples=200)
+def test_a_merged_weight_lies_within_its_bound(lora: Lora) -> None:
+    for delta in (lora.delta(), lora.upcast_delta()):
+        plain = lora.base.clone()
+        plain += delta  # rounds once, into the weight's dtype
+        safe = lora.base.clone() + delta.to(lora.base.dtype)
+        assert (lora.measure(plain, lora.allowed_merged(), base=True).bound_ratio or 0) <= 1
+        assert (lora.measure(safe, lora.allowed_merged(roundings=2), base=True).bound_ratio or 0) <= 1
+
+
+# bfloat16 units of processors flush subnormals to zero (Intel's VDPBF16PS, which oneDNN uses): there by way of float32
+@given(
+    st.one_of(
+        merges(adapters=(torch.float32,), min_exponent=-80, max_exponent=-55),
+        merges(adapters=(torch.float32,), min_exponent=-149, max_exponent=0),
+        merges(adapters=(torch.bfloat16,), min_exponent=-134, max_exponent=0),
+        merges(adapters=(torch.float16,), min_exponent=-25, max_exponent=0),
+    )
+)
+@settings(deadline=None, max_examples=200)
+def test_subnormal_factors_products_and_weights_lie_within(lora: Lora) -> None:
+    delta = lora.upcast_delta()
+    assert (lora.measure(delta, lora.allowed()).bound_ratio or 0) <= 1
+    merged = lora.base.clone()
+    merged += delta
+    assert (lora.measure(merged, lora.allowed_merged(), base=True).bound_ratio or 0) <= 1
+
+
+def _by_rank_one(lora: Lora) -> torch.Tensor:
+    total = torch.zeros(lora.base.shape)
+    for k in range(lora.a.shape[0]):
+        total += torch.outer(lora.b[:, k], lora.a[k])
+    return total * lora.scaling
+
+
+def _in_halves(lora: Lora) -> torch.Tensor:
+    half = lora.a.shape[0] // 2
+    return (lora.b[:, half:] @ lora.a[half:] + lora.b[:, :half] @ lora.a[:half]) * lora.scaling
+
+
+def _reversed(lora: Lora) -> torch.Tensor:
+    return (lora.b.flip(1) @ lora.a.flip(0)) * lora.scaling
+
+
+def _scaled_first(lora: Lora) -> torch.Tensor:
+    return (lora.b * lora.scaling) @ lora.a
+
+
+def _one_by_one(lora: Lora) -> torch.Tensor:
+    return (lora.b[:, None, :] * lora.a.T[None]).sum(-1) * lora.scaling
+
+
+def _transposed(lora: Lora) -> torch.Tensor:
+    return (lora.a.T @ lora.b.T).T * lora.scaling
+
+
+@pytest.mark.parametrize("order", [_by_rank_one, _in_halves, _reversed, _scaled_first, _one_by_one, _transposed])
+@pytest.mark.parametrize("rank", RANKS)
+def test_every_order_of_the_sum_lies_within(order: Callable[[Lora], torch.Tensor], rank: int) -> None:
+    for seed in range(5):
+        lora = make(seed=seed, rank=rank, adapter=torch.float32, weight=torch.float32, scaling=0.37, cancel=seed > 2)
+        delta = order(lora)
+        assert (lora.measure(delta, lora.allowed()).bound_ratio or 0) <= 1
+        assert (lora.measure(lora.base + delta, lora.allowed_merged(), base=True).bound_ratio or 0) <= 1
+
+
+def test_the_bound_is_not_idle() -> None:
+    # of rank 1 a delta is a few roundings, some of which come near their largest: a bound twice as wide would show
+    ratios = []
+    for adapter, seed in ((torch.float32, 0), (torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 3)):
+        lora = make(seed=seed, rank=1, adapter=adapter, weight=torch.float32, scaling=0.37, rows=40, columns=50)
+        ratios.append(lora.measure(lora.delta(), lora.allowed()).bound_ratio or 0)
+    assert min(ratios[:2]) > 0.5
+    assert min(ratios[2:]) > 0.4
+
+
+# --- what is wrong lies outside -------------------------------------------------------------------------------------
+
+
+@given(
+    lora=merges(min_exponent=-3),
+    place=st.tuples(st.integers(0, 8), st.integers(0, 12)),
+    times=st.floats(3.0, 50.0),
+    sign=st.sampled_from([-1, 1]),
+)
+@settings(deadline=None, max_examples=150)
+def test_an_error_of_a_few_times_the_bound_is_caught_and_located(
+    lora: Lora, place: tuple[int, int], times: float, sign: int
+) -> None:
+    exact = lora.scaling * (lora.b.double() @ lora.a.double())
+    size = abs(lora.scaling) * (lora.b.double().abs() @ lora.a.double().abs())
+    allowed = lora.allowed()
+    delta = lora.upcast_delta().double()
+    delta[place] = exact[place] + sign * times * (allowed.product * size[place] + allowed.floor)
+    # in float64, so that storing the planted error does not round it away
+    found = lora.measure(delta, allowed)
+    assert found.bound_ratio == pytest.approx(times, rel=1e-4)
+    assert found.worst_index == place
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("adapter", FLOATS, ids=str)
+def test_a_left_out_rank_is_caught(adapter: torch.dtype, rank: int) -> None:
+    lora = make(seed=rank, rank=rank, adapter=adapter, weight=torch.float32)
+    short = (lora.b[:, 1:] @ lora.a[1:]) * lora.scaling
+    assert (lora.measure(short, lora.allowed()).bound_ratio or 0) > 2
+    assert (lora.measure(lora.base + short, lora.allowed_merged(), base=True).bound_ratio or 0) > 2
+
+
+@pytest.mark.parametrize("rank", [1, 8, 64])
+def test_tf32_products_are_outside_the_float32_bound(rank: int) -> None:
+    lora = make(seed=0, rank=rank, adapter=torch.float32, weight=torch.float32)
+
+    def tf32(x: torch.Tensor) -> torch.Tensor:
+        bits = x.view(torch.int32)
+        return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+
+    delta = (tf32(lora.b) @ tf32(lora.a)) * lora.scaling
+    ratio = lora.measure(delta, lora.allowed()).bound_ratio or 0
+    assert ratio > 5
+    assert ratio * lora.allowed().product <= 2 * 2.0**-11 + lora.allowed().product  # and inside the one for TF32
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_outside(fault: float) -> None:
+    lora = make(seed=0, rank=4, adapter=torch.float32, weight=torch.float32)
+    delta = lora.delta()
+    delta[3, 5] = fault
+    found = lora.measure(delta, lora.allowed())
+    assert not (found.bound_ratio or 0) <= 1
+    assert found.worst_index == (3, 5)
+
+
+def test_a_wrong_element_in_the_last_rows_of_many_chunks_is_located() -> None:
+    columns = CHUNK // 3
+    lora = make(seed=0, rank=2, adapter=torch.float32, weight=torch.float32, rows=11, columns=columns)
+    merged = lora.base + lora.delta()
+    assert (lora.measure(merged, lora.allowed_merged(), base=True).bound_ratio or 0) <= 1
+    merged[10, columns - 1] *= 1.001
+    found = lora.measure(merged, lora.allowed_merged(), base=True)
+    assert found.worst_index == (10, columns - 1)
+    assert (found.bound_ratio or 0) > 1
+
+
+def test_rows_longer_than_a_chunk_are_measured() -> None:
+    lora = make(seed=0, rank=2, adapter=torch.float32, weight=torch.float32, rows=3, columns=CHUNK + 5)
+    delta = lora.delta()
+    assert (lora.measure(delta, lora.allowed()).bound_ratio or 0) <= 1
+    delta[2, CHUNK + 4] += 1.0
+    assert lora.measure(delta, lora.allowed()).worst_index == (2, CHUNK + 4)
+
+
+def test_the_ratio_is_the_error_over_what_is_allowed() -> None:
+    exact = torch.tensor([[6.0, 0.0]], dtype=torch.float64)
+    found = measure_low_rank(
+        torch.tensor([[6.5, 0.0]]),
+        left=torch.tensor([[1.0, 1.0]]),
+        right=torch.tensor([[1.0, 2.0], [1.0, -2.0]]),
+        scaling=2.0,
+        base=torch.tensor([[2.0, 0.0]]),
+        allowance=Allowance(product=0.125, weight=0.25, floor=0.5),
+    )
+    assert found.bound_ratio == 0.5 / (0.125 * 4 + 0.25 * 2 + 0.5)
+    assert found.magnitude == float(exact.max())
+
+
+def test_the_base_is_left_as_it_was() -> None:
+    lora = make(seed=0, rank=4, adapter=torch.float64, weight=torch.float64, cancel=True)
+    kept = lora.base.clone()
+    lora.measure(lora.base, lora.allowed(), base=True)
+    assert torch.equal(lora.base, kept)
+
+
+# --- the allowances -------------------------------------------------------------------------------------------------
+
+
+@given(n=st.integers(1, 4096), u=st.sampled_from([2.0**-24, 2.0**-11]))
+@settings(deadline=None)
+def test_gamma_bounds_any_product_of_n_roundings(n: int, u: float) -> None:
+    # Higham, lemma 3.1, at its extremes: all n roundings up, and all n down in the denominator
+    n = min(n, int(0.5 / u))
+    assert gamma(n, u) >= math.expm1(n * math.log1p(u)) > 0
+    assert gamma(n, u) * (1 + 1e-12) >= math.expm1(-n * math.log1p(-u))
+    assert gamma(n, u) <= 2 * n * u
+
+
+def test_gamma_by_hand() -> None:
+    assert gamma(1, 0.25) == 1 / 3
+    assert gamma(2, 0.25) == 1.0
+
+
+@pytest.mark.parametrize("adapter", FLOATS, ids=str)
+def test_a_higher_rank_and_truncating_units_are_allowed_more(adapter: torch.dtype) -> None:
+    products = [delta_allowance(r, scaling=1.0, adapter=adapter).product for r in RANKS]
+    assert products == sorted(set(products))
+    for r in RANKS:
+        plain = delta_allowance(r, scaling=1.0, adapter=adapter).product
+        wide = delta_allowance(r, scaling=1.0, adapter=adapter, truncating=True).product
+        assert wide - plain == pytest.approx((r + 2) * 2.0**-24, rel=1e-2)
+
+
+def test_a_delta_is_allowed_what_was_derived() -> None:
+    float32 = delta_allowance(8, scaling=2.0, adapter=torch.float32)
+    assert float32.product == pytest.approx(10 * 2.0**-24, rel=1e-5)
+    assert float32.weight == 0
+    bfloat16 = delta_allowance(8, scaling=2.0, adapter=torch.bfloat16)
+    assert bfloat16.product == pytest.approx(10 * 2.0**-24 + 3 * 2.0**-8, rel=1e-12, abs=1e-12)
+    float16 = delta_allowance(8, scaling=2.0, adapter=torch.float16)
+    assert float16.product == pytest.approx(10 * 2.0**-24 + 3 * 2.0**-11, rel=1e-12, abs=1e-12)
+    assert float16.floor > float32.floor > 0
+    float64 = delta_allowance(8, scaling=2.0, adapter=torch.float64)
+    assert float64.product == pytest.approx(10 * 2.0**-53, rel=1e-12)
+
+
+@pytest.mark.parametrize("weight", FLOATS, ids=str)
+@pytest.mark.parametrize("roundings", [1, 2])
+def test_a_store_adds_its_roundings(weight: torch.dtype, roundings: int) -> None:
+    delta = Allowance(product=0.5, floor=0.125)
+    found = merged_allowance(delta, weight=weight, roundings=roundings)
+    assert found.product == 0.5 + roundings * UNIT_ROUNDOFF[weight]
+    assert found.weight == roundings * UNIT_ROUNDOFF[weight]
+    assert found.floor == 0.125 + roundings * HALF_SMALLEST_SUBNORMAL[weight]
+
+
+def test_an_error_against_an_exact_reference_has_no_bound_of_its_own() -> None:
+    exact = torch.tensor([1.0, 3.0], dtype=torch.float64)
+    found = measure_against_exact(torch.tensor([1.0, 3.5]), exact)
+    assert (found.max_abs, found.bound_ratio) == (0.5, None)

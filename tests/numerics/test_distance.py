@@ -1,0 +1,473 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from consistency.errors import StructureError
+from consistency.numerics import distance
+from consistency.numerics.bound import measure_against_exact
+from consistency.numerics.distance import CHUNK, Measure, Tally, measure
+from consistency.numerics.dtype import bit_patterns
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tensor(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64).to(dtype)
+
+
+def nextafter(x: torch.Tensor, steps: int = 1) -> torch.Tensor:
+    """Step away from zero in the bits, which works for every dtype."""
+    return (bit_patterns(x.reshape(-1)) + steps).view(x.dtype).reshape(x.shape)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32))
+
+
+def differing(found: Measure) -> dict[str, object]:
+    """Return the fields that are not those of equal tensors."""
+    plain = {f.name: f.default for f in dataclasses.fields(Measure) if f.name not in ("elements", "flipped_bits")}
+    return {k: getattr(found, k) for k, v in plain.items() if getattr(found, k) != v} | (
+        {"flipped_bits": found.flipped_bits} if found.flipped_bits else {}
+    )
+
+
+# --- equal ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *FLOATS,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex64,
+        torch.int8,
+        torch.int64,
+        torch.uint16,
+        torch.bool,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 1), (2, 3)], ids=str)
+def test_equal_bits_differ_in_nothing(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape).to(dtype)
+    found = measure(x.clone(), x)
+    assert found.elements == x.numel()
+    assert differing(found) == ({"magnitude": 1.0} if x.numel() and dtype != torch.bool else {})
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=20))
+@settings(deadline=None, max_examples=100)
+def test_a_copy_differs_in_nothing_whatever_it_holds(values: list[float]) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    found = measure(x.clone(), x)
+    assert set(differing(found)) <= {"magnitude"}
+
+
+@given(a=st.lists(st.floats(width=32), min_size=4, max_size=4), b=st.lists(st.floats(width=32), min_size=4, max_size=4))
+@settings(deadline=None, max_examples=200)
+def test_zero_mismatches_if_and_only_if_the_bits_are_equal(a: list[float], b: list[float]) -> None:
+    x, y = torch.tensor(a), torch.tensor(b)
+    found = measure(x, y)
+    bits = int((x.view(torch.int32) != y.view(torch.int32)).sum())
+    assert found.mismatched == bits
+    assert (found.worst_index is None) == (bits == 0)
+    assert (found.first_byte is None) == (bits == 0)
+
+
+# --- symmetry -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@given(
+    a=st.lists(st.floats(allow_subnormal=True), min_size=6, max_size=6),
+    b=st.lists(st.floats(allow_subnormal=True), min_size=6, max_size=6),
+)
+@settings(deadline=None, max_examples=100)
+def test_what_has_no_reference_is_symmetric(dtype: torch.dtype, a: list[float], b: list[float]) -> None:
+    x, y = tensor(*a, dtype=dtype), tensor(*b, dtype=dtype)
+    there, back = measure(x, y), measure(y, x)
+    for name in ("mismatched", "max_ulp", "worst_index", "flipped_bits", "first_byte", "last_byte"):
+        assert getattr(there, name) == getattr(back, name), name
+    for name in ("max_abs", "mean_abs", "rms"):
+        assert repr(getattr(there, name)) == repr(getattr(back, name)), name
+    assert repr(there.worst_actual) == repr(back.worst_expected)
+    assert there.worst_actual_bits == back.worst_expected_bits
+
+
+# --- units in the last place ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_steps_are_counted(dtype: torch.dtype, steps: int) -> None:
+    subnormal = nextafter(torch.zeros(1, dtype=dtype))
+    for x in (tensor(1.0, dtype=dtype), tensor(-1.0, dtype=dtype), subnormal, tensor(0.0, dtype=dtype)):
+        assert measure(nextafter(x, steps), x).max_ulp == steps
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_least_numbers_on_both_sides_of_zero_are_two_apart(dtype: torch.dtype) -> None:
+    least = nextafter(torch.zeros(1, dtype=dtype))
+    assert measure(-least, least).max_ulp == 2
+    assert measure(least, torch.zeros_like(least)).max_ulp == 1
+    assert measure(-least, torch.zeros_like(least)).max_ulp == 1
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_largest_number_is_one_from_infinity(dtype: torch.dtype) -> None:
+    assert measure(tensor(INF, dtype=dtype), tensor(torch.finfo(dtype).max, dtype=dtype)).max_ulp == 1
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_largest_of_many_steps_counts(dtype: torch.dtype) -> None:
+    x = tensor(*[1.0] * 5, dtype=dtype)
+    y = bit_patterns(x).add(torch.tensor([1, 3, 0, 2, 1]).to(bit_patterns(x).dtype)).view(dtype)
+    assert measure(y, x).max_ulp == measure(x, y).max_ulp == 3
+
+
+@given(a=st.floats(allow_nan=False), b=st.floats(allow_nan=False))
+@settings(deadline=None, max_examples=200)
+def test_float64_steps_are_exact_over_the_whole_range(a: float, b: float) -> None:
+    def place(x: float) -> int:
+        bits = int(np.float64(x).view(np.int64))
+        return bits if bits >= 0 else -(2**63) - bits
+
+    assert measure(tensor(a, dtype=torch.float64), tensor(b, dtype=torch.float64)).max_ulp == abs(place(a) - place(b))
+
+
+def test_minus_infinity_is_the_furthest_from_infinity_in_float64() -> None:
+    found = measure(tensor(-INF, 1.0, dtype=torch.float64), tensor(INF, 2.0, dtype=torch.float64))
+    assert found.max_ulp == 2 * 0x7FF0000000000000
+
+
+def test_integers_have_no_last_place() -> None:
+    assert measure(torch.tensor([1, 2]), torch.tensor([1, 3])).max_ulp is None
+
+
+# --- NaN, infinity, zero --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_nan_on_one_side_is_worse_than_any_number(dtype: torch.dtype) -> None:
+    for x, y in (((0.0, NAN, 9.0), (1e30, 1.0, -INF)), ((0.0, 1.0, 9.0), (INF, NAN, 2.0))):
+        found = measure(tensor(*x, dtype=dtype), tensor(*y, dtype=dtype))
+        assert math.isnan(found.max_abs)
+        assert math.isnan(found.mean_abs)
+        assert math.isnan(found.rms)
+        assert math.isnan(found.max_rel)
+        assert found.worst_index == (1,)
+        assert found.max_ulp is None
+
+
+def test_nan_stays_the_worst_in_whatever_chunk_it_is() -> None:
+    for place in (0, CHUNK - 1, CHUNK, 3 * CHUNK - 1):
+        x = torch.zeros(3 * CHUNK)
+        y = torch.full_like(x, 7.0)
+        y[5] = INF
+        x[place] = NAN
+        found = measure(x, y)
+        assert math.isnan(found.max_abs)
+        assert found.worst_index == (place,)
+        assert found.max_ulp is None
+
+
+def test_paired_nans_differ_in_bits_alone() -> None:
+    x = torch.tensor([0x7FC00000, 0x3F800000], dtype=torch.int32).view(torch.float32)
+    y = torch.tensor([0x7FC00001, 0x3F800000], dtype=torch.int32).view(torch.float32)
+    found = measure(x, y)
+    assert found.mismatched == 1
+    assert (found.max_abs, found.mean_abs, found.rms, found.max_rel, found.max_ulp) == (0.0, 0.0, 0.0, 0.0, 0)
+    assert found.worst_index == (0,)
+    assert (found.worst_actual_bits, found.worst_expected_bits) == ("0x7fc00000", "0x7fc00001")
+    assert found.flipped_bits == {0: 1}
+
+
+def test_paired_nans_do_not_hide_another_difference() -> None:
+    x = torch.tensor([0x7FC00000, 0x3F800000], dtype=torch.int32).view(torch.float32)
+    y = torch.tensor([0x7FC00001, 0x3F800003], dtype=torch.int32).view(torch.float32)
+    found = measure(x, y)
+    assert (found.max_ulp, found.worst_index) == (3, (1,))
+    assert found.max_abs == 3 * 2.0**-23
+
+
+def test_equal_infinities_are_equal_and_do_not_hide_another_difference() -> None:
+    found = measure(tensor(INF, -INF, 1.0), tensor(INF, -INF, 1.5))
+    assert (found.mismatched, found.max_abs, found.worst_index) == (1, 0.5, (2,))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_infinity_of_the_other_sign_is_infinitely_far(dtype: torch.dtype) -> None:
+    found = measure(tensor(1.0, -INF, dtype=dtype), tensor(2.0, INF, dtype=dtype))
+    assert found.max_abs == found.mean_abs == found.rms == INF
+    assert found.worst_index == (1,)
+    assert found.flipped_bits[8 * dtype.itemsize - 1] == 1
+
+
+def test_infinity_for_a_number_and_a_number_for_infinity_are_infinitely_far() -> None:
+    for x, y in ((INF, 4.0), (4.0, INF), (-INF, INF)):
+        found = measure(tensor(1.0, x), tensor(1.0, y))
+        assert (found.max_abs, found.max_rel, found.worst_index) == (INF, INF, (1,))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_sign_of_a_zero_is_a_mismatch_of_no_size(dtype: torch.dtype) -> None:
+    found = measure(tensor(1.0, -0.0, dtype=dtype), tensor(1.0, 0.0, dtype=dtype))
+    assert (found.mismatched, found.max_abs, found.max_rel, found.max_ulp) == (1, 0.0, 0.0, 0)
+    assert found.worst_index == (1,)
+    assert (str(found.worst_actual), str(found.worst_expected)) == ("-0.0", "0.0")
+    assert found.flipped_bits == {8 * dtype.itemsize - 1: 1}
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_of_a_small_example() -> None:
+    found = measure(tensor(1.0, 2.0, 3.5, -4.0).reshape(2, 2), tensor(1.0, 2.25, 3.0, -4.0).reshape(2, 2))
+    assert (found.elements, found.mismatched) == (4, 2)
+    assert (found.max_abs, found.mean_abs) == (0.5, 0.1875)
+    assert found.rms == pytest.approx(math.sqrt((0.25**2 + 0.5**2) / 4), rel=1e-15)
+    assert found.max_rel == pytest.approx(0.5 / 3.0, rel=1e-15)
+    assert (found.worst_index, found.worst_actual, found.worst_expected) == ((1, 0), 3.5, 3.0)
+    assert (found.worst_actual_bits, found.worst_expected_bits) == ("0x40600000", "0x40400000")
+    assert (found.first_byte, found.last_byte) == (4, 8)
+    assert found.flipped_bits == {20: 1, 21: 1}
+    assert found.magnitude == 4.0
+    assert found.bound_ratio is None
+
+
+def test_where_the_reference_is_zero_the_relative_difference_is_infinite() -> None:
+    assert measure(tensor(1e-30, 1.0), tensor(0.0, 1.0)).max_rel == INF
+
+
+def test_the_relative_difference_is_relative_to_the_reference() -> None:
+    assert measure(tensor(3.0), tensor(2.0)).max_rel == 0.5
+    assert measure(tensor(2.0), tensor(4.0)).max_rel == 0.5
+
+
+def test_the_magnitude_is_that_of_the_reference_and_finite() -> None:
+    assert measure(tensor(9.0, 1.0), tensor(-3.0, 1.0)).magnitude == 3.0
+    assert measure(tensor(1.0, 2.0, 3.0), tensor(INF, -2.5, NAN)).magnitude == 2.5
+    assert measure(tensor(NAN), tensor(NAN)).magnitude == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int64])
+def test_integers_are_measured(dtype: torch.dtype) -> None:
+    found = measure(torch.tensor([1, 7, 3]).to(dtype), torch.tensor([1, 2, 3]).to(dtype))
+    assert (found.mismatched, found.max_abs, found.worst_index, found.magnitude) == (1, 5.0, (1,), 3.0)
+    assert found.flipped_bits == {0: 1, 2: 1}
+
+
+def test_booleans_are_measured() -> None:
+    found = measure(torch.tensor([True, False]), torch.tensor([True, True]))
+    assert (found.mismatched, found.max_abs, found.worst_index, found.flipped_bits) == (1, 1.0, (1,), {0: 1})
+
+
+def test_a_large_integer_that_float64_cannot_tell_apart_is_still_a_mismatch() -> None:
+    found = measure(torch.tensor([2**53 + 1]), torch.tensor([2**53]))
+    assert (found.mismatched, found.worst_index, found.flipped_bits) == (1, (0,), {0: 1})
+
+
+def test_a_complex_element_counts_once_and_keeps_its_index() -> None:
+    x = torch.zeros(2, 3, dtype=torch.complex64)
+    y = torch.tensor([[0, 0, 1j], [0, 3 + 4j, 0]], dtype=torch.complex64)
+    found = measure(y, x)
+    assert (found.elements, found.mismatched, found.worst_index) == (6, 2, (1, 1))
+    assert (found.max_abs, found.worst_actual) == (4.0, 4.0)
+
+
+def test_a_scalar_has_the_empty_index() -> None:
+    assert measure(torch.tensor(1.0), torch.tensor(2.0)).worst_index == ()
+
+
+@pytest.mark.parametrize("bit", [0, 9, 22, 23, 30, 31])
+def test_the_histogram_names_the_bit(bit: int) -> None:
+    x = normal(100)
+    y = x.view(torch.int32).clone()
+    y[[3, 50, 99]] ^= (1 << bit) if bit < 31 else -(1 << 31)
+    found = measure(y.view(torch.float32), x)
+    assert found.flipped_bits == {bit: 3}
+    assert (found.first_byte, found.last_byte) == (12, 396)
+
+
+def test_the_histogram_names_the_top_bit_of_64() -> None:
+    assert measure(tensor(-2.0, dtype=torch.float64), tensor(2.0, dtype=torch.float64)).flipped_bits == {63: 1}
+
+
+def test_a_view_that_is_not_contiguous_is_measured() -> None:
+    x = normal(6, 4)
+    y = x.clone()
+    y[2, 1] += 1
+    assert measure(y.T, x.T).worst_index == (1, 2)
+    assert measure(y[:, 1], x[:, 1]).worst_index == (2,)
+
+
+def test_the_tensors_are_left_alone() -> None:
+    x, y = normal(10), normal(10, seed=1)
+    kept = x.clone(), y.clone()
+    measure(x, y)
+    assert torch.equal(x, kept[0])
+    assert torch.equal(y, kept[1])
+
+
+# --- chunks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64], ids=str)
+def test_the_size_of_the_chunks_changes_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = (normal(40, 30) * 100).to(dtype)
+    y = x.clone()
+    y[::7, ::3] = (normal(6, 10, seed=1) * 100).to(dtype)
+    if dtype.is_floating_point:
+        y[13, 7], x[20, 20] = INF, -INF
+    found = []
+    for size in (1 << 14, 64, 2):
+        monkeypatch.setattr(distance, "CHUNK", size)
+        found.append(measure(y, x))
+    one = dataclasses.asdict(found[0])
+    for other in found[1:]:
+        for name, value in dataclasses.asdict(other).items():
+            assert value == (pytest.approx(one[name], rel=1e-12) if name in ("mean_abs", "rms") else one[name]), name
+
+
+@pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, 2 * CHUNK, 2 * CHUNK + 6])
+def test_one_element_is_found_wherever_it_is(place: int) -> None:
+    x = torch.ones(2 * CHUNK + 7)
+    y = x.clone()
+    y[place] = 1 + 2.0**-23
+    found = measure(y, x)
+    assert (found.mismatched, found.max_ulp, found.worst_index) == (1, 1, (place,))
+    assert (found.first_byte, found.last_byte) == (4 * place, 4 * place)
+    assert found.max_abs == 2.0**-23
+    assert found.mean_abs == 2.0**-23 / (2 * CHUNK + 7)
+
+
+def test_the_worst_of_several_chunks_is_kept() -> None:
+    x = torch.zeros(3, CHUNK)
+    y = x.clone()
+    y[0, 5], y[1, 6], y[2, 7] = 1.0, 3.0, 2.0
+    found = measure(y, x)
+    assert (found.mismatched, found.worst_index, found.max_abs) == (3, (1, 6), 3.0)
+    assert (found.first_byte, found.last_byte) == (4 * 5, 4 * (2 * CHUNK + 7))
+
+
+# --- structure ------------------------------------------------------------------------------------------------------
+
+
+def test_another_shape_is_no_number() -> None:
+    with pytest.raises(StructureError, match="shapes differ") as caught:
+        measure(torch.ones(2, 3), torch.ones(3, 2))
+    assert (caught.value.got, caught.value.wanted) == ("(2, 3)", "(3, 2)")
+
+
+def test_another_dtype_is_no_number() -> None:
+    with pytest.raises(StructureError, match="dtypes differ") as caught:
+        measure(torch.ones(2), torch.ones(2, dtype=torch.bfloat16))
+    assert (caught.value.got, caught.value.wanted) == ("float32", "bfloat16")
+
+
+# --- against an exact reference -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_correct_rounding_has_no_mismatch_and_an_error_of_half_a_step(dtype: torch.dtype) -> None:
+    exact = normal(50, 40).to(torch.float64) / 3
+    found = measure_against_exact(exact.to(dtype), exact)
+    assert (found.elements, found.mismatched, found.max_ulp) == (2000, 0, 0)
+    assert 0 < found.max_abs <= torch.finfo(dtype).eps / 2 * float(exact.abs().max())
+    assert found.max_rel <= torch.finfo(dtype).eps / 2
+    assert found.magnitude == float(exact.abs().max())
+    assert found.worst_index is not None
+    assert abs((found.worst_actual or 0) - float(exact[found.worst_index])) == found.max_abs
+
+
+def test_a_step_from_the_correct_rounding_is_one_mismatch() -> None:
+    exact = tensor(1.0, 2.0, 3.0, dtype=torch.float64).reshape(1, 3)
+    actual = tensor(1.0, 2.0 + 2.0**-22, 3.0).reshape(1, 3)
+    found = measure_against_exact(actual, exact)
+    assert (found.mismatched, found.max_ulp, found.worst_index, found.max_abs) == (1, 1, (0, 1), 2.0**-22)
+    assert (found.worst_actual_bits, found.worst_expected_bits) == ("0x40000001", "0x40000000")
+
+
+def test_an_exact_result_has_no_worst_element() -> None:
+    exact = tensor(1.0, -2.0, dtype=torch.float64)
+    found = measure_against_exact(exact.float(), exact)
+    assert (found.max_abs, found.worst_index, found.worst_actual) == (0.0, None, None)
+
+
+def test_overflow_where_the_exact_value_overflows_too_is_right() -> None:
+    found = measure_against_exact(tensor(INF, dtype=torch.float16), tensor(1e6, dtype=torch.float64))
+    assert (found.mismatched, found.max_abs) == (0, 0.0)
+    wrong = measure_against_exact(tensor(INF, dtype=torch.float16), tensor(100.0, dtype=torch.float64))
+    assert (wrong.mismatched, wrong.max_abs) == (1, INF)
+
+
+def test_nan_where_the_exact_value_is_a_number_is_the_worst() -> None:
+    found = measure_against_exact(tensor(9.0, NAN), tensor(1.0, 1.0, dtype=torch.float64))
+    assert math.isnan(found.max_abs)
+    assert found.worst_index == (1,)
+
+
+@pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, CHUNK + 3])
+def test_an_error_is_found_in_whatever_chunk_it_is(place: int) -> None:
+    exact = torch.ones(2, CHUNK // 2 + 2, dtype=torch.float64)
+    actual = exact.float()
+    actual.view(-1)[place] = 1.5
+    found = measure_against_exact(actual, exact)
+    assert found.worst_index == divmod(place, CHUNK // 2 + 2)
+    assert (found.mismatched, found.max_abs) == (1, 0.5)
+
+
+def test_the_ratio_is_the_largest_over_all_chunks() -> None:
+    tally = Tally(shape=(4,), dtype=torch.float32)
+    for start, error in ((0, 0.5), (2, 0.25)):
+        exact = torch.ones(2, dtype=torch.float64)
+        tally.add_error(
+            (exact + torch.tensor([0.0, error])).float(), exact, allowed=torch.full((2,), 0.25).double(), start=start
+        )
+    found = tally.result()
+    assert (found.bound_ratio, found.worst_index) == (2.0, (1,))
+
+
+def test_the_worst_element_is_the_one_that_is_worst_by_what_is_allowed() -> None:
+    tally = Tally(shape=(2,), dtype=torch.float32)
+    exact = tensor(1.0, 1.0, dtype=torch.float64)
+    tally.add_error(tensor(1.5, 1.25), exact, allowed=tensor(1.0, 0.125, dtype=torch.float64), start=0)
+    found = tally.result()
+    assert (found.bound_ratio, found.worst_index, found.max_abs) == (2.0, (1,), 0.5)
+
+
+def test_nothing_off_where_nothing_is_allowed_is_right() -> None:
+    tally = Tally(shape=(2,), dtype=torch.float32)
+    exact = tensor(1.0, 2.0, dtype=torch.float64)
+    tally.add_error(exact.float(), exact, allowed=torch.zeros(2, dtype=torch.float64), start=0)
+    assert tally.result().bound_ratio == 0.0
+    tally.add_error(tensor(1.0, 2.5), exact, allowed=torch.zeros(2, dtype=torch.float64), start=0)
+    assert tally.result().bound_ratio == INF
+
+
+def test_a_ratio_that_was_nan_stays_nan() -> None:
+    tally = Tally(shape=(2,), dtype=torch.float32)
+    for start, value in ((0, NAN), (1, 1.0)):
+        one = tensor(1.0, dtype=torch.float64)
+        tally.add_error(tensor(value), one, allowed=one, start=start)
+    assert math.isnan(tally.result().bound_ratio or 0)
+    assert tally.result().worst_index == (0,)

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from consistency.numerics.exact import Float64Mode, in_float64
+
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32))
+
+
+def filled(module: nn.Module) -> nn.Module:
+    """Give a module numbers that do not depend on torch's generator."""
+    with torch.no_grad():
+        for seed, parameter in enumerate(module.parameters()):
+            parameter.copy_(normal(*parameter.shape, seed=seed) / 2)
+    return module.eval()
+
+
+class Block(nn.Module):
+    """Attention, norm and feed-forward with no cast inside: `double()` is an exact reference for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.qkv = nn.Linear(16, 48)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h: torch.Tensor = self.down(functional.silu(self.up(x)))
+        return x + h
+
+
+class CarefulNorm(nn.Module):
+    """A norm as transformers writes it: computed in float32, given back in the input's dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = x.dtype
+        x = x.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * x.to(dtype)
+
+
+class Careful(nn.Module):
+    """Casts as transformers' models have them: norm, rotary table and softmax in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.project = CarefulNorm(), nn.Linear(16, 16)
+        self.frequencies: torch.Tensor
+        self.register_buffer("frequencies", normal(8).abs(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.project(self.norm(x))
+        angles = torch.arange(x.shape[-2], dtype=torch.float32)[:, None] * self.frequencies.float()[None]
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(x.dtype)
+        scores = functional.softmax(h @ h.transpose(-1, -2), dim=-1, dtype=torch.float32).to(x.dtype)
+        out: torch.Tensor = scores @ (h * table)
+        return out
+
+
+def careful_by_hand(module: Careful, x: torch.Tensor) -> torch.Tensor:
+    """Compute `Careful` in float64, with every cast taken out."""
+    weight = module.norm.weight.detach().double()
+    y = x.double()
+    y = weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
+    h = functional.linear(y, module.project.weight.detach().double(), module.project.bias.detach().double())
+    angles = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * module.frequencies.double()[None]
+    table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    return torch.softmax(h @ h.transpose(-1, -2), dim=-1) @ (h * table)
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest error in units of the float64 roundoff and of the largest magnitude."""
+    assert actual.dtype == expected.dtype == torch.float64
+    return float((actual - expected).abs().max() / expected.abs().max() * 2.0**53)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_a_module_without_casts_computes_what_its_double_computes(dtype: torch.dtype) -> None:
+    module, x = filled(Block()).to(dtype), normal(2, 5, 16, seed=9).to(dtype)
+    expected = copy.deepcopy(module).double()(x.double()).detach()
+    assert error(in_float64(module, x), expected) < 64
+    with torch.no_grad():
+        assert error(module(x).double(), expected) > 1e6  # the narrow dtype itself is that far off
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_casts_inside_a_module_do_not_narrow_it(dtype: torch.dtype) -> None:
+    module = Careful()
+    filled(module).to(dtype)
+    x = normal(5, 16, seed=9).to(dtype)
+    expected = careful_by_hand(module, x)
+    assert error(in_float64(module, x), expected) < 64
+    naive = copy.deepcopy(module).double()(x.double()).detach()
+    assert error(naive, expected) > 1e6  # `double()` alone is no float64 reference for it
+
+
+def test_parameters_and_buffers_are_left_as_they_were() -> None:
+    module = Careful()
+    filled(module).to(torch.bfloat16)
+    before = {name: (t.data_ptr(), t.dtype, t.detach().clone()) for name, t in [*module.named_parameters()]}
+    before |= {name: (t.data_ptr(), t.dtype, t.detach().clone()) for name, t in [*module.named_buffers()]}
+    in_float64(module, normal(5, 16).bfloat16())
+    after = dict(module.named_parameters()) | dict(module.named_buffers())
+    assert set(after) == set(before)
+    for name, (address, dtype, values) in before.items():
+        assert after[name].data_ptr() == address, name
+        assert after[name].dtype == dtype, name
+        assert torch.equal(after[name].detach(), values), name
+
+
+def test_inputs_are_left_as_they_were() -> None:
+    x = normal(5, 16)
+    kept = x.clone()
+    in_float64(filled(Block()), x[None])
+    assert torch.equal(x, kept)
+    assert x.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_a_cast_to_a_narrow_dtype_gives_float64(dtype: torch.dtype) -> None:
+    x = normal(3).double()
+    with Float64Mode():
+        cast = [x.to(dtype), x.type(dtype), x.type_as(torch.zeros(1, dtype=dtype)), x.float(), x.half(), x.bfloat16()]
+        made = [torch.zeros(2, dtype=dtype), torch.full((2,), 0.1, dtype=dtype), torch.arange(3, dtype=dtype)]
+    assert {t.dtype for t in [*cast, *made]} == {torch.float64}
+    assert all(torch.equal(t, x) for t in cast)
+    assert made[1].tolist() == [0.1, 0.1]
+
+
+def test_operations_widen_what_they_meet() -> None:
+    x, y = normal(4, 4), normal(4, 4, seed=1)
+    with Float64Mode():
+        found = {
+            "matmul": x @ y,
+            "mixed": x.bfloat16() @ y.bfloat16(),
+            "scalar": x * 0.1,
+            "softmax": torch.softmax(x, -1),
+            "cat": torch.cat([x, y]),
+            "where": torch.where(x > 0, x, torch.tensor(float("-inf"))),
+            "embedding": functional.embedding(torch.tensor([1, 2]), x),
+            "sum": x.sum(),
+            "conv": functional.conv1d(x[None], y[:, :, None]),
+        }
+    assert {name: t.dtype for name, t in found.items()} == dict.fromkeys(found, torch.float64)
+    assert torch.equal(found["matmul"], x.double() @ y.double())
+    assert torch.equal(found["scalar"], x.double() * 0.1)
+    assert torch.equal(found["sum"], x.double().sum())
+
+
+def test_integers_and_booleans_stay() -> None:
+    with Float64Mode():
+        assert (torch.arange(4) + 1).dtype == torch.int64
+        assert (torch.arange(4) > 1).dtype == torch.bool
+        assert torch.zeros(2, dtype=torch.int32).dtype == torch.int32
+
+
+def test_a_write_into_a_narrower_tensor_keeps_its_storage() -> None:
+    weight = normal(4, 4)
+    kept, address = weight.clone(), weight.data_ptr()
+    delta = normal(4, 4, seed=1)
+    with Float64Mode():
+        weight += delta @ delta
+        weight[0].zero_()
+    assert weight.data_ptr() == address
+    assert weight.dtype == torch.float32
+    expected = (kept.double() + delta.double() @ delta.double()).float()
+    assert torch.equal(weight[1:], expected[1:])
+    assert torch.equal(weight[0], torch.zeros(4))
+
+
+def test_a_write_into_float64_takes_float64() -> None:
+    total, x = torch.zeros(4, 4, dtype=torch.float64), normal(4, 4)
+    with Float64Mode():
+        total.addmm_(x, x)
+        total += x
+    assert torch.equal(total, x.double() @ x.double() + x.double())
+
+
+def test_a_view_is_still_a_view_of_its_parameter() -> None:
+    weight = normal(4, 4)
+    with Float64Mode():
+        row = weight[1]
+        assert row.data_ptr() == weight[1].data_ptr()
+        assert row.dtype == torch.float32
+
+
+def test_outside_the_mode_nothing_has_changed() -> None:
+    x = normal(4, 4)
+    with Float64Mode():
+        pass
+    assert (x @ x).dtype == torch.float32
+    with pytest.raises(ZeroDivisionError):
+        in_float64(lambda: 1 // 0)
+    assert (x @ x).dtype == torch.float32
+
+
+def test_no_gradient_is_kept() -> None:
+    assert not in_float64(filled(nn.Linear(4, 4)), normal(2, 4)).requires_grad
