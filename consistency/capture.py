@@ -325,7 +325,7 @@ def read_capture(folder: Path) -> Capture:
     manifest = _read(root / MANIFEST, CaptureManifest, schema=True)
     workers: list[WorkerCapture] = []
     damage: list[str] = []
-    for slug in manifest.workers:
+    for slug in dict.fromkeys(manifest.workers):
         try:
             if not _SLUG.fullmatch(slug):
                 raise CaptureError("not the name of a worker", got=slug)

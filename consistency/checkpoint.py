@@ -101,7 +101,8 @@ def read_checkpoint(folder: Path, *, stem: str, pickle_stem: str, allow_pickle: 
                 "metadata={'format': 'pt'})\"; or allow it with --allow-pickle, which reads with weights_only=True"
             ),
         )
-    return Checkpoint(folder=folder, files=tuple(pickles), tensors={}, pickled=True)
+    files = (pickles[0],) if pickles[0].suffix == ".bin" else _shards(folder, pickles[0])[0]
+    return Checkpoint(folder=folder, files=files, tensors={}, pickled=True)
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
@@ -143,15 +144,9 @@ def refuse_lfs_pointer(path: Path) -> None:
 
 
 def _sharded(folder: Path, index: Path) -> Checkpoint:
-    table = read_json(index, needed=("weight_map",))
-    names = table["weight_map"]
-    if not isinstance(names, dict) or not all(isinstance(v, str) and Path(v).name == v for v in names.values()):
-        raise InputError("weight_map must map tensor names to files of the same folder", where=index)
-    files = tuple(folder / name for name in sorted(set(names.values())))
+    files, names = _shards(folder, index)
     tensors: dict[str, TensorHeader] = {}
     for file in files:
-        if not file.exists():
-            raise InputError(f"a shard is missing: {file.name}", where=index, got=_listing(folder))
         tensors.update(read_header(file))
     lost = sorted(set(names) - set(tensors))
     if lost:
@@ -159,6 +154,18 @@ def _sharded(folder: Path, index: Path) -> Checkpoint:
             f"{len(lost)} tensors of the index are in no shard", where=index, got=lost[0], wanted=names[lost[0]]
         )
     return Checkpoint(folder=folder, files=files, tensors=tensors)
+
+
+def _shards(folder: Path, index: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
+    """Return the files that an index names, and the file of each tensor."""
+    names = read_json(index, needed=("weight_map",))["weight_map"]
+    if not isinstance(names, dict) or not all(isinstance(v, str) and Path(v).name == v for v in names.values()):
+        raise InputError("weight_map must map tensor names to files of the same folder", where=index)
+    files = tuple(folder / name for name in sorted(set(names.values())))
+    for file in files:
+        if not file.exists():
+            raise InputError(f"a shard is missing: {file.name}", where=index, got=_listing(folder))
+    return files, names
 
 
 def _listing(folder: Path) -> str:

@@ -171,7 +171,7 @@ def parse_device(text: str) -> DeviceSpec:
 
 
 def parse_devices(text: str | Iterable[str]) -> tuple[str, ...]:
-    """Split a comma-separated list of specs, `auto` and `all-TYPE` left as they are, without duplicates."""
+    """Split a comma-separated list of specs, `auto` left as it is, without duplicates."""
     parts = text.split(",") if isinstance(text, str) else list(text)
     names: dict[str, None] = {}
     for part in (p.strip() for p in parts):

@@ -169,7 +169,14 @@ def _case_name(base: str, adapter: str | None) -> str:
 
 
 def _check_ranks(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:
-    ranks = {config["r"], *(config.get("rank_pattern") or {}).values()}
+    pattern = config.get("rank_pattern") or {}
+    if not isinstance(pattern, dict):
+        raise InputError(
+            "rank_pattern must map layers to ranks", where=folder / "adapter_config.json", got=type(pattern).__name__
+        )
+    ranks = [config["r"], *pattern.values()]
+    if not all(isinstance(rank, int) for rank in ranks):
+        raise InputError("a rank is a whole number", where=folder / "adapter_config.json", got=ranks)
     for header in tensors.values():
         match = _LORA_KEY.match(header.name)
         if match is None or len(header.shape) != 2 or config.get("target_parameters"):
@@ -182,7 +189,7 @@ def _check_ranks(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
                 f"{match['module']}.lora_{match['side']}: was it trained with r={rank}?",
                 where=header.file,
                 got=f"rank {rank}",
-                wanted="r=" + " or ".join(map(str, sorted(ranks))) + f" in {folder / 'adapter_config.json'}",
+                wanted="r=" + " or ".join(map(str, sorted(set(ranks)))) + f" in {folder / 'adapter_config.json'}",
             )
 
 

@@ -6,6 +6,7 @@ only compare.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -197,7 +198,8 @@ class Session:
         maker = next(worker for worker in self.workers if worker.makes_reference)
         roads = [r for r in Road if any(w.road is r for w in chosen_workers if not w.info.spec.is_cpu)]
         whole = len(self._selected) == len(self.places) * len(self.workers)
-        return harness.Plan(
+        return dataclasses.replace(
+            self.plan,
             case=msgspec.structs.replace(
                 case,
                 stages=tuple(s for s in case.stages if any(place.stage is s for place in chosen_places)),
@@ -205,7 +207,6 @@ class Session:
                 only=() if whole else tuple(sorted({_prefix(place) for place in chosen_places})),
             ),
             devices=tuple(i for i in self.plan.devices if i.spec.name in names or i is maker.info),
-            limits=self.plan.limits,
         )
 
 

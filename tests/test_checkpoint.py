@@ -165,10 +165,18 @@ def test_the_refusal_of_a_pickle_says_why_and_what_to_do(tmp_path: Path) -> None
 
 
 def test_a_sharded_pickle_is_refused_by_its_index(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin.index.json").write_text("{}")
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text('{"weight_map": {"a": "pytorch_model-1.bin", "b": "pytorch_model-2.bin"}}')
     with pytest.raises(InputError, match="the weights are a pickle"):
         read(tmp_path)
-    assert read(tmp_path, allow_pickle=True).pickled
+    with pytest.raises(InputError, match="a shard is missing: pytorch_model-1.bin"):
+        read(tmp_path, allow_pickle=True)
+    shards = [tmp_path / f"pytorch_model-{i}.bin" for i in (1, 2)]
+    for shard in shards:
+        shard.write_bytes(b"")
+    found = read(tmp_path, allow_pickle=True)
+    assert found.pickled
+    assert found.files == tuple(shards)
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------

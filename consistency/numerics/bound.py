@@ -11,6 +11,8 @@ A LoRA merge computes :math:`W' = W + s\,(B A)` with rank :math:`K`. With :math:
   :math:`3 u_{\text{adapter}} D`.
 * The store of :math:`W'` rounds once, :math:`u_W (|W| + D)`; a safe merge and an embedding's merge round the delta to
   the weight's dtype first: twice.
+* What is added to W is the finished delta, as PEFT does it; a fused product that accumulates into W rounds |W| K times
+  and has another bound.
 * Each rounding to a subnormal adds at most half the smallest subnormal of its dtype.
 
 Against another device, twice the bound, for each of the two may use it up.

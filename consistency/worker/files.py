@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ class WeightFiles:
         self._loaded: dict[str, torch.Tensor] = {}
         if checkpoint.pickled and allow_pickle:
             for file in checkpoint.files:
-                if file.suffix == ".bin":
-                    self._loaded.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+                # files from before torch 1.6 are no archives, and cannot be mapped
+                mapped = zipfile.is_zipfile(file)
+                self._loaded.update(torch.load(file, map_location="cpu", weights_only=True, mmap=mapped))
 
     @classmethod
     def of_base(cls, folder: str, *, allow_pickle: bool) -> WeightFiles:

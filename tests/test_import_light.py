@@ -1,0 +1,62 @@
+"""What must not import torch does not, and the check that says so can fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "transformers", "peft", "numpy", "safetensors.torch", "accelerate")
+
+
+def loaded_by(code: str, cwd: Path) -> set[str]:
+    """Run code in a fresh interpreter; return which heavy modules it has loaded."""
+    program = f"{code}\nimport sys\nprint('LOADED', *[m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True, cwd=cwd)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("LOADED"))
+    return set(line.split()[1:])
+
+
+LIGHT = {
+    "package": "import consistency; assert consistency.__version__",
+    "public names": "from consistency import Case, Comparison, ConsistencyError, Options, Report, compare, run",
+    "plugin": "import consistency.plugin",
+    "reading and comparing": "import consistency.agreement, consistency.findings, consistency.report.json",
+    "command line": (
+        "from consistency.cli import main\ntry:\n    main(['run', '--help'])\nexcept SystemExit as error:\n"
+        "    assert not error.code"
+    ),
+    "devices": "from consistency.cli import main\nassert main(['devices']) == 0",
+    "preflight": (
+        "from consistency import harness, Options\n"
+        "from consistency.items import places\n"
+        "assert len(places(harness.prepare(Options(base='builtin:llama')).case)) > 100"
+    ),
+    "pytest without the plugin's options": "import pytest\nassert pytest.main(['-q', '--co', '-p', 'no:cacheprovider']) == 5",
+    "collecting items": (
+        "import pytest\n"
+        "assert pytest.main(['-q', '--co', '-p', 'no:cacheprovider', '--consistency-base', 'builtin:gpt2']) == 0"
+    ),
+}
+
+
+@pytest.mark.parametrize("code", LIGHT.values(), ids=LIGHT)
+def test_stays_light(code: str, tmp_path: Path) -> None:
+    assert loaded_by(code, tmp_path) - {"numpy"} == set()
+
+
+def test_plugin_loads_nothing_of_the_package(tmp_path: Path) -> None:
+    """Every pytest session of the environment pays for what the plugin imports."""
+    code = (
+        "import pytest, sys\npytest.main(['-q', '--co', '-p', 'no:cacheprovider'])\n"
+        "own = sorted(m for m in sys.modules if m.startswith('consistency'))\n"
+        "assert own == ['consistency', 'consistency.plugin'], own"
+    )
+    assert loaded_by(code, tmp_path) == set()
+
+
+@pytest.mark.parametrize("module", ["consistency.numerics.digest", "consistency.worker.session", "torch"])
+def test_the_check_can_fail(module: str, tmp_path: Path) -> None:
+    assert "torch" in loaded_by(f"import {module}", tmp_path)
