@@ -92,8 +92,8 @@ def _relative(subject: Participant, reference: Participant, record: TensorRecord
     if found is None:
         return _equal(subject, record, reference=FLOAT64)
     own = record.reference_error
-    if own is None and expected is not None and expected.measure is not None and expected.dtype == record.dtype:
-        own = expected.measure.max_abs
+    if own is None and reference.is_cpu and expected is not None and expected.measure is not None:
+        own = expected.measure.max_abs if expected.dtype == record.dtype else None
     if own is None:
         return Row(
             worker=subject.label,

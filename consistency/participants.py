@@ -41,9 +41,8 @@ class Participant:
         return self.capture.manifest.case
 
     @property
-    def identity(self) -> tuple[str, str]:
-        """Return label and road, which no two workers share."""
-        return (self.label, self.road)
+    def is_cpu(self) -> bool:
+        return self.info.name.partition("@")[0] == "cpu"
 
     @property
     def program(self) -> tuple[str, str, str] | None:
@@ -83,7 +82,7 @@ def choose_reference(participants: Sequence[Participant]) -> Participant | None:
     ended_well = [p for p in useful if p.info.status == "ok"] or useful
     first = [p for p in ended_well if p.capture is ended_well[0].capture]
     plain = [p for p in first if p.info.name == "cpu"]
-    cpus = [p for p in first if p.info.name.partition("@")[0] == "cpu"]
+    cpus = [p for p in first if p.is_cpu]
     return (plain or cpus or first)[0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ def llama_adapter() -> Path:
 
 
 @pytest.fixture
-def no_process_left() -> Iterator[Callable[[], list[str]]]:
+def worker_commands() -> Callable[[], list[str]]:
     """Return the command lines of this machine's workers that write below a folder of the test."""
 
     def workers() -> list[str]:
@@ -131,4 +131,4 @@ def no_process_left() -> Iterator[Callable[[], list[str]]]:
                 found.append(text)
         return found
 
-    yield workers
+    return workers

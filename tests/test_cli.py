@@ -249,7 +249,7 @@ def test_devices_lists_the_cpu_without_torch(cli: Cli) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_leaves_no_process_and_no_half_written_capture(
-    tmp_path: Path, number: signal.Signals, no_process_left: Callable[[], list[str]]
+    tmp_path: Path, number: signal.Signals, worker_commands: Callable[[], list[str]]
 ) -> None:
     out = tmp_path / "out"
     process = subprocess.Popen(
@@ -260,26 +260,26 @@ def test_stopping_leaves_no_process_and_no_half_written_capture(
     started = process.stderr.readline()
     assert ": import" in started
     time.sleep(1.0)
-    assert any(str(tmp_path) in line for line in no_process_left())
+    assert any(str(tmp_path) in line for line in worker_commands())
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "stopped" in errors
     assert "Traceback" not in errors
-    assert not any(str(tmp_path) in line for line in no_process_left())
+    assert not any(str(tmp_path) in line for line in worker_commands())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path, no_process_left: Callable[[], list[str]]) -> None:
+def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path, worker_commands: Callable[[], list[str]]) -> None:
     process = subprocess.Popen(command("run", "--out", tmp_path / "out"), stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert ": import" in process.stderr.readline()
     process.kill()
     process.communicate(timeout=60)
     until = time.monotonic() + 30
-    while any(str(tmp_path) in line for line in no_process_left()) and time.monotonic() < until:
+    while any(str(tmp_path) in line for line in worker_commands()) and time.monotonic() < until:
         time.sleep(0.1)
-    assert not any(str(tmp_path) in line for line in no_process_left())
+    assert not any(str(tmp_path) in line for line in worker_commands())
 
 
 def test_file_size_limit_is_told_as_what_it_is(tmp_path: Path) -> None:

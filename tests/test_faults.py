@@ -131,8 +131,8 @@ def test_setting_that_was_flipped_in_mid_run(run_with_faults: Run) -> None:
 def test_equal_devices_that_differ_inside_the_bound(run_with_faults: Run) -> None:
     """Two workers of one program must agree to the bit, however small the difference."""
     devices = ("cpu", "cpu@avx512")
-    from consistency.discovery import cpu_info
     from consistency.device import parse_device
+    from consistency.discovery import cpu_info
     from consistency.errors import UsageError
 
     try:

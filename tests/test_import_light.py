@@ -34,7 +34,9 @@ LIGHT = {
         "from consistency.items import places\n"
         "assert len(places(harness.prepare(Options(base='builtin:llama')).case)) > 100"
     ),
-    "pytest without the plugin's options": "import pytest\nassert pytest.main(['-q', '--co', '-p', 'no:cacheprovider']) == 5",
+    "pytest without the plugin's options": (
+        "import pytest\nassert pytest.main(['-q', '--co', '-p', 'no:cacheprovider']) == 5"
+    ),
     "collecting items": (
         "import pytest\n"
         "assert pytest.main(['-q', '--co', '-p', 'no:cacheprovider', '--consistency-base', 'builtin:gpt2']) == 0"

@@ -1,0 +1,54 @@
+"""Which workers a case needs, in which order."""
+
+from __future__ import annotations
+
+from consistency.case import Case, Road
+from consistency.device import DeviceInfo, parse_device
+from consistency.launch.plan import default_roads, plan_waves
+
+CASE = Case(name="x", base="base", adapter="adapter")
+
+
+def devices(*names: str) -> list[DeviceInfo]:
+    return [DeviceInfo(spec=parse_device(name), architecture="a", model="m") for name in names]
+
+
+def waves(case: Case, *names: str) -> list[list[tuple[str, str]]]:
+    return [[(plan.name, plan.road.value) for plan in wave] for wave in plan_waves(case, devices(*names))]
+
+
+def test_one_accelerator_has_no_copy_between_devices_to_try() -> None:
+    assert waves(CASE, "cpu", "cuda:0") == [[("cpu", "isolated"), ("cuda:0", "isolated")]]
+    assert default_roads(devices("cpu", "cpu@avx2", "cuda:0", "cuda:0@tf32")) == (Road.ISOLATED,)
+
+
+def test_several_accelerators_are_tried_alone_and_together() -> None:
+    found = waves(CASE, "cpu", "cuda:0", "cuda:1")
+    assert found == [
+        [("cpu", "isolated"), ("cuda:0", "isolated"), ("cuda:1", "isolated")],
+        [("cuda:0", "shared"), ("cuda:1", "shared")],
+    ]
+
+
+def test_roads_that_were_asked_for() -> None:
+    shared = Case(name="x", base="base", roads=(Road.SHARED,))
+    assert waves(shared, "cpu", "cuda:0") == [[("cpu", "isolated"), ("cuda:0", "shared")]]
+    both = Case(name="x", base="base", roads=tuple(Road))
+    assert waves(both, "cpu") == [[("cpu", "isolated")]]
+
+
+def test_plain_cpu_makes_the_reference_and_is_started_first() -> None:
+    (wave,) = plan_waves(CASE, devices("cuda:0", "cpu@avx2", "cpu"))
+    assert [plan.name for plan in wave if plan.makes_reference] == ["cpu"]
+    assert wave[0].name == "cpu"
+    (wave,) = plan_waves(CASE, devices("cuda:0", "cpu@avx2"))
+    assert [plan.name for plan in wave if plan.makes_reference] == ["cpu@avx2"]
+    (wave,) = plan_waves(CASE, devices("cuda:0"))
+    assert wave[0].makes_reference
+
+
+def test_labels_name_the_road_where_it_is_not_the_usual_one() -> None:
+    first, second = plan_waves(CASE, devices("cuda:0", "cuda:1"))
+    assert first[0].label == "cuda:0"
+    assert second[0].label == "cuda:0 (shared)"
+    assert first[0].slug != second[0].slug

@@ -1,0 +1,63 @@
+"""`report.json` keeps its contract."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from consistency.agreement import compare
+from consistency.capture import read_capture
+from consistency.comparison import Comparison
+from consistency.numbers import Real, decode_json, encode_json
+from consistency.report.json import as_bytes, write_report
+from tests.conftest import FinishedRun, MakeCapture
+from tests.test_agreement import computed, measured, moved
+
+ROW = {
+    "worker", "reference", "status", "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp",
+    "bound_ratio", "worst_index", "diagnosis", "evidence",
+}  # fmt: skip
+TENSOR = {"stage", "road", "layer", "tensor", "shape", "dtype", "rule", "classes", "rows"}
+WORKER = {"name", "architecture", "model", "uuid", "status", "reason", "environment"}
+
+
+def no_constant(name: str) -> Any:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_every_field_of_the_contract_is_there(finished_run: FinishedRun) -> None:
+    text = (finished_run.folder / "report.json").read_text()
+    report = json.loads(text, parse_constant=no_constant)
+    assert report["schema"] == "consistency.report/1"
+    assert report["verdict"] in ("consistent", "inconsistent", "incomplete")
+    assert all(set(worker) >= WORKER for worker in report["workers"])
+    assert all(set(group) >= {"name", "workers"} for group in report["architectures"])
+    assert all(set(tensor) >= TENSOR for tensor in report["tensors"])
+    assert all(set(row) >= ROW for tensor in report["tensors"] for row in tensor["rows"])
+    assert all(set(f) >= {"kind", "severity", "message", "workers", "tensors"} for f in report["findings"])
+
+
+def test_asked_for_and_in_force_are_both_there(finished_run: FinishedRun) -> None:
+    report = json.loads((finished_run.folder / "report.json").read_text())
+    for worker in report["workers"]:
+        assert worker["asked"]["cudnn_allow_tf32"] is False
+        assert worker["asked"] == worker["in_force"]
+        assert worker["environment"]["torch"]
+        assert worker["environment"]["threads"] >= 1
+
+
+def test_not_a_number_is_a_string(make_capture: MakeCapture, tmp_path: Path) -> None:
+    broken = computed("b", 2.0, measure=measured(max_abs=Real("nan"), max_rel=Real("inf"), bound_ratio=Real("nan")))
+    found = compare([read_capture(make_capture("a", {"cpu": [computed()], "cuda:0": [broken]}))])
+    path = write_report(found, tmp_path)
+    report = json.loads(path.read_text(), parse_constant=no_constant)
+    row = next(r for t in report["tensors"] for r in t["rows"] if r["worker"] == "cuda:0")
+    assert (row["max_abs"], row["max_rel"], row["bound_ratio"]) == ("nan", "inf", "nan")
+    assert json.loads(as_bytes(found)) == report
+
+
+def test_a_comparison_survives_being_written(make_capture: MakeCapture) -> None:
+    found = compare([read_capture(make_capture("a", {"cpu": [moved()], "cuda:0": [moved("x")]}))])
+    again = decode_json(encode_json(found), Comparison)
+    assert encode_json(again) == encode_json(found)

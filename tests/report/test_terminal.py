@@ -1,0 +1,150 @@
+"""The report for people: what it shows, and that names from strangers cannot drive the terminal."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from consistency.comparison import (
+    ArchitectureGroup,
+    Comparison,
+    Finding,
+    Row,
+    Status,
+    TensorComparison,
+    Verdict,
+    WorkerSummary,
+)
+from consistency.numbers import Real
+from consistency.report.terminal import clean, make_console, print_report, sentence
+
+
+def worker(name: str, architecture: str = "Ampere sm_86", **fields: Any) -> WorkerSummary:
+    plain: dict[str, Any] = {"road": "isolated", "model": "RTX A6000", "uuid": None, "status": "ok", "reason": None}
+    return WorkerSummary(**{"name": name, "architecture": architecture, **plain, "environment": {}, **fields})
+
+
+def tensor(classes: list[list[str]], *, stage: str = "adapter", layer: str = "layers.0", **of: Any) -> TensorComparison:
+    statuses: dict[str, Status] = of.pop("statuses", {})
+    ratio = of.pop("ratio", None)
+    rows = tuple(
+        Row(
+            worker=name, reference="file", status=statuses.get(name, "equal"),
+            bound_ratio=None if ratio is None else Real(ratio), worst_index=(1, 2) if name in statuses else None,
+            diagnosis="zeros" if name in statuses else None,
+        )
+        for names in classes for name in names
+    )  # fmt: skip
+    plain: dict[str, Any] = {"road": "isolated", "tensor": "lora_B", "shape": (2, 2), "dtype": "float32"}
+    rule = "bitwise" if ratio is None else "bound"
+    return TensorComparison(
+        stage=stage, layer=layer, rule=rule, classes=tuple(map(tuple, classes)), rows=rows, **{**plain, **of}
+    )
+
+
+def comparison(tensors: list[TensorComparison], *, verdict: Verdict = "consistent", **fields: Any) -> Comparison:
+    workers = fields.pop("workers", (worker("cpu", "x86-64"), worker("cuda:0"), worker("cuda:1"), worker("cuda:2")))
+    names = tuple(w.name for w in workers if w.architecture == "Ampere sm_86")
+    plain: dict[str, Any] = {
+        "case": "llama", "dtype": "float32", "level": "standard", "roads": ("isolated",), "reference": "cpu",
+        "findings": (), "adapter": "adapter",
+        "architectures": (
+            ArchitectureGroup(name="x86-64", workers=("cpu",)),
+            ArchitectureGroup(name="Ampere sm_86", workers=names),
+        ),
+    }  # fmt: skip
+    return Comparison(verdict=verdict, workers=workers, tensors=tuple(tensors), **{**plain, **fields})
+
+
+def printed(found: Comparison, **options: Any) -> str:
+    file = io.StringIO()
+    print_report(found, make_console(file), **options)
+    return file.getvalue()
+
+
+ALL = ["cpu", "cuda:0", "cuda:1", "cuda:2"]
+
+
+def test_verdict_and_groups() -> None:
+    text = printed(comparison([tensor([ALL]), tensor([ALL], stage="merged", ratio=0.314)]), elapsed_s=41.4)
+    lines = text.splitlines()
+    assert lines[0] == "consistency · llama · float32 · 4 workers · 41 s"
+    assert (
+        "CONSISTENT   base and adapter are the same numbers on 4 workers; what was computed stays within 0.31" in text
+    )
+    assert "cuda:0  cuda:1  cuda:2" in text, "devices that agree share a line"
+    assert "≤ 0.31" not in text.split("CONSISTENT")[0]
+
+
+def test_devices_that_disagree_have_lines_of_their_own() -> None:
+    wrong = tensor([["cpu", "cuda:0", "cuda:2"], ["cuda:1"]], statuses={"cuda:1": "outside"})
+    finding = Finding(
+        kind="zeros", severity="error", message="adapter · cuda:1 · zeros", workers=("cuda:1",),
+        detail=("layers.0.lora_B[1, 2]",), next="consistency run --devices cpu,cuda:1",
+    )  # fmt: skip
+    text = printed(comparison([wrong, tensor([ALL], layer="layers.1")], verdict="inconsistent", findings=(finding,)))
+    assert "INCONSISTENT   adapter · cuda:1 · zeros" in text
+    assert "1  adapter · cuda:1 · zeros" in text
+    assert "next: consistency run --devices cpu,cuda:1" in text
+    assert "cuda:0  cuda:2" in text
+    line = next(line for line in text.splitlines() if line.strip().startswith("cuda:1 "))
+    assert "✗ 1/2" in line
+    assert "{cpu, cuda:0, cuda:2} {cuda:1}" in text
+    assert "layers.1" not in text, "per layer only what is not equal"
+
+
+def test_verbose_shows_every_layer() -> None:
+    found = comparison([tensor([ALL], layer=f"layers.{i}") for i in range(30)])
+    assert "layers.7" not in printed(found)
+    assert all(f"layers.{i}" in printed(found, verbose=True) for i in range(30))
+
+
+def test_long_lists_of_layers_are_cut_unless_asked_for() -> None:
+    wrong = [tensor([["cpu"], ["cuda:0"]], layer=f"layers.{i}", statuses={"cuda:0": "outside"}) for i in range(50)]
+    finding = Finding(kind="zeros", severity="error", message="zeros")
+    found = comparison(wrong, verdict="inconsistent", findings=(finding,))
+    assert "and 30 more: -v shows all" in printed(found)
+    assert "layers.49" in printed(found, verbose=True)
+
+
+def test_a_nan_is_worse_than_any_ratio() -> None:
+    found = [tensor([ALL], stage="merged", ratio=r, layer=f"l{r}") for r in (0.5, float("nan"), 0.7)]
+    assert "nan" in printed(comparison(found))
+
+
+def test_what_was_not_looked_at_is_said() -> None:
+    text = printed(comparison([tensor([ALL])], not_looked_at=("forward",)))
+    assert "not looked at (level standard): forward" in text
+
+
+def test_lost_worker() -> None:
+    lost = worker("cuda:1", status="lost", reason="was killed by SIGKILL")
+    found = comparison(
+        [tensor([["cpu"]])], verdict="incomplete", workers=(worker("cpu", "x86-64"), lost),
+        findings=(Finding(kind="lost-worker", severity="error", message="cuda:1 was lost"),),
+    )  # fmt: skip
+    assert "INCOMPLETE   cuda:1 did not finish" in printed(found)
+
+
+def test_simulated_devices_are_told_as_such() -> None:
+    assert "SIMULATED" in printed(comparison([tensor([ALL])], simulated=True)).splitlines()[0]
+
+
+def test_control_characters_are_shown_not_obeyed() -> None:
+    assert clean("a\x1b[2Jb\rc") == "a\\x1b[2Jb\\x0dc"
+    text = printed(comparison([tensor([ALL], layer="evil\x1b]0;title\x07")], case="x\x1b[31m"), verbose=True)
+    assert "\x1b" not in text
+    assert "\\x1b" in text
+
+
+def test_markup_in_names_is_text() -> None:
+    assert "[red]x[/red]" in printed(comparison([tensor([ALL], layer="[red]x[/red]")]), verbose=True)
+
+
+def test_piped_output_has_no_trailing_blanks() -> None:
+    assert all(line == line.rstrip() for line in printed(comparison([tensor([ALL])])).splitlines())
+
+
+def test_sentence_counts_other_findings() -> None:
+    findings = tuple(Finding(kind="zeros", severity="error", message=f"m{i}") for i in range(3))
+    assert sentence(comparison([], verdict="inconsistent", findings=findings)) == "m0 (and 2 other findings)"
