@@ -89,6 +89,8 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Of the tensor it was held against.
     reference_error : float or None
         Largest error of the CPU in this dtype, for the `relative` rule.
+    reference_draws : int or None
+        How many independent errors that one is the largest of, where it is not one per element.
     measure : TensorMeasure or None
         None where the bits are equal.
     diagnosis : str or None
@@ -117,6 +119,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reference_digest: str | None = None
     reference_blob: str | None = None
     reference_error: Real | None = None
+    reference_draws: int | None = None
     measure: TensorMeasure | None = None
     diagnosis: str | None = None
     evidence: dict[str, Any] = {}

@@ -55,7 +55,7 @@ def computed(bits: str = "a", ratio: float = 0.5, **changes: Any) -> TensorRecor
 def forward(bits: str = "a", error: float = 1e-7, reference_error: float | None = None) -> TensorRecord:
     return computed(
         bits, stage="forward", layer="logits", tensor="adapter_on", rule="relative", status="measured",
-        measure=measured(bound_ratio=None, max_abs=Real(error)), diagnosis=None,
+        shape=(2**14, 4), measure=measured(bound_ratio=None, max_abs=Real(error)), diagnosis=None,
         reference_error=None if reference_error is None else Real(reference_error),
     )  # fmt: skip
 

@@ -134,3 +134,16 @@ def measure_against_exact(actual: torch.Tensor, exact: torch.Tensor) -> Measure:
         part = slice(start, start + CHUNK)
         tally.add_error(flat[part], reference[part], allowed=None, start=start)
     return tally.result()
+
+
+def independent_rows(actual: torch.Tensor, exact: torch.Tensor) -> int:
+    r"""Count the rows of an activation that carry its error: :math:`(\sum E)^2 / \sum E^2`, E the row's squared error.
+
+    The elements of one token share what they were computed from, so an activation has no more independent errors than
+    it has rows. A model that amplifies the errors of a few tokens has fewer: this, the participation number, is the
+    number of rows where all are off alike, and 1 where one row carries everything.
+    """
+    difference = actual.detach().to(torch.float64) - exact.detach()
+    rows = torch.linalg.vector_norm(difference if actual.dim() > 1 else difference.reshape(-1, 1), dim=-1)
+    energy = rows.nan_to_num(posinf=0.0).square()
+    return max(1, int(energy.sum().square() / energy.square().sum())) if bool(energy.any()) else max(1, rows.numel())

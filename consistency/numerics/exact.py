@@ -12,10 +12,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 _NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+# these compare the dtypes of their operands before they reach the dispatcher, where Float64Mode would widen them
+_CHECKED_EARLY = frozenset(
+    {
+        torch.conv1d,
+        torch.conv2d,
+        torch.conv3d,
+        torch.conv_transpose1d,
+        torch.conv_transpose2d,
+        torch.conv_transpose3d,
+        torch.nn.functional.scaled_dot_product_attention,
+    }
+)
 
 
 class Float64Mode(TorchDispatchMode):
@@ -27,6 +41,16 @@ class Float64Mode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
+        self._early = _WidenEarly()
+
+    def __enter__(self) -> Float64Mode:
+        self._early.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._early.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
@@ -48,6 +72,16 @@ class Float64Mode(TorchDispatchMode):
         if _writes(func) and isinstance(target, torch.Tensor) and target.dtype == torch.float64:
             rest, kwargs = tree_map(_widen, (args[1:], kwargs))
             return func(target, *rest, **kwargs)
+        return func(*args, **kwargs)
+
+
+class _WidenEarly(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _CHECKED_EARLY:
+            args, kwargs = tree_map(_widen, (args, kwargs))
         return func(*args, **kwargs)
 
 

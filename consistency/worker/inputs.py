@@ -6,6 +6,7 @@ The same seed gives other `torch.randn` numbers on another kernel variant; NumPy
 from __future__ import annotations
 
 import hashlib
+import inspect
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,16 @@ def fixed_inputs(case: Case, model: torch.nn.Module) -> tuple[dict[str, torch.Te
     if getattr(config, "is_encoder_decoder", False):
         decoder = generator.integers(0, vocabulary, size=(shape[0], max(1, shape[1] // 2)), dtype=np.int64)
         inputs["decoder_input_ids"] = torch.from_numpy(decoder)
+    if _has_two_encoders(model):
+        pixels, reason = _pixels(config, generator, plan.sequences)
+        return (None, reason) if pixels is None else ({**inputs, **pixels}, "")
     return inputs, ""
+
+
+def _has_two_encoders(model: torch.nn.Module) -> bool:
+    """Tell CLIP and its kin, which need an image beside the text, from models in which an image becomes tokens."""
+    wanted = inspect.signature(model.forward).parameters
+    return "pixel_values" in wanted and "inputs_embeds" not in wanted
 
 
 def digest_of(inputs: dict[str, torch.Tensor]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import pickle
 import sys
@@ -21,6 +20,8 @@ from consistency.case import Case
 from consistency.errors import InputError
 from consistency.numerics.dtype import name_of
 from consistency.worker.files import WeightFiles, file_names
+from consistency.worker.head import HEAD, auto_class, labels
+from consistency.worker.made_up import is_made_up, made_up, overwrite
 from consistency.worker.memory import is_out_of_memory
 
 ADAPTER_NAME = "default"
@@ -55,7 +56,8 @@ class LoadedBase:
     file_names : mapping of str to str
         Name in the file, by name in the model, where transformers loads the tensor as it is.
     not_in_file : frozenset of str
-        Parameters that transformers initialised anew because no file holds them.
+        Parameters that transformers initialised anew because no file holds them. Matrices among them hold the numbers
+        of `consistency.worker.made_up`, which are the same everywhere; torch's own random numbers are not.
     persistent : frozenset of str
         Names of the state dict: parameters and persistent buffers.
     """
@@ -77,7 +79,12 @@ class LoadedBase:
         return elements.most_common(1)[0][0] if elements else "none"
 
     def expected(self, name: str) -> torch.Tensor | None:
-        """Return what the file says a tensor is, cast on the CPU to the dtype it has in the model."""
+        """Return what the file says a tensor is, cast on the CPU to the dtype it has in the model.
+
+        Of what no file holds, return the numbers that were made for it, and None where there are none.
+        """
+        if name in self.not_in_file and is_made_up(self.tensors[name]):
+            return made_up(name, self.tensors[name])
         key = self.file_names.get(name)
         if key is None or self.files is None:
             return None
@@ -92,8 +99,11 @@ def load_base(case: Case, device: str) -> LoadedBase:
         model, missing = _from_folder(case, device)
         files = WeightFiles.of_base(case.base, allow_pickle=case.allow_pickle)
     model.eval()
+    missing = overwrite(model, missing)
     tensors = _tensors(model, files)
-    names = {} if files is None else file_names(tensors, files)
+    # what is in no file has no name there, however much a name may look like it (`classifier.dense`, `lm_head.dense`)
+    filled = {name: tensor for name, tensor in tensors.items() if name not in missing}
+    names = {} if files is None else file_names(filled, files)
     return LoadedBase(
         model=model,
         files=files,
@@ -128,9 +138,9 @@ def load_adapter(base: LoadedBase, case: Case) -> torch.nn.Module:
 def expected_adapter(model: torch.nn.Module, files: WeightFiles) -> dict[str, tuple[str, torch.Tensor]]:
     """Ask PEFT itself which parameter each tensor of the adapter's file goes to.
 
-    PEFT's loading function is run once more on tensors read on the CPU, with the last step, the model's
-    `load_state_dict`, replaced by one that only looks. So its key mapping, renaming and weight conversion are the real
-    ones, in whatever version is installed.
+    PEFT's loading function is run once more on tensors read on the CPU, with the last step, `load_state_dict` of the
+    model and of its parts, replaced by one that only looks. So its key mapping, renaming and weight conversion are the
+    real ones, in whatever version is installed.
 
     Returns
     -------
@@ -149,20 +159,32 @@ def expected_adapter(model: torch.nn.Module, files: WeightFiles) -> dict[str, tu
 
 @contextmanager
 def _looking_at_load_state_dict(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Collect what is loaded into the model, and into parts of it: a prompt's tensors go to the prompt's own module."""
     seen: dict[str, torch.Tensor] = {}
+    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    real = torch.nn.Module.load_state_dict
 
-    def look(state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-        seen.update(state_dict)
-        own = set(model.state_dict(keep_vars=True))
+    def look(module: torch.nn.Module, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        if id(module) not in prefixes:
+            return real(module, state_dict, *args, **options)
+        own = set(module.state_dict(keep_vars=True))
+        if module is model:
+            seen.update(state_dict)
+        else:
+            taken = {f"{prefixes[id(module)]}{name}": t for name, t in state_dict.items() if name in own}
+            # PEFT offers the same tensors to the whole model first, which has no such name
+            for name in [n for n, t in seen.items() if any(t is other for other in taken.values())]:
+                del seen[name]
+            seen.update(taken)
         return torch.nn.modules.module._IncompatibleKeys(
             missing_keys=sorted(own - set(state_dict)), unexpected_keys=sorted(set(state_dict) - own)
         )
 
-    model.load_state_dict = look  # type: ignore[method-assign]
+    torch.nn.Module.load_state_dict = look  # type: ignore[assignment]
     try:
         yield seen
     finally:
-        del model.load_state_dict  # the class's own method shows again
+        torch.nn.Module.load_state_dict = real  # type: ignore[method-assign]
 
 
 def _from_folder(case: Case, device: str) -> tuple[torch.nn.Module, frozenset[str]]:
@@ -185,6 +207,9 @@ def _from_folder(case: Case, device: str) -> tuple[torch.nn.Module, frozenset[st
     }
     if device != "cpu":
         arguments["device_map"] = {"": device}
+    wanted = labels(config, case)
+    if wanted is not None:
+        arguments.update(num_labels=wanted, ignore_mismatched_sizes=True)
     try:
         model, info = auto.from_pretrained(case.base, **arguments)
     except _UNUSABLE as error:
@@ -195,72 +220,17 @@ def _from_folder(case: Case, device: str) -> tuple[torch.nn.Module, frozenset[st
             where=case.base,
             got=f"{type(error).__name__}: {_first_lines(error)}",
         ) from error
-    if info.get("mismatched_keys"):
-        name, found, wanted = next(iter(info["mismatched_keys"]))
+    mismatched = {name: (found, shape) for name, found, shape in info.get("mismatched_keys") or ()}
+    anew = {name for name in mismatched if wanted is not None and HEAD.search(name)}
+    for name in sorted(set(mismatched) - anew):
+        found, shape = mismatched[name]
         raise InputError(
             "a weight of the base has another shape than its config says",
             where=f"{name} in {case.base}",
             got=tuple(found),
-            wanted=tuple(wanted),
+            wanted=tuple(shape),
         )
-    return model, frozenset(info.get("missing_keys", ()))
-
-
-def auto_class(config: Any, case: Case) -> Any:
-    """Choose the Auto class whose models include the architecture that the config names.
-
-    Decoder, encoder, seq2seq, vision: the config's `architectures` decides; without it the adapter's `task_type`, and
-    without that the bare model.
-    """
-    from transformers.models.auto import modeling_auto
-
-    remote = getattr(config, "auto_map", None) or {}
-    if case.trust_remote_code:
-        for name in remote:
-            if name.startswith("AutoModel"):
-                return getattr(modeling_auto, name)
-    first = [
-        "AutoModelForCausalLM",
-        "AutoModelForSeq2SeqLM",
-        "AutoModelForMaskedLM",
-        "AutoModelForSequenceClassification",
-        "AutoModelForTokenClassification",
-        "AutoModelForQuestionAnswering",
-        "AutoModelForImageClassification",
-        "AutoModelForImageTextToText",
-        "AutoModelForSpeechSeq2Seq",
-    ]
-    every = [n for n in vars(modeling_auto) if n.startswith("AutoModel") and n not in ("AutoModelWithLMHead", *first)]
-    for architecture in getattr(config, "architectures", None) or ():
-        for name in (*first, *sorted(every)):
-            if architecture in _classes(getattr(modeling_auto, name), config):
-                return getattr(modeling_auto, name)
-    return getattr(modeling_auto, _by_task(case), modeling_auto.AutoModel)
-
-
-def _classes(auto: Any, config: Any) -> tuple[str, ...]:
-    try:
-        found = auto._model_mapping[type(config)]
-    except (KeyError, AttributeError, ImportError, ValueError):
-        return ()
-    return tuple(c.__name__ for c in (found if isinstance(found, (tuple, list)) else (found,)) if c is not None)
-
-
-_TASKS = {
-    "CAUSAL_LM": "AutoModelForCausalLM",
-    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-    "FEATURE_EXTRACTION": "AutoModel",
-}
-
-
-def _by_task(case: Case) -> str:
-    if case.adapter is None:
-        return "AutoModel"
-    config = json.loads((Path(case.adapter) / "adapter_config.json").read_text(encoding="utf-8"))
-    return _TASKS.get(str(config.get("task_type")), "AutoModel")
+    return model, frozenset(info.get("missing_keys") or ()) | anew
 
 
 def _from_factory(text: str, device: str) -> torch.nn.Module:

@@ -163,12 +163,14 @@ class Recorder:
         diagnosis: str | None,
         digests: Sequence[TensorDigest],
         reference_error: float | None = None,
+        reference_draws: int | None = None,
         keep: bool = False,
         evidence: Mapping[str, Any] | None = None,
+        reason: str | None = None,
     ) -> None:
         """Record a tensor that a device computed, with its measure against the exact value.
 
-        `digests` holds one digest per run on this device, the first run first.
+        `digests` holds one digest per run on this device, the first run first; `reason` says why it is skipped.
         """
         worth_keeping = status == "outside" and actual.nbytes <= KEEP_BYTES
         self.write(
@@ -184,9 +186,11 @@ class Recorder:
                 blocks=pack_blocks(digests[0]),
                 reference="float64" if found is not None else None,
                 reference_error=None if reference_error is None else Real(reference_error),
+                reference_draws=reference_draws,
                 measure=None if found is None else TensorMeasure.of(found),
                 diagnosis=diagnosis,
                 evidence=dict(evidence or {}),
+                reason=reason,
                 blob=self.keep(actual) if keep or worth_keeping else None,
                 repeats=tuple(d.value for d in digests[1:]),
             )

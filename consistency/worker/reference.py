@@ -23,10 +23,23 @@ NOTE_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Exact activations by name, and the CPU's own largest error in the tested dtype."""
+    """Exact activations by name, and what the CPU makes of them in the tested dtype.
+
+    Attributes
+    ----------
+    path : Path
+    errors : dict
+        The CPU's own largest error, by mode and name.
+    draws : dict
+        How many independent errors that is the largest of.
+    failures : dict
+        By mode, why there are no exact activations.
+    """
 
     path: Path
     errors: dict[str, float]
+    draws: dict[str, int]
+    failures: dict[str, str]
 
     def read(self, name: str) -> torch.Tensor | None:
         """Return an exact activation on the CPU; None where the reference has none of that name."""
@@ -38,29 +51,39 @@ class Reference:
         return tensor
 
 
-def publish(scratch: Path, exact: dict[str, torch.Tensor], errors: dict[str, float]) -> Reference:
+def publish(
+    scratch: Path,
+    exact: dict[str, torch.Tensor],
+    *,
+    errors: dict[str, float],
+    draws: dict[str, int],
+    failures: dict[str, str],
+) -> Reference:
     """Write the reference whole, so that a worker that finds it can read it."""
     partial = scratch / f"{REFERENCE_FILE}.tmp"
+    told = {"errors": errors, "draws": draws, "failures": failures}
     save_file(
-        {name: t.contiguous().clone() for name, t in exact.items()}, partial, metadata={"errors": json.dumps(errors)}
+        {name: t.contiguous().clone() for name, t in exact.items()},
+        partial,
+        metadata={name: json.dumps(table) for name, table in told.items()},
     )
     os.replace(partial, scratch / REFERENCE_FILE)
-    return Reference(path=scratch / REFERENCE_FILE, errors=errors)
+    return Reference(path=scratch / REFERENCE_FILE, errors=errors, draws=draws, failures=failures)
 
 
 def wait_for(scratch: Path, events: EventLog) -> Reference | str:
     """Return the reference once it is there, or the reason why it never will be."""
-    told = 0.0
+    noted = 0.0
     while True:
         path = scratch / REFERENCE_FILE
         if path.exists():
             with safe_open(path, framework="pt", device="cpu") as file:
-                errors = json.loads(file.metadata()["errors"])
-            return Reference(path=path, errors=errors)
+                told = {name: json.loads(text) for name, text in file.metadata().items()}
+            return Reference(path=path, errors=told["errors"], draws=told["draws"], failures=told["failures"])
         lost = scratch / REFERENCE_LOST
         if lost.exists():
             return f"no float64 reference: {lost.read_text(encoding='utf-8')}"
-        if time.monotonic() - told > NOTE_EVERY_S:
+        if time.monotonic() - noted > NOTE_EVERY_S:
             events.wait("for the float64 reference")
-            told = time.monotonic()
+            noted = time.monotonic()
         time.sleep(POLL_S)

@@ -13,6 +13,7 @@ import torch
 from consistency.capture import SettingChange, write_json
 from consistency.case import Stage
 from consistency.naming import WHOLE_MODEL
+from consistency.numerics.digest import digest
 from consistency.worker import determinism, environment
 from consistency.worker.files import WeightFiles
 from consistency.worker.inputs import digest_of, fixed_inputs
@@ -54,19 +55,28 @@ class Session:
             self._begin(Stage.BASE)
             before = base.look(loaded, record, events, on_cpu=job.device == "cpu")
             self._end(Stage.BASE)
-        model, files, expected = loaded.model, None, {}
+        model, files, expected, changed = loaded.model, None, {}, {}
         if job.case.adapter is not None:
+            before = before or {name: digest(tensor) for name, tensor in loaded.tensors.items()}
             self._begin("load adapter")
             model = load_adapter(loaded, job.case)
             files = WeightFiles.of_adapter(job.case.adapter, allow_pickle=job.case.allow_pickle)
             expected = expected_adapter(model, files)
             self._check("load adapter")
-        context = Context(
-            job=job, events=events, record=record, base=loaded, model=model, adapter_files=files, expected=expected
-        )
-        if before and job.case.adapter is not None:
             self._begin("base, after the adapter")
-            base.look_again(loaded, record, before)
+            changed = base.rewritten(loaded, before)
+            if Stage.BASE in wanted:
+                base.look_again(loaded, record, before, changed)
+        context = Context(
+            job=job,
+            events=events,
+            record=record,
+            base=loaded,
+            model=model,
+            adapter_files=files,
+            expected=expected,
+            rewritten=frozenset(changed),
+        )
         for stage, look in ((Stage.ADAPTER, adapter.run), (Stage.MERGED, merged.run), (Stage.FORWARD, forward.run)):
             if stage not in wanted:
                 continue

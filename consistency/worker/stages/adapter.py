@@ -17,6 +17,7 @@ from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.tolerance import Rule
 from consistency.worker.loading import ADAPTER_NAME
+from consistency.worker.stages.base import PEER_KEEP_BYTES
 from consistency.worker.stages.context import Context
 
 
@@ -57,13 +58,14 @@ def run(context: Context) -> None:
             repeats=reloaded.get(name, ()),
             evidence={} if actual.dtype == tensor.dtype else {"dtype_in_file": name_of(tensor.dtype)},
         )
-    _missing(context, state)
+    missing = _missing(context, state)
+    _made_on_loading(context, state, missing)
     if record.wants("adapter", SETTINGS_LAYER):
         _settings(context)
 
 
-def _missing(context: Context, state: dict[str, Any]) -> None:
-    """Record the adapter's parameters that the file does not hold; they have their initial values."""
+def _missing(context: Context, state: dict[str, Any]) -> set[str]:
+    """Record the adapter's parameters that its file does not hold: initial values. Return their names."""
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
     model: Any = context.model
@@ -71,16 +73,48 @@ def _missing(context: Context, state: dict[str, Any]) -> None:
     prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
     parameters = dict(context.model.named_parameters())
     shared = {state[name].data_ptr() for name in context.expected if name in state}
+    found = set()
     for name, tensor in state.items():
         in_adapter = prefix and prefix in name and f".{ADAPTER_NAME}" in name and name in parameters
         if not in_adapter or name in context.expected or tensor.data_ptr() in shared:
             continue
+        found.add(name)
         layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
         if context.record.wants("adapter", layer):
             context.record.absent(
                 stage="adapter", layer=layer, tensor=part, status="missing", shape=tuple(tensor.shape),
                 dtype=name_of(tensor.dtype), reason="the model has it, the adapter's file does not",
             )  # fmt: skip
+    return found
+
+
+def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str]) -> None:
+    """Record the method's tensors that are in no file: projections and tables that are computed when it is loaded.
+
+    Devices are held against one another. Where they differ, so do the models that they run, and what is computed with
+    them differs by more than rounding explains.
+    """
+    model, record = context.model, context.record
+    known = {t.data_ptr() for t in context.base.tensors.values()}
+    known |= {state[name].data_ptr() for name in (*context.expected, *missing) if name in state}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
+        strided = tensor.layout is torch.strided and tensor.numel() > 0
+        if not strided or tensor.data_ptr() in known or not record.wants("adapter", layer):
+            continue
+        record.computed(
+            stage="adapter",
+            layer=layer,
+            tensor=part,
+            actual=tensor,
+            rule=Rule.PEER,
+            found=None,
+            status="measured",
+            diagnosis="recomputed",
+            digests=[digest(tensor)],
+            keep=tensor.nbytes <= PEER_KEEP_BYTES,
+            evidence={"not_in_file": "computed when the adapter is loaded"},
+        )
 
 
 def _settings(context: Context) -> None:

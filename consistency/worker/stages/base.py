@@ -27,26 +27,29 @@ PEER_KEEP_BYTES = 2**20
 
 
 def look(base: LoadedBase, record: Recorder, events: EventLog, *, on_cpu: bool) -> dict[str, TensorDigest]:
-    """Record every tensor of the base; return its digests by name."""
+    """Record every tensor of the base; return the digests of all, by name."""
     found: dict[str, TensorDigest] = {}
     exact = _exact_tables(base.model)
     for done, (name, tensor) in enumerate(base.tensors.items()):
         layer, part = split_name(name)
         if not record.wants("base", layer):
+            found[name] = digest(tensor)
             continue
         events.step(name, done, len(base.tensors))
         expected = base.expected(name)
         evidence = {}
         if base.file_names.get(name, name) != name:
             evidence["name_in_file"] = base.file_names[name]
+        if name in base.not_in_file:
+            evidence["not_in_file"] = "no file holds it: " + (
+                "numbers made from its name" if expected is not None else "initialised by transformers"
+            )
         if expected is not None:
             found[name] = record.moved(
                 stage="base", layer=layer, tensor=part, actual=tensor, expected=expected, evidence=evidence
             )
             continue
         found[name] = digest(tensor)
-        if name in base.not_in_file:
-            evidence["not_in_file"] = "initialised anew by transformers"
         table = exact.get(name)
         computed = table is not None and tensor.dtype in UNIT_ROUNDOFF and table.shape == tensor.shape
         host = tensor.detach().to("cpu")
@@ -68,37 +71,38 @@ def look(base: LoadedBase, record: Recorder, events: EventLog, *, on_cpu: bool) 
     return found
 
 
+def rewritten(base: LoadedBase, before: Mapping[str, TensorDigest]) -> dict[str, TensorDigest]:
+    """Return what loading the adapter has changed of the base: digests of now, by name."""
+    now = {name: digest(tensor) for name, tensor in base.tensors.items()}
+    return {name: after for name, after in now.items() if after.value != before[name].value}
+
+
 def look_again(
-    base: LoadedBase, record: Recorder, before: Mapping[str, TensorDigest], *, keep_bytes: int = PEER_KEEP_BYTES
-) -> list[str]:
-    """Record the tensors of the base that loading the adapter has changed; return their names.
+    base: LoadedBase, record: Recorder, before: Mapping[str, TensorDigest], changed: Mapping[str, TensorDigest]
+) -> None:
+    """Record the tensors of the base that loading the adapter has changed.
 
     Some methods rewrite base weights on loading (PiSSA, OLoRA). Where they do, the devices are held against one
     another; where they do not, the bytes are those of before, which were held against the file.
     """
-    changed = []
-    for name, tensor in base.tensors.items():
-        if name not in before:
-            continue
-        after = digest(tensor)
-        if after.value == before[name].value:
-            continue
-        changed.append(name)
+    for name, after in changed.items():
+        tensor = base.tensors[name]
         layer, part = split_name(name)
+        if not record.wants("base", layer):
+            continue
         record.computed(
             stage="base",
             layer=layer,
             tensor=f"{part}_after_adapter",
-            actual=tensor.detach().to("cpu") if tensor.nbytes <= keep_bytes else tensor,
+            actual=tensor.detach().to("cpu") if tensor.nbytes <= PEER_KEEP_BYTES else tensor,
             rule=Rule.PEER,
             found=None,
             status="measured",
             diagnosis="recomputed",
             digests=[after],
-            keep=tensor.nbytes <= keep_bytes,
+            keep=tensor.nbytes <= PEER_KEEP_BYTES,
             evidence={"before": before[name].value, "dtype": name_of(tensor.dtype)},
         )
-    return changed
 
 
 def _exact_tables(model: torch.nn.Module) -> dict[str, torch.Tensor]:

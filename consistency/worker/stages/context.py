@@ -28,6 +28,8 @@ class Context:
     adapter_files : WeightFiles or None
     expected : dict
         Parameter name in `model` to (name in the adapter's file, tensor on the CPU).
+    rewritten : frozenset of str
+        Tensors of the base that loading the adapter has changed.
     """
 
     job: Job
@@ -37,6 +39,7 @@ class Context:
     model: torch.nn.Module
     adapter_files: WeightFiles | None
     expected: dict[str, tuple[str, torch.Tensor]]
+    rewritten: frozenset[str]
 
     @property
     def device(self) -> torch.device:
@@ -45,3 +48,13 @@ class Context:
     @property
     def scratch(self) -> Path:
         return Path(self.job.scratch)
+
+    def expected_base(self, name: str) -> torch.Tensor | None:
+        """Return what the file says that a tensor of the base is under the adapter.
+
+        None where no file holds it, and where the adapter's method rewrites it (PiSSA, OLoRA): what it is held against
+        there is the bytes on the device, and the stage `base` tells that they changed.
+        """
+        if name in self.rewritten or name not in self.base.tensors:
+            return None
+        return self.base.expected(name)

@@ -1,24 +1,26 @@
 """Stage `forward`: hidden states per layer and logits on fixed inputs, with the adapter on, off and merged.
 
 Each is held against the same model run in float64 on the CPU: a device passes when its largest error is at most twice
-the CPU's own in the same dtype, plus the final store. Merged and unmerged adapters are the same function in exact
-arithmetic, so one float64 pass serves both.
+the CPU's own in the same dtype, plus the final store; where few rows carry the CPU's error, `tolerance.luck` times
+instead of twice. Merged and unmerged adapters are the same function in exact arithmetic, so one float64 pass serves
+both.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from consistency.capture import RecordStatus
+from consistency.errors import InputError
 from consistency.naming import ADAPTER_MERGED as MERGED
 from consistency.naming import ADAPTER_OFF as OFF
 from consistency.naming import ADAPTER_ON as ON
 from consistency.naming import WHOLE_MODEL
-from consistency.numerics.bound import measure_against_exact
+from consistency.numerics.bound import independent_rows, measure_against_exact
 from consistency.numerics.diagnosis import diagnose_computed
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
@@ -44,13 +46,21 @@ class Passes:
         Activations on the CPU by mode and name, from the first run.
     digests : dict
         One digest per run, by mode and name.
-    unmergeable : str
-        Why PEFT does not merge this adapter; empty where it does.
+    refused : dict of str to str
+        Why there is none of a mode: PEFT does not merge the adapter, or the model does not run on the inputs.
     """
 
     outputs: dict[str, Activations] = field(default_factory=dict)
     digests: dict[tuple[str, str], list[TensorDigest]] = field(default_factory=dict)
-    unmergeable: str = ""
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Float64 activations by mode and name, and by mode why there are none."""
+
+    outputs: Activations = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
 
 
 def run(context: Context) -> None:
@@ -60,19 +70,19 @@ def run(context: Context) -> None:
     if inputs is None or reason:
         _not_run(context, _modes(context), "skipped", reason)
         return
-    exact: Activations = {}
+    exact = Exact()
     if not context.job.makes_reference:
         found = _pass(context, context.model, inputs, exact=None)
         answer = wait_for(context.scratch, context.events)
     elif context.device.type == "cpu":
         found = _pass(context, context.model, inputs, exact=exact)
-        answer = publish(context.scratch, exact, _errors(found, exact))
+        answer = _publish(context, found, exact)
     else:
         found = _pass(context, context.model, inputs, exact=None)
         on_cpu = _pass(context, _on_cpu(context), inputs, exact=exact)
-        answer = publish(context.scratch, exact, _errors(on_cpu, exact))
-    if found.unmergeable:
-        _not_run(context, [MERGED], "skipped", f"PEFT does not merge this adapter: {found.unmergeable}")
+        answer = _publish(context, on_cpu, exact)
+    for mode, reason in found.refused.items():
+        _not_run(context, [mode], "skipped", reason)
     if isinstance(answer, str):
         _not_run(context, list(found.outputs), "blocked", answer)
         return
@@ -82,41 +92,76 @@ def run(context: Context) -> None:
                 _judge(context, mode, name, tensor, found.digests[mode, name], answer)
 
 
-def _pass(
-    context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *, exact: Activations | None
-) -> Passes:
+def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *, exact: Exact | None) -> Passes:
     """Run a model in every mode, merged last; fill `exact` with float64 activations where it is given."""
     found = Passes()
     modes = _modes(context)
     for done, mode in enumerate(modes):
-        if mode == MERGED:
-            failure = _merge(model)
-            if failure:
-                return replace(found, unmergeable=failure)
-        for _ in range(context.job.case.repeat):
-            context.events.step(mode, done, len(modes))
-            with _without_adapter(model) if mode == OFF and ON in modes else nullcontext():
-                outputs = activations(model, inputs)
-            for name, tensor in outputs.items():
-                found.digests.setdefault((mode, name), []).append(digest(tensor))
-            found.outputs.setdefault(mode, outputs)
+        failure = _merge(model) if mode == MERGED else ""
+        if failure:
+            found.refused[mode] = f"PEFT does not merge this adapter: {failure}"
+            continue
+        off = mode == OFF and ON in modes
+        try:
+            for _ in range(context.job.case.repeat):
+                context.events.step(mode, done, len(modes))
+                with _without_adapter(model) if off else nullcontext():
+                    outputs = activations(model, inputs)
+                for name, tensor in outputs.items():
+                    found.digests.setdefault((mode, name), []).append(digest(tensor))
+                found.outputs.setdefault(mode, outputs)
+        except Exception as error:  # model code of any kind may raise anything
+            if not _is_of_the_model(error, model):
+                raise
+            found.refused[mode] = _refusal(context, error)
+            continue
         if exact is not None and mode != MERGED:
             context.events.step(f"{mode}, float64", done, len(modes))
-            with _without_adapter(model) if mode == OFF and ON in modes else nullcontext():
-                truth = in_float64(activations, model, inputs)
-            exact.update((f"{mode}::{name}", tensor.to(torch.float64)) for name, tensor in truth.items())
+            try:
+                with _without_adapter(model) if off else nullcontext():
+                    truth = in_float64(activations, model, inputs)
+            except Exception as error:  # code that insists on its own dtype
+                if not _is_of_the_model(error, model):
+                    raise
+                exact.failures[mode] = _text(error)
+                continue
+            exact.outputs.update((f"{mode}::{name}", tensor.to(torch.float64)) for name, tensor in truth.items())
     return found
 
 
-def _errors(found: Passes, exact: Activations) -> dict[str, float]:
-    """Return the CPU's own largest error by mode and name."""
-    errors = {}
+def _is_of_the_model(error: Exception, model: torch.nn.Module) -> bool:
+    """Tell an error that the model's code raises on every device from a failure of this device or of its memory.
+
+    Torch tells both as `RuntimeError`, so of an accelerator's errors only Python's own are the model's.
+    """
+    if is_out_of_memory(error):
+        return False
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    return on_cpu or not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError)
+
+
+def _refusal(context: Context, error: Exception) -> str:
+    """Say that the model does not run on the inputs; those of the user's own are an error of the user's."""
+    if context.job.case.inputs is not None:
+        where = context.job.case.inputs
+        raise InputError("the model does not run on these inputs", where=where, got=_text(error)) from error
+    return f"the model does not run on inputs made from its config: {_text(error)}: give --inputs FILE.safetensors"
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"[:300]
+
+
+def _publish(context: Context, found: Passes, exact: Exact) -> Reference:
+    """Tell all workers the exact activations and the CPU's own errors."""
+    errors, draws = {}, {}
     for mode, outputs in found.outputs.items():
         for name, tensor in outputs.items():
-            truth = exact.get(_exact_name(mode, name))
+            truth = exact.outputs.get(_exact_name(mode, name))
             if truth is not None and truth.shape == tensor.shape:
                 errors[f"{mode}::{name}"] = float(measure_against_exact(tensor, truth).max_abs)
-    return errors
+                draws[f"{mode}::{name}"] = independent_rows(tensor, truth)
+    return publish(context.scratch, exact.outputs, errors=errors, draws=draws, failures=exact.failures)
 
 
 def _modes(context: Context) -> list[str]:
@@ -137,7 +182,7 @@ def _merge(model: Any) -> str:
     except (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError) as failure:
         if is_out_of_memory(failure):
             raise
-        return f"{type(failure).__name__}: {failure}"
+        return _text(failure)
     return ""
 
 
@@ -199,14 +244,16 @@ def _judge(
 ) -> None:
     exact = reference.read(_exact_name(mode, name))
     error = reference.errors.get(f"{mode}::{name}")
+    draws = reference.draws.get(f"{mode}::{name}", 1)
     if exact is None or error is None or exact.shape != tensor.shape or tensor.dtype not in UNIT_ROUNDOFF:
         context.record.computed(
             stage="forward", layer=name, tensor=mode, actual=tensor, rule=Rule.PEER, found=None, status="measured",
             diagnosis=None, digests=digests, keep=context.job.case.keep,
+            reason=reference.failures.get(_exact_mode(mode)),
         )  # fmt: skip
         return
     found = measure_against_exact(tensor, exact)
-    allowed = relative_allowance(error, float(found.magnitude), name_of(tensor.dtype))
+    allowed = relative_allowance(error, float(found.magnitude), name_of(tensor.dtype), draws=draws)
     inside = passes(ratio(float(found.max_abs), allowed))
     context.record.computed(
         stage="forward",
@@ -219,12 +266,17 @@ def _judge(
         diagnosis="accumulation-order" if inside else diagnose_computed(found).word,
         digests=digests,
         reference_error=error,
+        reference_draws=draws,
         keep=context.job.case.keep,
     )
 
 
+def _exact_mode(mode: str) -> str:
+    return ON if mode == MERGED else mode
+
+
 def _exact_name(mode: str, name: str) -> str:
-    return f"{ON if mode == MERGED else mode}::{name}"
+    return f"{_exact_mode(mode)}::{name}"
 
 
 def _not_run(context: Context, modes: list[str], status: RecordStatus, reason: str) -> None:

@@ -36,6 +36,9 @@ from consistency.worker.loading import ADAPTER_NAME
 from consistency.worker.memory import is_out_of_memory
 from consistency.worker.stages.context import Context
 
+# what PEFT raises where it does not merge
+_NO_MERGE = (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
@@ -50,6 +53,15 @@ class LowRank:
     @property
     def rank(self) -> int:
         return int(self.right.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """What a merged weight is held against: the factors of a LoRA and its base weight, or a merge in float64."""
+
+    low_rank: LowRank | None = None
+    base: torch.Tensor | None = None
+    exact: torch.Tensor | None = None
 
 
 def run(context: Context) -> None:
@@ -73,20 +85,20 @@ def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def merged(layer: Any, *, safe: bool) -> Iterator[Any]:
+def merged(layer: Any, *, safe: bool) -> Iterator[torch.Tensor]:
     """Merge one layer by PEFT's own code, and restore its weights to the bit at the end.
 
     Yields
     ------
-    torch.nn.Module
-        The base layer, with merged weights.
+    torch.Tensor
+        The merged weight.
     """
     base = layer.get_base_layer()
     kept = [(p, p.data, p.detach().clone()) for p in base.parameters(recurse=False)]
     with torch.no_grad():
         try:
             layer.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
-            yield base
+            yield _weight(layer)
         finally:
             if layer.merged_adapters:
                 layer.unmerge()
@@ -95,31 +107,42 @@ def merged(layer: Any, *, safe: bool) -> Iterator[Any]:
                 parameter.data = data  # the storage it had, which a tied weight shares
 
 
+def _weight(layer: Any) -> torch.Tensor:
+    """Return the weight that a merge changes: of the base layer, or the parameter that PEFT wraps by its name."""
+    weight = layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.detach()
+
+
 def _look(context: Context, name: str, place: str, layer: Any) -> None:
     repeats = context.job.case.repeat
     low_rank = _low_rank(context, name, layer)
-    base_weight = None if low_rank is None else _base_weight(context, place, layer)
     if hasattr(layer, "get_delta_weight"):
         _delta(context, place, layer, low_rank, repeats)
+    rule = Rule.BOUND if low_rank else Rule.RELATIVE
+    truth: Truth | None = None
     seen: tuple[TensorDigest, Measure | None, float | None] | None = None
     for safe in (False, True) if context.job.case.plan.safe_merge else (False,):
         tensor = SAFE_WEIGHT if safe else WEIGHT
         try:
-            with merged(layer, safe=safe) as base:
-                weight = base.weight.detach()
+            # before the merge: of a layer that is merged, PEFT merges no copy
+            truth = truth or _truth(context, name, place, layer, low_rank)
+            own = _own_error(context, name, layer, truth, safe=safe)
+            with merged(layer, safe=safe) as weight:
                 here = digest(weight)
                 if seen is not None and seen[0].value == here.value:
                     found, error = seen[1], seen[2]  # the same bits have the same measure
                 else:
-                    found, error = _judge(context, name, layer, weight, low_rank, base_weight, safe=safe)
+                    found = _judge(weight, truth, safe=safe)
+                    error = float(found.max_abs) if own is None and found is not None and not low_rank else own
                 host = weight.to("cpu", copy=True) if _worth(found) or context.job.case.keep else weight
             again = [_digest_again(layer, safe=safe) for _ in range(repeats - 1)]
-        except (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError) as failure:
+        except _NO_MERGE as failure:
             if is_out_of_memory(failure):
                 raise
             context.record.absent(
-                stage="merged", layer=place, tensor=tensor, rule=Rule.BOUND if low_rank else Rule.RELATIVE,
-                status="skipped", reason=f"PEFT does not merge this layer: {type(failure).__name__}: {failure}",
+                stage="merged", layer=place, tensor=tensor, rule=rule, status="skipped",
+                reason=f"PEFT does not merge this layer: {type(failure).__name__}: {failure}",
             )  # fmt: skip
             continue
         seen = (here, found, error)
@@ -128,7 +151,7 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
             layer=place,
             tensor=tensor,
             actual=host,
-            rule=Rule.PEER if found is None else Rule.BOUND if low_rank else Rule.RELATIVE,
+            rule=Rule.PEER if found is None else rule,
             found=found,
             status=_status(found),
             diagnosis=None if found is None or found.bound_ratio is None else diagnose_computed(found).word,
@@ -140,20 +163,15 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
 
 def _base_weight(context: Context, place: str, layer: Any) -> torch.Tensor:
     """Return the weight before the merge: the file's bytes, or the device's where no file holds it as it is."""
-    name = f"{place}.weight"
-    known = context.base.expected(name) if name in context.base.tensors else None
-    if known is not None:
-        return known
-    weight = layer.get_base_layer().weight.detach().to("cpu", copy=True)
-    assert isinstance(weight, torch.Tensor)
-    return weight
+    known = context.expected_base(f"{place}.weight")
+    return _weight(layer).to("cpu", copy=True) if known is None else known
 
 
 def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, repeats: int) -> None:
     try:
         with torch.no_grad():
-            delta = layer.get_delta_weight(ADAPTER_NAME)
-            again = [digest(layer.get_delta_weight(ADAPTER_NAME)) for _ in range(repeats - 1)]
+            delta = _delta_weight(layer)
+            again = [digest(_delta_weight(layer)) for _ in range(repeats - 1)]
     except (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError, KeyError) as failure:
         if is_out_of_memory(failure):
             raise
@@ -183,79 +201,90 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, r
         diagnosis=None if found is None else diagnose_computed(found).word,
         digests=[digest(delta), *again],
         keep=context.job.case.keep,
-        evidence={} if found is not None else {"judged by": "the merged weight"},
+        reason=None if found is not None else "this method's delta has no closed form: its merged weight is judged",
     )
 
 
+def _delta_weight(layer: Any) -> torch.Tensor:
+    delta = layer.get_delta_weight(ADAPTER_NAME)
+    if not isinstance(delta, torch.Tensor):  # BOFT: the rotations that make it
+        raise TypeError(f"get_delta_weight gives a {type(delta).__name__}, not a tensor")
+    return delta if delta.layout is torch.strided else delta.to_dense()  # SHiRA's is sparse
+
+
 def _digest_again(layer: Any, *, safe: bool) -> TensorDigest:
-    with merged(layer, safe=safe) as base:
-        return digest(base.weight.detach())
+    with merged(layer, safe=safe) as weight:
+        return digest(weight)
 
 
-def _judge(
-    context: Context,
-    name: str,
-    layer: Any,
-    weight: torch.Tensor,
-    low_rank: LowRank | None,
-    base: torch.Tensor | None,
-    *,
-    safe: bool,
-) -> tuple[Measure | None, float | None]:
-    """Return the measure of a merged weight, and the CPU's own error where there is no closed form."""
-    if weight.dtype not in UNIT_ROUNDOFF:
-        return None, None  # a quantized weight: no number format to bound; held against the other workers
-    if low_rank is not None and base is not None:
+def _truth(context: Context, name: str, place: str, layer: Any, low_rank: LowRank | None) -> Truth:
+    """Return what a layer's merged weight is held against; a safe merge is the same function in exact arithmetic.
+
+    Nothing where the weight is quantized, for there is no number format to bound, or where PEFT does not merge a copy
+    in float64: then the other workers are the reference.
+    """
+    if _weight(layer).dtype not in UNIT_ROUNDOFF:
+        return Truth()
+    if low_rank is not None:
+        return Truth(low_rank=low_rank, base=_base_weight(context, place, layer))
+    try:
+        twin = _copy_from_files(context, name, layer).double()
+        with Float64Mode():
+            return Truth(exact=_merge_copy(twin, safe=False))
+    except _NO_MERGE as failure:
+        if is_out_of_memory(failure):
+            raise
+        return Truth()
+
+
+def _own_error(context: Context, name: str, layer: Any, truth: Truth, *, safe: bool) -> float | None:
+    """Return the CPU's own error where a layer of another device has no closed form."""
+    if truth.exact is None or _weight(layer).device.type == "cpu":
+        return None
+    own = _merge_copy(_copy_from_files(context, name, layer), safe=safe)
+    return float(measure_against_exact(own, truth.exact).max_abs) if own.shape == truth.exact.shape else None
+
+
+def _judge(weight: torch.Tensor, truth: Truth, *, safe: bool) -> Measure | None:
+    """Measure a merged weight; None where there is no exact value of its shape."""
+    if truth.low_rank is not None:
         allowance = merged_allowance(
-            _delta_allowance(low_rank, weight.device),
+            _delta_allowance(truth.low_rank, weight.device),
             weight=weight.dtype,
-            roundings=2 if safe or low_rank.rounds_delta else 1,
+            roundings=2 if safe or truth.low_rank.rounds_delta else 1,
         )
-        found = measure_low_rank(
+        return measure_low_rank(
             weight.to("cpu"),
-            left=low_rank.left,
-            right=low_rank.right,
-            scaling=low_rank.scaling,
-            base=base,
+            left=truth.low_rank.left,
+            right=truth.low_rank.right,
+            scaling=truth.low_rank.scaling,
+            base=truth.base,
             allowance=allowance,
         )
-        return found, None
-    exact = _merge_copy(_copy_from_files(context, name, layer), torch.float64, safe=safe)
-    if exact.shape != weight.shape:
-        return None, None
-    found = measure_against_exact(weight.to("cpu"), exact)
-    if weight.device.type == "cpu":
-        return found, float(found.max_abs)
-    own = _merge_copy(_copy_from_files(context, name, layer), None, safe=safe)
-    return found, float(measure_against_exact(own, exact).max_abs)
+    if truth.exact is None or truth.exact.shape != weight.shape:
+        return None
+    return measure_against_exact(weight.to("cpu"), truth.exact)
 
 
 def _copy_from_files(context: Context, name: str, layer: Any) -> Any:
     """Copy one layer to the CPU and give it the bytes in the files, so that no fault of the device is in it."""
     twin = copy.deepcopy(layer).to("cpu")
     with torch.no_grad():
-        for part, parameter in twin.named_parameters():
+        for part, parameter in (*twin.named_parameters(), *twin.named_buffers()):
             if f"{name}.{part}" in context.expected:
                 parameter.copy_(context.expected[f"{name}.{part}"][1])
             elif part.startswith("base_layer."):
                 base_name = f"{module_place(name)}.{part.removeprefix('base_layer.')}"
-                known = context.base.expected(base_name) if base_name in context.base.tensors else None
+                known = context.expected_base(base_name)
                 if known is not None:
                     parameter.copy_(known)
     return twin
 
 
-def _merge_copy(twin: Any, dtype: torch.dtype | None, *, safe: bool) -> torch.Tensor:
+def _merge_copy(twin: Any, *, safe: bool) -> torch.Tensor:
     with torch.no_grad():
-        if dtype is torch.float64:
-            twin = twin.double()
-            with Float64Mode():
-                twin.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
-        else:
-            twin.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
-        weight = twin.get_base_layer().weight.detach()
-        assert isinstance(weight, torch.Tensor)
-        return weight
+        twin.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
+        return _weight(twin)
 
 
 def _low_rank(context: Context, name: str, layer: Any) -> LowRank | None:
