@@ -73,13 +73,13 @@ LEVELS: dict[Level, LevelPlan] = {
     Level.STANDARD: LevelPlan(
         stages=tuple(Stage),
         safe_merge=True,
-        sequences=2,
-        tokens=32,
+        sequences=8,  # a classifier answers once per sequence, and few answers tell little: `tolerance.luck`
+        tokens=16,
         repeat=1,
         not_looked_at=("a second run on the same device",),
     ),
     Level.THOROUGH: LevelPlan(
-        stages=tuple(Stage), safe_merge=True, sequences=4, tokens=128, repeat=2, not_looked_at=()
+        stages=tuple(Stage), safe_merge=True, sequences=16, tokens=64, repeat=2, not_looked_at=()
     ),
 }
 

@@ -212,6 +212,33 @@ def test_factory_without_adapter(cli: Cli, tmp_path: Path) -> None:
     assert "no luck" in done.stderr
 
 
+def test_inputs_from_a_file(cli: Cli, tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    good, bad = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
+    save_file({"input_ids": np.arange(12, dtype=np.int64).reshape(2, 6)}, good)
+    save_file({"input_ids": np.full((2, 6), 10**6, dtype=np.int64)}, bad)  # past the vocabulary
+    run = ("run", "--devices", "cpu", "--stages", "forward", "--json", "--inputs")
+    done = cli(*run, good)
+    assert done.returncode == 0, done.stderr
+    logits = next(t for t in json.loads(done.stdout)["tensors"] if t["layer"] == "logits")
+    assert logits["shape"][:2] == [2, 6]
+    done = cli(*run, bad)
+    assert done.returncode == 2, done.stdout
+    assert "the model does not run on these inputs" in done.stderr
+    assert str(bad) in done.stderr
+
+
+def test_libraries_that_do_not_fit_one_another(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "__init__.py").write_text("raise ImportError(\"cannot import name 'HybridCache'\")")
+    done = cli("run", "--devices", "cpu", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2, done.stdout
+    assert "cannot be imported together" in done.stderr
+    assert "HybridCache" in done.stderr
+
+
 def test_out_is_not_overwritten_unasked(cli: Cli, finished_run: FinishedRun, tmp_path: Path) -> None:
     refused(cli("run", "--out", finished_run.folder), "in the way", "--force")
     (tmp_path / "file").write_text("")

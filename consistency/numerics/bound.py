@@ -7,6 +7,9 @@ A LoRA merge computes :math:`W' = W + s\,(B A)` with rank :math:`K`. With :math:
   rounded to float32 and multiplied, two more roundings: :math:`|\hat\delta - \delta| \le \gamma_{K+2} D` with
   :math:`u = 2^{-24}`. Units that truncate when they accumulate (tensor cores, which bfloat16 and float16 operands
   reach) have twice the unit roundoff.
+* Where float32 products run in TF32 each operand is first cut to 10 stored mantissa bits, off by at most
+  :math:`t = 2^{-10}` where the unit truncates (half of it where it rounds; which one does is not documented):
+  :math:`(2 t + t^2) D` more, and the accumulation truncates.
 * An adapter in bfloat16 or float16 stores the product, the scaling and the delta: three roundings more,
   :math:`3 u_{\text{adapter}} D`.
 * The store of :math:`W'` rounds once, :math:`u_W (|W| + D)`; a safe merge and an embedding's merge round the delta to
@@ -28,6 +31,9 @@ from consistency.numerics.distance import CHUNK, Measure, Tally
 from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
 
 _FLOAT32 = UNIT_ROUNDOFF[torch.float32]
+
+TF32_ROUNDOFF = 2.0**-10
+"""Largest relative error of an operand that is cut to TF32's 10 stored mantissa bits: truncated, not rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +60,9 @@ def gamma(n: int, u: float) -> float:
     return n * u / (1 - n * u)
 
 
-def delta_allowance(rank: int, *, scaling: float, adapter: torch.dtype, truncating: bool = False) -> Allowance:
+def delta_allowance(
+    rank: int, *, scaling: float, adapter: torch.dtype, truncating: bool = False, tf32: bool = False
+) -> Allowance:
     """Bound the error of a LoRA delta.
 
     Parameters
@@ -65,13 +73,18 @@ def delta_allowance(rank: int, *, scaling: float, adapter: torch.dtype, truncati
         Dtype that the adapter's parameters have on the device.
     truncating : bool
         Whether the device multiplies this dtype on units that truncate when they accumulate.
+    tf32 : bool
+        Whether float32 products may run in TF32, on units that truncate too.
     """
+    truncating = truncating or (tf32 and adapter == torch.float32)
     u = 2 * _FLOAT32 if truncating else _FLOAT32
     product = gamma(rank + 2, u)
     floor = HALF_SMALLEST_SUBNORMAL[torch.float32] * (rank * abs(scaling) + 2)
     if adapter in (torch.bfloat16, torch.float16):
         product += 3 * UNIT_ROUNDOFF[adapter]
         floor += HALF_SMALLEST_SUBNORMAL[adapter] * (abs(scaling) + 2)
+    elif adapter == torch.float32 and tf32:
+        product += 2 * TF32_ROUNDOFF + TF32_ROUNDOFF**2
     elif adapter == torch.float64:
         product = gamma(rank + 2, UNIT_ROUNDOFF[torch.float64])
     return Allowance(product=product, floor=floor)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import resource
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ import torch
 
 from consistency.capture import SettingChange, write_json
 from consistency.case import Stage
+from consistency.errors import UsageError
 from consistency.naming import WHOLE_MODEL
 from consistency.numerics.digest import digest
 from consistency.worker import determinism, environment
@@ -123,10 +126,23 @@ class Session:
         write_json(self._path, self._told)
 
 
+def _import_libraries() -> ModuleType:
+    """Import transformers and PEFT, which are told apart from a fault of the model: their versions must fit."""
+    try:
+        importlib.import_module("peft")
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        versions = environment.describe(torch.device("cpu"))
+        raise UsageError(
+            "the installed transformers and PEFT cannot be imported together",
+            got=f"transformers {versions['transformers']}, peft {versions['peft']}: {error}",
+            hint="upgrade both: pip install --upgrade transformers peft",
+        ) from error
+
+
 def run(job: Job, events: EventLog) -> None:
     """Run a job with every setting pinned."""
-    import transformers
-
+    transformers = _import_libraries()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_interop_threads(1)

@@ -354,3 +354,29 @@ def test_an_error_against_an_exact_reference_has_no_bound_of_its_own() -> None:
     exact = torch.tensor([1.0, 3.0], dtype=torch.float64)
     found = measure_against_exact(torch.tensor([1.0, 3.5]), exact)
     assert (found.max_abs, found.bound_ratio) == (0.5, None)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("truncate", [False, True])
+def test_tf32_products_lie_outside_the_float32_bound_and_inside_their_own(rank: int, truncate: bool) -> None:
+    generator = np.random.Generator(np.random.PCG64(rank))
+    a = torch.from_numpy(generator.standard_normal((rank, 96), dtype=np.float32))
+    b = torch.from_numpy(generator.standard_normal((64, rank), dtype=np.float32))
+
+    def tf32(x: torch.Tensor) -> torch.Tensor:
+        bits = x.view(torch.int32)
+        return ((bits if truncate else bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+
+    delta = (tf32(b) @ tf32(a)) * 2.0
+
+    def measured(*, allowed: bool) -> float:
+        allowance = delta_allowance(rank, scaling=2.0, adapter=torch.float32, tf32=allowed)
+        found = measure_low_rank(delta, left=b, right=a, scaling=2.0, base=None, allowance=allowance)
+        assert found.bound_ratio is not None
+        return float(found.bound_ratio)
+
+    assert measured(allowed=True) <= 1
+    assert measured(allowed=False) > 1
+    assert delta_allowance(rank, scaling=2.0, adapter=torch.bfloat16, tf32=True) == delta_allowance(
+        rank, scaling=2.0, adapter=torch.bfloat16
+    )

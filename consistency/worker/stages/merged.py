@@ -42,13 +42,17 @@ _NO_MERGE = (NotImplementedError, ValueError, RuntimeError, AttributeError, Type
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """The factors of a plain LoRA delta, from the file: `scaling * left @ right`, in the weight's own orientation."""
+    """The factors of a plain LoRA delta, from the file: `scaling * left @ right`, in the weight's own orientation.
+
+    `tf32` says that this worker's variant asked for TF32; where it merely slipped in, the bound is float32's.
+    """
 
     left: torch.Tensor
     right: torch.Tensor
     scaling: float
     adapter: torch.dtype
     rounds_delta: bool
+    tf32: bool
 
     @property
     def rank(self) -> int:
@@ -313,13 +317,20 @@ def _low_rank(context: Context, name: str, layer: Any) -> LowRank | None:
         scaling=float(layer.scaling[ADAPTER_NAME]),
         adapter=dtype,
         rounds_delta=type(layer) is lora.Embedding,
+        tf32=bool(context.job.settings.get("matmul_allow_tf32")),
     )
 
 
 def _delta_allowance(low_rank: LowRank, device: torch.device) -> Allowance:
     # bfloat16 and float16 products on an accelerator run on matrix units, which truncate when they accumulate
-    truncating = device.type != "cpu" and low_rank.adapter in (torch.bfloat16, torch.float16)
-    return delta_allowance(low_rank.rank, scaling=low_rank.scaling, adapter=low_rank.adapter, truncating=truncating)
+    on_units = device.type != "cpu"
+    return delta_allowance(
+        low_rank.rank,
+        scaling=low_rank.scaling,
+        adapter=low_rank.adapter,
+        truncating=on_units and low_rank.adapter in (torch.bfloat16, torch.float16),
+        tf32=on_units and low_rank.tf32,
+    )
 
 
 def _status(found: Measure | None) -> RecordStatus:
