@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from consistency.agreement import compare
+from consistency.capture import SCHEMA, CaptureManifest, CaptureWriter, WorkerInfo, read_capture, worker_slug
+from consistency.case import Level, Options
 from consistency.comparison import Comparison, Finding
-from consistency.worker.faults import FAULTS
+from consistency.discovery import discover
+from consistency.preflight import prepare_case
+from consistency.worker import session
+from consistency.worker.faults import FAULTS, plant
+from consistency.worker.job import EventLog, Job
 
 Run = Callable[..., Comparison]
 FAULTY = "cpu@baseline"
@@ -28,10 +37,13 @@ NAMED = {
 }
 LOST = {
     "killed": "SIGKILL",
-    "hung": "no sign of life for 20 s",
-    "stopped": "no sign of life for 20 s",
+    "hung": "no sign of life for 15 s",
+    "stopped": "no sign of life for 15 s",
     "out-of-memory": "ran out of memory",
 }
+STALL_S = 15.0
+LOSABLE = [info.spec.name for info in discover() if info.spec.name in (FAULTY, "cpu@avx2")]
+NEED_ANOTHER = {"adapter-wrong-scaling"}  # a scaling is in no file: the reference worker is the reference
 OTHERS = {"merge-not-repeatable", "setting-flipped"}
 
 
@@ -43,12 +55,41 @@ def errors(comparison: Comparison) -> list[Finding]:
     return [finding for finding in comparison.findings if finding.severity == "error"]
 
 
+@pytest.fixture
+def look_at_fault(tmp_path: Path) -> Run:
+    """Run the session of a worker in this process with a fault planted, and compare what it saw."""
+
+    def run(fault: str, stage: str) -> Comparison:
+        case = prepare_case(Options(base="builtin:llama", stages=(stage,), level=Level.QUICK))
+        workers = {"cpu": None, FAULTY: fault} if fault in NEED_ANOTHER else {FAULTY: fault}
+        slugs = []
+        with CaptureWriter(tmp_path / "capture") as writer:
+            for name, planted in workers.items():
+                slug = worker_slug(name, "isolated")
+                folder = writer.worker_folder(slug)
+                job = Job(
+                    case=case, name=name, device="cpu", road="isolated", folder=str(folder), blobs=str(writer.blobs),
+                    scratch=str(tmp_path), settings={}, makes_reference=True, threads=1, parent_pid=os.getpid(),
+                    fault=planted,
+                )  # fmt: skip
+                with EventLog(folder / "events.jsonl") as events:
+                    session.run(job, events)
+                info = WorkerInfo(name=name, road="isolated", architecture=name, model="chip", status="ok")
+                writer.write_worker(slug, info)
+                slugs.append(slug)
+            manifest = CaptureManifest(
+                schema=SCHEMA, tool="0", created="2026-01-01", host="here", case=case, workers=tuple(slugs)
+            )
+            return compare([read_capture(writer.commit(manifest))])
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
 @pytest.mark.parametrize("fault", NAMED)
-def test_wrong_numbers_are_found_and_named(run_with_faults: Run, fault: str) -> None:
+def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: str) -> None:
     stage, kind = NAMED[fault]
-    stages = (stage,) if stage == "merged" else ("adapter",) if stage == "adapter" else ("base",)
-    # the fault sits in the reference's neighbour; a second run without a neighbour must not need one
-    found = run_with_faults({FAULTY: fault}, stages=stages)
+    found = look_at_fault(fault, stage)
     assert found.verdict == "inconsistent"
     assert found.exit_status == 1
     first = errors(found)[0]
@@ -57,6 +98,15 @@ def test_wrong_numbers_are_found_and_named(run_with_faults: Run, fault: str) -> 
     assert first.message.startswith(f"{stage} · {FAULTY} · ")
     assert all(name.startswith(f"{stage}::") for name in first.tensors)
     assert {d.worker for d in found.first_divergence} == {FAULTY}
+
+
+@pytest.mark.parametrize("stage", ["base", "adapter", "merged"])
+def test_without_a_fault_nothing_is_found(look_at_fault: Run, stage: str) -> None:
+    with plant("merge-off"):
+        pass  # and a fault that was taken away is gone
+    found = look_at_fault(None, stage)
+    assert found.verdict == "consistent"
+    assert found.findings == ()
 
 
 def test_wrong_numbers_are_found_without_another_device(run_with_faults: Run) -> None:
@@ -85,23 +135,27 @@ def test_wrong_bytes_show_in_what_is_computed_from_them(run_with_faults: Run) ->
     assert divergence.layer.startswith("model.layers.0.")
 
 
-@pytest.mark.parametrize("fault", LOST)
-def test_lost_worker_is_named_and_the_rest_is_compared(run_with_faults: Run, fault: str) -> None:
-    found = run_with_faults({FAULTY: fault}, stall=20.0, stages=("adapter", "merged"))
+@pytest.mark.parametrize("faults", [("killed", "hung"), ("out-of-memory", "stopped")], ids="+".join)
+def test_lost_workers_are_named_and_the_rest_is_compared(run_with_faults: Run, faults: tuple[str, str]) -> None:
+    # a processor without AVX2 has no third worker to lose
+    planted = dict(zip(LOSABLE, faults, strict=False))
+    found = run_with_faults(planted, devices=("cpu", *planted), stall=STALL_S, stages=("adapter", "merged"))
     assert found.verdict == "incomplete"
     assert found.exit_status == 3
-    (finding,) = errors(found)
-    assert finding.kind == "lost-worker"
-    assert finding.workers == (FAULTY,)
-    assert LOST[fault] in finding.message
-    assert "last event: merged" in finding.message
-    if fault == "hung":
-        assert any("faults.py" in line and "_hang" in line for line in finding.detail)
+    by_worker = {f.workers[0]: f for f in errors(found)}
+    assert set(by_worker) == set(planted)
+    for worker, fault in planted.items():
+        finding = by_worker[worker]
+        assert finding.kind == "lost-worker"
+        assert LOST[fault] in finding.message
+        assert "last event: merged" in finding.message
+        if fault == "hung":
+            assert any("faults.py" in line and "_hang" in line for line in finding.detail)
     adapter = [t for t in found.tensors if t.stage == "adapter"]
     assert adapter
     assert {row.status for t in adapter for row in t.rows} == {"equal"}
     merged = [row for t in found.tensors if t.stage == "merged" for row in t.rows]
-    assert {row.status for row in merged if row.worker == FAULTY} == {"blocked"}
+    assert {row.status for row in merged if row.worker in planted} == {"blocked"}
     assert {row.status for row in merged if row.worker == "cpu"} == {"within"}
 
 

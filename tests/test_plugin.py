@@ -140,10 +140,10 @@ def test_lost_worker_is_an_error_with_signal_and_last_event(pytester: pytest.Pyt
 
 def test_stack_of_a_worker_that_hangs(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(PLANT.format(faults={"cpu": "hung"}))
-    options = (*BASE, "--consistency-stages", "merged", "--consistency-stall", "20")
+    options = (*BASE, "--consistency-stages", "merged", "--consistency-stall", "15")
     done = pytester.runpytest_subprocess(*options, "-k", f"{LAYER}.delta")
     assert done.parseoutcomes()["errors"] == 1
-    done.stdout.fnmatch_lines(["*no sign of life for 20 s*", "*faults.py*in _hang*"])
+    done.stdout.fnmatch_lines(["*no sign of life for 15 s*", "*faults.py*in _hang*"])
 
 
 def test_lost_worker_under_xdist(pytester: pytest.Pytester) -> None:

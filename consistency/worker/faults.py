@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,8 +21,13 @@ from consistency.errors import UsageError
 Tensors = dict[str, torch.Tensor]
 
 
-def plant(name: str) -> None:
-    """Plant a fault in this process.
+Undo = Callable[[], None]
+Install = Callable[[], Undo]
+
+
+@contextmanager
+def plant(name: str) -> Iterator[None]:
+    """Plant a fault in this process, and take it away at the end.
 
     Raises
     ------
@@ -30,94 +36,109 @@ def plant(name: str) -> None:
     """
     if name not in FAULTS:
         raise UsageError(f"no such fault: {name}", wanted=", ".join(sorted(FAULTS)))
-    FAULTS[name]()
+    undo = FAULTS[name]()
+    try:
+        yield
+    finally:
+        undo()
 
 
-def _in_adapter_file(change: Callable[[Tensors], None]) -> Callable[[], None]:
+def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
+    """Replace a function by one that calls it."""
+    kept = vars(owner)[name]
+    setattr(owner, name, wrap(getattr(owner, name)))
+    return lambda: setattr(owner, name, kept)
+
+
+def _in_adapter_file(change: Callable[[Tensors], None]) -> Install:
     """Change what PEFT reads from the adapter's file, on its way to the device."""
 
-    def install() -> None:
-        from peft import peft_model
-
-        real = peft_model.load_peft_weights
-
+    def wrap(real: Callable[..., Any]) -> Callable[..., Tensors]:
         def load(*args: Any, **kwargs: Any) -> Tensors:
             found: Tensors = {name: tensor.clone() for name, tensor in real(*args, **kwargs).items()}
             change(found)
             return found
 
-        peft_model.load_peft_weights = load
+        return load
+
+    def install() -> Undo:
+        from peft import peft_model
+
+        return _replace(peft_model, "load_peft_weights", wrap)
 
     return install
 
 
-def _in_base(change: Callable[[torch.nn.Module], None]) -> Callable[[], None]:
+def _in_base(change: Callable[[torch.nn.Module], None]) -> Install:
     """Change the base after transformers has loaded it."""
 
-    def install() -> None:
-        from consistency.worker import loading
-
-        real = loading._from_folder
-
-        def load(*args: Any, **kwargs: Any) -> tuple[torch.nn.Module, frozenset[str]]:
+    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
+        def load(*args: Any, **kwargs: Any) -> Any:
             model, missing = real(*args, **kwargs)
             with torch.no_grad():
                 change(model)
             return model, missing
 
-        loading._from_folder = load
+        return load
+
+    def install() -> Undo:
+        from consistency.worker import loading
+
+        return _replace(loading, "_from_folder", wrap)
 
     return install
 
 
-def _in_adapted_model(change: Callable[[Any], None]) -> Callable[[], None]:
+def _in_adapted_model(change: Callable[[Any], None]) -> Install:
     """Change the adapted model after PEFT has loaded it."""
 
-    def install() -> None:
-        from peft import PeftModel
-
-        real = PeftModel.from_pretrained
-
+    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
         def load(*args: Any, **kwargs: Any) -> Any:
             model = real(*args, **kwargs)
             change(model)
             return model
 
-        PeftModel.from_pretrained = load
+        return load
+
+    def install() -> Undo:
+        from peft import PeftModel
+
+        return _replace(PeftModel, "from_pretrained", wrap)
 
     return install
 
 
-def _in_delta(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
+def _in_delta(change: Callable[[torch.Tensor], torch.Tensor]) -> Install:
     """Change what PEFT computes as the delta of a linear layer."""
 
-    def install() -> None:
+    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
+        def delta(self: Any, adapter: str) -> torch.Tensor:
+            return change(real(self, adapter))
+
+        return delta
+
+    def install() -> Undo:
         from peft.tuners.lora.layer import Linear
 
-        real = Linear.get_delta_weight
-
-        def delta(self: Any, adapter: str) -> torch.Tensor:
-            found: torch.Tensor = real(self, adapter)
-            return change(found)
-
-        Linear.get_delta_weight = delta
+        return _replace(Linear, "get_delta_weight", wrap)
 
     return install
 
 
-def _at_merged(act: Callable[[], None]) -> Callable[[], None]:
+def _at_merged(act: Callable[[], None]) -> Install:
     """Do something in the middle of the run."""
 
-    def install() -> None:
-        from consistency.worker.stages import merged
-
-        real = merged.run
-
+    def wrap(real: Callable[..., Any]) -> Callable[..., None]:
         def run(context: Any) -> None:
             act()
             real(context)
 
-        merged.run = run
+        return run
+
+    def install() -> Undo:
+        from consistency.worker.stages import merged
+
+        return _replace(merged, "run", wrap)
 
     return install
 
@@ -194,7 +215,7 @@ def _out_of_memory() -> None:
     torch.empty(1 << 50, dtype=torch.uint8)
 
 
-FAULTS: dict[str, Callable[[], None]] = {
+FAULTS: dict[str, Install] = {
     "adapter-zeros": _in_adapter_file(_zeros),
     "adapter-bit-flip": _in_adapter_file(_one_bit),
     "adapter-other-tensor": _in_adapter_file(_other_tensor),

@@ -103,6 +103,12 @@ class EventLog:
         self._file = path.open("ab", buffering=0)
         self._stage = ""
 
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
     def stage(self, name: str) -> None:
         self._stage = name
         self._write(Event(at=time.time(), kind="stage", stage=name))

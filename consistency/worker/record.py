@@ -44,6 +44,12 @@ class Recorder:
         self._only = tuple(only)
         self._order = 0
 
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
     def wants(self, stage: str, layer: str) -> bool:
         """Tell whether anything is to be recorded of a layer."""
         key = f"{stage}::{layer}"

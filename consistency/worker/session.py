@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import resource
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,9 +47,13 @@ class Session:
         self._save()
 
     def run(self) -> None:
+        job = self._job
+        with Recorder(Path(job.folder), Path(job.blobs), only=job.case.only) as record:
+            self._run(record)
+
+    def _run(self, record: Recorder) -> None:
         job, events = self._job, self._events
         wanted = job.case.stages
-        record = Recorder(Path(job.folder), Path(job.blobs), only=job.case.only)
         self._begin("load base")
         loaded = load_base(job.case, job.device)
         self._update(environment={**self._told.environment, "dtype": loaded.dtype})
@@ -142,16 +147,22 @@ def _import_libraries() -> ModuleType:
 
 def run(job: Job, events: EventLog) -> None:
     """Run a job with every setting pinned."""
+    events.stage("import libraries")  # from a cold network disk this takes a while: a sign of life
     transformers = _import_libraries()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    torch.set_num_interop_threads(1)
-    if job.fault is not None:
-        from consistency.worker.faults import plant
-
-        plant(job.fault)
-    with determinism.deterministic(threads=job.threads, **job.settings) as asked:
+    if torch.get_num_interop_threads() != 1:  # torch takes this once in the life of a process
+        torch.set_num_interop_threads(1)
+    with _fault(job.fault), determinism.deterministic(threads=job.threads, **job.settings) as asked:
         Session(job, events, asked).run()
+
+
+def _fault(name: str | None) -> AbstractContextManager[None]:
+    if name is None:
+        return nullcontext()
+    from consistency.worker.faults import plant
+
+    return plant(name)
 
 
 def _peak_bytes() -> int:

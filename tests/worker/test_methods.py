@@ -100,8 +100,8 @@ def look(tmp_path: Path) -> Look:
                 blobs=str(writer.blobs), scratch=str(scratch), settings={}, makes_reference=True, threads=1,
                 parent_pid=os.getpid(),
             )  # fmt: skip
-            with determinism.deterministic(threads=1) as asked:
-                Session(job, EventLog(folder / "events.jsonl"), asked).run()
+            with determinism.deterministic(threads=1) as asked, EventLog(folder / "events.jsonl") as events:
+                Session(job, events, asked).run()
             return [decode_json(line, TensorRecord) for line in (folder / "records.jsonl").read_bytes().splitlines()]
 
     return run
