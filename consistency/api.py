@@ -13,7 +13,8 @@ from consistency.comparison import Comparison
 from consistency.device import parse_devices
 from consistency.discovery import select
 from consistency.harness import Report
-from consistency.launch.local import Limits, Watcher
+from consistency.launch.local import Watcher
+from consistency.launch.process import Limits
 
 __all__ = ["Comparison", "Report", "compare", "run"]
 

@@ -9,7 +9,7 @@
     blobs/<sha256>.safetensors    tensors worth keeping, content-addressed: equal bytes are stored once for all devices
 
 A capture is written beside its final place and renamed, so a folder with `capture.json` is whole. Reading never
-unpickles; every field is checked against the types below.
+unpickles; every field is checked against the types here and in `records.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from consistency.case import Case
 from consistency.errors import CaptureError
-from consistency.numbers import Real, decode_json, encode_json
+from consistency.numbers import decode_json, encode_json
+from consistency.records import TensorRecord, WorkerInfo
 
 SCHEMA = "consistency.capture/1"
 MANIFEST = "capture.json"
@@ -36,162 +37,6 @@ _BLOB_NAME = re.compile(r"^[0-9a-f]{64}$")
 _SLUG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.@+-]{0,120}$")
 
 T = TypeVar("T")
-
-RecordStatus = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked", "measured"]
-WorkerStatus = Literal["ok", "lost", "failed"]
-
-
-class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of `consistency.numerics.distance.Measure`, as they are written."""
-
-    elements: int
-    mismatched: int
-    max_abs: Real
-    mean_abs: Real
-    rms: Real
-    max_rel: Real
-    max_ulp: int | None
-    bound_ratio: Real | None
-    worst_index: tuple[int, ...] | None
-    worst_actual: Real | None
-    worst_expected: Real | None
-    worst_actual_bits: str | None
-    worst_expected_bits: str | None
-    flipped_bits: dict[int, int]
-    first_byte: int | None
-    last_byte: int | None
-    magnitude: Real
-
-    @classmethod
-    def of(cls, measure: Any) -> TensorMeasure:
-        """Return a `consistency.numerics.distance.Measure` in its written form; that module needs torch."""
-        return cls(**{name: getattr(measure, name) for name in cls.__struct_fields__})
-
-
-class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one worker saw of one tensor.
-
-    Attributes
-    ----------
-    stage, layer, tensor : str
-        `adapter`, `model.layers.0.self_attn.q_proj`, `lora_A`.
-    shape, dtype
-        As on the device.
-    rule : str
-        A `consistency.tolerance.Rule`.
-    status : str
-        The worker's own judgement; `measured` where only the comparison with other workers can tell.
-    digest, blocks : str
-        Of the tensor on the device; block digests as 16 hexadecimal digits each, one after the other.
-    reference : str or None
-        `file`, `float64`, or None where the other workers are the reference.
-    reference_digest, reference_blob : str or None
-        Of the tensor it was held against.
-    reference_error : float or None
-        Largest error of the CPU in this dtype, for the `relative` rule.
-    reference_draws : int or None
-        How many independent errors that one is the largest of, where it is not one per element.
-    measure : TensorMeasure or None
-        None where the bits are equal.
-    diagnosis : str or None
-    evidence : dict
-        What the diagnosis rests on.
-    reason : str or None
-        Why a tensor was skipped or blocked.
-    blob : str or None
-        The tensor itself, where it was worth keeping.
-    repeats : tuple of str
-        Digests of the same tensor in later runs on the same device.
-    order : int
-        Place in the model's own order, for "the first layer that differs".
-    """
-
-    stage: str
-    layer: str
-    tensor: str
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    rule: str = "bitwise"
-    status: RecordStatus = "equal"
-    digest: str | None = None
-    blocks: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{16})*\Z")] = ""
-    reference: str | None = None
-    reference_digest: str | None = None
-    reference_blob: str | None = None
-    reference_error: Real | None = None
-    reference_draws: int | None = None
-    measure: TensorMeasure | None = None
-    diagnosis: str | None = None
-    evidence: dict[str, Any] = {}
-    reason: str | None = None
-    blob: str | None = None
-    repeats: tuple[str, ...] = ()
-    order: int = 0
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return (self.stage, self.layer, self.tensor)
-
-
-class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting that was not as asked for when a stage ended."""
-
-    setting: str
-    asked: Any
-    in_force: Any
-    stage: str
-
-
-class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a worker was and how it ended.
-
-    Attributes
-    ----------
-    name, road : str
-        Device and road; one device may have a worker per road.
-    architecture, model, uuid, pci_bus_id, driver, capability
-        Identity of the device.
-    status : str
-        `ok`, `lost` (killed, hung, out of memory) or `failed` (an error of its own).
-    reason : str or None
-        For a worker that is not `ok`: signal, last event.
-    stack : str or None
-        Where it was, as `faulthandler` saw it.
-    environment : dict
-        Versions, threads, kernels in force.
-    asked, in_force : dict
-        Determinism settings.
-    changes : tuple of SettingChange
-    inputs_digest : str or None
-        Of the fixed inputs of the forward stage.
-    stages_done : tuple of str
-    kernel_key : str
-        Workers with the same key run the same program on the same model of chip: their bits are expected to be equal.
-    peak_bytes : int or None
-        Largest resident size of the worker's process.
-    """
-
-    name: str
-    road: str
-    architecture: str
-    model: str
-    status: WorkerStatus
-    uuid: str | None = None
-    pci_bus_id: str | None = None
-    driver: str | None = None
-    capability: str | None = None
-    simulated: bool = False
-    reason: str | None = None
-    stack: str | None = None
-    environment: dict[str, Any] = {}
-    asked: dict[str, Any] = {}
-    in_force: dict[str, Any] = {}
-    changes: tuple[SettingChange, ...] = ()
-    inputs_digest: str | None = None
-    stages_done: tuple[str, ...] = ()
-    kernel_key: str = ""
-    elapsed_s: float = 0.0
-    peak_bytes: int | None = None
 
 
 class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,8 +19,9 @@ from consistency.comparison import Comparison
 from consistency.device import DeviceInfo, parse_devices
 from consistency.discovery import select
 from consistency.errors import CaptureError, UsageError
-from consistency.launch.local import Limits, Watcher, run_workers
+from consistency.launch.local import Watcher, run_workers
 from consistency.launch.plan import plan_waves
+from consistency.launch.process import Limits
 from consistency.preflight import prepare_case
 from consistency.report.json import write_report
 

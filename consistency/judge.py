@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from consistency.capture import TensorMeasure, TensorRecord, unpack_blocks
+from consistency.capture import unpack_blocks
 from consistency.comparison import Row, Status
 from consistency.errors import CaptureError
 from consistency.kept import measure_kept
 from consistency.naming import SETTINGS_LAYER
 from consistency.numbers import Real
 from consistency.participants import Key, Participant
+from consistency.records import TensorMeasure, TensorRecord
 from consistency.tolerance import Rule, passes, ratio, relative_allowance
 
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})

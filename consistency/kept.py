@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from consistency.capture import Capture, TensorMeasure, blob_key
+from consistency.capture import Capture, blob_key
 from consistency.errors import CaptureError
+from consistency.records import TensorMeasure
 
 if TYPE_CHECKING:
     import torch

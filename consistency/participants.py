@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from consistency.capture import Capture, TensorRecord, WorkerInfo
+from consistency.capture import Capture
 from consistency.case import Case
+from consistency.records import TensorRecord, WorkerInfo
 
 Key = tuple[str, str, str]
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from consistency import harness
-from consistency.capture import SCHEMA, CaptureManifest, CaptureWriter, TensorRecord, WorkerInfo, worker_slug
+from consistency.capture import SCHEMA, CaptureManifest, CaptureWriter, worker_slug
 from consistency.case import Case, Options
 from consistency.comparison import Comparison
 from consistency.numbers import encode_json
 from consistency.preflight import builtin_folder
+from consistency.records import TensorRecord, WorkerInfo
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from consistency.agreement import compare
-from consistency.capture import TensorMeasure, TensorRecord, read_capture
+from consistency.capture import read_capture
 from consistency.comparison import Comparison, Finding
 from consistency.numbers import Real
+from consistency.records import TensorMeasure, TensorRecord
 
 from .conftest import MakeCapture
 
@@ -246,7 +247,7 @@ def test_bits_that_do_not_repeat(make_capture: MakeCapture) -> None:
 
 def test_inputs_and_settings(make_capture: MakeCapture) -> None:
     change: dict[str, Any] = {"setting": "cudnn_allow_tf32", "asked": False, "in_force": True, "stage": "merged"}
-    from consistency.capture import SettingChange
+    from consistency.records import SettingChange
 
     info = {
         "cpu": {"inputs_digest": "1", "asked": {"threads": 1}, "in_force": {"threads": 1}},

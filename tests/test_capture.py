@@ -17,10 +17,6 @@ from consistency.capture import (
     Capture,
     CaptureManifest,
     CaptureWriter,
-    SettingChange,
-    TensorMeasure,
-    TensorRecord,
-    WorkerInfo,
     blob_key,
     blob_name,
     read_capture,
@@ -32,6 +28,7 @@ from consistency.capture import (
 from consistency.case import Case, Level, Road
 from consistency.errors import CaptureError
 from consistency.numbers import Real, encode_json
+from consistency.records import SettingChange, TensorMeasure, TensorRecord, WorkerInfo
 
 SLUG = "cuda_1@tf32.shared"
 BLOB = "ab" * 32

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from consistency.agreement import compare
-from consistency.capture import SCHEMA, CaptureManifest, CaptureWriter, WorkerInfo, read_capture, worker_slug
+from consistency.capture import SCHEMA, CaptureManifest, CaptureWriter, read_capture, worker_slug
 from consistency.case import Level, Options
 from consistency.comparison import Comparison, Finding
 from consistency.discovery import discover
 from consistency.preflight import prepare_case
+from consistency.records import WorkerInfo
 from consistency.worker import session
 from consistency.worker.faults import FAULTS, plant
 from consistency.worker.job import EventLog, Job

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from consistency.capture import SettingChange
 from consistency.case import Case
 from consistency.numbers import decode_json, encode_json
+from consistency.records import SettingChange
 
 EventKind = Literal["stage", "step", "wait", "done", "failed"]
 

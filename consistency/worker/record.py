@@ -13,13 +13,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from consistency.capture import RecordStatus, TensorMeasure, TensorRecord, blob_key
+from consistency.capture import blob_key
 from consistency.errors import CaptureError
 from consistency.numbers import Real, encode_json
 from consistency.numerics.diagnosis import diagnose_moved, diagnose_structure
 from consistency.numerics.digest import TensorDigest, as_bytes, differing_blocks, digest
 from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import name_of
+from consistency.records import RecordStatus, TensorMeasure, TensorRecord
 
 KEEP_BYTES = 64 * 2**20
 """A tensor outside its rule is kept in full up to this size; beyond it, block digests and the worst element tell."""

@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 import torch
 
-from consistency.capture import SettingChange, write_json
+from consistency.capture import write_json
 from consistency.case import Stage
 from consistency.errors import UsageError
 from consistency.naming import WHOLE_MODEL
 from consistency.numerics.digest import digest
+from consistency.records import SettingChange
 from consistency.worker import determinism, environment
 from consistency.worker.files import WeightFiles
 from consistency.worker.inputs import digest_of, fixed_inputs

@@ -17,12 +17,13 @@ import transformers
 from safetensors.torch import save_file
 
 from consistency import tolerance
-from consistency.capture import CaptureWriter, TensorMeasure, TensorRecord
+from consistency.capture import CaptureWriter
 from consistency.case import Case
 from consistency.errors import InputError
 from consistency.numbers import Real, decode_json
 from consistency.numerics.bound import independent_rows
 from consistency.numerics.exact import in_float64
+from consistency.records import TensorMeasure, TensorRecord
 from consistency.tolerance import luck
 from consistency.worker import determinism
 from consistency.worker.files import WeightFiles

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from consistency.capture import RecordStatus
 from consistency.errors import InputError
 from consistency.naming import ADAPTER_MERGED as MERGED
 from consistency.naming import ADAPTER_OFF as OFF
@@ -25,6 +24,7 @@ from consistency.numerics.diagnosis import diagnose_computed
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.exact import in_float64
+from consistency.records import RecordStatus
 from consistency.tolerance import Rule, passes, ratio, relative_allowance
 from consistency.worker.inputs import fixed_inputs
 from consistency.worker.loading import load_adapter, load_base

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from consistency.capture import RecordStatus
 from consistency.naming import DELTA, SAFE_WEIGHT, WEIGHT, module_place
 from consistency.numerics.bound import (
     Allowance,
@@ -31,6 +30,7 @@ from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
+from consistency.records import RecordStatus
 from consistency.tolerance import Rule, passes
 from consistency.worker.loading import ADAPTER_NAME
 from consistency.worker.memory import is_out_of_memory
