@@ -6,7 +6,7 @@ Rules are tried from the most to the least specific; `unknown` is an honest answ
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,18 +58,19 @@ def diagnose_moved(
     differs = x != y
     if not bool(differs.any()):
         return Diagnosis(word="unknown")
-    rules = (
-        _zeros(x, y),
-        _swapped(actual, others or {}),
-        _signed_zero(a, e, differs),
-        _non_finite(a, e, differs),
-        _permuted(actual, x, y),
-        _rounded(a, e),
-        _bit_flip(a, found),
-        _wrong_scale(a, e),
-        _block(differs, a.element_size()),
+    rules: tuple[Callable[[], Diagnosis | None], ...] = (
+        lambda: _zeros(x, y),
+        lambda: _swapped(actual, others or {}),
+        lambda: _signed_zero(a, e, differs),
+        lambda: _non_finite(a, e, differs),
+        lambda: _permuted(actual, x, y),
+        lambda: _rounded(a, e),
+        lambda: _bit_flip(a, found),
+        lambda: _wrong_scale(a, e),
+        lambda: _block(differs, a.element_size()),
     )
-    return next((rule for rule in rules if rule is not None), Diagnosis(word="unknown"))
+    answers = (rule() for rule in rules)
+    return next((answer for answer in answers if answer is not None), Diagnosis(word="unknown"))
 
 
 def diagnose_computed(found: Measure) -> Diagnosis:
@@ -129,17 +130,23 @@ def _permuted(actual: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Diagnos
 def _rounded(a: torch.Tensor, e: torch.Tensor) -> Diagnosis | None:
     if e.dtype not in (torch.float32, torch.float64):
         return None
-    for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(e.to(dtype).to(e.dtype), a):
-            name = str(dtype).removeprefix("torch.")
-            return Diagnosis(word="rounded-to-bf16" if "b" in name else "rounded-to-fp16", evidence={"dtype": name})
+    through: dict[tuple[str, str], Callable[[], torch.Tensor]] = {
+        ("bf16", "nearest"): lambda: e.to(torch.bfloat16).to(e.dtype),
+        ("fp16", "nearest"): lambda: e.to(torch.float16).to(e.dtype),
+    }
     if e.dtype == torch.float32:
         bits = e.view(torch.int32)
-        # TF32 keeps 10 of float32's 23 mantissa bits: 13 are dropped, by truncation or to nearest even
-        nearest = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
-        for how, rounded in (("nearest", nearest), ("truncated", bits & ~0x1FFF)):
-            if torch.equal(rounded, a.view(torch.int32)):
-                return Diagnosis(word="rounded-to-tf32", evidence={"rounding": how})
+        # of float32's 23 mantissa bits TF32 keeps 10 and drops 13, bfloat16 keeps 7 and drops 16
+        through["tf32", "nearest"] = lambda: ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+        through["bf16", "truncated"] = lambda: (bits & ~0xFFFF).view(torch.float32)
+        through["tf32", "truncated"] = lambda: (bits & ~0x1FFF).view(torch.float32)
+    for (name, how), rounded in through.items():
+        if torch.equal(rounded(), a):
+            evidence: dict[str, Any] = {"rounding": how}
+            # float16 has TF32's 10 mantissa bits: only numbers outside its exponent range tell the two apart
+            if name == "fp16" and e.dtype == torch.float32 and torch.equal(through["tf32", "nearest"](), a):
+                evidence["also"] = "rounded-to-tf32"
+            return Diagnosis(word=f"rounded-to-{name}", evidence=evidence)
     return None
 
 

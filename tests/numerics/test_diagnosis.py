@@ -154,7 +154,15 @@ def test_a_transposed_square_matrix_is_permuted() -> None:
 def test_rounded_through_a_narrow_dtype(dtype: torch.dtype, word: str, kept: torch.dtype) -> None:
     expected = normal(8, 16, dtype=kept)
     found = diagnose(expected.to(dtype).to(kept), expected)
-    assert found == Diagnosis(word=word, evidence={"dtype": str(dtype).removeprefix("torch.")})
+    # float16 and TF32 keep as many bits; where every number lies in the range of both, both are named
+    both = {"also": "rounded-to-tf32"} if (dtype, kept) == (torch.float16, torch.float32) else {}
+    assert found == Diagnosis(word=word, evidence={"rounding": "nearest", **both})
+
+
+def test_cut_to_bfloat16() -> None:
+    expected = normal(8, 16)
+    cut = (expected.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    assert diagnose(cut, expected) == Diagnosis(word="rounded-to-bf16", evidence={"rounding": "truncated"})
 
 
 def test_rounded_to_tf32_to_nearest_even_and_by_truncation() -> None:
