@@ -91,6 +91,12 @@ def _parser() -> argparse.ArgumentParser:
 
     devices = _command(commands, "devices", _devices, "list the devices of this machine")
     devices.add_argument("--json", action="store_true", help="print JSON")
+
+    drill = _command(commands, "drill", _drill, "plant one fault at a time, and see that each is found and named")
+    drill.add_argument("--only", action="append", default=[], metavar="FAULT", help="this fault alone; may be repeated")
+    drill.add_argument("--out", type=Path, metavar="DIR", help="DIR/FAULT/ gets each run's report")
+    drill.add_argument("--force", action="store_true", help="replace an earlier drill's results in --out")
+    drill.add_argument("--json", action="store_true", help="print the rows as JSON")
     return parser
 
 
@@ -206,6 +212,21 @@ def _compare(parsed: argparse.Namespace) -> int:
             comparison, make_console(), verbose=parsed.verbose, folder=None if parsed.out is None else str(parsed.out)
         )
     return comparison.exit_status
+
+
+def _drill(parsed: argparse.Namespace) -> int:
+    from consistency.drill import choose, drill
+    from consistency.numbers import encode_json
+    from consistency.report.progress import progress
+    from consistency.report.terminal import make_console, print_drill
+
+    with progress(make_console(sys.stderr)) as watch:
+        rows = drill(choose(parsed.only), out=parsed.out, watch=watch, replace=parsed.force)
+    if parsed.json:
+        sys.stdout.buffer.write(encode_json(rows, indent=1) + b"\n")
+    else:
+        print_drill(rows, make_console())
+    return 0 if all(row.passed for row in rows) else 1
 
 
 def _devices(parsed: argparse.Namespace) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.padding import Padding
@@ -15,6 +15,9 @@ from rich.text import Text
 from consistency.comparison import BAD, Comparison, Finding, Row, TensorComparison
 from consistency.device import DeviceInfo
 from consistency.report.summary import Cell, Group, groups, stages, worst_ratio
+
+if TYPE_CHECKING:
+    from consistency.drill import DrillRow
 
 PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
 _MOST_TENSORS = 20
@@ -79,6 +82,21 @@ def print_devices(devices: list[DeviceInfo], console: Console) -> None:
         table.add_row(*(Text(clean(cell or "")) for cell in cells))
     with _without_trailing_blanks(console):
         console.print(table)
+
+
+def print_drill(rows: Sequence[DrillRow], console: Console) -> None:
+    """Print what came of each planted fault."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for title in ("fault", "case", "planted in", "expected", "named", "", "what the report says"):
+        table.add_column(title, header_style="bold", overflow="fold")
+    for row in rows:
+        outcome = "found" if row.passed else "NOT FOUND" if not row.found else "NOT NAMED"
+        cells = (row.fault, row.case or "", row.worker, row.expected, row.named or "nothing", outcome, row.message)
+        table.add_row(*(Text(clean(cell)) for cell in cells))
+    with _without_trailing_blanks(console):
+        console.print(table)
+        passed = sum(row.passed for row in rows)
+        console.print(f"\n{passed} of {len(rows)} planted faults found and named")
 
 
 @contextmanager

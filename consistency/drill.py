@@ -1,0 +1,167 @@
+"""The drill: run the built-in case with one fault planted at a time, and see whether it is found and how it is named.
+
+It is how a user learns to trust the tool, and how its makers do. Each fault goes into one worker's real loading path;
+the run around it is the main job, as `consistency run` does it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from consistency import harness
+from consistency.case import Options, Stage
+from consistency.comparison import Comparison
+from consistency.device import DeviceInfo
+from consistency.discovery import select
+from consistency.errors import UsageError
+from consistency.launch.local import Watcher
+
+STALL_S = 30.0  # a worker that hangs is given up after this; importing torch from a slow disk is quicker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One fault and what has to come of it.
+
+    Attributes
+    ----------
+    fault : str
+        Of `consistency.worker.faults`.
+    expected : str
+        Kind of the finding that has to name it.
+    stages : tuple of Stage
+        No more than it needs.
+    case : str or None
+        Which of the cases C1 to C5 that the project was made for it stands for.
+    words : str
+        What the finding's sentence has to hold, beside its kind.
+    repeat : int
+    """
+
+    fault: str
+    expected: str
+    stages: tuple[Stage, ...]
+    case: str | None = None
+    words: str = ""
+    repeat: int = 1
+
+
+_ADAPTER, _MERGED = (Stage.ADAPTER,), (Stage.MERGED,)
+
+TRIALS: tuple[Trial, ...] = (
+    Trial(fault="adapter-zeros", expected="zeros", stages=_ADAPTER, case="C1"),
+    Trial(fault="adapter-missing-key", expected="zeros", stages=_ADAPTER, case="C1"),
+    Trial(fault="adapter-half-a-page", expected="block", stages=_ADAPTER, case="C1"),
+    Trial(fault="adapter-other-tensor", expected="swapped", stages=_ADAPTER, case="C1"),
+    Trial(fault="adapter-bit-flip", expected="bit-flip", stages=_ADAPTER),
+    Trial(fault="adapter-through-bfloat16", expected="rounded-to-bf16", stages=_ADAPTER, case="C1"),
+    Trial(fault="adapter-nan", expected="non-finite", stages=_ADAPTER),
+    Trial(fault="adapter-inactive", expected="inactive", stages=_ADAPTER),
+    Trial(fault="adapter-wrong-scaling", expected="settings", stages=_ADAPTER),
+    Trial(fault="base-bit-flip", expected="bit-flip", stages=(Stage.BASE,)),
+    Trial(fault="merge-off", expected="unknown", stages=_MERGED, words="outside the bound"),
+    Trial(fault="merge-not-repeatable", expected="not-repeatable", stages=_MERGED, repeat=2),
+    Trial(fault="setting-flipped", expected="setting-changed", stages=_MERGED),
+    Trial(fault="killed", expected="lost-worker", stages=_MERGED, words="SIGKILL"),
+    Trial(fault="hung", expected="lost-worker", stages=_MERGED, words="no sign of life"),
+    Trial(fault="stopped", expected="lost-worker", stages=_MERGED, words="no sign of life"),
+    Trial(fault="out-of-memory", expected="lost-worker", stages=_MERGED, words="out of memory"),
+)
+
+
+class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one fault.
+
+    Attributes
+    ----------
+    worker : str
+        Where it was planted.
+    named : str or None
+        Kind of the first finding about that worker; None where there is none.
+    found : bool
+        Whether there is any finding about that worker, and none about another.
+    message : str
+        That finding's sentence.
+    """
+
+    fault: str
+    case: str | None
+    worker: str
+    expected: str
+    named: str | None
+    found: bool
+    message: str
+
+    @property
+    def passed(self) -> bool:
+        return self.found and self.named == self.expected
+
+
+def choose(only: Sequence[str]) -> tuple[Trial, ...]:
+    """Return the trials of these faults, all of them where none is named."""
+    known = {trial.fault: trial for trial in TRIALS}
+    for name in only:
+        if name not in known:
+            raise UsageError(f"no such fault: {name}", where="--only", wanted=", ".join(known))
+    return tuple(known[name] for name in only) or TRIALS
+
+
+def drill(
+    trials: Sequence[Trial],
+    *,
+    out: Path | None,
+    watch: Watcher,
+    replace: bool = False,
+) -> tuple[DrillRow, ...]:
+    """Run the built-in case once per trial; leave each run's report in a folder of its own.
+
+    Parameters
+    ----------
+    trials : sequence of Trial
+    out : Path or None
+        `out/FAULT/` holds the run's report and captures; None keeps nothing.
+    watch : callable
+        Called with every event of every worker.
+    replace : bool
+        Overwrite an earlier drill's results.
+    """
+    devices = _devices()
+    rows = []
+    for trial in trials:
+        options = Options(
+            devices=tuple(info.spec.name for info in devices),
+            stages=tuple(stage.value for stage in trial.stages),
+            repeat=trial.repeat,
+            stall=STALL_S,
+        )
+        worker = devices[-1].spec.name
+        plan = dataclasses.replace(harness.prepare(options), faults={worker: trial.fault})
+        folder = None if out is None else out / trial.fault
+        rows.append(_row(trial, worker, harness.run(plan, folder, watch=watch, replace=replace).comparison))
+    return tuple(rows)
+
+
+def _devices() -> tuple[DeviceInfo, ...]:
+    """Return the reference and one other device, which gets the fault; on a bare machine the reference gets it."""
+    found = select(["auto"])
+    return (found[0], found[1]) if len(found) > 1 else (found[0],)
+
+
+def _row(trial: Trial, worker: str, comparison: Comparison) -> DrillRow:
+    # the words are part of the name: a kind alone may mean several things
+    about = [f for f in comparison.findings if f.severity != "note"]
+    first = next((f for f in about if f.workers == (worker,) and trial.words in f.message), None)
+    return DrillRow(
+        fault=trial.fault,
+        case=trial.case,
+        worker=worker,
+        expected=trial.expected,
+        named=None if first is None else first.kind,
+        found=first is not None and all(f.workers == (worker,) for f in about),
+        message="" if first is None else first.message,
+    )
