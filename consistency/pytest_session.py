@@ -158,7 +158,7 @@ class Session:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self) -> Comparison | None:
-        """Return what another process of this session has left, or raise what it met."""
+        """Return what another process of the pytest session has left, or raise what it met."""
         if (self.folder / _ERROR).exists():
             written = decode_json((self.folder / _ERROR).read_bytes(), _WrittenError)
             raise ConsistencyError(
