@@ -65,6 +65,8 @@ TRIALS: tuple[Trial, ...] = (
     Trial(fault="adapter-wrong-scaling", expected="settings", stages=_ADAPTER),
     Trial(fault="base-bit-flip", expected="bit-flip", stages=(Stage.BASE,)),
     Trial(fault="merge-off", expected="unknown", stages=_MERGED, words="outside the bound"),
+    Trial(fault="merge-fails", expected="missing", stages=_MERGED),
+    Trial(fault="forward-off", expected="unknown", stages=(Stage.FORWARD,), words="outside the bound"),
     Trial(fault="merge-not-repeatable", expected="not-repeatable", stages=_MERGED, repeat=2),
     Trial(fault="setting-flipped", expected="setting-changed", stages=_MERGED),
     Trial(fault="killed", expected="lost-worker", stages=_MERGED, words="SIGKILL"),

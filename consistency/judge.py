@@ -26,6 +26,16 @@ def judge(subject: Participant, reference: Participant, key: Key) -> Row:
     record, expected = subject.records.get(key), reference.records.get(key)
     if record is None:
         return _unseen(subject, reference)
+    if record.status == "skipped" and expected is not None and expected.status not in _ABSENT:
+        # what the reference worker could make, this device failed to make: no reason of its own excuses it
+        return Row(
+            worker=subject.label,
+            reference=reference.label,
+            status="missing",
+            diagnosis="missing",
+            evidence=record.evidence,
+            reason=f"the reference worker has it, this worker could not make it: {record.reason}",
+        )
     if record.status in _ABSENT:
         return Row(
             worker=subject.label,

@@ -218,6 +218,15 @@ def test_missing_unexpected_and_skipped(make_capture: MakeCapture) -> None:
     assert {f.kind for f in errors(found)} == {"missing", "unexpected"}
 
 
+def test_worker_may_not_skip_what_the_reference_worker_could_make(make_capture: MakeCapture) -> None:
+    failed = computed(status="skipped", digest=None, measure=None, diagnosis=None, reason="RuntimeError: a kernel")
+    found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": [failed]}))
+    assert found.verdict == "inconsistent"
+    assert [f.kind for f in errors(found)] == ["missing"]
+    assert "RuntimeError: a kernel" in (only_row(found, "cuda:0").reason or "")
+    assert compared(make_capture("b", {"cpu": [failed], "cuda:0": [failed]})).verdict == "consistent"
+
+
 def test_worker_that_lacks_a_tensor_of_the_others(make_capture: MakeCapture) -> None:
     found = compared(make_capture("a", {"cpu": [moved(), moved(tensor="lora_A")], "cuda:0": [moved()]}))
     assert [f.kind for f in errors(found)] == ["missing"]

@@ -157,8 +157,10 @@ def test_what_is_not_finite_survives(tmp_path: Path) -> None:
 
 
 def test_a_measure_of_the_numerics_has_every_field_of_the_written_one(tmp_path: Path) -> None:
-    distance = pytest.importorskip("consistency.numerics.distance")
-    torch = pytest.importorskip("torch")
+    import torch
+
+    from consistency.numerics import distance
+
     found = distance.measure(torch.tensor([1.0, math.nan]), torch.tensor([2.0, 1.0]))
     written = TensorMeasure.of(found)
     assert repr(written.max_abs) == repr(found.max_abs)

@@ -35,6 +35,8 @@ NAMED = {
     "adapter-wrong-scaling": ("adapter", "settings"),
     "base-bit-flip": ("base", "bit-flip"),
     "merge-off": ("merged", "unknown"),
+    "merge-fails": ("merged", "missing"),
+    "forward-off": ("forward", "unknown"),
 }
 LOST = {
     "killed": "SIGKILL",
@@ -44,7 +46,8 @@ LOST = {
 }
 STALL_S = 15.0
 LOSABLE = [info.spec.name for info in discover() if info.spec.name in (FAULTY, "cpu@avx2")]
-NEED_ANOTHER = {"adapter-wrong-scaling"}  # a scaling is in no file: the reference worker is the reference
+# a scaling is in no file, a merge that no device makes is no fault of one, and the forward pass needs a CPU's own error
+NEED_ANOTHER = {"adapter-wrong-scaling", "merge-fails", "forward-off"}
 OTHERS = {"merge-not-repeatable", "setting-flipped"}
 
 
@@ -63,14 +66,14 @@ def look_at_fault(tmp_path: Path) -> Run:
     def run(fault: str, stage: str) -> Comparison:
         case = prepare_case(Options(base="builtin:llama", stages=(stage,), level=Level.QUICK))
         workers = {"cpu": None, FAULTY: fault} if fault in NEED_ANOTHER else {FAULTY: fault}
-        slugs = []
+        slugs: list[str] = []
         with CaptureWriter(tmp_path / "capture") as writer:
             for name, planted in workers.items():
                 slug = worker_slug(name, "isolated")
                 folder = writer.worker_folder(slug)
                 job = Job(
                     case=case, name=name, device="cpu", road="isolated", folder=str(folder), blobs=str(writer.blobs),
-                    scratch=str(tmp_path), settings={}, makes_reference=True, threads=1, parent_pid=os.getpid(),
+                    scratch=str(tmp_path), settings={}, makes_reference=not slugs, threads=1, parent_pid=os.getpid(),
                     fault=planted,
                 )  # fmt: skip
                 with EventLog(folder / "events.jsonl") as events:

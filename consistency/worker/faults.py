@@ -125,6 +125,23 @@ def _in_delta(change: Callable[[torch.Tensor], torch.Tensor]) -> Install:
     return install
 
 
+def _in_activations(change: Callable[[Tensors], Tensors]) -> Install:
+    """Change what the forward pass gives, and nothing before it."""
+
+    def wrap(real: Callable[..., Any]) -> Callable[..., Tensors]:
+        def activations(*args: Any, **kwargs: Any) -> Tensors:
+            return change(real(*args, **kwargs))
+
+        return activations
+
+    def install() -> Undo:
+        from consistency.worker.stages import forward
+
+        return _replace(forward, "activations", wrap)
+
+    return install
+
+
 def _at_merged(act: Callable[[], None]) -> Install:
     """Do something in the middle of the run."""
 
@@ -206,6 +223,10 @@ def _flaky(delta: torch.Tensor) -> torch.Tensor:
     return delta * (1 + 2**-23 * (_calls % 2))
 
 
+def _kernel_fails(_: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("a kernel of this device failed")
+
+
 def _hang() -> None:
     while True:
         time.sleep(1)
@@ -227,6 +248,8 @@ FAULTS: dict[str, Install] = {
     "adapter-wrong-scaling": _in_adapted_model(_double_scaling),
     "base-bit-flip": _in_base(_base_bit),
     "merge-off": _in_delta(lambda delta: delta * 1.001),
+    "merge-fails": _in_delta(_kernel_fails),
+    "forward-off": _in_activations(lambda found: {name: tensor * (1 + 1e-4) for name, tensor in found.items()}),
     "merge-not-repeatable": _in_delta(_flaky),
     "setting-flipped": _at_merged(lambda: torch.set_float32_matmul_precision("medium")),
     "killed": _at_merged(lambda: os.kill(os.getpid(), signal.SIGKILL)),
