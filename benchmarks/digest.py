@@ -2,8 +2,8 @@
 
     python benchmarks/digest.py
 
-Prints the rate of `consistency.numerics.digest.digest` over a state dict as GB/s and as a share of the rate at which the
-same bytes are copied (the faster of torch's `copy_` and NumPy's `copyto`), both the best of several rounds that take
+Prints the rate of `consistency.numerics.digest.digest` over a state dict as GB/s, and as a share of the rate at which
+the same bytes are copied (the faster of torch's `copy_` and NumPy's `copyto`), both the best of several rounds that take
 turns, so that a busy machine slows both.
 """
 
