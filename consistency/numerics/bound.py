@@ -27,8 +27,9 @@ from dataclasses import dataclass
 
 import torch
 
-from consistency.numerics.distance import CHUNK, Measure, Tally
+from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
+from consistency.numerics.error import CHUNK, ErrorTally
 
 _FLOAT32 = UNIT_ROUNDOFF[torch.float32]
 
@@ -121,7 +122,7 @@ def measure_low_rank(
     allowance : Allowance
     """
     rows, columns = actual.shape
-    tally = Tally(shape=(rows, columns), dtype=actual.dtype)
+    tally = ErrorTally(shape=(rows, columns), dtype=actual.dtype)
     scaled = left.to(torch.float64) * scaling
     right64 = right.to(torch.float64)
     scaled_size, right_size = scaled.abs(), right64.abs()
@@ -135,17 +136,17 @@ def measure_low_rank(
             exact += weight
             allowed.add_(weight.abs(), alpha=allowance.weight)  # a float64 base is no copy
         allowed.add_(allowance.floor)
-        tally.add_error(actual[part].reshape(-1), exact.reshape(-1), allowed=allowed.reshape(-1), start=row * columns)
+        tally.add(actual[part].reshape(-1), exact.reshape(-1), allowed=allowed.reshape(-1), start=row * columns)
     return tally.result()
 
 
 def measure_against_exact(actual: torch.Tensor, exact: torch.Tensor) -> Measure:
     """Measure how far a tensor is from a float64 reference of the same shape, both on the CPU."""
     flat, reference = actual.detach().reshape(-1), exact.detach().reshape(-1)
-    tally = Tally(shape=tuple(actual.shape), dtype=actual.dtype)
+    tally = ErrorTally(shape=tuple(actual.shape), dtype=actual.dtype)
     for start in range(0, flat.numel(), CHUNK):
         part = slice(start, start + CHUNK)
-        tally.add_error(flat[part], reference[part], allowed=None, start=start)
+        tally.add(flat[part], reference[part], allowed=None, start=start)
     return tally.result()
 
 

@@ -1,21 +1,35 @@
-"""How far one tensor is from another, or from an exact reference, in one pass over chunks that stay in cache."""
+"""How far one tensor is from another that should have the same bits, in one pass over chunks that stay in cache.
+
+Equal stretches are recognised by comparing memory. Where bits differ, NumPy measures on the CPU: its reductions are
+vectorised and can write into buffers that are used again, so nothing of the size of a tensor is allocated.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import ctypes
+import functools
 import math
-from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from consistency.errors import StructureError
 from consistency.numbers import Real
-from consistency.numerics.dtype import bit_patterns, name_of, ordered_integers, real_view
+from consistency.numerics.bitcount import BitCount
+from consistency.numerics.dtype import bit_patterns, name_of, real_view
 
 CHUNK = 1 << 14
-"""Elements per chunk: a handful of float64 temporaries of 128 KiB fit in a level-2 cache of 1 MiB."""
+"""Elements per chunk: the float64 and integer buffers, some 500 KiB, fit in a level-2 cache of 1 MiB."""
 
-_HAVE_AMINMAX = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32})
+_STRETCH = 16
+"""Chunks that are compared as memory at once: of float32 1 MiB, so that a call costs little beside it."""
+
+_SPARSE = 8
+"""Where fewer than one in so many elements differ, these are gathered before they are measured."""
+
+_DIRECT = frozenset({torch.float64, torch.float32})  # NumPy has no bfloat16 and is slow at float16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +58,7 @@ class Measure:
     first_byte, last_byte : int or None
         Offsets of the first and the last element that differs, in bytes from the start of the tensor.
     magnitude : float
-        Largest magnitude of the reference.
+        Largest finite magnitude of an exact reference; not taken where bits are compared.
     """
 
     elements: int
@@ -72,7 +86,7 @@ def measure(actual: torch.Tensor, expected: torch.Tensor) -> Measure:
     Parameters
     ----------
     actual, expected : torch.Tensor
-        On the CPU, of equal shape and dtype; neither is changed.
+        On the CPU, of equal shape and dtype; neither is changed. As many threads work as torch uses.
 
     Raises
     ------
@@ -81,174 +95,215 @@ def measure(actual: torch.Tensor, expected: torch.Tensor) -> Measure:
     """
     _same_structure(actual, expected)
     a, e = real_view(actual), real_view(expected)
-    tally = Tally(shape=tuple(actual.shape), dtype=a.dtype, parts=2 if actual.is_complex() else 1)
-    ab, eb = bit_patterns(a), bit_patterns(e)
-    for start in range(0, a.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        tally.see_magnitude(e[part])
-        if not torch.equal(ab[part], eb[part]):
-            tally.add_bits(a[part], e[part], start=start)
-    return tally.result()
+    parts = 2 if actual.is_complex() else 1
+    stretch = _STRETCH * CHUNK
+    threads = min(torch.get_num_threads(), -(-a.numel() // stretch))
+    if threads < 2:
+        found = [_measure_range(a, e, 0, a.numel(), parts)]
+    else:
+        # whole stretches per thread, so that how a tensor is cut does not depend on how many threads there are
+        step = -(-a.numel() // stretch // threads) * stretch
+        ranges = [(start, min(start + step, a.numel())) for start in range(0, a.numel(), step)]
+        found = list(_pool(threads).map(lambda cut: _measure_range(a, e, cut[0], cut[1], parts), ranges))
+    return _combined(found, tuple(actual.shape), parts)
 
 
-class Tally:
-    """Accumulate a `Measure` chunk by chunk.
+@dataclass(slots=True, kw_only=True)
+class _Range:
+    """What one thread has seen of a contiguous range of elements."""
 
-    Parameters
-    ----------
-    shape : tuple of int
-    dtype : torch.dtype
-        Of the real parts.
-    parts : int
-        Real parts per element: 2 for a complex tensor.
-    """
+    mismatched: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    max_ulp: int | None = 0
+    sums: list[float] = field(default_factory=list)
+    squares: list[float] = field(default_factory=list)
+    bits: BitCount
+    first: int | None = None
+    last: int | None = None
+    worst: tuple[float, int, float, float, str, str] | None = None
 
-    def __init__(self, *, shape: tuple[int, ...], dtype: torch.dtype, parts: int = 1) -> None:
-        self._shape = shape
-        self._dtype = dtype
-        self._parts = parts
-        self._elements = math.prod(shape)
-        self._mismatched = 0
-        self._max_abs = self._max_rel = self._sum = self._squares = self._magnitude = 0.0
-        self._max_ulp: int | None = 0
-        self._ratio: float | None = None
-        self._worst: tuple[float, int, float, float, str, str] | None = None
-        self._bits: Counter[int] = Counter()
-        self._first: int | None = None
-        self._last: int | None = None
 
-    def see_magnitude(self, expected: torch.Tensor) -> None:
-        """Note the largest finite magnitude of a chunk of the reference."""
-        if expected.dtype == torch.bool or not expected.numel():
-            return
-        numbers = expected if expected.dtype in _HAVE_AMINMAX else expected.to(torch.float64)
-        low, high = torch.aminmax(numbers)
-        if not (math.isfinite(low) and math.isfinite(high)):
-            low, high = torch.aminmax(numbers.masked_fill(~torch.isfinite(numbers), 0.0))
-        self._magnitude = max(self._magnitude, abs(float(low)), abs(float(high)))
+def _measure_range(a: torch.Tensor, e: torch.Tensor, start: int, stop: int, parts: int) -> _Range:
+    found = _Range(bits=BitCount(8 * a.element_size()))
+    x, y = bit_patterns(a).numpy(), bit_patterns(e).numpy()
+    differing = -1
+    with np.errstate(all="ignore"):  # NaN and infinities are settled below
+        for stretch in range(start, stop, _STRETCH * CHUNK):
+            end = min(stop, stretch + _STRETCH * CHUNK)
+            if same_memory(x[stretch:end], y[stretch:end]):
+                continue
+            for chunk in range(stretch, end, CHUNK):
+                part = slice(chunk, min(end, chunk + CHUNK))
+                if not same_memory(x[part], y[part]):
+                    _see(found, a[part], e[part], x[part], y[part], chunk, parts)
+                    differing = chunk
+        if differing >= 0:
+            part = slice(differing, min(stop, differing + CHUNK))
+            found.last = differing + int(np.flatnonzero(x[part] != y[part])[-1])
+    return found
 
-    def add_bits(self, actual: torch.Tensor, expected: torch.Tensor, *, start: int) -> None:
-        """Add a chunk of a bitwise comparison; `start` is the flat index of its first element."""
-        ab, eb = bit_patterns(actual), bit_patterns(expected)
-        places = torch.nonzero(ab != eb).reshape(-1)
-        a, e = actual[places], expected[places]
-        flips = torch.bitwise_xor(ab[places], eb[places]).to(torch.int64)
-        for bit in range(8 * actual.element_size()):
-            count = int(torch.count_nonzero(torch.bitwise_and(flips, 1 << bit if bit < 63 else -(1 << 63))))
-            if count:
-                self._bits[bit] += count
-        size = actual.element_size()
-        self._first = (start + int(places[0])) * size if self._first is None else self._first
-        self._last = (start + int(places[-1])) * size
-        if self._parts > 1:
-            self._mismatched += int(torch.unique((places + start) // self._parts).numel())
+
+def _see(found: _Range, a: torch.Tensor, e: torch.Tensor, x: np.ndarray, y: np.ndarray, start: int, parts: int) -> None:
+    """Add a chunk whose bits differ somewhere; `x` and `y` are the bits of `a` and `e`."""
+    flips = np.bitwise_xor(x, y)
+    count = int(np.count_nonzero(flips))
+    first = int(np.argmax(flips != 0))
+    if found.first is None:
+        found.first = start + first
+    found.mismatched += count if parts == 1 else int(np.count_nonzero(flips[0::2] | flips[1::2]))
+    places = None
+    if count * _SPARSE < len(flips):
+        places = np.flatnonzero(flips)
+        a, e, x, y, flips, first = a[places], e[places], x[places], y[places], flips[places], 0
+    found.bits.add(flips)
+    numbers, reference = _numbers(a), _numbers(e)
+    difference = np.subtract(numbers, reference, dtype=np.float64)
+    np.abs(difference, out=difference)
+    total = float(np.add.reduce(difference))
+    finite = math.isfinite(total)
+    if not finite:
+        both_nan = np.isnan(numbers) & np.isnan(reference)
+        difference[(numbers == reference) | both_nan] = 0.0
+        total = float(np.add.reduce(difference))
+    largest = float(np.maximum.reduce(difference))  # NaN is the largest
+    found.sums.append(total)
+    found.squares.append(float(np.einsum("i,i->", difference, difference)))
+    found.max_abs = worse(found.max_abs, largest)
+    found.max_rel = worse(found.max_rel, _largest_relative(difference, reference))
+    if found.max_ulp is not None:
+        if math.isnan(largest) or not a.dtype.is_floating_point:
+            found.max_ulp = None
         else:
-            self._mismatched += places.numel()
-        difference = self._difference(a.to(torch.float64), e.to(torch.float64))
-        self._see(a, e, difference, difference, places + start)
+            found.max_ulp = max(found.max_ulp, _largest_step(x, y, flips, None if finite else both_nan))
+    if found.worst is None or is_worse(largest, found.worst[0]):
+        i = int(np.argmax(difference)) if largest != 0 else first  # argmax takes the first NaN
+        where = start + (i if places is None else int(places[i]))
+        found.worst = (largest, where, float(a[i]), float(e[i]), hexadecimal(a[i]), hexadecimal(e[i]))
 
-    def add_error(self, actual: torch.Tensor, exact: torch.Tensor, *, allowed: torch.Tensor | None, start: int) -> None:
-        """Add a chunk of a comparison with an exact reference.
 
-        Parameters
-        ----------
-        actual : torch.Tensor
-            Flat, of the tested dtype.
-        exact : torch.Tensor
-            Flat float64.
-        allowed : torch.Tensor or None
-            Flat float64, what each element may be off, above zero.
-        start : int
-            Flat index of the chunk's first element.
-        """
-        rounded = exact.to(self._dtype)
-        self.see_magnitude(exact)
-        difference = self._difference(actual.to(torch.float64), exact)
-        # what rounds to the same bits is as right as this dtype can be, where it overflows to infinity too
-        same = bit_patterns(actual) == bit_patterns(rounded)
-        difference.masked_fill_(same & ~torch.isfinite(difference), 0.0)
-        self._mismatched += actual.numel() - int(torch.count_nonzero(same))
-        badness = difference
-        if allowed is not None:
-            badness = difference / allowed
-            badness.masked_fill_(difference == 0, 0.0)  # 0 / 0 where nothing is allowed and nothing is off
-            self._ratio = _worse(self._ratio or 0.0, float(badness.max()))
-        self._see(actual, exact, difference, badness, None, start=start, rounded=rounded)
+def _numbers(part: torch.Tensor) -> np.ndarray:
+    """Return a flat real tensor as NumPy numbers that are exact in float64, but for integers beyond 2**53."""
+    if part.dtype in _DIRECT:
+        return part.numpy()
+    return part.to(torch.float32 if part.dtype.is_floating_point else torch.float64).numpy()
 
-    def result(self) -> Measure:
-        n = max(1, self._elements)
-        worst = self._worst
-        return Measure(
-            elements=self._elements,
-            mismatched=self._mismatched,
-            max_abs=Real(self._max_abs),
-            mean_abs=Real(self._sum / n),
-            rms=Real(math.sqrt(self._squares / n) if not math.isnan(self._squares) else math.nan),
-            max_rel=Real(self._max_rel),
-            max_ulp=self._max_ulp,
-            bound_ratio=None if self._ratio is None else Real(self._ratio),
-            worst_index=None if worst is None else _unravel(worst[1] // self._parts, self._shape),
-            worst_actual=None if worst is None else Real(worst[2]),
-            worst_expected=None if worst is None else Real(worst[3]),
-            worst_actual_bits=None if worst is None else worst[4],
-            worst_expected_bits=None if worst is None else worst[5],
-            flipped_bits=dict(sorted(self._bits.items())),
-            first_byte=self._first,
-            last_byte=self._last,
-            magnitude=Real(self._magnitude),
-        )
 
-    def _difference(self, a: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
-        """Return |a - e|; 0 for equal infinities and for paired NaNs, NaN where one side alone is NaN."""
-        difference = (a - e).abs_()
-        if not bool(torch.isfinite(difference).all()):
-            difference.masked_fill_((a == e) | (torch.isnan(a) & torch.isnan(e)), 0.0)
-        return difference
+def _largest_relative(difference: np.ndarray, reference: np.ndarray) -> float:
+    relative = np.divide(difference, np.abs(reference), dtype=np.float64)
+    largest = float(np.maximum.reduce(relative))
+    if math.isnan(largest):
+        relative[difference == 0] = 0.0
+        relative[np.isinf(difference)] = math.inf  # not NaN where the reference is infinite too
+        largest = float(np.maximum.reduce(relative))
+    return largest
 
-    def _see(
-        self,
-        a: torch.Tensor,
-        e: torch.Tensor,
-        difference: torch.Tensor,
-        badness: torch.Tensor,
-        places: torch.Tensor | None,
-        *,
-        start: int = 0,
-        rounded: torch.Tensor | None = None,
-    ) -> None:
-        if not a.numel():
-            return
-        self._max_abs = _worse(self._max_abs, float(difference.max()))
-        self._sum += float(difference.sum())
-        self._squares += float(torch.dot(difference, difference))
-        relative = difference / e.to(torch.float64).abs()
-        relative.masked_fill_(difference == 0, 0.0)
-        relative.masked_fill_(torch.isinf(difference), math.inf)  # not NaN where the reference is infinite too
-        self._max_rel = _worse(self._max_rel, float(relative.max()))
-        near = e if rounded is None else rounded
-        self._see_ulp(a, near, difference)
-        i = int(torch.argmax(badness))  # NaN counts as the largest
-        score = float(badness[i])
-        if self._worst is None and score == 0 and rounded is not None:
-            return  # an exact result has no worst element
-        if self._worst is None or _is_worse(score, self._worst[0]):
-            where = start + i if places is None else int(places[i])
-            self._worst = (score, where, float(a[i]), float(e[i]), _hex(a[i]), _hex(near[i]))
 
-    def _see_ulp(self, a: torch.Tensor, e: torch.Tensor, difference: torch.Tensor) -> None:
-        if self._max_ulp is None or not a.dtype.is_floating_point:
-            self._max_ulp = None
-            return
-        if bool(torch.isnan(difference).any()):
-            self._max_ulp = None
-            return
-        x, y = ordered_integers(a), ordered_integers(e)
-        both_nan = torch.isnan(a) & torch.isnan(e)
-        # two float64 of opposite sign can be further apart than int64 reaches: the difference wraps and is read as
-        # unsigned, in whose order a value comes where its sign-flipped bits come in the signed one
-        apart = (torch.maximum(x, y) - torch.minimum(x, y)).masked_fill_(both_nan, 0)
-        step = int(torch.bitwise_xor(apart, -(1 << 63)).max()) + (1 << 63)
-        self._max_ulp = max(self._max_ulp, step)
+def _largest_step(x: np.ndarray, y: np.ndarray, flips: np.ndarray, both_nan: np.ndarray | None) -> int:
+    """Return the largest distance in units in the last place; `x` and `y` are the bits of two floats, `flips` theirs.
+
+    Bits of floats of one sign are in the order of their magnitudes, so their difference is the distance. Two of
+    opposite sign are as far apart as both are from zero. NaN has no place in the order.
+    """
+    signed = np.dtype(f"i{x.itemsize}")
+    x, y, flips = x.view(signed), y.view(signed), flips.view(signed)
+    steps = np.subtract(x, y)
+    if both_nan is not None:
+        steps[both_nan] = 0
+    largest = 0
+    if int(np.minimum.reduce(flips)) < 0:
+        across = flips < 0
+        steps[across] = 0
+        magnitude = 2 ** (8 * x.itemsize - 1) - 1
+        if both_nan is not None:
+            across &= ~both_nan
+        if bool(across.any()):
+            largest = int(np.max((x[across] & magnitude).astype(np.uint64) + (y[across] & magnitude).astype(np.uint64)))
+    return max(largest, int(np.maximum.reduce(steps)), -int(np.minimum.reduce(steps)))
+
+
+def _combined(found: list[_Range], shape: tuple[int, ...], parts: int) -> Measure:
+    """Put the ranges of a tensor together; `math.fsum` gives one sum however they were cut."""
+    elements = math.prod(shape)
+    bits = found[0].bits
+    worst = found[0].worst
+    for other in found[1:]:
+        bits.merge(other.bits)
+        if other.worst is not None and (worst is None or is_worse(other.worst[0], worst[0])):
+            worst = other.worst
+    steps = [r.max_ulp for r in found]
+    size = bits.bits // 8
+    firsts = [r.first for r in found if r.first is not None]
+    lasts = [r.last for r in found if r.last is not None]
+    return Measure(
+        elements=elements,
+        mismatched=sum(r.mismatched for r in found),
+        max_abs=Real(functools.reduce(worse, (r.max_abs for r in found))),
+        mean_abs=Real(_sum([s for r in found for s in r.sums]) / max(1, elements)),
+        rms=Real(math.sqrt(_sum([s for r in found for s in r.squares]) / max(1, elements))),
+        max_rel=Real(functools.reduce(worse, (r.max_rel for r in found))),
+        max_ulp=None if None in steps else max(s for s in steps if s is not None),
+        worst_index=None if worst is None else unravel(worst[1] // parts, shape),
+        worst_actual=None if worst is None else Real(worst[2]),
+        worst_expected=None if worst is None else Real(worst[3]),
+        worst_actual_bits=None if worst is None else worst[4],
+        worst_expected_bits=None if worst is None else worst[5],
+        flipped_bits=bits.result(),
+        first_byte=firsts[0] * size if firsts else None,
+        last_byte=lasts[-1] * size if lasts else None,
+    )
+
+
+def _sum(values: list[float]) -> float:
+    if any(math.isnan(v) for v in values):
+        return math.nan
+    return math.inf if math.inf in values else math.fsum(values)
+
+
+@functools.cache
+def _pool(threads: int) -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="measure")
+
+
+@functools.cache
+def _memcmp() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(None).memcmp
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    function.restype = ctypes.c_int
+    return function
+
+
+def same_memory(x: np.ndarray, y: np.ndarray) -> bool:
+    """Tell whether two arrays of equal length and dtype hold the same bytes; other threads may run meanwhile."""
+    if not (x.flags.c_contiguous and y.flags.c_contiguous):
+        return bool(np.array_equal(x, y))
+    return bool(_memcmp()(x.ctypes.data, y.ctypes.data, x.nbytes) == 0)
+
+
+def worse(a: float, b: float) -> float:
+    """Return the larger; NaN is larger than any number."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+
+
+def is_worse(a: float, b: float) -> bool:
+    """Tell whether a is larger than b; NaN is larger than any number."""
+    return (math.isnan(a) and not math.isnan(b)) or a > b
+
+
+def hexadecimal(element: torch.Tensor) -> str:
+    """Return the bits of one element, most significant digit first."""
+    flat = element.reshape(1)
+    value = int(bit_patterns(flat)[0]) & ((1 << (8 * flat.element_size())) - 1)
+    return f"0x{value:0{2 * flat.element_size()}x}"
+
+
+def unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index in each dimension of a flat index."""
+    out = []
+    for size in reversed(shape):
+        index, place = divmod(index, size)
+        out.append(place)
+    return tuple(reversed(out))
 
 
 def _same_structure(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -256,26 +311,3 @@ def _same_structure(actual: torch.Tensor, expected: torch.Tensor) -> None:
         raise StructureError("shapes differ", got=tuple(actual.shape), wanted=tuple(expected.shape))
     if actual.dtype != expected.dtype:
         raise StructureError("dtypes differ", got=name_of(actual.dtype), wanted=name_of(expected.dtype))
-
-
-def _worse(a: float, b: float) -> float:
-    """Return the larger; NaN is larger than any number."""
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
-
-
-def _is_worse(a: float, b: float) -> bool:
-    return (math.isnan(a) and not math.isnan(b)) or a > b
-
-
-def _hex(element: torch.Tensor) -> str:
-    flat = element.reshape(1)
-    value = int(bit_patterns(flat)[0]) & ((1 << (8 * flat.element_size())) - 1)
-    return f"0x{value:0{2 * flat.element_size()}x}"
-
-
-def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    out = []
-    for size in reversed(shape):
-        index, place = divmod(index, size)
-        out.append(place)
-    return tuple(reversed(out))
