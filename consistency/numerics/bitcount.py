@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-_WORDS = 4096
-"""64-bit words per array: the three arrays of an addition, 32 KiB each, stay in a level-2 cache."""
+_WORDS = 8192
+"""64-bit words per array: the three arrays of an addition, 64 KiB each, stay in a level-2 cache."""
 
 _DIRECT_BYTES = 2048
 """So few bytes are counted at once; draining the adders costs as much as counting some ten thousand words."""
@@ -34,12 +34,15 @@ class BitCount:
         self._waiting: list[np.ndarray | None] = []  # an array that waits for a second one of its level
 
     def add(self, words: np.ndarray) -> None:
-        """Count the bits of a contiguous integer array, `(n,)` of any width."""
+        """Count the bits of a contiguous integer array, `(n,)` of any width. It is taken over: do not use it again."""
         raw = words.view(np.uint8)
         if len(raw) <= _DIRECT_BYTES:
             padded = np.zeros(-(-len(raw) // 8) * 8, np.uint8)
             padded[: len(raw)] = raw
             self._counts += _columns(padded.view(np.uint64))
+            return
+        if len(raw) == 8 * _WORDS:
+            self._carry(raw.view(np.uint64), 0)
             return
         for start in range(0, len(raw), 8 * _WORDS):
             part = raw[start : start + 8 * _WORDS]
