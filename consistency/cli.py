@@ -28,6 +28,13 @@ examples:
 """
 
 
+TOLERANCE_HELP = (
+    "what some computed tensors may be off instead of the derived bound: "
+    "stage=merged,layer=*.q_proj,dtype=bfloat16,atol=1e-3,rtol=1e-2, all but the last two optional; "
+    "may be repeated, the last one that matches wins"
+)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors look like all others."""
 
@@ -126,6 +133,7 @@ def _case_options(parser: argparse.ArgumentParser) -> None:
     add("--level", choices=list(Level), help="about a minute, some minutes, or a night (default: standard)")
     add("--inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
     add("--repeat", type=int, metavar="N", help="runs per device, to see whether the bits repeat")
+    add("--tolerance", action="append", metavar="LIST", help=TOLERANCE_HELP)
     add("--keep", action="store_true", default=None, help="keep every computed tensor in the capture")
     add("--allow-pickle", action="store_true", default=None, help="read .bin weights, with weights_only=True")
     add("--trust-remote-code", action="store_true", default=None, help="run code that comes with the model")
@@ -145,7 +153,8 @@ def _options(parsed: argparse.Namespace) -> Options:
     for name in Options.__struct_fields__:
         value = getattr(parsed, name, None)
         if value is not None:
-            table[name] = value
+            # the last tolerance that matches wins: the command line's come after the file's
+            table[name] = [*table.get(name, ()), *value] if name == "tolerance" else value
     return make_options(table, where="the command line")
 
 

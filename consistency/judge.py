@@ -50,7 +50,7 @@ def judge(subject: Participant, reference: Participant, key: Key) -> Row:
             return _moved(subject, reference, record, expected)
         case Rule.RELATIVE:
             return _relative(subject, reference, record, expected)
-        case Rule.BOUND:
+        case Rule.BOUND | Rule.USER:
             return _measured(subject, record, record.measure, status=_status(record), reference=FLOAT64)
         case Rule.PEER:
             return _peer(subject, reference, record, expected)
