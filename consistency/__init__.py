@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from consistency.api import Comparison, Report, compare, run
     from consistency.case import Case, Options
     from consistency.errors import ConsistencyError
+    from consistency.override import Override
 
 __version__ = "0.1.0"
 
-__all__ = ["Case", "Comparison", "ConsistencyError", "Options", "Report", "__version__", "compare", "run"]
+__all__ = ["Case", "Comparison", "ConsistencyError", "Options", "Override", "Report", "__version__", "compare", "run"]
 
 _HOMES = {
     "Case": "consistency.case",
     "Options": "consistency.case",
     "ConsistencyError": "consistency.errors",
+    "Override": "consistency.override",
     "Comparison": "consistency.api",
     "Report": "consistency.api",
     "compare": "consistency.api",

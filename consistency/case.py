@@ -15,6 +15,7 @@ import msgspec
 
 from consistency.device import parse_devices
 from consistency.errors import UsageError
+from consistency.override import Override, as_tables
 
 E = TypeVar("E", bound=enum.StrEnum)
 
@@ -107,6 +108,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         `stage::layer` prefixes to look at; empty looks at everything.
     keep : bool
         Keep every computed tensor in full, not only where something is to be said.
+    tolerance : tuple of Override
+        What the user allows instead of the derived bounds; the last one that matches a tensor wins.
     allow_pickle, trust_remote_code : bool
         Off unless asked for.
     """
@@ -122,6 +125,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     repeat: int = 1
     only: tuple[str, ...] = ()
     keep: bool = False
+    tolerance: tuple[Override, ...] = ()
     allow_pickle: bool = False
     trust_remote_code: bool = False
 
@@ -158,6 +162,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     repeat: int | None = None
     only: tuple[str, ...] = ()
     keep: bool = False
+    tolerance: tuple[Override, ...] = ()
     allow_pickle: bool = False
     trust_remote_code: bool = False
     timeout: float | None = None
@@ -194,6 +199,8 @@ def read_options(path: Path) -> dict[str, Any]:
 
 def make_options(table: dict[str, Any], *, where: str = "options") -> Options:
     """Check a table of options and freeze it."""
+    if "tolerance" in table:
+        table = {**table, "tolerance": as_tables(table["tolerance"], where=f"{where}: tolerance")}
     try:
         options = msgspec.convert(table, Options)
     except msgspec.ValidationError as error:

@@ -15,6 +15,7 @@ from consistency import __version__, harness
 from consistency.case import DTYPES, Level, Options, Road, Stage, make_options, read_options, split_list
 from consistency.discovery import discover
 from consistency.errors import ConsistencyError, InterruptedRunError, UsageError
+from consistency.override import HELP as OVERRIDE_HELP
 
 EPILOG = """\
 exit status: 0 consistent, 1 inconsistent, 2 bad usage or bad input, 3 incomplete (a worker was lost)
@@ -23,6 +24,7 @@ examples:
   consistency run                                             the built-in case on every device
   consistency run --base ./llama --adapter ./my-lora --out night-1
   consistency run --devices cpu,cuda:0 --dtype bfloat16 --base ./llama --adapter ./my-lora
+  consistency run --tolerance "stage=merged,layer=*.q_proj,dtype=bfloat16,atol=1e-3,rtol=1e-2"
   consistency capture --base ./llama --adapter ./my-lora --out box-a      on each machine, then
   consistency compare box-a box-b                                         anywhere
 """
@@ -126,6 +128,7 @@ def _case_options(parser: argparse.ArgumentParser) -> None:
     add("--level", choices=list(Level), help="about a minute, some minutes, or a night (default: standard)")
     add("--inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
     add("--repeat", type=int, metavar="N", help="runs per device, to see whether the bits repeat")
+    add("--tolerance", action="append", metavar="LIST", help=OVERRIDE_HELP)
     add("--keep", action="store_true", default=None, help="keep every computed tensor in the capture")
     add("--allow-pickle", action="store_true", default=None, help="read .bin weights, with weights_only=True")
     add("--trust-remote-code", action="store_true", default=None, help="run code that comes with the model")
@@ -145,7 +148,8 @@ def _options(parsed: argparse.Namespace) -> Options:
     for name in Options.__struct_fields__:
         value = getattr(parsed, name, None)
         if value is not None:
-            table[name] = value
+            # the last tolerance that matches wins: the command line's come after the file's
+            table[name] = [*table.get(name, ()), *value] if name == "tolerance" else value
     return make_options(table, where="the command line")
 
 

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from consistency.comparison import BAD, Finding, Row, TensorComparison, tensor_name
+from consistency.given import find_tolerances
 from consistency.judge import OWN_FILE
 from consistency.participants import Key, Participant
 
@@ -38,6 +40,7 @@ _PHRASES = {
     "unknown": "other bits",
     "settings": "another rank or scaling",
 }
+_LIMITS = {"bound": "the bound", "relative": "the bound", "user": "the tolerance given"}
 
 
 def find(
@@ -57,6 +60,7 @@ def find(
         *_not_repeatable(tensors),
         *_same_program(participants, tensors),
         *_settings(participants),
+        *find_tolerances(participants),
         *_skipped(tensors),
     ]
     return tuple(sorted(found, key=lambda finding: _WEIGHT[finding.severity]))
@@ -159,8 +163,8 @@ def _rows(
     roads = {road for _, road, _, _ in groups} | {tensor.road for tensor in tensors}
     for (stage, road, word, workers), group in groups.items():
         phrase = _PHRASES.get(word, word)
-        if word == "unknown" and group.tensors[0].rule in ("bound", "relative"):
-            phrase = "outside the bound"
+        if word == "unknown" and group.tensors[0].rule in _LIMITS:
+            phrase = " or ".join(dict.fromkeys(f"outside {_LIMITS.get(t.rule, 'the bound')}" for t in group.tensors))
         what = _how_many(group.tensors, totals[stage, road])
         where = f" on the road {road}" if len(roads) > 1 else ""
         yield Finding(
@@ -219,7 +223,7 @@ def describe(tensor: TensorComparison, row: Row) -> str:
     if row.mismatched:
         parts.append(f"{row.mismatched} of {row.elements} elements")
     if row.bound_ratio is not None:
-        parts.append(f"{_number(row.bound_ratio)} of the bound")
+        parts.append(f"{_number(row.bound_ratio)} of {_LIMITS.get(tensor.rule, 'the bound')}")
     for word in ("got", "wanted", "holds", "own_file"):
         if word in row.evidence:
             parts.append(f"{word.replace('_', ' ')} {row.evidence[word]}" if word != "own_file" else row.evidence[word])
@@ -314,6 +318,7 @@ def _next(participants: Sequence[Participant], reference: Participant | None, wo
     parts = ["consistency run", f"--base {case.base}"]
     parts += [f"--adapter {case.adapter}"] if case.adapter else []
     parts += [f"--dtype {case.dtype}"] if case.dtype != "auto" else []
+    parts += [f"--tolerance {shlex.quote(str(override))}" for override in case.tolerance]
     return " ".join([*parts, f"--devices {','.join(devices)}", "--repeat 2"])
 
 

@@ -50,7 +50,7 @@ def judge(subject: Participant, reference: Participant, key: Key) -> Row:
             return _moved(subject, reference, record, expected)
         case Rule.RELATIVE:
             return _relative(subject, reference, record, expected)
-        case Rule.BOUND:
+        case Rule.BOUND | Rule.USER:
             return _measured(subject, record, record.measure, status=_status(record), reference=FLOAT64)
         case Rule.PEER:
             return _peer(subject, reference, record, expected)
@@ -97,7 +97,8 @@ def _moved(subject: Participant, reference: Participant, record: TensorRecord, e
 def _relative(subject: Participant, reference: Participant, record: TensorRecord, expected: TensorRecord | None) -> Row:
     """Judge an error against float64 by the reference worker's own in the same tensor and dtype.
 
-    A table of the base that has the reference worker's very bits, and is right, is `equal`.
+    A table of the base that has the reference worker's very bits, and is right, is `equal`. Where the allowance is as
+    wide as the tensor is large, being inside it says nothing: `skipped`.
     """
     found = record.measure
     if found is None:
@@ -120,9 +121,8 @@ def _relative(subject: Participant, reference: Participant, record: TensorRecord
             status="skipped",
             reason="the CPU's own numbers overflow float16, which ends at 65504: there is no error to compare with",
         )
-    allowed = relative_allowance(
-        float(own), float(found.magnitude), record.dtype, draws=record.reference_draws or math.prod(record.shape)
-    )
+    draws = record.reference_draws or math.prod(record.shape)
+    allowed = relative_allowance(float(own), float(found.magnitude), record.dtype, draws=draws)
     share = ratio(float(found.max_abs), allowed)
     status: Status = "within" if passes(share) else "outside"
     if share == 0 and found.mismatched == 0:
@@ -133,8 +133,21 @@ def _relative(subject: Participant, reference: Participant, record: TensorRecord
     truth = FLOAT64
     if record.stage == "base" and status == "within" and expected is not None and record.digest == expected.digest:
         status, truth, diagnosis = "equal", reference.label, None
+    if status == "within" and 0 < float(found.magnitude) <= allowed:  # where all is zero, zeros are right
+        row = _measured(subject, record, found, status="skipped", reference=truth)
+        return _replace(row, diagnosis=None, reason=_idle(record.dtype, draws, float(own), float(found.magnitude)))
     row = _measured(subject, record, found, status=status, reference=truth, diagnosis=diagnosis)
     return _replace(row, bound_ratio=Real(share))
+
+
+def _idle(dtype: str, draws: int, own: float, magnitude: float) -> str:
+    """Say why an allowance is so wide that a tensor of zeros would pass; no figure of one tensor, so that it groups."""
+    if relative_allowance(own, magnitude, dtype) < magnitude:  # it is luck that makes it so wide
+        numbers = "one independent number" if draws == 1 else f"{draws} independent numbers"
+        return (
+            f"the CPU's error is the largest of {numbers}: what luck allows beside it would let a tensor of zeros pass"
+        )
+    return f"the CPU's own error in {dtype} is so large that twice that would let a tensor of zeros pass"
 
 
 def _peer(subject: Participant, reference: Participant, record: TensorRecord, expected: TensorRecord | None) -> Row:

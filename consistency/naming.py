@@ -23,6 +23,9 @@ DELTA, WEIGHT, SAFE_WEIGHT = "delta", "weight", "weight_safe_merge"
 ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED = "adapter_on", "adapter_off", "adapter_merged"
 """Modes of the stage `forward`, per activation."""
 
+TOLERANCE = "tolerance"
+"""Evidence of a row that a user's tolerance judged: that tolerance, as the command line takes it."""
+
 
 def split_name(name: str) -> tuple[str, str]:
     """Split a parameter's name into layer and tensor: `model.norm.weight` gives `model.norm`, `weight`."""

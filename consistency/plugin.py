@@ -37,6 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("level", metavar="LEVEL", help="quick, standard, thorough")
     add("inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
     add("repeat", type=int, metavar="N", help="runs per device")
+    add(
+        "tolerance",
+        action="append",
+        metavar="LIST",
+        help="[stage=…,][layer=…,][dtype=…,]atol=…,rtol=…; may be repeated",
+    )
     add("allow-pickle", action="store_true", default=None, help="read .bin weights, with weights_only=True")
     add("trust-remote-code", action="store_true", default=None, help="run code that comes with the model")
     add("timeout", type=float, metavar="S", help="seconds a worker may take")
@@ -118,9 +124,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Say the verdict of the run, where there was one."""
     found = config.stash.get(_SESSION, None)
     text = None if found is None else found.verdict()
-    if text is not None:
+    if found is not None and text is not None:
         terminalreporter.write_sep("-", "consistency")
         terminalreporter.write_line(text)
+        for note in found.notes():
+            terminalreporter.write_line(f"note: {note}")
 
 
 @pytest.fixture

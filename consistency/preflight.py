@@ -54,6 +54,7 @@ def prepare_case(options: Options) -> Case:
         repeat=options.repeat or plan.repeat,
         only=options.only,
         keep=options.keep,
+        tolerance=options.tolerance,
         allow_pickle=options.allow_pickle,
         trust_remote_code=options.trust_remote_code,
     )

@@ -23,6 +23,7 @@ from consistency.case import Options, Road, Stage, make_options, read_options, s
 from consistency.comparison import Comparison
 from consistency.device import parse_devices
 from consistency.errors import CaptureError, ConsistencyError
+from consistency.given import KIND as TOLERANCE
 from consistency.items import Place, RowFinder, places
 from consistency.launch.plan import WorkerPlan, plan_waves
 from consistency.numbers import decode_json, encode_json
@@ -147,10 +148,15 @@ class Session:
     def verdict(self) -> str | None:
         """Return the verdict in words, None where nothing was run."""
         try:
-            comparison = self._comparison or self._read()
+            self._comparison = comparison = self._comparison or self._read()
         except ConsistencyError:
             return None
         return None if comparison is None else clean(f"{comparison.verdict}: {sentence(comparison)}")
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what is to be known beside the verdict: which of the user's tolerances were in force."""
+        found = self._comparison
+        return () if found is None else tuple(clean(f.message) for f in found.findings if f.kind == TOLERANCE)
 
     def close(self) -> None:
         """Remove what the session's processes shared."""
@@ -222,7 +228,11 @@ def _options(config: pytest.Config) -> Options:
     table = read_options(Path(path)) if path is not None else {}
     for name in Options.__struct_fields__:
         value = config.getoption(f"consistency_{name}", None)
-        if value is not None:
+        if value is None:
+            continue
+        if name == "tolerance":  # the last one that matches wins: the options' come after the file's
+            table[name] = [*table.get(name, ()), *value]
+        else:
             table[name] = split_list(value) if name in ("devices", "stages", "roads") else value
     options = make_options(table, where="the --consistency options")
     parse_devices(options.devices)

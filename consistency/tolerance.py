@@ -6,6 +6,7 @@
   makes in the same dtype, plus the final store. Calibrated on some 45 adapter methods: healthy merged weights reached
   at most 0.73 of this, healthy logits 1.5 times the CPU's error. The largest of few errors is luck, so in a tensor of
   few elements more is allowed: see `luck`.
+* `user`: a tolerance of the user's own per element (see `consistency.override`) instead of one of the two above.
 * `peer`: there is no reference outside the devices; they are held against the reference worker, bit by bit.
 """
 
@@ -38,6 +39,7 @@ class Rule(enum.StrEnum):
     BITWISE = "bitwise"
     BOUND = "bound"
     RELATIVE = "relative"
+    USER = "user"
     PEER = "peer"
 
 

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from consistency.agreement import compare
@@ -163,6 +164,63 @@ def test_relative_rule_without_a_cpu_is_skipped_not_passed(make_capture: MakeCap
     assert only_row(found, "cuda:0").status == "skipped"
     found = compared(make_capture("b", {"cuda:0": [forward(reference_error=1e-7)]}))
     assert only_row(found, "cuda:0").status == "within"
+
+
+def few(bits: str, error: float, *, draws: int = 1, magnitude: float = 1.0, mismatched: int = 2) -> TensorRecord:
+    """Make an activation whose error the CPU knows from `draws` independent numbers."""
+    found = measured(
+        bound_ratio=None, max_abs=Real(error), magnitude=Real(magnitude), mismatched=mismatched if error else 0
+    )
+    return msgspec.structs.replace(forward(bits), measure=found, reference_draws=draws)
+
+
+def test_an_allowance_that_zeros_would_pass_judges_nothing(make_capture: MakeCapture) -> None:
+    """Of one number luck allows 6·10⁸ times the CPU's error: here 60 where the tensor is no larger than 1."""
+    found = compared(make_capture("a", {"cpu": [few("a", 1e-7)], "cuda:0": [few("b", 1.0)]}))
+    row = only_row(found, "cuda:0")
+    assert row.status == "skipped"
+    assert row.bound_ratio is None
+    assert row.diagnosis is None
+    assert row.max_abs == 1.0, "what was measured is still told"
+    assert only_row(found, "cpu").status == "skipped"
+    (note,) = found.findings
+    assert (note.severity, note.kind) == ("note", "skipped")
+    assert "the CPU's error is the largest of one independent number" in note.message
+    assert "on cpu, cuda:0" in note.message
+
+
+@pytest.mark.parametrize(("error", "draws"), [(100.0, 1), (math.nan, 1), (math.inf, 1), (1.0, 2)])
+def test_outside_of_the_widest_allowance_stays_outside(make_capture: MakeCapture, error: float, draws: int) -> None:
+    # of two numbers luck allows 32 278 times the error, which is 0.003 here: less than the tensor, so it judges
+    found = compared(
+        make_capture("a", {"cpu": [few("a", 1e-7, draws=draws)], "cuda:0": [few("b", error, draws=draws)]})
+    )
+    assert only_row(found, "cuda:0").status == "outside"
+    assert only_row(found, "cpu").status == ("skipped" if draws == 1 else "within")
+
+
+def test_exact_bits_and_true_zeros_need_no_allowance(make_capture: MakeCapture) -> None:
+    found = compared(make_capture("a", {"cpu": [few("a", 1e-7)], "cuda:0": [few("b", 0.0)]}))
+    assert only_row(found, "cuda:0").status == "equal"
+    zeros = {"cpu": [few("a", 0.0, magnitude=0.0)], "cuda:0": [few("b", 2.0**-151, magnitude=0.0)]}
+    assert only_row(compared(make_capture("b", zeros)), "cuda:0").status == "within"
+
+
+def test_an_error_as_large_as_the_tensor_judges_nothing(make_capture: MakeCapture) -> None:
+    workers = {"cpu": [few("a", 0.5, draws=2**14)], "cuda:0": [few("b", 0.1, draws=2**14)]}
+    row = only_row(compared(make_capture("a", workers)), "cuda:0")
+    assert row.status == "skipped"
+    assert row.reason == "the CPU's own error in float32 is so large that twice that would let a tensor of zeros pass"
+    less = {"cpu": [few("a", 0.4999, draws=2**14)], "cuda:0": [few("b", 0.1, draws=2**14)]}
+    assert only_row(compared(make_capture("b", less)), "cuda:0").status == "within"
+
+
+def test_a_short_table_with_the_reference_workers_bits_is_equal(make_capture: MakeCapture) -> None:
+    def table(bits: str) -> TensorRecord:
+        return msgspec.structs.replace(few(bits, 1e-7), stage="base", layer="rotary", tensor="inv_freq")
+
+    found = compared(make_capture("a", {"cpu": [table("a")], "cuda:0": [table("a")], "cuda:1": [table("b")]}))
+    assert [only_row(found, name).status for name in ("cpu", "cuda:0", "cuda:1")] == ["equal", "equal", "skipped"]
 
 
 def test_settings_are_held_against_the_reference_worker(make_capture: MakeCapture) -> None:

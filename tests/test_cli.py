@@ -48,6 +48,34 @@ def test_missing_folders(cli: Cli, tmp_path: Path, llama_base: Path) -> None:
     refused(cli("run", "--base", llama_base, "--adapter", tmp_path), "adapter_config.json")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("atol=1", "atol alone"),
+        ("stage=adapter,atol=1,rtol=1", "only moves bytes"),
+        ("layers=x,atol=1,rtol=1", "layers"),
+        ("atol=nan,rtol=0", "finite"),
+    ],
+)
+def test_bad_tolerance(cli: Cli, tmp_path: Path, text: str, words: str) -> None:
+    refused(cli("run", "--tolerance", text), words)
+    refused(cli("capture", "--out", tmp_path / "out", "--tolerance", "atol=1,rtol=1", "--tolerance", text), words)
+
+
+def test_tolerances_of_the_command_line_come_after_those_of_the_file(cli: Cli, tmp_path: Path) -> None:
+    config, out = tmp_path / "mine.toml", tmp_path / "out"
+    config.write_text('devices = "cpu"\nstages = "merged"\nlevel = "quick"\n[[tolerance]]\natol = 0\nrtol = 0\n')
+    done = cli("run", config, "--tolerance", "stage=merged,layer=model.*,atol=1e-3,rtol=0", "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "note: tolerance stage=merged,layer=model.*,atol=0.001,rtol=0.0: 56 tensors judged by it" in done.stdout
+    assert "note: tolerance atol=0.0,rtol=0.0: judged no tensor: a later one wins where it matches" in done.stdout
+    report = json.loads((out / "report.json").read_text())
+    assert {tensor["rule"] for tensor in report["tensors"]} == {"user"}
+    case = json.loads((out / "captures" / "capture.json").read_text())["case"]
+    assert [table["atol"] for table in case["tolerance"]] == [0, 1e-3]
+    assert cli("run", config, "--out", tmp_path / "exact").returncode == 1
+
+
 def test_adapter_without_base(cli: Cli, llama_adapter: Path) -> None:
     refused(cli("run", "--adapter", llama_adapter), "an adapter without a base")
 

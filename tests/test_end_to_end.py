@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from consistency.comparison import BAD
 from consistency.preflight import builtin_folder
@@ -81,6 +83,21 @@ def test_bfloat16_and_other_models(cli: Cli, tmp_path: Path) -> None:
         assert report["dtype"] == dtype
         assert {row["status"] for row in rows(report, "base", "adapter")} == {"equal"}
         assert not any(row["status"] in BAD for row in rows(report, "merged", "forward"))
+
+
+def test_one_token_is_too_little_to_judge_by(cli: Cli, tmp_path: Path) -> None:
+    """With one row per activation luck allows more than the activations are large; the embeddings are exact bits."""
+    inputs = {"input_ids": np.array([[5]]), "attention_mask": np.array([[1]])}
+    save_file(inputs, tmp_path / "one.safetensors")
+    done = cli(
+        "run", "--devices", "cpu", "--stages", "forward", "--inputs", tmp_path / "one.safetensors",
+        "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the CPU's error is the largest of one independent number" in done.stdout
+    found = read(tmp_path / "out")["tensors"]
+    statuses = {(t["layer"] == "hidden_states.0", t["rows"][0]["status"]) for t in found}
+    assert statuses == {(True, "equal"), (False, "skipped")}
 
 
 def flip_bit(file: Path, tensor: str, element: int, bit: int) -> tuple[str, list[int]]:

@@ -128,6 +128,30 @@ def test_mismatch_is_a_failure_that_last_failed_runs_again(pytester: pytest.Pyte
     assert "passed" not in again.parseoutcomes()
 
 
+def test_tolerances_of_file_and_options(pytester: pytest.Pytester) -> None:
+    """The options' come after the file's, and the last one that matches wins."""
+    pytester.makefile(".toml", mine='base = "builtin:llama"\ndevices = "cpu"\n[[tolerance]]\natol = 0\nrtol = 0\n')
+    options = ("--consistency-config", "mine.toml", "--consistency-stages", "merged", "--consistency-level", "quick")
+    given = "layer=model.layers.1.*,atol=1e-3,rtol=1e-2"
+    done = pytester.runpytest_subprocess(*options, "--consistency-tolerance", given, "-k", "v_proj and weight")
+    done.assert_outcomes(passed=1, failed=3, deselected=len(collected(pytester, *options)) - 4)
+    done.stdout.fnmatch_lines(
+        [
+            "*inf of the tolerance given*",
+            "*held against float64; rule: user*",
+            "*inconsistent: merged · cpu · outside the tolerance given*",
+            "note: tolerance layer=model.layers.1.[*],atol=0.001,rtol=0.01: 2 tensors judged by it *",
+        ]
+    )
+    assert not any(f"{LAYER}.weight" in line for line in done.outlines if line.startswith("FAILED"))
+
+
+def test_bad_tolerance_is_a_usage_error(pytester: pytest.Pytester) -> None:
+    done = pytester.runpytest_subprocess(*BASE, "--consistency-tolerance", "stage=base,atol=1,rtol=1")
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines(["*the stage base only moves bytes, and no byte may differ*"])
+
+
 def test_lost_worker_is_an_error_with_signal_and_last_event(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(PLANT.format(faults={"cpu": "killed"}))
     done = pytester.runpytest_subprocess(*BASE, "--consistency-stages", "adapter,merged", "-k", LAYER)

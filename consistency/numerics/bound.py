@@ -56,6 +56,26 @@ class Allowance:
     floor: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenAllowance:
+    """What an element may be off where the user says so: `atol + rtol * |exact|`.
+
+    Attributes
+    ----------
+    atol : float
+        In the tensor's own unit.
+    rtol : float
+        Share of the exact element's magnitude.
+    """
+
+    atol: float
+    rtol: float
+
+    def around(self, exact: torch.Tensor) -> torch.Tensor:
+        """Return what each element of a chunk of float64 values may be off."""
+        return exact.abs().mul_(self.rtol).add_(self.atol)
+
+
 def gamma(n: int, u: float) -> float:
     """Return :math:`n u / (1 - n u)`, which bounds the relative error of n roundings."""
     return n * u / (1 - n * u)
@@ -105,7 +125,7 @@ def measure_low_rank(
     right: torch.Tensor,
     scaling: float,
     base: torch.Tensor | None,
-    allowance: Allowance,
+    allowance: Allowance | GivenAllowance,
 ) -> Measure:
     r"""Measure how far a delta or a merged weight is from :math:`W + s\,(L R)` in float64.
 
@@ -119,7 +139,7 @@ def measure_low_rank(
     scaling : float
     base : torch.Tensor or None
         `(rows, columns)`, the weight before the merge; None for a delta.
-    allowance : Allowance
+    allowance : Allowance or GivenAllowance
     """
     rows, columns = actual.shape
     tally = ErrorTally(shape=(rows, columns), dtype=actual.dtype)
@@ -130,23 +150,33 @@ def measure_low_rank(
     for row in range(0, rows, step):
         part = slice(row, min(rows, row + step))
         exact = scaled[part] @ right64
-        allowed = (scaled_size[part] @ right_size).mul_(allowance.product)
-        if base is not None:
-            weight = base[part].to(torch.float64)
+        weight = None if base is None else base[part].to(torch.float64)
+        if weight is not None:
             exact += weight
-            allowed.add_(weight.abs(), alpha=allowance.weight)  # a float64 base is no copy
-        allowed.add_(allowance.floor)
+        if isinstance(allowance, GivenAllowance):
+            allowed = allowance.around(exact)
+        else:
+            allowed = (scaled_size[part] @ right_size).mul_(allowance.product)
+            if weight is not None:
+                allowed.add_(weight.abs(), alpha=allowance.weight)  # a float64 base is no copy
+            allowed.add_(allowance.floor)
         tally.add(actual[part].reshape(-1), exact.reshape(-1), allowed=allowed.reshape(-1), start=row * columns)
     return tally.result()
 
 
-def measure_against_exact(actual: torch.Tensor, exact: torch.Tensor) -> Measure:
-    """Measure how far a tensor is from a float64 reference of the same shape, both on the CPU."""
+def measure_against_exact(
+    actual: torch.Tensor, exact: torch.Tensor, allowance: GivenAllowance | None = None
+) -> Measure:
+    """Measure how far a tensor is from a float64 reference of the same shape, both on the CPU.
+
+    Without an allowance there is no `bound_ratio`: what may be off is then known of the tensor as a whole alone.
+    """
     flat, reference = actual.detach().reshape(-1), exact.detach().reshape(-1)
     tally = ErrorTally(shape=tuple(actual.shape), dtype=actual.dtype)
     for start in range(0, flat.numel(), CHUNK):
         part = slice(start, start + CHUNK)
-        tally.add(flat[part], reference[part], allowed=None, start=start)
+        allowed = None if allowance is None else allowance.around(reference[part])
+        tally.add(flat[part], reference[part], allowed=allowed, start=start)
     return tally.result()
 
 

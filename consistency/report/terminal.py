@@ -225,7 +225,8 @@ class _Writer:
         if row.diagnosis and row.status != "within":
             parts.append(row.diagnosis)
         if row.bound_ratio is not None:
-            parts.append(f"{float(row.bound_ratio):.3g} of the bound")
+            what = "tolerance given" if tensor.rule == "user" else "bound"
+            parts.append(f"{float(row.bound_ratio):.3g} of the {what}")
         if row.status in BAD and row.worst_index is not None:
             parts.append(f"at {list(row.worst_index)}")
         return ", ".join(parts)
@@ -250,7 +251,10 @@ def sentence(comparison: Comparison) -> str:
         text = (
             f"{kinds} are the same numbers on {workers}" if comparison.adapter else f"the base is the same on {workers}"
         )
-        return text if ratio is None else f"{text}; what was computed stays within {ratio:.2f} of its bound"
+        limit = (
+            "its bound, or of the tolerance given" if any(t.rule == "user" for t in comparison.tensors) else "its bound"
+        )
+        return text if ratio is None else f"{text}; what was computed stays within {ratio:.2f} of {limit}"
     if comparison.verdict == "incomplete":
         what = f"{', '.join(lost)} did not finish" if lost else "part of what was asked for could not be looked at"
         others = sum(f.kind not in ("lost-worker", "failed-worker") for f in errors)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from consistency.numerics.bound import (
     Allowance,
+    GivenAllowance,
     delta_allowance,
     gamma,
     measure_against_exact,
@@ -51,7 +52,7 @@ class Lora:
         """Multiply as PEFT does on the CPU: bfloat16 and float16 by way of float32."""
         return ((self.b.float() @ self.a.float()) * self.scaling).to(self.a.dtype)
 
-    def measure(self, actual: torch.Tensor, allowance: Allowance, *, base: bool = False) -> Measure:
+    def measure(self, actual: torch.Tensor, allowance: Allowance | GivenAllowance, *, base: bool = False) -> Measure:
         return measure_low_rank(
             actual,
             left=self.b,
@@ -380,3 +381,93 @@ def test_tf32_products_lie_outside_the_float32_bound_and_inside_their_own(rank: 
     assert delta_allowance(rank, scaling=2.0, adapter=torch.bfloat16, tf32=True) == delta_allowance(
         rank, scaling=2.0, adapter=torch.bfloat16
     )
+
+
+# --- a tolerance that the user gives ----------------------------------------------------------------------------------
+
+NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
+TOLERANCES = st.one_of(st.just(0.0), st.floats(0, 2, allow_subnormal=False), st.floats(0, allow_infinity=False))
+
+
+def share(found: Measure) -> float:
+    assert found.bound_ratio is not None
+    return float(found.bound_ratio)
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=40), TOLERANCES, TOLERANCES)
+@settings(deadline=None, max_examples=300)
+def test_a_ratio_of_one_is_that_every_element_is_close(
+    pairs: list[tuple[float, float]], atol: float, rtol: float
+) -> None:
+    """Written out once more in NumPy, where what is no number is never close unless both sides are the same."""
+    actual = torch.tensor([a for a, _ in pairs], dtype=torch.float32)
+    exact = torch.tensor([e for _, e in pairs], dtype=torch.float64)
+    found = measure_against_exact(actual, exact, GivenAllowance(atol=atol, rtol=rtol))
+    a, e = actual.double().numpy(), exact.numpy()
+    with np.errstate(all="ignore"):
+        close = np.abs(a - e) <= atol + rtol * np.abs(e)
+    same = (a == e) | (np.isnan(a) & np.isnan(e))
+    close = np.where(np.isfinite(a) & np.isfinite(e), close, False) | same
+    assert (share(found) <= 1) == bool(close.all())
+
+
+@given(merges(), st.floats(0, 1e-2), st.floats(0, 1e-2))
+@settings(deadline=None, max_examples=100)
+def test_a_merge_is_held_against_what_is_given_around_the_same_exact_value(
+    lora: Lora, atol: float, rtol: float
+) -> None:
+    actual = (lora.base + lora.upcast_delta()).to(lora.base.dtype)
+    found = lora.measure(actual, GivenAllowance(atol=atol, rtol=rtol), base=True)
+    derived = lora.measure(actual, Allowance(product=1.0, floor=1.0), base=True)
+    assert (found.max_abs, found.mismatched, found.magnitude) == (
+        derived.max_abs,
+        derived.mismatched,
+        derived.magnitude,
+    )
+    exact = (lora.b.double() * lora.scaling) @ lora.a.double() + lora.base.double()
+    off = (actual.double() - exact).abs() / (atol + rtol * exact.abs())
+    assert share(found) == pytest.approx(float(off.nan_to_num(nan=0.0, posinf=math.inf).max()), rel=1e-6)
+
+
+def test_nothing_given_allows_exact_values_alone() -> None:
+    exact = torch.tensor([1.0, -2.0, 0.0, 3.0], dtype=torch.float64)
+    nothing = GivenAllowance(atol=0.0, rtol=0.0)
+    assert share(measure_against_exact(exact.float(), exact, nothing)) == 0
+    off = measure_against_exact(torch.tensor([1.0, -2.0, 2.0**-149, 3.0]), exact, nothing)
+    assert share(off) == math.inf
+    assert off.worst_index == (2,)
+    assert share(measure_against_exact(torch.tensor([1.0]), exact[:1] + 2**-40, nothing)) == math.inf
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("given", [GivenAllowance(atol=0.0, rtol=0.0), GivenAllowance(atol=1e308, rtol=1e308)])
+def test_no_tolerance_is_wide_enough_for_what_is_not_finite(fault: float, given: GivenAllowance) -> None:
+    exact = torch.full((5,), 2.0, dtype=torch.float64)
+    actual = exact.float()
+    actual[3] = fault
+    found = measure_against_exact(actual, exact, given)
+    assert not share(found) <= 1
+    assert found.worst_index == (3,)
+    low_rank = torch.ones(5, 1), torch.ones(1, 1)
+    merged = measure_low_rank(
+        actual.reshape(5, 1), left=low_rank[0], right=low_rank[1], scaling=1.0, base=torch.ones(5, 1), allowance=given
+    )
+    assert not share(merged) <= 1
+
+
+def test_atol_is_absolute_and_rtol_goes_with_the_exact_value() -> None:
+    exact = torch.tensor([0.0, 8.0], dtype=torch.float64)
+    actual = torch.tensor([0.25, 10.0])
+    assert share(measure_against_exact(actual, exact, GivenAllowance(atol=0.25, rtol=0.25))) == 1
+    assert share(measure_against_exact(actual, exact, GivenAllowance(atol=0.5, rtol=0.0))) == 4
+    assert share(measure_against_exact(actual, exact, GivenAllowance(atol=0.0, rtol=0.5))) == math.inf
+    assert share(measure_against_exact(actual[1:], exact[1:], GivenAllowance(atol=0.0, rtol=0.125))) == 2
+
+
+def test_a_tolerance_holds_in_every_chunk() -> None:
+    exact = torch.zeros(3 * CHUNK + 7, dtype=torch.float64)
+    actual = exact.float()
+    actual[2 * CHUNK + 5] = 3.0
+    found = measure_against_exact(actual, exact, GivenAllowance(atol=1.0, rtol=0.0))
+    assert (share(found), found.worst_index) == (3, (2 * CHUNK + 5,))
+    assert torch.equal(exact, torch.zeros_like(exact)), "the reference is left as it was"

@@ -23,6 +23,7 @@ from consistency.errors import InputError
 from consistency.numbers import Real, decode_json
 from consistency.numerics.bound import independent_rows
 from consistency.numerics.exact import in_float64
+from consistency.override import Override
 from consistency.records import TensorMeasure, TensorRecord
 from consistency.tolerance import luck
 from consistency.worker import determinism
@@ -335,3 +336,44 @@ def test_few_logits_may_be_off_by_more(make_capture: MakeCapture) -> None:
 def test_only_float16_may_overflow(make_capture: MakeCapture, dtype: str, status: str) -> None:
     records = {name: [relative(name, math.nan, math.nan, dtype=dtype)] for name in ("cpu", "cuda:0")}
     assert only_row(compared(make_capture("a", records)), "cuda:0").status == status
+
+
+# a tolerance of the user's own
+
+
+@pytest.mark.parametrize("config", [
+    peft.LoraConfig(r=2, target_modules=["q_proj"]),
+    peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True),
+], ids=["lora", "dora"])  # fmt: skip
+def test_a_tolerance_replaces_the_rule_where_a_float64_value_is_known(llama: Path, look: Look, config: Any) -> None:
+    adapter = on_llama(llama, config)
+    given = (Override(atol=0.0, rtol=0.0), Override(layer="*.q_proj", dtype="float32", atol=1e-4, rtol=0.0))
+    found = [r for r in look(llama, adapter, tolerance=given) if r.stage in ("merged", "forward")]
+    plain = {r.key: r for r in look(llama, adapter)}
+    assert {r.key for r in found} == {key for key in plain if key[0] in ("merged", "forward")}
+    for record in found:
+        before = plain[record.key]
+        if before.rule == "peer":  # the delta of DoRA has no closed form, whatever the user allows
+            assert (record.rule, record.status, record.evidence) == (before.rule, before.status, before.evidence)
+            continue
+        assert before.rule == ("relative" if record.stage == "forward" or config.use_dora else "bound")
+        assert (record.rule, record.digest) == ("user", before.digest)
+        assert record.measure is not None
+        assert before.measure is not None
+        assert record.measure.max_abs == before.measure.max_abs
+        if record.stage == "merged":
+            assert record.evidence == {"tolerance": str(given[1])}
+            assert float(record.measure.bound_ratio or 0) == pytest.approx(float(record.measure.max_abs) / 1e-4)
+            assert record.status == "within"
+        else:
+            assert record.evidence == {"tolerance": str(given[0])}
+            assert record.status == ("equal" if float(record.measure.max_abs) == 0 else "outside")
+    assert ("peer" in {r.rule for r in found}) is bool(config.use_dora)
+
+
+def test_a_tolerance_for_another_dtype_changes_nothing(llama: Path, look: Look) -> None:
+    adapter = on_llama(llama, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    given = (Override(dtype="bfloat16", atol=0.0, rtol=0.0), Override(layer="*.v_proj", atol=0.0, rtol=0.0))
+    found = look(llama, adapter, tolerance=given, stages=("merged",))
+    assert {(r.rule, r.status) for r in found} == {("bound", "within")}
+    assert not any(r.evidence for r in found)

@@ -2,8 +2,8 @@
 
 Each is held against the same model run in float64 on the CPU: a device passes when its largest error is at most twice
 the CPU's own in the same dtype, plus the final store; where few rows carry the CPU's error, `tolerance.luck` times
-instead of twice. Merged and unmerged adapters are the same function in exact arithmetic, so one float64 pass serves
-both.
+instead of twice. A tolerance of the user's own replaces that rule, element by element. Merged and unmerged adapters are
+the same function in exact arithmetic, so one float64 pass serves both.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from consistency.worker.loading import load_adapter, load_base
 from consistency.worker.memory import is_out_of_memory
 from consistency.worker.reference import Reference, publish, wait_for
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.given import Given
 from consistency.worker.stages.merged import adapted_layers
 
 Activations = dict[str, torch.Tensor]
@@ -245,13 +246,24 @@ def _judge(
     exact = reference.read(_exact_name(mode, name))
     error = reference.errors.get(f"{mode}::{name}")
     draws = reference.draws.get(f"{mode}::{name}", 1)
-    if exact is None or error is None or exact.shape != tensor.shape or tensor.dtype not in UNIT_ROUNDOFF:
+    given = Given.of(context, stage="forward", layer=name, dtype=tensor.dtype)
+    known = exact is not None and exact.shape == tensor.shape and tensor.dtype in UNIT_ROUNDOFF
+    if exact is None or not known or (error is None and given is None):
         context.record.computed(
             stage="forward", layer=name, tensor=mode, actual=tensor, rule=Rule.PEER, found=None, status="measured",
             diagnosis=None, digests=digests, keep=context.job.case.keep,
             reason=reference.failures.get(_exact_mode(mode)),
         )  # fmt: skip
         return
+    if given is not None:
+        found = measure_against_exact(tensor, exact, given.allowance)
+        context.record.computed(
+            stage="forward", layer=name, tensor=mode, actual=tensor, rule=Rule.USER, found=found,
+            status=given.status(found), diagnosis=given.word(found), digests=digests, reference_error=error,
+            evidence=given.evidence, keep=context.job.case.keep,
+        )  # fmt: skip
+        return
+    assert error is not None
     found = measure_against_exact(tensor, exact)
     allowed = relative_allowance(error, float(found.magnitude), name_of(tensor.dtype), draws=draws)
     inside = passes(ratio(float(found.max_abs), allowed))

@@ -1,7 +1,8 @@
 """Stage `merged`: delta and merged weight of every adapted layer, through PEFT's own merge.
 
 A LoRA merge is held against the derived bound, per element, with the exact value computed in float64 from the bytes
-in the files. A method without a closed form is held against the same PEFT code run in float64 on the CPU.
+in the files. A method without a closed form is held against the same PEFT code run in float64 on the CPU. A tolerance
+that the user gives replaces either rule, around the same exact values.
 
 The model is left as it was found, to the bit: a layer is merged, looked at, unmerged, and its weight restored from a
 copy, so beside the model there is one copy of one layer's weight.
@@ -20,6 +21,7 @@ import torch
 from consistency.naming import DELTA, SAFE_WEIGHT, WEIGHT, module_place
 from consistency.numerics.bound import (
     Allowance,
+    GivenAllowance,
     delta_allowance,
     measure_against_exact,
     measure_low_rank,
@@ -35,6 +37,7 @@ from consistency.tolerance import Rule, passes
 from consistency.worker.loading import ADAPTER_NAME
 from consistency.worker.memory import is_out_of_memory
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.given import Given
 
 # what PEFT raises where it does not merge
 _NO_MERGE = (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError)
@@ -123,29 +126,31 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
     low_rank = _low_rank(context, name, layer)
     if hasattr(layer, "get_delta_weight"):
         _delta(context, place, layer, low_rank, repeats)
-    rule = Rule.BOUND if low_rank else Rule.RELATIVE
+    derived = Rule.BOUND if low_rank else Rule.RELATIVE
     truth: Truth | None = None
     seen: tuple[TensorDigest, Measure | None, float | None] | None = None
     for safe in (False, True) if context.job.case.plan.safe_merge else (False,):
         tensor = SAFE_WEIGHT if safe else WEIGHT
         try:
+            given = Given.of(context, stage="merged", layer=place, dtype=_weight(layer).dtype)
             # before the merge: of a layer that is merged, PEFT merges no copy
             truth = truth or _truth(context, name, place, layer, low_rank)
-            own = _own_error(context, name, layer, truth, safe=safe)
+            own = None if given else _own_error(context, name, layer, truth, safe=safe)
             with merged(layer, safe=safe) as weight:
                 here = digest(weight)
                 if seen is not None and seen[0].value == here.value:
                     found, error = seen[1], seen[2]  # the same bits have the same measure
                 else:
-                    found = _judge(weight, truth, safe=safe)
-                    error = float(found.max_abs) if own is None and found is not None and not low_rank else own
+                    found = _judge(weight, truth, given, safe=safe)
+                    is_own_error = own is None and not (low_rank or given)
+                    error = float(found.max_abs) if found is not None and is_own_error else own
                 host = weight.to("cpu", copy=True) if _worth(found) or context.job.case.keep else weight
             again = [_digest_again(layer, safe=safe) for _ in range(repeats - 1)]
         except _NO_MERGE as failure:
             if is_out_of_memory(failure):
                 raise
             context.record.absent(
-                stage="merged", layer=place, tensor=tensor, rule=rule, status="skipped",
+                stage="merged", layer=place, tensor=tensor, rule=derived, status="skipped",
                 reason=f"PEFT does not merge this layer: {type(failure).__name__}: {failure}",
             )  # fmt: skip
             continue
@@ -155,12 +160,13 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
             layer=place,
             tensor=tensor,
             actual=host,
-            rule=Rule.PEER if found is None else rule,
+            rule=_rule(found, given, derived),
             found=found,
             status=_status(found),
-            diagnosis=None if found is None or found.bound_ratio is None else diagnose_computed(found).word,
+            diagnosis=_word(found, given),
             digests=[here, *again],
             reference_error=error,
+            evidence=given.evidence if given and found is not None else None,
             keep=context.job.case.keep,
         )
 
@@ -185,6 +191,7 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, r
         )  # fmt: skip
         return
     found = None
+    given = Given.of(context, stage="merged", layer=place, dtype=delta.dtype)
     if low_rank is not None and delta.shape == (low_rank.left.shape[0], low_rank.right.shape[1]):
         found = measure_low_rank(
             delta.to("cpu"),
@@ -192,18 +199,19 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, r
             right=low_rank.right,
             scaling=low_rank.scaling,
             base=None,
-            allowance=_delta_allowance(low_rank, delta.device),
+            allowance=given.allowance if given else _delta_allowance(low_rank, delta.device),
         )
     context.record.computed(
         stage="merged",
         layer=place,
         tensor=DELTA,
         actual=delta,
-        rule=Rule.BOUND if found is not None else Rule.PEER,
+        rule=_rule(found, given, Rule.BOUND),
         found=found,
         status=_status(found) if found is not None else "skipped",
-        diagnosis=None if found is None else diagnose_computed(found).word,
+        diagnosis=_word(found, given),
         digests=[digest(delta), *again],
+        evidence=given.evidence if given and found is not None else None,
         keep=context.job.case.keep,
         reason=None if found is not None else "this method's delta has no closed form: its merged weight is judged",
     )
@@ -249,14 +257,18 @@ def _own_error(context: Context, name: str, layer: Any, truth: Truth, *, safe: b
     return float(measure_against_exact(own, truth.exact).max_abs) if own.shape == truth.exact.shape else None
 
 
-def _judge(weight: torch.Tensor, truth: Truth, *, safe: bool) -> Measure | None:
+def _judge(weight: torch.Tensor, truth: Truth, given: Given | None, *, safe: bool) -> Measure | None:
     """Measure a merged weight; None where there is no exact value of its shape."""
     if truth.low_rank is not None:
-        allowance = merged_allowance(
-            _delta_allowance(truth.low_rank, weight.device),
-            weight=weight.dtype,
-            roundings=2 if safe or truth.low_rank.rounds_delta else 1,
-        )
+        allowance: Allowance | GivenAllowance
+        if given is not None:
+            allowance = given.allowance
+        else:
+            allowance = merged_allowance(
+                _delta_allowance(truth.low_rank, weight.device),
+                weight=weight.dtype,
+                roundings=2 if safe or truth.low_rank.rounds_delta else 1,
+            )
         return measure_low_rank(
             weight.to("cpu"),
             left=truth.low_rank.left,
@@ -267,7 +279,7 @@ def _judge(weight: torch.Tensor, truth: Truth, *, safe: bool) -> Measure | None:
         )
     if truth.exact is None or truth.exact.shape != weight.shape:
         return None
-    return measure_against_exact(weight.to("cpu"), truth.exact)
+    return measure_against_exact(weight.to("cpu"), truth.exact, given.allowance if given else None)
 
 
 def _copy_from_files(context: Context, name: str, layer: Any) -> Any:
@@ -331,6 +343,17 @@ def _delta_allowance(low_rank: LowRank, device: torch.device) -> Allowance:
         truncating=on_units and low_rank.adapter in (torch.bfloat16, torch.float16),
         tf32=on_units and low_rank.tf32,
     )
+
+
+def _rule(found: Measure | None, given: Given | None, derived: Rule) -> Rule:
+    """Return what judges a tensor: without an exact value neither a bound nor the user's tolerance can."""
+    return Rule.PEER if found is None else Rule.USER if given else derived
+
+
+def _word(found: Measure | None, given: Given | None) -> str | None:
+    if found is None or found.bound_ratio is None:
+        return None
+    return given.word(found) if given else diagnose_computed(found).word
 
 
 def _status(found: Measure | None) -> RecordStatus:
