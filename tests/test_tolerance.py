@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consistency.tolerance import (
+    FALSE_ALARM,
     HALF_SMALLEST_SUBNORMAL,
     UNIT_ROUNDOFF,
     Rule,
+    luck,
     passes,
     ratio,
     relative_allowance,
@@ -28,6 +31,26 @@ def test_a_device_may_be_off_twice_the_error_of_the_cpu_and_one_store() -> None:
     assert relative_allowance(0.25, 8.0, "float32") == 0.5 + 8 * 2.0**-24 + 2.0**-150
     assert relative_allowance(0.0, 1.0, "bfloat16") == 2.0**-8 + 2.0**-134
     assert relative_allowance(0.0, 0.0, "float16") == 2.0**-25
+
+
+def test_the_fewer_errors_the_more_is_luck_and_never_less_than_twice() -> None:
+    factors = [luck(n) for n in range(1, 200)]
+    assert factors == sorted(factors, reverse=True)
+    assert (luck(0), luck(2**14), luck(10**9)) == (luck(1), 2.0, 2.0)
+
+
+@pytest.mark.parametrize("draws", [1, 2])
+def test_luck_is_the_ratio_that_healthy_errors_exceed_as_rarely_as_it_says(draws: int) -> None:
+    # of one draw each the ratio is Cauchy's, P(|x| / |y| > c) = 2 arctan(1 / c) / pi; the largest of two by counting
+    if draws == 1:
+        assert 2 / math.pi * math.atan(1 / luck(1)) == pytest.approx(FALSE_ALARM, rel=0.01)
+        return
+    values = np.abs(np.random.default_rng(0).standard_normal((2, 1_000_000, 2))).max(axis=2)
+    beyond = [(values[0] > c * values[1]).mean() for c in (10.0, 40.0)]
+    # P falls as c**-n, so what was counted at c gives the c of FALSE_ALARM
+    assert [c * math.sqrt(p / FALSE_ALARM) for c, p in zip((10.0, 40.0), beyond, strict=True)] == pytest.approx(
+        [luck(2)] * 2, rel=0.1
+    )
 
 
 def test_an_unknown_dtype_has_no_allowance() -> None:
