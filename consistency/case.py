@@ -56,6 +56,7 @@ class LevelPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     stages: tuple[Stage, ...]
     safe_merge: bool
+    reload: bool
     sequences: int
     tokens: int
     repeat: int
@@ -66,21 +67,23 @@ LEVELS: dict[Level, LevelPlan] = {
     Level.QUICK: LevelPlan(
         stages=(Stage.BASE, Stage.ADAPTER, Stage.MERGED),
         safe_merge=False,
+        reload=False,
         sequences=1,
         tokens=16,
         repeat=1,
-        not_looked_at=("forward", "safe_merge", "a second run on the same device"),
+        not_looked_at=("forward", "safe_merge", "the adapter loaded again over NaN", "a second run on the same device"),
     ),
     Level.STANDARD: LevelPlan(
         stages=tuple(Stage),
         safe_merge=True,
+        reload=True,  # the adapter again, over poison: some tenths of a second
         sequences=8,  # a classifier answers once per sequence, and few answers tell little: `tolerance.luck`
         tokens=16,
         repeat=1,
         not_looked_at=("a second run on the same device",),
     ),
     Level.THOROUGH: LevelPlan(
-        stages=tuple(Stage), safe_merge=True, sequences=16, tokens=64, repeat=2, not_looked_at=()
+        stages=tuple(Stage), safe_merge=True, reload=True, sequences=16, tokens=64, repeat=2, not_looked_at=()
     ),
 }
 
@@ -143,7 +146,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         skipped = [f"stage {s}" for s in Stage if s not in self.stages]
         rest = [text for text in self.plan.not_looked_at if text not in list(Stage)]
         if self.repeat > 1:
-            rest = [text for text in rest if "second run" not in text]
+            rest = [text for text in rest if "again" not in text and "second run" not in text]
         return (*skipped, *rest)
 
 

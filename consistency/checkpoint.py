@@ -88,19 +88,7 @@ def read_checkpoint(folder: Path, *, stem: str, pickle_stem: str, allow_pickle: 
     pickles = [p for p in (folder / f"{pickle_stem}.bin", folder / f"{pickle_stem}.bin.index.json") if p.exists()]
     if not pickles:
         raise InputError(f"no weights: neither {whole.name} nor an index of shards", where=folder, got=_listing(folder))
-    refuse_lfs_pointer(pickles[0])
-    if not allow_pickle:
-        raise InputError(
-            f"the weights are a pickle ({pickles[0].name}), which can run code when it is read",
-            where=pickles[0],
-            wanted=whole.name,
-            hint=(
-                'convert it: python -c "import torch, safetensors.torch as s; '
-                f"s.save_file({{k: v.contiguous().clone() for k, v in torch.load('{pickles[0].name}', "
-                f"weights_only=True, map_location='cpu').items()}}, '{whole.name}', "
-                "metadata={'format': 'pt'})\"; or allow it with --allow-pickle, which reads with weights_only=True"
-            ),
-        )
+    refuse_pickle(pickles[0], wanted=whole.name, allow_pickle=allow_pickle)
     files = (pickles[0],) if pickles[0].suffix == ".bin" else _shards(folder, pickles[0])[0]
     return Checkpoint(folder=folder, files=files, tensors={}, pickled=True)
 
@@ -123,6 +111,24 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
             wanted="a header and data of the length that it announces",
             hint="copy or download the file again and compare its checksum with the source",
         ) from None
+
+
+def refuse_pickle(path: Path, *, wanted: str, allow_pickle: bool) -> None:
+    """Raise where a pickle was not allowed, or a Git LFS pointer stands in its place."""
+    refuse_lfs_pointer(path)
+    if allow_pickle:
+        return
+    raise InputError(
+        f"the weights are a pickle ({path.name}), which can run code when it is read",
+        where=path,
+        wanted=wanted,
+        hint=(
+            'convert it: python -c "import torch, safetensors.torch as s; '
+            f"s.save_file({{k: v.contiguous().clone() for k, v in torch.load('{path.name}', "
+            f"weights_only=True, map_location='cpu').items()}}, '{wanted}', "
+            "metadata={'format': 'pt'})\"; or allow it with --allow-pickle, which reads with weights_only=True"
+        ),
+    )
 
 
 def refuse_lfs_pointer(path: Path) -> None:

@@ -1,25 +1,31 @@
-"""Name what a difference between a tensor and its reference looks like, with the evidence.
+"""Name what a difference between a tensor and the bytes it should have looks like, with the evidence.
 
-Rules are tried from the most to the least specific; `unknown` is an honest answer.
+Rules are tried from the most to the least specific; `unknown` is an honest answer. Each looks at the tensor in chunks
+and stops at the first that contradicts it, so a rule that does not apply costs little, and nothing of the size of a
+tensor is allocated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import bit_patterns, real_view
+from consistency.numerics.rounding import ROUNDINGS
 
 FEW_ELEMENTS = 64
 """A memory or link fault flips single bits in a few words; more than this is another cause."""
 
 PAGE_BYTES = 4096
+
+_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +34,31 @@ class Diagnosis:
 
     word: str
     evidence: dict[str, Any] = field(default_factory=dict)
+
+
+def _nothing(_: torch.Tensor) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What else a tensor could hold than the bytes it should.
+
+    Attributes
+    ----------
+    poison : int or None
+        Bit pattern of the elements before the bytes were to arrive.
+    initial : str or None
+        Digest of the tensor before anything was loaded into it.
+    swapped, stale : callable
+        Given the tensor, the name of what has the same bytes: the reference of another tensor of the run; or what lay
+        in memory before, in another adapter, or in another run. None where nothing has.
+    """
+
+    poison: int | None = None
+    initial: str | None = None
+    swapped: Callable[[torch.Tensor], str | None] = _nothing
+    stale: Callable[[torch.Tensor], str | None] = _nothing
 
 
 def diagnose_structure(actual: torch.Tensor, expected: torch.Tensor) -> Diagnosis | None:
@@ -40,7 +71,7 @@ def diagnose_structure(actual: torch.Tensor, expected: torch.Tensor) -> Diagnosi
 
 
 def diagnose_moved(
-    actual: torch.Tensor, expected: torch.Tensor, found: Measure, *, others: Mapping[str, str] | None = None
+    actual: torch.Tensor, expected: torch.Tensor, found: Measure, *, known: Known | None = None
 ) -> Diagnosis:
     """Name the difference of a tensor whose bytes were only moved.
 
@@ -50,159 +81,248 @@ def diagnose_moved(
         On the CPU, of equal shape and dtype. Where their bits are equal there is nothing to name: `unknown`.
     found : Measure
         Of the two.
-    others : mapping of str to str, optional
-        Name of every other tensor of the run by its digest, to recognise a swap.
+    known : Known, optional
+        What else the tensor could hold.
     """
-    a, e = real_view(actual), real_view(expected)
-    x, y = bit_patterns(a), bit_patterns(e)
-    differs = x != y
-    if not bool(differs.any()):
+    if found.mismatched == 0:
         return Diagnosis(word="unknown")
+    known = known or Known()
+    pair = _Pair(actual, expected, found)
     rules: tuple[Callable[[], Diagnosis | None], ...] = (
-        lambda: _zeros(x, y),
-        lambda: _swapped(actual, others or {}),
-        lambda: _signed_zero(a, e, differs),
-        lambda: _non_finite(a, e, differs),
-        lambda: _permuted(actual, x, y),
-        lambda: _rounded(a, e),
-        lambda: _bit_flip(a, found),
-        lambda: _wrong_scale(a, e),
-        lambda: _block(differs, a.element_size()),
+        lambda: _never_written(pair, known.poison),
+        lambda: _zeros(pair),
+        lambda: _fresh_init(pair, known.initial),
+        lambda: _holds(pair, "swapped", known.swapped),
+        lambda: _holds(pair, "stale", known.stale),
+        lambda: _signed_zero(pair),
+        lambda: _bit_flip(pair),
+        lambda: _non_finite(pair, alone=True),
+        lambda: _permuted(pair),
+        lambda: _rounded(pair),
+        lambda: _wrong_scale(pair),
+        lambda: _block(pair),
+        lambda: _non_finite(pair, alone=False),
     )
     answers = (rule() for rule in rules)
     return next((answer for answer in answers if answer is not None), Diagnosis(word="unknown"))
 
 
-def diagnose_computed(found: Measure) -> Diagnosis:
-    """Name the difference of a computed tensor from its exact value."""
-    if found.max_abs != found.max_abs or found.max_abs == float("inf"):
-        return Diagnosis(word="non-finite", evidence={"at": list(found.worst_index or ())})
-    if found.bound_ratio is not None and found.bound_ratio <= 1:
-        return Diagnosis(word="accumulation-order")
-    return Diagnosis(word="unknown")
+class _Pair:
+    """Two tensors as flat chunks: their numbers and their bits."""
+
+    def __init__(self, actual: torch.Tensor, expected: torch.Tensor, found: Measure) -> None:
+        self.actual, self.expected, self.found = actual, expected, found
+        self.a, self.e = real_view(actual), real_view(expected)
+        self.x, self.y = bit_patterns(self.a), bit_patterns(self.e)
+        self.parts = 2 if actual.is_complex() else 1
+        self.size = self.a.element_size()
+
+    def chunks(self) -> Iterator[slice]:
+        for start in range(0, self.a.numel(), _CHUNK):
+            yield slice(start, start + _CHUNK)
+
+    def differing(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the chunks that differ, and which of their elements do."""
+        first, last = self.found.first_byte, self.found.last_byte
+        assert first is not None
+        assert last is not None
+        for start in range(first // self.size // _CHUNK * _CHUNK, last // self.size + 1, _CHUNK):
+            part = slice(start, start + _CHUNK)
+            differs = self.x[part] != self.y[part]
+            if bool(differs.any()):
+                yield part, differs
 
 
-def _zeros(x: torch.Tensor, y: torch.Tensor) -> Diagnosis | None:
-    if bool(torch.any(x != 0)):
+def _never_written(pair: _Pair, poison: int | None) -> Diagnosis | None:
+    if poison is None:
         return None
-    return Diagnosis(word="zeros", evidence={"nonzero_in_reference": int(torch.count_nonzero(y))})
-
-
-def _swapped(actual: torch.Tensor, others: Mapping[str, str]) -> Diagnosis | None:
-    if not others:
+    if not all(bool(torch.all(pair.x[part][differs] == poison)) for part, differs in pair.differing()):
         return None
-    other = others.get(digest(actual).value)
-    return None if other is None else Diagnosis(word="swapped", evidence={"holds": other})
+    whole = pair.found.mismatched * pair.parts == pair.a.numel()
+    evidence = {"elements": pair.found.mismatched, "of": pair.found.elements}
+    return Diagnosis(word="never-written", evidence=evidence if whole else {**evidence, **_place(pair)})
 
 
-def _signed_zero(a: torch.Tensor, e: torch.Tensor, differs: torch.Tensor) -> Diagnosis | None:
-    if not a.dtype.is_floating_point or bool(torch.any(a[differs] != 0)) or bool(torch.any(e[differs] != 0)):
+def _zeros(pair: _Pair) -> Diagnosis | None:
+    if any(bool(torch.any(pair.x[part] != 0)) for part in pair.chunks()):
         return None
-    return Diagnosis(word="signed-zero", evidence={"elements": int(torch.count_nonzero(differs))})
+    nonzero = sum(int(torch.count_nonzero(pair.y[part])) for part in pair.chunks())
+    return Diagnosis(word="zeros", evidence={"nonzero_in_reference": nonzero})
 
 
-def _non_finite(a: torch.Tensor, e: torch.Tensor, differs: torch.Tensor) -> Diagnosis | None:
-    if not a.dtype.is_floating_point:
+def _fresh_init(pair: _Pair, initial: str | None) -> Diagnosis | None:
+    if initial is None or digest(pair.actual).value != initial:
         return None
-    actual, expected = a[differs].to(torch.float64), e[differs].to(torch.float64)
-    broken = ~torch.isfinite(actual) & torch.isfinite(expected)
-    if not bool(broken.any()):
+    return Diagnosis(word="fresh-init", evidence={"holds": "its value before the file was loaded"})
+
+
+def _holds(pair: _Pair, word: str, find: Callable[[torch.Tensor], str | None]) -> Diagnosis | None:
+    other = find(pair.actual)
+    return None if other is None else Diagnosis(word=word, evidence={"holds": other})
+
+
+def _signed_zero(pair: _Pair) -> Diagnosis | None:
+    if not pair.a.dtype.is_floating_point:
         return None
-    one_bit = int(torch.count_nonzero(differs)) <= FEW_ELEMENTS and _flips_are_single(a, e, differs)
-    if one_bit:
-        return None  # a flipped exponent bit that lands on infinity is a flipped bit first
-    evidence = {"nan": int(torch.isnan(actual).sum()), "inf": int(torch.isinf(actual).sum())}
-    return Diagnosis(word="non-finite", evidence=evidence)
+    for part, differs in pair.differing():
+        if bool(torch.any(pair.a[part][differs] != 0)) or bool(torch.any(pair.e[part][differs] != 0)):
+            return None
+    return Diagnosis(word="signed-zero", evidence={"elements": pair.found.mismatched})
 
 
-def _permuted(actual: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Diagnosis | None:
-    if not torch.equal(torch.sort(x).values, torch.sort(y).values):
-        return None
-    evidence: dict[str, Any] = {"of": "elements"}
-    if actual.dim() > 1:
-        rows, wanted = x.view(actual.shape[0], -1), y.view(actual.shape[0], -1)
-        moved = torch.nonzero(torch.any(rows != wanted, dim=1)).reshape(-1)
-        if sorted(map(tuple, rows[moved].tolist())) == sorted(map(tuple, wanted[moved].tolist())):
-            evidence = {"of": "rows", "rows": moved[:8].tolist(), "count": moved.numel()}
-    return Diagnosis(word="permuted", evidence=evidence)
-
-
-def _rounded(a: torch.Tensor, e: torch.Tensor) -> Diagnosis | None:
-    if e.dtype not in (torch.float32, torch.float64):
-        return None
-    through: dict[tuple[str, str], Callable[[], torch.Tensor]] = {
-        ("bf16", "nearest"): lambda: e.to(torch.bfloat16).to(e.dtype),
-        ("fp16", "nearest"): lambda: e.to(torch.float16).to(e.dtype),
-    }
-    if e.dtype == torch.float32:
-        bits = e.view(torch.int32)
-        # of float32's 23 mantissa bits TF32 keeps 10 and drops 13, bfloat16 keeps 7 and drops 16
-        through["tf32", "nearest"] = lambda: ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
-        through["bf16", "truncated"] = lambda: (bits & ~0xFFFF).view(torch.float32)
-        through["tf32", "truncated"] = lambda: (bits & ~0x1FFF).view(torch.float32)
-    for (name, how), rounded in through.items():
-        if torch.equal(rounded(), a):
-            evidence: dict[str, Any] = {"rounding": how}
-            # float16 has TF32's 10 mantissa bits: only numbers outside its exponent range tell the two apart
-            if name == "fp16" and e.dtype == torch.float32 and torch.equal(through["tf32", "nearest"](), a):
-                evidence["also"] = "rounded-to-tf32"
-            return Diagnosis(word=f"rounded-to-{name}", evidence=evidence)
-    return None
-
-
-def _bit_flip(a: torch.Tensor, found: Measure) -> Diagnosis | None:
+def _bit_flip(pair: _Pair) -> Diagnosis | None:
+    found = pair.found
     if found.mismatched > FEW_ELEMENTS or sum(found.flipped_bits.values()) != found.mismatched:
         return None
+    width = (1 << (8 * pair.size)) - 1
+    for part, differs in pair.differing():
+        flips = torch.bitwise_xor(pair.x[part][differs], pair.y[part][differs]).tolist()
+        if any((flip & width).bit_count() != 1 for flip in flips):
+            return None
     bits = sorted(found.flipped_bits)
     evidence: dict[str, Any] = {"bits": bits, "elements": found.mismatched, "index": list(found.worst_index or ())}
-    if a.dtype.is_floating_point:
-        evidence["fields"] = sorted({bit_field(a.dtype, b) for b in bits})
+    if pair.a.dtype.is_floating_point:
+        evidence["fields"] = sorted({bit_field(pair.a.dtype, b) for b in bits})
     return Diagnosis(word="bit-flip", evidence=evidence)
 
 
 def bit_field(dtype: torch.dtype, bit: int) -> str:
     """Say whether a bit of a float is its `sign`, `exponent` or `mantissa`; 0 is the least significant."""
     width = torch.finfo(dtype).bits
-    mantissa = round(-torch.log2(torch.tensor(torch.finfo(dtype).eps, dtype=torch.float64)).item())
+    mantissa = round(-math.log2(torch.finfo(dtype).eps))
     return "sign" if bit == width - 1 else "exponent" if bit >= mantissa else "mantissa"
 
 
-def _flips_are_single(a: torch.Tensor, e: torch.Tensor, differs: torch.Tensor) -> bool:
-    width = (1 << (8 * a.element_size())) - 1
-    flips = torch.bitwise_xor(bit_patterns(a)[differs], bit_patterns(e)[differs]).tolist()
-    return all((f & width).bit_count() == 1 for f in flips)
+def _non_finite(pair: _Pair, *, alone: bool) -> Diagnosis | None:
+    """Look for NaN or infinity where the reference is finite; `alone`: all that differs is of that kind."""
+    if not pair.a.dtype.is_floating_point:
+        return None
+    nan = inf = 0
+    for part, differs in pair.differing():
+        actual, expected = pair.a[part][differs].to(torch.float32), pair.e[part][differs].to(torch.float32)
+        if pair.a.dtype == torch.float64:  # beyond float32's range are finite numbers
+            actual, expected = pair.a[part][differs], pair.e[part][differs]
+        broken = ~torch.isfinite(actual) & torch.isfinite(expected)
+        if alone and not bool(broken.all()):
+            return None
+        nan += int(torch.isnan(actual[broken]).sum())
+        inf += int(torch.isinf(actual[broken]).sum())
+    return Diagnosis(word="non-finite", evidence={"nan": nan, "inf": inf}) if nan + inf else None
 
 
-def _wrong_scale(a: torch.Tensor, e: torch.Tensor) -> Diagnosis | None:
-    if not a.dtype.is_floating_point or a.element_size() == 1:
+def _permuted(pair: _Pair) -> Diagnosis | None:
+    if not _same_multiset(pair):
         return None
-    x, y = a.to(torch.float64), e.to(torch.float64)
-    used = (y != 0) & torch.isfinite(x) & torch.isfinite(y)
-    if int(torch.count_nonzero(used)) < 2 or bool(torch.any(x[y == 0] != 0)):
+    evidence: dict[str, Any] = {"of": "elements"}
+    rows = _moved_rows(pair) if pair.actual.dim() > 1 else None
+    if rows is not None:
+        evidence = {"of": "rows", "rows": rows[:8], "count": len(rows)}
+    return Diagnosis(word="permuted", evidence=evidence)
+
+
+def _same_multiset(pair: _Pair) -> bool:
+    """Tell whether both hold the same elements in some order, by sums that no order changes.
+
+    The plain sum of the bits is cheap and settles most; then each element is mixed by splitmix64's finalizer (Steele et
+    al., "Fast splittable pseudorandom number generators", 2014) under two seeds: 128 bits, by accident equal never.
+    """
+    total = 0
+    for part in pair.chunks():
+        x, y = pair.x[part].to(torch.int64), pair.y[part].to(torch.int64)
+        total += int(x.sum()) - int(y.sum())
+    if total % 2**64:
+        return False
+    sums = np.zeros(2, np.uint64)
+    with np.errstate(over="ignore"):
+        for part, _ in pair.differing():
+            for seed in range(2):
+                sums[seed] += _mixed(pair.x[part], seed) - _mixed(pair.y[part], seed)
+    return not sums.any()
+
+
+def _mixed(bits: torch.Tensor, seed: int) -> np.uint64:
+    z = bits.to(torch.int64).numpy().view(np.uint64) + np.uint64((0x9E3779B97F4A7C15 * (seed + 1)) % 2**64)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    total: np.uint64 = np.add.reduce(z ^ (z >> np.uint64(31)))
+    return total
+
+
+def _moved_rows(pair: _Pair) -> list[int] | None:
+    """Return the rows that differ, where they are the reference's rows in another order; None where they are not."""
+    count = pair.actual.shape[0]
+    x, y = pair.x.view(count, -1), pair.y.view(count, -1)
+    step = max(1, _CHUNK // max(1, x.shape[1]))
+    moved: list[int] = []
+    got: list[str] = []
+    wanted: list[str] = []
+    for start in range(0, count, step):
+        part = slice(start, start + step)
+        for row in torch.nonzero(torch.any(x[part] != y[part], dim=1)).reshape(-1).tolist():
+            moved.append(start + row)
+            got.append(digest(x[start + row]).value)
+            wanted.append(digest(y[start + row]).value)
+    return moved if sorted(got) == sorted(wanted) else None
+
+
+def _rounded(pair: _Pair) -> Diagnosis | None:
+    alive = [r for r in ROUNDINGS if r.is_narrower_than(pair.e.dtype)]
+    for part in pair.chunks():
+        alive = [r for r in alive if torch.equal(bit_patterns(r(pair.e[part])), pair.x[part])]
+        if not alive:
+            return None
+    first = alive[0]
+    evidence: dict[str, Any] = {"rounding": first.how}
+    # float16 has TF32's 10 mantissa bits: only numbers outside its exponent range tell the two apart
+    also = [f"rounded-to-{r.name}" for r in alive[1:] if r.name != first.name]
+    if also:
+        evidence["also"] = also[0]
+    return Diagnosis(word=f"rounded-to-{first.name}", evidence=evidence)
+
+
+def _wrong_scale(pair: _Pair) -> Diagnosis | None:
+    if not pair.a.dtype.is_floating_point:
         return None
-    ratios = x[used] / y[used]
-    ratio = float(torch.median(ratios))
     # a scaled copy is rounded once: each ratio is off by at most the unit roundoff, eps / 2, twice with a subnormal;
-    # a ratio that is no further from 1 than that is noise in the last place, not a scale
-    slack = 2 * torch.finfo(a.dtype).eps
-    if not math.isfinite(ratio) or abs(ratio - 1) <= slack or bool(((ratios - ratio).abs() > slack * abs(ratio)).any()):
-        return None
-    return Diagnosis(word="wrong-scale", evidence={"ratio": ratio})
+    # a ratio that is no further from 1 than that is noise in the last place, not a scale. Of a byte's few numbers
+    # that slack would take many for a scale, so their ratio has to be exact
+    slack = 2 * torch.finfo(pair.a.dtype).eps if pair.size > 1 else 0.0
+    ratio, used = None, 0
+    for part in pair.chunks():
+        x, y = pair.a[part].to(torch.float64), pair.e[part].to(torch.float64)
+        if not bool(torch.isfinite(x).all()) or bool(torch.any((y == 0) & (x != 0))):
+            return None
+        ratios = x[y != 0] / y[y != 0]
+        if not ratios.numel():
+            continue
+        used += ratios.numel()
+        if ratio is None:
+            ratio = float(torch.median(ratios))
+            if not math.isfinite(ratio) or abs(ratio - 1) <= slack:
+                return None
+        if bool(((ratios - ratio).abs() > slack * abs(ratio)).any()):
+            return None
+    return None if ratio is None or used < 2 else Diagnosis(word="wrong-scale", evidence={"ratio": ratio})
 
 
-def _block(differs: torch.Tensor, size: int) -> Diagnosis | None:
-    places = torch.nonzero(differs).reshape(-1)
-    first, last = int(places[0]), int(places[-1])
-    length = last - first + 1
+def _block(pair: _Pair) -> Diagnosis | None:
+    place = _place(pair)
+    length = place["length_bytes"] // (pair.size * pair.parts)
     # random data of the same exponent range agrees in some elements by chance, seldom in one of ten
-    if length < 2 or length == differs.numel() or places.numel() < 0.9 * length:
+    if length < 2 or length == pair.found.elements or pair.found.mismatched < 0.9 * length:
         return None
-    offset, stop = first * size, (last + 1) * size
-    return Diagnosis(
-        word="block",
-        evidence={
-            "offset_bytes": offset,
-            "length_bytes": stop - offset,
-            "page_aligned": offset % PAGE_BYTES == 0 and (stop % PAGE_BYTES == 0 or stop == differs.numel() * size),
-        },
-    )
+    return Diagnosis(word="block", evidence=place)
+
+
+def _place(pair: _Pair) -> dict[str, Any]:
+    """Return the range of bytes between the first and the last element that differ, and whether it is one of pages."""
+    first, last = pair.found.first_byte, pair.found.last_byte
+    assert first is not None
+    assert last is not None
+    whole = pair.size * pair.parts
+    offset, stop = first // whole * whole, (last // whole + 1) * whole
+    return {
+        "offset_bytes": offset,
+        "length_bytes": stop - offset,
+        "page_aligned": offset % PAGE_BYTES == 0 and (stop % PAGE_BYTES == 0 or stop == pair.a.numel() * pair.size),
+    }

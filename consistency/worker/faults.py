@@ -160,6 +160,65 @@ def _at_merged(act: Callable[[], None]) -> Install:
     return install
 
 
+def _in_later_loads(change: Callable[[Tensors], None]) -> Install:
+    """Change what PEFT reads from the adapter's file, the first time apart."""
+    loads = 0
+
+    def later(tensors: Tensors) -> None:
+        nonlocal loads
+        loads += 1
+        if loads > 1:
+            change(tensors)
+
+    return _in_adapter_file(later)
+
+
+def _in_merge(change: Callable[[torch.Tensor], None]) -> Install:
+    """Change what a merge has left in a linear layer's weight."""
+
+    def wrap(real: Callable[..., Any]) -> Callable[..., None]:
+        def merge(self: Any, *args: Any, **kwargs: Any) -> None:
+            real(self, *args, **kwargs)
+            with torch.no_grad():
+                change(self.get_base_layer().weight)
+
+        return merge
+
+    def install() -> Undo:
+        from peft.tuners.lora.layer import Linear
+
+        return _replace(Linear, "merge", wrap)
+
+    return install
+
+
+def _products_in_tf32() -> Undo:
+    """Let the delta's product run as on a unit that cuts its operands to TF32."""
+
+    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
+        def delta(self: Any, adapter: str) -> torch.Tensor:
+            factors = [self.lora_A[adapter].weight, self.lora_B[adapter].weight]
+            kept = [factor.data for factor in factors]
+            for factor in factors:
+                factor.data = _cut_to_tf32(factor.data)
+            try:
+                found: torch.Tensor = real(self, adapter)
+                return found
+            finally:
+                for factor, data in zip(factors, kept, strict=True):
+                    factor.data = data
+
+        return delta
+
+    from peft.tuners.lora.layer import Linear
+
+    return _replace(Linear, "get_delta_weight", wrap)
+
+
+def _cut_to_tf32(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.view(torch.int32) & ~0x1FFF).view(torch.float32)  # 10 of 23 mantissa bits stay
+
+
 def _zeros(tensors: Tensors) -> None:
     for name in tensors:
         if "lora_B" in name:
@@ -167,7 +226,14 @@ def _zeros(tensors: Tensors) -> None:
 
 
 def _one_bit(tensors: Tensors) -> None:
-    name = _a_tensor(tensors)
+    _flip(tensors, _a_tensor(tensors))
+
+
+def _one_bit_of_a(tensors: Tensors) -> None:
+    _flip(tensors, _a_tensor(tensors, "lora_A"))
+
+
+def _flip(tensors: Tensors, name: str) -> None:
     tensors[name].reshape(-1).view(torch.int32)[5] ^= 1 << 20
 
 
@@ -177,9 +243,23 @@ def _other_tensor(tensors: Tensors) -> None:
     tensors[name].copy_(tensors[other])
 
 
-def _rounded(tensors: Tensors) -> None:
+def _two_layers(tensors: Tensors) -> None:
+    one = _a_tensor(tensors)
+    other = next(n for n in tensors if n != one and tensors[n].shape == tensors[one].shape and "lora_B" in n)
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+def _through(dtype: torch.dtype) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in tensors:
+            tensors[name] = tensors[name].to(dtype).to(tensors[name].dtype)
+
+    return change
+
+
+def _through_tf32(tensors: Tensors) -> None:
     for name in tensors:
-        tensors[name] = tensors[name].to(torch.bfloat16).to(tensors[name].dtype)
+        tensors[name] = _cut_to_tf32(tensors[name])
 
 
 def _not_a_number(tensors: Tensors) -> None:
@@ -195,8 +275,29 @@ def _missing_key(tensors: Tensors) -> None:
     del tensors[_a_tensor(tensors)]
 
 
-def _a_tensor(tensors: Tensors) -> str:
-    return sorted(name for name in tensors if "lora_B" in name)[1]
+def _no_a(tensors: Tensors) -> None:
+    del tensors[_a_tensor(tensors, "lora_A")]
+
+
+def _a_tensor(tensors: Tensors, part: str = "lora_B") -> str:
+    return sorted(name for name in tensors if part in name)[1]
+
+
+def _old_bytes(model: Any) -> None:
+    """Leave in a parameter what another tensor of the model left in memory, as a copy into recycled memory would."""
+    parameter = next(p for name, p in model.named_parameters() if "lora_B" in name)
+    held = max((p for name, p in model.named_parameters() if "lora_" not in name), key=lambda p: p.numel())
+    with torch.no_grad():
+        parameter.copy_(held.reshape(-1)[: parameter.numel()].reshape(parameter.shape))
+
+
+def _base_through_bfloat16(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(torch.bfloat16).to(parameter.dtype))
+
+
+def _one_bit_of_weight(weight: torch.Tensor) -> None:
+    weight.view(torch.int32)[3, 5] ^= 1 << 27
 
 
 def _base_bit(model: torch.nn.Module) -> None:
@@ -240,13 +341,24 @@ FAULTS: dict[str, Install] = {
     "adapter-zeros": _in_adapter_file(_zeros),
     "adapter-bit-flip": _in_adapter_file(_one_bit),
     "adapter-other-tensor": _in_adapter_file(_other_tensor),
-    "adapter-through-bfloat16": _in_adapter_file(_rounded),
+    "adapter-bit-flip-in-a": _in_adapter_file(_one_bit_of_a),
+    "adapter-layers-swapped": _in_adapter_file(_two_layers),
+    "adapter-through-bfloat16": _in_adapter_file(_through(torch.bfloat16)),
+    "adapter-through-float16": _in_adapter_file(_through(torch.float16)),
+    "adapter-through-tf32": _in_adapter_file(_through_tf32),
+    "adapter-copy-dropped": _in_adapter_file(_no_a),
+    "adapter-copy-dropped-later": _in_later_loads(_no_a),
+    "adapter-old-bytes": _in_adapted_model(_old_bytes),
     "adapter-nan": _in_adapter_file(_not_a_number),
     "adapter-half-a-page": _in_adapter_file(_half_a_page),
     "adapter-missing-key": _in_adapter_file(_missing_key),
     "adapter-inactive": _in_adapted_model(_inactive),
     "adapter-wrong-scaling": _in_adapted_model(_double_scaling),
     "base-bit-flip": _in_base(_base_bit),
+    "base-through-bfloat16": _in_base(_base_through_bfloat16),
+    "merge-bit-flip": _in_merge(_one_bit_of_weight),
+    "merge-in-tf32": _products_in_tf32,
+    "merge-zeros": _in_delta(torch.zeros_like),
     "merge-off": _in_delta(lambda delta: delta * 1.001),
     "merge-fails": _in_delta(_kernel_fails),
     "forward-off": _in_activations(lambda found: {name: tensor * (1 + 1e-4) for name, tensor in found.items()}),

@@ -8,7 +8,7 @@ import pickle
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from consistency.case import Case
 from consistency.errors import InputError
+from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.worker.files import WeightFiles, file_names
 from consistency.worker.head import HEAD, auto_class, labels
@@ -114,13 +115,19 @@ def load_base(case: Case, device: str) -> LoadedBase:
     )
 
 
-def load_adapter(base: LoadedBase, case: Case) -> torch.nn.Module:
-    """Put the case's adapter on the base through PEFT's default road."""
+def load_adapter(base: LoadedBase, case: Case, *, initial: dict[str, str] | None = None) -> torch.nn.Module:
+    """Put the case's adapter on the base through PEFT's default road.
+
+    Where `initial` is given, it is filled with the digests that the adapter's parameters had before its file was loaded
+    into them, by name.
+    """
     from peft import PeftModel
 
     assert case.adapter is not None
+    looking = nullcontext() if initial is None else _looking_at_initial_values(base, initial)
     try:
-        model = PeftModel.from_pretrained(base.model, case.adapter, adapter_name=ADAPTER_NAME)
+        with looking:
+            model = PeftModel.from_pretrained(base.model, case.adapter, adapter_name=ADAPTER_NAME)
     except _UNUSABLE as error:
         if is_out_of_memory(error):
             raise
@@ -133,6 +140,27 @@ def load_adapter(base: LoadedBase, case: Case) -> torch.nn.Module:
     assert isinstance(model, torch.nn.Module)
     model.eval()
     return model
+
+
+@contextmanager
+def _looking_at_initial_values(base: LoadedBase, initial: dict[str, str]) -> Iterator[None]:
+    """Take digests as PEFT begins to load the file: the adapter is in place, with the values that it was made with."""
+    from peft import PeftModel
+
+    of_base = {tensor.data_ptr() for tensor in base.tensors.values()}
+    real = PeftModel.load_adapter
+
+    def look(model: Any, *args: Any, **options: Any) -> Any:
+        for name, tensor in model.named_parameters():
+            if tensor.numel() and not tensor.is_meta and tensor.data_ptr() not in of_base:
+                initial.setdefault(name, digest(tensor).value)
+        return real(model, *args, **options)
+
+    PeftModel.load_adapter = look
+    try:
+        yield
+    finally:
+        PeftModel.load_adapter = real
 
 
 def expected_adapter(model: torch.nn.Module, files: WeightFiles) -> dict[str, tuple[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from consistency.capture import blob_key
 from consistency.errors import CaptureError
 from consistency.numbers import Real, encode_json
-from consistency.numerics.diagnosis import diagnose_moved, diagnose_structure
+from consistency.numerics.diagnosis import Known, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import TensorDigest, as_bytes, differing_blocks, digest
 from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import name_of
@@ -90,7 +90,7 @@ class Recorder:
         tensor: str,
         actual: torch.Tensor,
         expected: torch.Tensor,
-        others: Mapping[str, str] | None = None,
+        known: Known | None = None,
         keep: bool = False,
         repeats: tuple[str, ...] = (),
         evidence: Mapping[str, Any] | None = None,
@@ -104,8 +104,8 @@ class Recorder:
             On its device; it leaves it only where something is to be said, or where `keep` asks.
         expected : torch.Tensor
             On the CPU.
-        others : mapping of str to str, optional
-            Names of other tensors by digest, to recognise a swap.
+        known : Known, optional
+            What else the tensor could hold.
         keep : bool
             Store both tensors, so that captures made apart can be compared element by element.
         """
@@ -133,7 +133,7 @@ class Recorder:
         found = None
         if structure is None:
             found = measure(host, expected)
-            diagnosis = diagnose_moved(host, expected, found, others=others)
+            diagnosis = diagnose_moved(host, expected, found, known=known)
             if found.mismatched == 0:
                 # the digest on the device and the bytes on the host disagree: reading the tensor back changed it
                 diagnosis = dataclasses.replace(diagnosis, word="unknown", evidence={"digest_only": True})

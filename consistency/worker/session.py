@@ -65,10 +65,11 @@ class Session:
             before = base.look(loaded, record, events, on_cpu=job.device == "cpu")
             self._end(Stage.BASE)
         model, files, expected, changed = loaded.model, None, {}, {}
+        initial: dict[str, str] = {}
         if job.case.adapter is not None:
             before = before or {name: digest(tensor) for name, tensor in loaded.tensors.items()}
             self._begin("load adapter")
-            model = load_adapter(loaded, job.case)
+            model = load_adapter(loaded, job.case, initial=initial)
             files = WeightFiles.of_adapter(job.case.adapter, allow_pickle=job.case.allow_pickle)
             expected = expected_adapter(model, files)
             self._check("load adapter")
@@ -84,6 +85,7 @@ class Session:
             model=model,
             adapter_files=files,
             expected=expected,
+            initial=initial,
             rewritten=frozenset(changed),
         )
         for stage, look in ((Stage.ADAPTER, adapter.run), (Stage.MERGED, merged.run), (Stage.FORWARD, forward.run)):

@@ -7,19 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from consistency.numbers import Real
-from consistency.numerics.bound import measure_against_exact
 from consistency.numerics.diagnosis import (
     FEW_ELEMENTS,
     PAGE_BYTES,
     Diagnosis,
+    Known,
     bit_field,
-    diagnose_computed,
     diagnose_moved,
     diagnose_structure,
 )
 from consistency.numerics.digest import digest
-from consistency.numerics.distance import Measure, measure
+from consistency.numerics.distance import measure
 from consistency.numerics.dtype import bit_patterns
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -38,7 +36,8 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def diagnose(actual: torch.Tensor, expected: torch.Tensor, others: Mapping[str, str] | None = None) -> Diagnosis:
-    return diagnose_moved(actual, expected, measure(actual, expected), others=others)
+    known = Known(swapped=lambda tensor: (others or {}).get(digest(tensor).value))
+    return diagnose_moved(actual, expected, measure(actual, expected), known=known)
 
 
 def flip(tensor: torch.Tensor, places: list[int], bit: int) -> torch.Tensor:
@@ -306,30 +305,6 @@ def test_views_are_diagnosed_like_their_copies() -> None:
     found, plain = diagnose(actual.T, expected.T), diagnose(actual.T.contiguous(), expected.T.contiguous())
     assert found == plain
     assert found.evidence["index"] == [17, 19]
-
-
-# --- computed -------------------------------------------------------------------------------------------------------
-
-
-def test_inside_the_bound_is_accumulation_order() -> None:
-    for ratio in (0.0, 0.5, 1.0):
-        found = Measure(elements=4, mismatched=1, bound_ratio=Real(ratio))
-        assert diagnose_computed(found) == Diagnosis(word="accumulation-order")
-
-
-def test_outside_the_bound_or_without_one_is_unknown() -> None:
-    for ratio in (1.0000001, 1e9, math.nan, None):
-        found = Measure(elements=4, mismatched=1, bound_ratio=None if ratio is None else Real(ratio))
-        assert diagnose_computed(found) == Diagnosis(word="unknown")
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_computed_value_that_is_not_finite_is_named_with_its_place(value: float) -> None:
-    exact = normal(4, 5, dtype=torch.float64)
-    actual = exact.float()
-    actual[2, 3] = value
-    found = diagnose_computed(measure_against_exact(actual, exact))
-    assert found == Diagnosis(word="non-finite", evidence={"at": [2, 3]})
 
 
 @pytest.mark.parametrize(

@@ -6,29 +6,32 @@ file's bytes are cast once, on the CPU, to the dtype that the parameter has.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from consistency.naming import SETTINGS_LAYER, adapter_place, module_place
+from consistency.numerics.diagnosis import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.tolerance import Rule
 from consistency.worker.loading import ADAPTER_NAME
 from consistency.worker.stages.base import PEER_KEEP_BYTES
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.leftover import leftover
+from consistency.worker.stages.reload import POISON, Loads, reload
 
 
 def run(context: Context) -> None:
     """Record every tensor of the adapter's file, what is missing or left over, and the adapter's settings."""
     model, record = context.model, context.record
     state = model.state_dict(keep_vars=True)
-    reloaded = _reload(context, state) if context.job.case.repeat > 1 else {}
-    by_digest = {}
-    for key, tensor in context.expected.values():
-        by_digest[digest(tensor).value] = key
+    again = reload(context, state) if _reloads(context) else {}
+    by_digest = {digest(tensor).value: key for key, tensor in context.expected.values()}
     place = {name: number for number, name in enumerate(state)}
     in_model_order = sorted(context.expected.items(), key=lambda item: place.get(item[0], len(place)))
     for done, (name, (key, tensor)) in enumerate(in_model_order):
@@ -46,22 +49,42 @@ def run(context: Context) -> None:
             continue
         expected = tensor.to(actual.dtype)
         own = digest(expected).value
-        others = {value: other for value, other in by_digest.items() if value != own}
+        evidence = {} if actual.dtype == tensor.dtype else {"dtype_in_file": name_of(tensor.dtype)}
+        loads = again.get(name, Loads())
+        if loads.wrong is not None and digest(actual).value == own:
+            # right at first: what is to be told is what came the second time, over poison
+            actual, evidence = loads.wrong, {**evidence, "when": "loaded again, over NaN"}
+            known = Known(poison=POISON[actual.element_size()])
+        else:
+            known = Known(
+                initial=context.initial.get(name),
+                swapped=functools.partial(_file_of_another, by_digest, own),
+                stale=functools.partial(leftover, context.base.tensors),
+            )
         record.moved(
             stage="adapter",
             layer=layer,
             tensor=part,
             actual=actual,
             expected=expected,
-            others=others,
+            known=known,
             keep=True,
-            repeats=reloaded.get(name, ()),
-            evidence={} if actual.dtype == tensor.dtype else {"dtype_in_file": name_of(tensor.dtype)},
+            repeats=loads.digests,
+            evidence=evidence,
         )
     missing = _missing(context, state)
     _made_on_loading(context, state, missing)
     if record.wants("adapter", SETTINGS_LAYER):
         _settings(context)
+
+
+def _reloads(context: Context) -> bool:
+    return context.job.case.plan.reload or context.job.case.repeat > 1
+
+
+def _file_of_another(by_digest: Mapping[str, str], own: str, tensor: torch.Tensor) -> str | None:
+    value = digest(tensor).value
+    return by_digest.get(value) if value != own else None
 
 
 def _missing(context: Context, state: dict[str, Any]) -> set[str]:
@@ -153,31 +176,3 @@ def _settings(context: Context) -> None:
 def _counted(table: dict[str, Any]) -> dict[str, int]:
     """Count the layers by rank and scaling."""
     return dict(Counter(f"rank {rank}, scaling {scaling}" for rank, scaling in table.values()))
-
-
-def _reload(context: Context, state: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Load the adapter again over parameters filled with NaN, and return the digests that gives, by parameter.
-
-    A copy that never arrives cannot look right by luck when what it should overwrite is poison.
-    """
-    digests: dict[str, tuple[str, ...]] = {}
-    for _ in range(context.job.case.repeat - 1):
-        names = [n for n in context.expected if n in state and state[n].is_floating_point()]
-        saved = {n: state[n].detach().clone() for n in names}
-        with torch.no_grad():
-            for name in names:
-                state[name].fill_(float("nan"))
-        try:
-            context.model.load_adapter(context.job.case.adapter, ADAPTER_NAME)  # type: ignore[operator]
-        except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
-            context.record.absent(
-                stage="adapter", layer=SETTINGS_LAYER, tensor="loaded_again", status="skipped",
-                reason=f"PEFT cannot load this adapter twice: {type(error).__name__}: {error}",
-            )  # fmt: skip
-            with torch.no_grad():
-                for name, tensor in saved.items():
-                    state[name].copy_(tensor)
-            return {}
-        for name in names:
-            digests[name] = (*digests.get(name, ()), digest(state[name]).value)
-    return digests

@@ -28,6 +28,8 @@ class Context:
     adapter_files : WeightFiles or None
     expected : dict
         Parameter name in `model` to (name in the adapter's file, tensor on the CPU).
+    initial : dict
+        Digest of each of the adapter's parameters before its file was loaded, by name in `model`.
     rewritten : frozenset of str
         Tensors of the base that loading the adapter has changed.
     """
@@ -39,6 +41,7 @@ class Context:
     model: torch.nn.Module
     adapter_files: WeightFiles | None
     expected: dict[str, tuple[str, torch.Tensor]]
+    initial: dict[str, str]
     rewritten: frozenset[str]
 
     @property

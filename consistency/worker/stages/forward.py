@@ -20,7 +20,7 @@ from consistency.naming import ADAPTER_OFF as OFF
 from consistency.naming import ADAPTER_ON as ON
 from consistency.naming import WHOLE_MODEL
 from consistency.numerics.bound import independent_rows, measure_against_exact
-from consistency.numerics.diagnosis import diagnose_computed
+from consistency.numerics.computed import diagnose_computed, exact_chunks
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.exact import in_float64
@@ -257,16 +257,21 @@ def _judge(
         return
     if given is not None:
         found = measure_against_exact(tensor, exact, given.allowance)
+        status = given.status(found)
+        tolerance = given.allowance
+        # inside a tolerance that nobody derived there is nothing to say of its cause
+        why = diagnose_computed(found, lambda: exact_chunks(tensor, exact, tolerance)) if status == "outside" else None
         context.record.computed(
-            stage="forward", layer=name, tensor=mode, actual=tensor, rule=Rule.USER, found=found,
-            status=given.status(found), diagnosis=given.word(found), digests=digests, reference_error=error,
-            evidence=given.evidence, keep=context.job.case.keep,
+            stage="forward", layer=name, tensor=mode, actual=tensor, rule=Rule.USER, found=found, status=status,
+            diagnosis=None if why is None else why.word, digests=digests, reference_error=error,
+            evidence={**given.evidence, **({} if why is None else why.evidence)}, keep=context.job.case.keep,
         )  # fmt: skip
         return
     assert error is not None
     found = measure_against_exact(tensor, exact)
     allowed = relative_allowance(error, float(found.magnitude), name_of(tensor.dtype), draws=draws)
     inside = passes(ratio(float(found.max_abs), allowed))
+    cause = None if inside else diagnose_computed(found, lambda: exact_chunks(tensor, exact, allowed))
     context.record.computed(
         stage="forward",
         layer=name,
@@ -275,7 +280,8 @@ def _judge(
         rule=Rule.RELATIVE,
         found=found,
         status="within" if inside else "outside",
-        diagnosis="accumulation-order" if inside else diagnose_computed(found).word,
+        diagnosis="accumulation-order" if cause is None else cause.word,
+        evidence=None if cause is None else cause.evidence,
         digests=digests,
         reference_error=error,
         reference_draws=draws,

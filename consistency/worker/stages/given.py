@@ -8,7 +8,6 @@ import torch
 
 from consistency.naming import TOLERANCE
 from consistency.numerics.bound import GivenAllowance
-from consistency.numerics.diagnosis import diagnose_computed
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import name_of
 from consistency.override import Override, choose
@@ -43,9 +42,3 @@ class Given:
         if float(found.max_abs) == 0 and found.mismatched == 0:
             return "equal"
         return "within" if found.bound_ratio is not None and passes(found.bound_ratio) else "outside"
-
-    @staticmethod
-    def word(found: Measure) -> str | None:
-        """Name a difference; inside a tolerance that nobody derived there is nothing to say of its cause."""
-        word = diagnose_computed(found).word
-        return None if word == "accumulation-order" else word

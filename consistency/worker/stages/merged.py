@@ -27,7 +27,8 @@ from consistency.numerics.bound import (
     measure_low_rank,
     merged_allowance,
 )
-from consistency.numerics.diagnosis import diagnose_computed
+from consistency.numerics.computed import diagnose_computed, exact_chunks, low_rank_chunks
+from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import UNIT_ROUNDOFF
@@ -155,6 +156,7 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
             )  # fmt: skip
             continue
         seen = (here, found, error)
+        cause = _cause(found, given, host, truth, roundings=_roundings(truth, safe=safe))
         context.record.computed(
             stage="merged",
             layer=place,
@@ -163,10 +165,10 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
             rule=_rule(found, given, derived),
             found=found,
             status=_status(found),
-            diagnosis=_word(found, given),
+            diagnosis=None if cause is None else cause.word,
             digests=[here, *again],
             reference_error=error,
-            evidence=given.evidence if given and found is not None else None,
+            evidence=_evidence(cause, given if found is not None else None),
             keep=context.job.case.keep,
         )
 
@@ -199,8 +201,9 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, r
             right=low_rank.right,
             scaling=low_rank.scaling,
             base=None,
-            allowance=given.allowance if given else _delta_allowance(low_rank, delta.device),
+            allowance=_allowance(low_rank, given, delta, roundings=0),
         )
+    cause = _cause(found, given, delta, Truth(low_rank=low_rank), roundings=0)
     context.record.computed(
         stage="merged",
         layer=place,
@@ -209,9 +212,9 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, r
         rule=_rule(found, given, Rule.BOUND),
         found=found,
         status=_status(found) if found is not None else "skipped",
-        diagnosis=_word(found, given),
+        diagnosis=None if cause is None else cause.word,
         digests=[digest(delta), *again],
-        evidence=given.evidence if given and found is not None else None,
+        evidence=_evidence(cause, given if found is not None else None),
         keep=context.job.case.keep,
         reason=None if found is not None else "this method's delta has no closed form: its merged weight is judged",
     )
@@ -260,22 +263,13 @@ def _own_error(context: Context, name: str, layer: Any, truth: Truth, *, safe: b
 def _judge(weight: torch.Tensor, truth: Truth, given: Given | None, *, safe: bool) -> Measure | None:
     """Measure a merged weight; None where there is no exact value of its shape."""
     if truth.low_rank is not None:
-        allowance: Allowance | GivenAllowance
-        if given is not None:
-            allowance = given.allowance
-        else:
-            allowance = merged_allowance(
-                _delta_allowance(truth.low_rank, weight.device),
-                weight=weight.dtype,
-                roundings=2 if safe or truth.low_rank.rounds_delta else 1,
-            )
         return measure_low_rank(
             weight.to("cpu"),
             left=truth.low_rank.left,
             right=truth.low_rank.right,
             scaling=truth.low_rank.scaling,
             base=truth.base,
-            allowance=allowance,
+            allowance=_allowance(truth.low_rank, given, weight, roundings=_roundings(truth, safe=safe)),
         )
     if truth.exact is None or truth.exact.shape != weight.shape:
         return None
@@ -333,16 +327,26 @@ def _low_rank(context: Context, name: str, layer: Any) -> LowRank | None:
     )
 
 
-def _delta_allowance(low_rank: LowRank, device: torch.device) -> Allowance:
+def _allowance(
+    low_rank: LowRank, given: Given | None, tensor: torch.Tensor, *, roundings: int, tf32: bool = False
+) -> Allowance | GivenAllowance:
+    """Return what a delta (`roundings` 0) or a merged weight may be off; `tf32`: as if its products had run in TF32."""
+    if given is not None:
+        return given.allowance
     # bfloat16 and float16 products on an accelerator run on matrix units, which truncate when they accumulate
-    on_units = device.type != "cpu"
-    return delta_allowance(
+    on_units = tensor.device.type != "cpu"
+    delta = delta_allowance(
         low_rank.rank,
         scaling=low_rank.scaling,
         adapter=low_rank.adapter,
         truncating=on_units and low_rank.adapter in (torch.bfloat16, torch.float16),
-        tf32=on_units and low_rank.tf32,
+        tf32=tf32 or (on_units and low_rank.tf32),
     )
+    return merged_allowance(delta, weight=tensor.dtype, roundings=roundings) if roundings else delta
+
+
+def _roundings(truth: Truth, *, safe: bool) -> int:
+    return 2 if safe or (truth.low_rank is not None and truth.low_rank.rounds_delta) else 1
 
 
 def _rule(found: Measure | None, given: Given | None, derived: Rule) -> Rule:
@@ -350,10 +354,37 @@ def _rule(found: Measure | None, given: Given | None, derived: Rule) -> Rule:
     return Rule.PEER if found is None else Rule.USER if given else derived
 
 
-def _word(found: Measure | None, given: Given | None) -> str | None:
+def _cause(
+    found: Measure | None, given: Given | None, tensor: torch.Tensor, truth: Truth, *, roundings: int
+) -> Diagnosis | None:
+    """Name the difference of a delta (`roundings` 0) or a merged weight from its exact value."""
     if found is None or found.bound_ratio is None:
         return None
-    return given.word(found) if given else diagnose_computed(found).word
+    if passes(found.bound_ratio):
+        # inside a tolerance that nobody derived there is nothing to say of its cause
+        return None if given else diagnose_computed(found)
+    host = tensor.to("cpu")
+    low_rank = truth.low_rank
+    if low_rank is None:
+        assert truth.exact is not None  # a ratio without factors is one by the user's own tolerance
+        assert given is not None
+        exact = truth.exact
+        return diagnose_computed(found, lambda: exact_chunks(host, exact, given.allowance))
+    factors: dict[str, Any] = {"left": low_rank.left, "right": low_rank.right, "scaling": low_rank.scaling}
+    factors["base"] = truth.base
+    allowed = _allowance(low_rank, given, tensor, roundings=roundings)
+    in_tf32 = _allowance(low_rank, None, tensor, roundings=roundings, tf32=True)
+    return diagnose_computed(
+        found,
+        lambda: low_rank_chunks(host, **factors, allowance=allowed),
+        in_tf32=(lambda: measure_low_rank(host, **factors, allowance=in_tf32))
+        if low_rank.adapter == torch.float32
+        else None,
+    )
+
+
+def _evidence(cause: Diagnosis | None, given: Given | None) -> dict[str, Any]:
+    return {**(given.evidence if given else {}), **(cause.evidence if cause else {})}
 
 
 def _status(found: Measure | None) -> RecordStatus:
