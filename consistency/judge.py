@@ -18,6 +18,9 @@ from consistency.tolerance import Rule, passes, ratio, relative_allowance
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})
 FILE, FLOAT64 = "file", "float64"
 
+KEPT = "kept"
+"""Evidence: why a kept tensor could not be read."""
+
 OWN_FILE = "holds its own file's bytes"
 
 
@@ -84,7 +87,8 @@ def _moved(subject: Participant, reference: Participant, record: TensorRecord, e
     assert expected is not None
     found, word, evidence = _kept(subject, record.blob, reference, expected.reference_blob)
     if found is None and word is None:
-        word, evidence = _structure(record, expected)
+        word, structure = _structure(record, expected)
+        evidence.update(structure)
         evidence["blocks"] = _differing_blocks(record.blocks, expected.blocks)
     evidence["own_file"] = (
         OWN_FILE if record.digest == record.reference_digest else ("does not hold its own file's bytes either")
@@ -171,7 +175,8 @@ def _peer(subject: Participant, reference: Participant, record: TensorRecord, ex
         )
     found, word, evidence = _kept(subject, record.blob, reference, expected.blob)
     if found is None and word is None:
-        word, evidence = _structure(record, expected)
+        word, structure = _structure(record, expected)
+        evidence.update(structure)
     return _measured(
         subject, record, found, status="outside", reference=reference.label,
         diagnosis=record.diagnosis or word or "unknown", more=evidence,
@@ -184,7 +189,7 @@ def _kept(
     try:
         return measure_kept((subject.capture, actual), (reference.capture, expected))
     except CaptureError as error:
-        return None, None, {"kept": error.what}
+        return None, None, {KEPT: error.what}
 
 
 def _structure(record: TensorRecord, expected: TensorRecord) -> tuple[str | None, dict[str, Any]]:

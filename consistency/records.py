@@ -12,7 +12,10 @@ RecordStatus = Literal["equal", "within", "outside", "missing", "unexpected", "s
 WorkerStatus = Literal["ok", "lost", "failed"]
 
 
-class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True):
+# `gc=False`: decoded JSON holds no cycles, and a fleet has millions of these for the collector to walk in vain
+
+
+class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The numbers of `consistency.numerics.distance.Measure`, as they are written."""
 
     elements: int
@@ -39,7 +42,7 @@ class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**{name: getattr(measure, name) for name in cls.__struct_fields__})
 
 
-class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one worker saw of one tensor.
 
     Attributes
