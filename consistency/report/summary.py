@@ -151,24 +151,18 @@ def worst_ratio(comparison: Comparison) -> float | None:
 
 def class_text(classes: Sequence[Sequence[str]]) -> str:
     """Write classes of agreement as `{cpu, cuda:0} {cuda:1}`, the first few workers of the first few classes."""
-    texts = ["{" + ", ".join(some_names(names)) + "}" for names in classes[:_MOST_CLASSES]]
+    texts = ["{" + ", ".join(some_names(names, shown=2)) + "}" for names in classes[:_MOST_CLASSES]]
     others = classes[_MOST_CLASSES:]
     if others:
         texts.append(f"and {sum(map(len, others))} workers in {len(others)} more")
     return " ".join(texts)
 
 
-def some_names(labels: Sequence[str], *, first: str | None = None) -> list[str]:
-    """Return names to print: all where they are few, else the first ones and how many more there are.
-
-    `first` is one to name whatever its place, if it is among them.
-    """
+def some_names(labels: Sequence[str], *, shown: int = 5) -> list[str]:
+    """Return names to print: all where they are few, else the first ones and how many more there are."""
     if len(labels) <= _MOST_NAMES:
         return list(labels)
-    shown = list(labels[: _MOST_NAMES - 1])
-    if first in labels and first not in shown:
-        shown[-1] = str(first)
-    return [*shown, f"… and {len(labels) - len(shown)} more"]
+    return [*labels[:shown], f"… and {len(labels) - shown} more"]
 
 
 def divergences(found: Sequence[Divergence]) -> list[tuple[Divergence, tuple[str, ...]]]:

@@ -17,6 +17,7 @@ from consistency.device import DeviceInfo
 from consistency.report.summary import (
     Cell,
     Group,
+    Line,
     class_text,
     divergences,
     groups,
@@ -176,10 +177,7 @@ class _Writer:
         for group in found:
             table.add_row(self._text(f"{group.architecture}    {', '.join(group.models)}", "bold"))
             for line in group.lines:
-                shown = some_names(line.workers, first=reference)
-                names = "  ".join(f"{name} (reference)" if name == reference else name for name in shown)
-                if line.kinds > 1:
-                    names = f"{len(line.workers)} others, of {line.kinds} kinds of bits"
+                names = self._workers(line, reference)
                 table.add_row(self._text(f"   {names}"), *(self._cell(name, line.cells.get(name)) for name in columns))
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
         marks = self._marks
@@ -217,6 +215,20 @@ class _Writer:
             self.line(f"and {len(shown) - limit} more: -v shows all")
         self._console.print()
 
+    def _workers(self, line: Line, reference: str | None) -> str:
+        """Name the workers of a line, as many as leave room for its cells, the reference worker before all."""
+        if line.kinds > 1:
+            return f"{len(line.workers)} others, of {line.kinds} kinds of bits"
+        texts = [f"{name} (reference)" if name == reference else name for name in line.workers]
+        room = self._console.width // 2
+        if len("  ".join(texts)) <= room:
+            return "  ".join(texts)
+        texts.sort(key=lambda text: not text.endswith(" (reference)"))
+        shown = 1
+        while len("  ".join(texts[: shown + 1])) <= room - len("  … and 1000 more"):
+            shown += 1
+        return "  ".join([*texts[:shown], f"… and {len(texts) - shown} more"])
+
     def _cell(self, stage: str, cell: Cell | None) -> Text:
         marks = self._marks
         if cell is None:
@@ -251,7 +263,7 @@ class _Writer:
     def _fit(self, text: str) -> str:
         if self._encoding is None:
             return text
-        return text.replace("·", "-").replace("–", "-").encode(self._encoding, "replace").decode(self._encoding)
+        return text.replace("·", "-").replace("–", "-").replace("…", "...").encode(self._encoding, "replace").decode(self._encoding)
 
 
 def sentence(comparison: Comparison) -> str:
