@@ -218,12 +218,24 @@ def read_capture(folder: Path, pool: RecordPool | None = None) -> Capture:
                 raise CaptureError("not the name of a worker", got=slug)
             home = root / "workers" / slug
             info = _read(home / "worker.json", WorkerInfo)
-            records = tuple(read_records(home / "records.jsonl", pool))
+            records = tuple(read_records(home / "records.jsonl", pool, whole=info.status == "ok"))
             _refuse_doubles(records, home / "records.jsonl")
             workers.append(WorkerCapture(info=info, records=records))
         except CaptureError as error:
             damage.append(f"{capture_name(folder)}: worker {slug}: {tell(error)}")
+    damage += (f"{capture_name(folder)}: {text}" for text in _unlisted(root, manifest))
     return Capture(folder=root, manifest=manifest, workers=tuple(workers), damage=tuple(damage))
+
+
+def _unlisted(root: Path, manifest: CaptureManifest) -> Iterator[str]:
+    """Say where the list of workers was cut: what it leaves out would else be taken for never asked for."""
+    if not manifest.workers:
+        yield f"{MANIFEST} names no worker"
+        return
+    for info in sorted((root / "workers").glob("*/worker.json")):
+        slug = info.parent.name
+        if _SLUG.fullmatch(slug) and slug not in manifest.workers:
+            yield f"worker {slug}: {MANIFEST} does not name it"
 
 
 def capture_name(folder: Path) -> str:
@@ -239,16 +251,30 @@ def tell(error: CaptureError) -> str:
     return f"{error.what} ({text})" if text else error.what
 
 
-def read_records(path: Path, pool: RecordPool | None = None) -> Iterator[TensorRecord]:
-    """Yield the records of a worker; a last line that was cut short by the worker's death is left out."""
+def read_records(path: Path, pool: RecordPool | None = None, *, whole: bool = False) -> Iterator[TensorRecord]:
+    """Yield the records of a worker.
+
+    Parameters
+    ----------
+    path : Path
+    pool : RecordPool, optional
+    whole : bool
+        The worker ended well, so the file was there and its last line was too. Of a worker that died, a line that was
+        cut short is left out.
+    """
     pool = pool or RecordPool()
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
+        if whole:
+            raise CaptureError(f"{path.name} is missing", where=path) from None
         return
     except OSError as error:
         raise CaptureError("cannot read the records", where=path, got=error) from None
-    for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
+    lines = raw.split(b"\n")
+    if whole and lines[-1]:
+        raise CaptureError(f"{path.name} ends in the middle of line {len(lines)}", where=path)
+    for number, line in enumerate(lines[:-1], start=1):
         try:
             yield pool.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

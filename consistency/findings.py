@@ -206,33 +206,38 @@ def _files_differ(rows: Sequence[Row]) -> str:
 
 
 def describe(tensor: TensorComparison, row: Row) -> str:
-    """Say in one line what is off in one tensor: its worst element, both values, and both bit patterns."""
+    """Say in one line what is off in one tensor: its worst element, both values, and both bit patterns.
+
+    Evidence comes from captures made elsewhere: whatever stands in it is shown, and nothing of it is relied on.
+    """
     parts = [f"{tensor.layer}.{tensor.tensor}"]
+    evidence = row.evidence
     if row.reason:
         parts.append(row.reason)
     if row.worst_index is not None:
         parts[0] += f"{list(row.worst_index)}"
-        evidence = row.evidence
         if "actual" in evidence:
-            got, wanted = evidence["actual"], evidence["expected"]
-            parts.append(f"got {_number(got)} ({evidence['actual_bits']}), wanted {_number(wanted)}")
-            parts[-1] += f" ({evidence['expected_bits']})"
-    if "bits" in row.evidence:
-        fields = row.evidence.get("fields")
-        parts.append(f"bit {', '.join(map(str, row.evidence['bits']))}" + (f" ({', '.join(fields)})" if fields else ""))
+            got, wanted = _number(evidence["actual"]), _number(evidence.get("expected"))
+            parts.append(
+                f"got {got} ({evidence.get('actual_bits')}), wanted {wanted} ({evidence.get('expected_bits')})"
+            )
+    if "bits" in evidence:
+        fields = evidence.get("fields")
+        parts.append(f"bit {_words(evidence['bits'])}" + (f" ({_words(fields)})" if fields else ""))
     if row.mismatched:
         parts.append(f"{row.mismatched} of {row.elements} elements")
     if row.bound_ratio is not None:
         parts.append(f"{_number(row.bound_ratio)} of the bound")
-    if KEPT in row.evidence:
-        parts.append(row.evidence[KEPT])
+    if KEPT in evidence:
+        parts.append(str(evidence[KEPT]))
     for word in ("got", "wanted", "holds", "own_file"):
-        if word in row.evidence:
-            parts.append(f"{word.replace('_', ' ')} {row.evidence[word]}" if word != "own_file" else row.evidence[word])
-    if row.evidence.get("blocks") and row.worst_index is None:
-        parts.append(f"blocks {row.evidence['blocks'][:8]} of 256 KiB")
-    if row.evidence.get("inactive"):
-        parts.append(f"inactive: {', '.join(row.evidence['inactive'])}")
+        if word in evidence:
+            parts.append(f"{word.replace('_', ' ')} {evidence[word]}" if word != "own_file" else str(evidence[word]))
+    blocks = evidence.get("blocks")
+    if blocks and isinstance(blocks, list) and row.worst_index is None:
+        parts.append(f"blocks {blocks[:8]} of 256 KiB")
+    if evidence.get("inactive"):
+        parts.append(f"inactive: {_words(evidence['inactive'])}")
     return " · ".join(parts)
 
 
@@ -345,4 +350,8 @@ def _count(number: int, what: str) -> str:
 
 
 def _number(value: Any) -> str:
-    return f"{float(value):.6g}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _words(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

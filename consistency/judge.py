@@ -13,7 +13,7 @@ from consistency.naming import SETTINGS_LAYER
 from consistency.numbers import Real
 from consistency.participants import Key, Participant
 from consistency.records import TensorMeasure, TensorRecord
-from consistency.tolerance import Rule, passes, ratio, relative_allowance
+from consistency.tolerance import UNIT_ROUNDOFF, Rule, passes, ratio, relative_allowance
 
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})
 FILE, FLOAT64 = "file", "float64"
@@ -48,6 +48,13 @@ def judge(subject: Participant, reference: Participant, key: Key) -> Row:
             evidence=record.evidence,
             reason=record.reason,
         )
+    if record.rule == Rule.RELATIVE and record.measure is not None and record.dtype not in UNIT_ROUNDOFF:
+        return Row(
+            worker=subject.label,
+            reference=None,
+            status="skipped",
+            reason=f"nothing is known of how {record.dtype or 'a dtype without a name'} rounds",
+        )
     match Rule(record.rule):
         case Rule.BITWISE:
             return _moved(subject, reference, record, expected)
@@ -79,7 +86,7 @@ def _moved(subject: Participant, reference: Participant, record: TensorRecord, e
         if expected is None or expected.reference_digest is None
         else (expected.reference_digest)
     )
-    if record.digest == right:
+    if record.digest == right and right is not None:  # a capture from elsewhere may lack both: that is no agreement
         return _equal(subject, record, reference=FILE)
     if record.reference_digest == right:
         return _measured(subject, record, record.measure, status="outside", reference=FILE)
@@ -278,7 +285,12 @@ def _repeated(record: TensorRecord) -> bool | None:
 
 def _status(record: TensorRecord) -> Status:
     # a worker's own `measured` means that only others could tell, and none of the rules above found a way
-    return "skipped" if record.status == "measured" else record.status
+    if record.status == "measured":
+        return "skipped"
+    measure = record.measure
+    if measure is not None and measure.bound_ratio is not None and not passes(float(measure.bound_ratio)):
+        return "outside"  # whatever the word beside it says
+    return record.status
 
 
 def _replace(row: Row, **values: Any) -> Row:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from consistency.numbers import Real
+from consistency.tolerance import Rule
 
 RecordStatus = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked", "measured"]
 WorkerStatus = Literal["ok", "lost", "failed"]
@@ -85,7 +86,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tensor: str
     shape: tuple[int, ...] = ()
     dtype: str = ""
-    rule: str = "bitwise"
+    rule: Annotated[str, msgspec.Meta(pattern=rf"\A({'|'.join(Rule)})\Z")] = "bitwise"
     status: RecordStatus = "equal"
     digest: str | None = None
     blocks: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{16})*\Z")] = ""

@@ -263,7 +263,13 @@ class _Writer:
     def _fit(self, text: str) -> str:
         if self._encoding is None:
             return text
-        return text.replace("·", "-").replace("–", "-").replace("…", "...").encode(self._encoding, "replace").decode(self._encoding)
+        return (
+            text.replace("·", "-")
+            .replace("–", "-")
+            .replace("…", "...")
+            .encode(self._encoding, "replace")
+            .decode(self._encoding)
+        )
 
 
 def sentence(comparison: Comparison) -> str:
