@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,6 +78,17 @@ def fleet(
     captures = [make_capture_of(0, make_info("cpu", architecture="x86-64", model="EPYC"), layers(tensors, "cpu"))]
     for number in range(1, workers):
         seen = layers(tensors, f"{number}", faulty=number in faulty) if apart else alike[number in faulty]
+        captures.append(make_capture_of(number, make_info("cuda:0"), seen))
+    return captures
+
+
+def scattered(workers: int, tensors: int) -> list[Capture]:
+    """Return captures in which each tensor is wrong on workers of its own: as many findings as tensors."""
+    right, wrong = layers(tensors, "gpu"), layers(tensors, "gpu", faulty=True)
+    captures = fleet(1, tensors)
+    for number in range(1, workers):
+        lot = random.Random(number)
+        seen = [w if lot.random() < 0.2 else r for r, w in zip(right, wrong, strict=True)]
         captures.append(make_capture_of(number, make_info("cuda:0"), seen))
     return captures
 
@@ -207,9 +219,9 @@ def operations(captures: list[Capture]) -> int:
     return count
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["alike", "apart"])
+@pytest.mark.parametrize("kind", ["alike", "apart", "scattered"])
 @pytest.mark.parametrize("grows", ["workers", "tensors"])
-def test_the_work_grows_no_faster_than_the_rows(grows: str, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_grows_no_faster_than_the_rows(grows: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From one size to twice that size as much is added as at most from half of it: 2 where linear, 4 where quadratic.
 
     What C code does inside one operation is not counted; benchmarks/scaling.py measures the time of all of it.
@@ -219,7 +231,9 @@ def test_the_work_grows_no_faster_than_the_rows(grows: str, apart: bool, monkeyp
 
     def work(size: int) -> int:
         workers, tensors = (size, 6) if grows == "workers" else (12, size)
-        return operations(fleet(workers, tensors, apart=apart, faulty=faulty))
+        if kind == "scattered":
+            return operations(scattered(workers, tensors))
+        return operations(fleet(workers, tensors, apart=kind == "apart", faulty=faulty))
 
     work(12)  # fills caches
     small, middle, large = work(24), work(48), work(96)
