@@ -238,6 +238,12 @@ def _unlisted(root: Path, manifest: CaptureManifest) -> Iterator[str]:
             yield f"worker {slug}: {MANIFEST} does not name it"
 
 
+def holds_capture(folder: Path) -> bool:
+    """Tell whether a folder is a capture, or of a run, whole or not; else its path was a mistake."""
+    homes = (folder, folder / "captures")
+    return any((home / name).exists() for home in homes for name in (MANIFEST, "workers"))
+
+
 def capture_name(folder: Path) -> str:
     """Return what a report calls a capture: its folder's name, or that of the run it lies in."""
     folder = folder.resolve()

@@ -20,6 +20,7 @@ from consistency.capture import (
     CaptureWriter,
     RecordPool,
     capture_name,
+    holds_capture,
     read_capture,
     tell,
 )
@@ -160,7 +161,7 @@ def read_captures(given: Iterable[Capture | Path]) -> tuple[list[Capture], list[
     Raises
     ------
     CaptureError
-        A folder does not exist, or no capture can be read.
+        A folder is not there or is something else than a capture, or no capture can be read.
     """
     pool = RecordPool()
     found: list[Capture] = []
@@ -171,7 +172,7 @@ def read_captures(given: Iterable[Capture | Path]) -> tuple[list[Capture], list[
             found.append(one if isinstance(one, Capture) else read_capture(one, pool))
         except CaptureError as error:
             assert isinstance(one, Path)
-            if not one.is_dir():
+            if not holds_capture(one):
                 raise
             errors.append(error)
             unread.append(f"{capture_name(one)}: left out: {tell(error)}")

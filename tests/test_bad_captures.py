@@ -178,8 +178,11 @@ def test_where_none_can_be_read_that_is_an_error(make_capture: MakeCapture) -> N
 
 def test_a_path_that_leads_nowhere_is_an_error(make_capture: MakeCapture, tmp_path: Path) -> None:
     """A damaged capture is one thing, a mistyped name another: with it, nobody knows what was meant."""
-    with pytest.raises(CaptureError, match="no capture here"):
-        harness.compare_folders([*write(make_capture, None), tmp_path / "d"], None)
+    (tmp_path / "empty").mkdir()
+    folders = write(make_capture, None)
+    for wrong in (tmp_path / "d", tmp_path / "empty", folders[0] / "capture.json"):
+        with pytest.raises(CaptureError, match="no capture here"):
+            harness.compare_folders([*folders, wrong], None)
 
 
 def test_the_command_says_it_and_ends_as_incomplete(make_capture: MakeCapture, cli: Cli) -> None:

@@ -232,12 +232,13 @@ def test_the_work_grows_no_faster_than_the_rows(grows: str, kind: str, monkeypat
     def work(size: int) -> int:
         workers, tensors = (size, 6) if grows == "workers" else (12, size)
         if kind == "scattered":
-            return operations(scattered(workers, tensors))
+            return operations(scattered(workers, 2 * tensors))
         return operations(fleet(workers, tensors, apart=kind == "apart", faulty=faulty))
 
     work(12)  # fills caches
     small, middle, large = work(24), work(48), work(96)
-    assert (large - middle) / (middle - small) < 2.2
+    # linear work measures 1.87 to 2.02 (what does not grow at all is in no difference; tables have a longest length)
+    assert (large - middle) / (middle - small) < 2.05
 
 
 # --- people can still read it ---------------------------------------------------------------------------------------
