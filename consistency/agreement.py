@@ -5,7 +5,9 @@ The same code compares the workers of one run, captures from ten machines, and l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import msgspec
 
 from consistency.capture import Capture
 from consistency.case import Stage
@@ -21,13 +23,13 @@ from consistency.comparison import (
 )
 from consistency.errors import UsageError
 from consistency.findings import find
-from consistency.judge import judge
+from consistency.judge import KEPT, judge
 from consistency.participants import Key, Participant, choose_reference, gather
 
 _STAGE_ORDER = {stage.value: place for place, stage in enumerate(Stage)}
 
 
-def compare(captures: Sequence[Capture]) -> Comparison:
+def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Comparison:
     """Compare the workers of one or more captures.
 
     The first capture's reference worker is the reference.
@@ -35,6 +37,8 @@ def compare(captures: Sequence[Capture]) -> Comparison:
     Parameters
     ----------
     captures : sequence of Capture
+    unread : sequence of str
+        What is to be said of captures that could not be read at all.
 
     Raises
     ------
@@ -50,11 +54,11 @@ def compare(captures: Sequence[Capture]) -> Comparison:
     for road in roads:
         members = [p for p in participants if p.road == road]
         if reference is not None:
-            if reference not in members:
+            if not any(member is reference for member in members):
                 members.insert(0, reference)
             tensors += _compare_road(road, members, reference)
     first = captures[0].manifest.case
-    damage = tuple(text for capture in captures for text in capture.damage)
+    damage = (*unread, *(text for capture in captures for text in capture.damage))
     findings = find(participants, reference, tensors, damage=damage)
     return Comparison(
         case=first.name,
@@ -69,8 +73,8 @@ def compare(captures: Sequence[Capture]) -> Comparison:
         architectures=_architectures(participants),
         tensors=tuple(tensors),
         findings=findings,
-        first_divergence=_first(tensors, lambda _, row: row.status in BAD),
-        first_other_bits=_first(tensors, _has_other_bits),
+        first_divergence=_first(tensors, _bad),
+        first_other_bits=_first(tensors, _other_bits),
         not_looked_at=first.not_looked_at(),
         simulated=any(p.info.simulated for p in participants),
     )
@@ -87,10 +91,14 @@ def _compare_road(road: str, members: Sequence[Participant], reference: Particip
     for member in (reference, *members):
         for key, record in member.records.items():
             order.setdefault(key, record.order)
+    numbers: dict[bytes, int] = {}
+    kinds = [numbers.setdefault(member.kind(), len(numbers)) for member in members]
+    equal: dict[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]] = {}  # one tuple for all tensors of a stage
     for key in sorted(order, key=lambda k: (_STAGE_ORDER.get(k[0], len(_STAGE_ORDER)), order[k])):
-        rows = tuple(judge(m, reference, key) for m in members if key in m.records or _should_have(m, reference, key))
+        rows = _judge_all(members, kinds, reference, key)
         if not rows:
             continue
+        classes = _classes(members, reference, key)
         record = reference.records.get(key) or next(m.records[key] for m in members if key in m.records)
         yield TensorComparison(
             stage=key[0],
@@ -100,10 +108,33 @@ def _compare_road(road: str, members: Sequence[Participant], reference: Particip
             shape=record.shape,
             dtype=record.dtype,
             rule=record.rule,
-            classes=_classes(members, reference, key),
+            classes=equal.setdefault(classes, classes),
             rows=rows,
             order=order[key],
         )
+
+
+def _judge_all(
+    members: Sequence[Participant], kinds: Sequence[int], reference: Participant, key: Key
+) -> tuple[Row, ...]:
+    """Judge each worker's record of a tensor; of workers of one kind that share a record, one is judged for all."""
+    judged: dict[tuple[int, int], Row] = {}
+    rows = []
+    for member, kind in zip(members, kinds, strict=True):
+        record = member.records.get(key)
+        if record is None:
+            if _should_have(member, reference, key):
+                rows.append(judge(member, reference, key))
+            continue
+        alike = judged.get((id(record), kind))
+        if alike is not None:
+            rows.append(msgspec.structs.replace(alike, worker=member.label))
+            continue
+        row = judge(member, reference, key)
+        if KEPT not in row.evidence:  # another capture may hold the kept tensor that this one has lost
+            judged[id(record), kind] = row
+        rows.append(row)
+    return tuple(rows)
 
 
 def _should_have(member: Participant, reference: Participant, key: Key) -> bool:
@@ -116,9 +147,12 @@ def _should_have(member: Participant, reference: Participant, key: Key) -> bool:
 def _classes(members: Sequence[Participant], reference: Participant, key: Key) -> tuple[tuple[str, ...], ...]:
     """Group the workers that saw the tensor by its digest, the reference's class first."""
     classes: dict[str, list[str]] = {}
-    for member in sorted(members, key=lambda m: m is not reference):
+    own = reference.records.get(key)
+    if own is not None and own.digest is not None:
+        classes[own.digest] = [reference.label]
+    for member in members:
         record = member.records.get(key)
-        if record is not None and record.digest is not None:
+        if record is not None and record.digest is not None and member is not reference:
             classes.setdefault(record.digest, []).append(member.label)
     return tuple(tuple(names) for names in classes.values())
 
@@ -133,17 +167,25 @@ def _verdict(
     return "inconsistent" if found else "consistent"
 
 
-def _has_other_bits(tensor: TensorComparison, row: Row) -> bool:
-    return bool(tensor.classes) and any(row.worker in names for names in tensor.classes[1:])
+def _bad(tensor: TensorComparison) -> Collection[str]:
+    return {row.worker for row in tensor.rows if row.status in BAD}
+
+
+def _other_bits(tensor: TensorComparison) -> Collection[str]:
+    return {name for names in tensor.classes[1:] for name in names}
 
 
 def _first(
-    tensors: Sequence[TensorComparison], test: Callable[[TensorComparison, Row], bool]
+    tensors: Sequence[TensorComparison], leave: Callable[[TensorComparison], Collection[str]]
 ) -> tuple[Divergence, ...]:
+    """Return, per worker and road, the first tensor at which it is among those that leave the others."""
     found: dict[tuple[str, str], Divergence] = {}
     for tensor in tensors:
+        names = leave(tensor)
+        if not names:
+            continue
         for row in tensor.rows:
-            if (row.worker, tensor.road) not in found and test(tensor, row):
+            if row.worker in names and (row.worker, tensor.road) not in found:
                 found[row.worker, tensor.road] = Divergence(
                     worker=row.worker,
                     road=tensor.road,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from consistency import harness
-from consistency.capture import Capture, read_capture
+from consistency.capture import Capture
 from consistency.case import Case, Options, make_options
 from consistency.comparison import Comparison
 from consistency.device import parse_devices
@@ -78,5 +78,5 @@ def run(
 
 def compare(captures: Iterable[Capture | str | Path]) -> Comparison:
     """Compare captures, given as such or as their folders; the first one's reference worker is the reference."""
-    found = [c if isinstance(c, Capture) else read_capture(Path(c)) for c in captures]
-    return harness.compare_captures(found)
+    found, unread = harness.read_captures(c if isinstance(c, Capture) else Path(c) for c in captures)
+    return harness.compare_captures(found, unread=unread)

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -145,9 +145,15 @@ class CaptureWriter:
 
 def write_json(path: Path, value: object) -> None:
     """Write a file whole or not at all."""
+    write_whole(path, [encode_json(value, indent=1), b"\n"])
+
+
+def write_whole(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file part by part, whole or not at all."""
     partial = path.with_name(path.name + ".tmp")
     try:
-        partial.write_bytes(encode_json(value, indent=1) + b"\n")
+        with partial.open("wb") as file:
+            file.writelines(parts)
         os.replace(partial, path)
     except OSError as error:
         with suppress(OSError):
@@ -155,10 +161,42 @@ def write_json(path: Path, value: object) -> None:
         raise CaptureError("cannot write", where=path, got=error) from None
 
 
-def read_capture(folder: Path) -> Capture:
+class RecordPool:
+    """Decode each line once: workers that saw the same bits wrote the same line, and share one record.
+
+    A thousand workers with two thousand tensors write two million lines, of which a healthy fleet has some thousand
+    different ones. Lines are told apart by a hash that a stranger's capture cannot be made to collide in.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[bytes, TensorRecord] = {}
+        self._texts: dict[str, str] = {}
+
+    def decode(self, line: bytes) -> TensorRecord:
+        name = hashlib.blake2b(line, digest_size=16).digest()
+        record = self._records.get(name)
+        if record is None:
+            record = self._records[name] = decode_json(line, TensorRecord)
+            for field in _REPEATED_TEXTS:  # the same words in every line of a tensor, whatever its bits
+                text = getattr(record, field)
+                if text:
+                    msgspec.structs.force_setattr(record, field, self._texts.setdefault(text, text))
+        return record
+
+
+_REPEATED_TEXTS = ("stage", "layer", "tensor", "dtype", "rule", "reference", "reference_digest", "diagnosis", "reason")
+
+
+def read_capture(folder: Path, pool: RecordPool | None = None) -> Capture:
     """Read a capture, or the capture inside the folder of a run.
 
     A worker whose files are damaged is left out and named in `damage`; the rest is read.
+
+    Parameters
+    ----------
+    folder : Path
+    pool : RecordPool, optional
+        One for all captures that are going to be compared: what is equal in them is decoded and kept once.
 
     Raises
     ------
@@ -171,6 +209,7 @@ def read_capture(folder: Path) -> Capture:
             "no capture here", where=folder, wanted=f"a folder with {MANIFEST}, or the --out folder of a run"
         )
     manifest = _read(root / MANIFEST, CaptureManifest, schema=True)
+    pool = pool or RecordPool()
     workers: list[WorkerCapture] = []
     damage: list[str] = []
     for slug in dict.fromkeys(manifest.workers):
@@ -179,25 +218,88 @@ def read_capture(folder: Path) -> Capture:
                 raise CaptureError("not the name of a worker", got=slug)
             home = root / "workers" / slug
             info = _read(home / "worker.json", WorkerInfo)
-            workers.append(WorkerCapture(info=info, records=tuple(read_records(home / "records.jsonl"))))
+            records = tuple(read_records(home / "records.jsonl", pool, whole=info.status == "ok"))
+            _refuse_doubles(records, home / "records.jsonl")
+            workers.append(WorkerCapture(info=info, records=records))
         except CaptureError as error:
-            damage.append(f"{folder.name}: worker {slug}: {error.what}" + (f" ({error.got})" if error.got else ""))
+            damage.append(f"{capture_name(folder)}: worker {slug}: {tell(error)}")
+    damage += (f"{capture_name(folder)}: {text}" for text in _unlisted(root, manifest))
     return Capture(folder=root, manifest=manifest, workers=tuple(workers), damage=tuple(damage))
 
 
-def read_records(path: Path) -> Iterator[TensorRecord]:
-    """Yield the records of a worker; a last line that was cut short by the worker's death is left out."""
+def _unlisted(root: Path, manifest: CaptureManifest) -> Iterator[str]:
+    """Say where the list of workers was cut: what it leaves out would else be taken for never asked for."""
+    if not manifest.workers:
+        yield f"{MANIFEST} names no worker"
+        return
+    for info in sorted((root / "workers").glob("*/worker.json")):
+        slug = info.parent.name
+        if _SLUG.fullmatch(slug) and slug not in manifest.workers:
+            yield f"worker {slug}: {MANIFEST} does not name it"
+
+
+def holds_capture(folder: Path) -> bool:
+    """Tell whether a folder is a capture, or of a run, whole or not; else its path was a mistake."""
+    homes = (folder, folder / "captures")
+    return any((home / name).exists() for home in homes for name in (MANIFEST, "workers"))
+
+
+def capture_name(folder: Path) -> str:
+    """Return what a report calls a capture: its folder's name, or that of the run it lies in."""
+    folder = folder.resolve()
+    return folder.parent.name if folder.name == "captures" else folder.name
+
+
+def tell(error: CaptureError) -> str:
+    """Say in one line what is wrong with a part of a capture."""
+    facts = [f"{error.got}" if error.got else "", f"wanted {error.wanted}" if error.wanted else ""]
+    text = ", ".join(fact for fact in facts if fact)
+    return f"{error.what} ({text})" if text else error.what
+
+
+def read_records(path: Path, pool: RecordPool | None = None, *, whole: bool = False) -> Iterator[TensorRecord]:
+    """Yield the records of a worker.
+
+    Parameters
+    ----------
+    path : Path
+    pool : RecordPool, optional
+    whole : bool
+        The worker ended well, so the file was there and its last line was too. Of a worker that died, a line that was
+        cut short is left out.
+    """
+    pool = pool or RecordPool()
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
+        if whole:
+            raise CaptureError(f"{path.name} is missing", where=path) from None
         return
     except OSError as error:
         raise CaptureError("cannot read the records", where=path, got=error) from None
-    for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
+    lines = raw.split(b"\n")
+    if whole and lines[-1]:
+        raise CaptureError(f"{path.name} ends in the middle of line {len(lines)}", where=path)
+    for number, line in enumerate(lines[:-1], start=1):
         try:
-            yield decode_json(line, TensorRecord)
+            yield pool.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CaptureError(f"line {number} is damaged", where=path, got=error) from None
+
+
+def _refuse_doubles(records: Sequence[TensorRecord], path: Path) -> None:
+    """Raise where a tensor was recorded twice: nobody can tell which of the two holds."""
+    if len({record.key for record in records}) == len(records):
+        return
+    first: dict[tuple[str, str, str], int] = {}
+    for number, record in enumerate(records, start=1):
+        if record.key in first:
+            raise CaptureError(
+                f"line {number} is about the same tensor as line {first[record.key]}",
+                where=path,
+                got=f"{record.stage}::{record.layer}.{record.tensor}",
+            )
+        first[record.key] = number
 
 
 def _read(path: Path, kind: type[T], *, schema: bool = False) -> T:

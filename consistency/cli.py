@@ -154,7 +154,7 @@ def _options(parsed: argparse.Namespace) -> Options:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from consistency.report.json import as_bytes
+    from consistency.report.json import parts
     from consistency.report.progress import progress
     from consistency.report.terminal import make_console, print_report
 
@@ -162,7 +162,7 @@ def _run(parsed: argparse.Namespace) -> int:
     with progress(make_console(sys.stderr)) as watch:
         report = harness.run(plan, parsed.out, watch=watch, replace=parsed.force)
     if parsed.json:
-        sys.stdout.buffer.write(as_bytes(report.comparison))
+        sys.stdout.buffer.writelines(parts(report.comparison))
     else:
         print_report(
             report.comparison,
@@ -205,12 +205,12 @@ def _capture(parsed: argparse.Namespace) -> int:
 
 
 def _compare(parsed: argparse.Namespace) -> int:
-    from consistency.report.json import as_bytes
+    from consistency.report.json import parts
     from consistency.report.terminal import make_console, print_report
 
     comparison = harness.compare_folders(parsed.captures, parsed.out, replace=parsed.force)
     if parsed.json:
-        sys.stdout.buffer.write(as_bytes(comparison))
+        sys.stdout.buffer.writelines(parts(comparison))
     else:
         print_report(
             comparison, make_console(), verbose=parsed.verbose, folder=None if parsed.out is None else str(parsed.out)

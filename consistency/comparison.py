@@ -16,7 +16,7 @@ BAD: frozenset[str] = frozenset({"outside", "missing", "unexpected"})
 """Statuses that make a run inconsistent."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a fleet, and no cycles
     """One tensor on one worker.
 
     Attributes

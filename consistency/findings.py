@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from consistency.comparison import BAD, Finding, Row, TensorComparison, tensor_name
 from consistency.given import find_tolerances
-from consistency.judge import OWN_FILE
+from consistency.judge import KEPT, OWN_FILE
 from consistency.participants import Key, Participant
 
 _SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
@@ -71,16 +71,18 @@ def find(
 
 
 def _lost(participants: Sequence[Participant]) -> Iterable[Finding]:
+    alike: dict[tuple[str, str | None, str | None], list[Participant]] = {}
     for p in participants:
-        if p.info.status == "ok":
-            continue
-        stack = tuple((p.info.stack or "").splitlines()[-12:])
+        if p.info.status != "ok":
+            alike.setdefault((p.info.status, p.info.reason, p.info.stack), []).append(p)
+    for (status, reason, stack), lost in alike.items():
+        verb = "failed" if status != "lost" else "was lost" if len(lost) == 1 else "were lost"
         yield Finding(
-            kind="lost-worker" if p.info.status == "lost" else "failed-worker",
+            kind="lost-worker" if status == "lost" else "failed-worker",
             severity="error",
-            message=f"{_place(p)} {'was lost' if p.info.status == 'lost' else 'failed'}: {p.info.reason}",
-            workers=(p.label,),
-            detail=stack,
+            message=f"{names([_place(p) for p in lost])} {verb}: {reason}",
+            workers=tuple(p.label for p in lost),
+            detail=tuple((stack or "").splitlines()[-12:]),
         )
 
 
@@ -92,7 +94,7 @@ def _software(participants: Sequence[Participant]) -> Iterable[Finding]:
             if name in p.info.environment:
                 values.setdefault(str(p.info.environment[name]), []).append(p.label)
         if len(values) > 1:
-            text = "; ".join(f"{value}: {', '.join(dict.fromkeys(labels))}" for value, labels in values.items())
+            text = "; ".join(f"{value}: {names(labels)}" for value, labels in values.items())
             yield Finding(kind="environment", severity="note", message=f"{name} is not the same everywhere: {text}")
 
 
@@ -107,7 +109,7 @@ def _inputs(participants: Sequence[Participant]) -> Iterable[Finding]:
         yield Finding(
             kind="inputs",
             severity="error",
-            message=f"forward · {_names(workers)} had other inputs than {_names(first)}: outputs are not comparable",
+            message=f"forward · {names(workers)} had other inputs than {names(first)}: outputs are not comparable",
             workers=workers,
             next="give the same --inputs, --level and base to every capture",
         )
@@ -127,14 +129,14 @@ def _settings(participants: Sequence[Participant]) -> Iterable[Finding]:
         yield Finding(
             kind="setting-changed",
             severity="warning",
-            message=f"{setting} was set to {value} during {stage}, on {_names(labels)}; asked for was {asked_for}",
+            message=f"{setting} was set to {value} during {stage}, on {names(labels)}; asked for was {asked_for}",
             workers=tuple(labels),
         )
     for (setting, asked_for, value), labels in refused.items():
         yield Finding(
             kind="setting-refused",
             severity="warning",
-            message=f"{setting} is {value} on {_names(labels)} although {asked_for} was asked for",
+            message=f"{setting} is {value} on {names(labels)} although {asked_for} was asked for",
             workers=tuple(labels),
         )
 
@@ -164,7 +166,12 @@ def _rows(
             group = groups.setdefault(key, _Group())
             group.tensors.append(tensor)
             group.samples.append(rows[0])
-    roads = {road for _, road, _, _ in groups} | {tensor.road for tensor in tensors}
+    roads = {tensor.road for tensor in tensors}
+    causes = {(stage, road, word) for stage, road, word, _ in groups}
+    wrong: dict[str, set[str]] = {}  # by road, the workers that do not hold the right bytes
+    for stage, road, _, workers in groups:
+        if stage in ("base", "adapter"):
+            wrong.setdefault(road, set()).update(workers)
     for (stage, road, word, workers), group in groups.items():
         phrase = _PHRASES.get(word, word)
         if word == "unknown" and group.tensors[0].rule in _LIMITS:
@@ -175,9 +182,9 @@ def _rows(
             kind=word,
             severity="error",
             message=(
-                f"{stage} · {_names(workers)} · {phrase} in {what}{where}"
-                f"{_only_here(groups, stage, road, word)}{_files_differ(group.samples)}"
-                f"{_follows(groups, stage, road, workers)}"
+                f"{stage} · {names(workers)} · {phrase} in {what}{where}"
+                f"{_only_here(causes, stage, road, word)}{_files_differ(group.samples)}"
+                f"{_follows(wrong, stage, road, workers)}"
             ),
             workers=workers,
             tensors=tuple(t.name for t in group.tensors),
@@ -188,20 +195,17 @@ def _rows(
         )
 
 
-def _only_here(groups: Iterable[tuple[str, str, str, tuple[str, ...]]], stage: str, road: str, word: str) -> str:
+def _only_here(causes: Set[tuple[str, str, str]], stage: str, road: str, word: str) -> str:
     """Say what the other road tells of the cause: alone right and together wrong is the copy between devices."""
-    other = {r for s, r, w, _ in groups if (s, w) == (stage, word)}
-    return ", right bytes when alone: a copy between devices" if road == "shared" and "isolated" not in other else ""
+    is_alone = road == "shared" and (stage, "isolated", word) not in causes
+    return ", right bytes when alone: a copy between devices" if is_alone else ""
 
 
-def _follows(
-    groups: Iterable[tuple[str, str, str, tuple[str, ...]]], stage: str, road: str, workers: Sequence[str]
-) -> str:
+def _follows(wrong: Mapping[str, Set[str]], stage: str, road: str, workers: Sequence[str]) -> str:
     """Say where a computed stage is wrong on workers whose bytes were wrong before it."""
     if stage not in ("merged", "forward"):
         return ""
-    wrong = {w for s, r, _, names in groups if s in ("base", "adapter") and r == road for w in names}
-    return ": it follows from the wrong bytes above" if set(workers) <= wrong else ""
+    return ": it follows from the wrong bytes above" if set(workers) <= wrong.get(road, set()) else ""
 
 
 def _files_differ(rows: Sequence[Row]) -> str:
@@ -210,31 +214,38 @@ def _files_differ(rows: Sequence[Row]) -> str:
 
 
 def describe(tensor: TensorComparison, row: Row) -> str:
-    """Say in one line what is off in one tensor: its worst element, both values, and both bit patterns."""
+    """Say in one line what is off in one tensor: its worst element, both values, and both bit patterns.
+
+    Evidence comes from captures made elsewhere: whatever stands in it is shown, and nothing of it is relied on.
+    """
     parts = [f"{tensor.layer}.{tensor.tensor}"]
+    evidence = row.evidence
     if row.reason:
         parts.append(row.reason)
     if row.worst_index is not None:
         parts[0] += f"{list(row.worst_index)}"
-        evidence = row.evidence
         if "actual" in evidence:
-            got, wanted = evidence["actual"], evidence["expected"]
-            parts.append(f"got {_number(got)} ({evidence['actual_bits']}), wanted {_number(wanted)}")
-            parts[-1] += f" ({evidence['expected_bits']})"
-    if "bits" in row.evidence:
-        fields = row.evidence.get("fields")
-        parts.append(f"bit {', '.join(map(str, row.evidence['bits']))}" + (f" ({', '.join(fields)})" if fields else ""))
+            got, wanted = _number(evidence["actual"]), _number(evidence.get("expected"))
+            parts.append(
+                f"got {got} ({evidence.get('actual_bits')}), wanted {wanted} ({evidence.get('expected_bits')})"
+            )
+    if "bits" in evidence:
+        fields = evidence.get("fields")
+        parts.append(f"bit {_words(evidence['bits'])}" + (f" ({_words(fields)})" if fields else ""))
     if row.mismatched:
         parts.append(f"{row.mismatched} of {row.elements} elements")
     if row.bound_ratio is not None:
         parts.append(f"{_number(row.bound_ratio)} of {_LIMITS.get(tensor.rule, 'the bound')}")
+    if KEPT in evidence:
+        parts.append(str(evidence[KEPT]))
     for word in ("got", "wanted", "holds", "own_file"):
-        if word in row.evidence:
-            parts.append(f"{word.replace('_', ' ')} {row.evidence[word]}" if word != "own_file" else row.evidence[word])
-    if row.evidence.get("blocks") and row.worst_index is None:
-        parts.append(f"blocks {row.evidence['blocks'][:8]} of 256 KiB")
-    if row.evidence.get("inactive"):
-        parts.append(f"inactive: {', '.join(row.evidence['inactive'])}")
+        if word in evidence:
+            parts.append(f"{word.replace('_', ' ')} {evidence[word]}" if word != "own_file" else str(evidence[word]))
+    blocks = evidence.get("blocks")
+    if blocks and isinstance(blocks, list) and row.worst_index is None:
+        parts.append(f"blocks {blocks[:8]} of 256 KiB")
+    if evidence.get("inactive"):
+        parts.append(f"inactive: {_words(evidence['inactive'])}")
     return " · ".join(parts)
 
 
@@ -244,13 +255,18 @@ def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
         for row in tensor.rows:
             if row.repeated is False:
                 found.setdefault((row.worker, tensor.stage), []).append(tensor.name)
-    for (worker, stage), names in found.items():
+    alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (worker, stage), where in found.items():
+        alike.setdefault((stage, tuple(where)), []).append(worker)
+    for (stage, same), workers in alike.items():
         yield Finding(
             kind="not-repeatable",
             severity="error",
-            message=f"{stage} · {worker} · a second run on the same device gave other bits in {len(names)} tensors",
-            workers=(worker,),
-            tensors=tuple(dict.fromkeys(names)),
+            message=(
+                f"{stage} · {names(workers)} · a second run on the same device gave other bits in {len(same)} tensors"
+            ),
+            workers=tuple(workers),
+            tensors=tuple(dict.fromkeys(same)),
         )
 
 
@@ -262,6 +278,8 @@ def _same_program(participants: Sequence[Participant], tensors: Sequence[TensorC
         if p.program is not None and p.label not in off and p.info.status == "ok":
             groups.setdefault((*p.program, p.info.inputs_digest, p.case.dtype), []).append(p)
     for members in groups.values():
+        if len(members) < 2:
+            continue
         keys = [key for key, record in members[0].records.items() if record.rule != "bitwise"]
         for stage in dict.fromkeys(key[0] for key in keys):
             differing = [key for key in keys if key[0] == stage and not _agree(members, key)]
@@ -271,7 +289,7 @@ def _same_program(participants: Sequence[Participant], tensors: Sequence[TensorC
                     kind="same-model",
                     severity="error",
                     message=(
-                        f"{stage} · {_names(labels)} are the same model with the same software, and differ in bits "
+                        f"{stage} · {names(labels)} are the same model with the same software, and differ in bits "
                         f"in {len(differing)} tensors"
                     ),
                     workers=labels,
@@ -293,22 +311,22 @@ def _skipped(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
                 found = reasons.setdefault((tensor.stage, row.reason or "no reason given"), {})
                 found.setdefault(row.worker, []).append(tensor.name)
     for (stage, reason), by_worker in reasons.items():
-        names = list(dict.fromkeys(name for names in by_worker.values() for name in names))
+        where = list(dict.fromkeys(name for found in by_worker.values() for name in found))
         yield Finding(
             kind="skipped",
             severity="note",
-            message=f"{stage} · {_count(len(names), 'tensor')} skipped on {_names(list(by_worker))}: {reason}",
+            message=f"{stage} · {_count(len(where), 'tensor')} skipped on {names(list(by_worker))}: {reason}",
             workers=tuple(by_worker),
-            tensors=tuple(names),
+            tensors=tuple(where),
         )
 
 
 def _how_many(tensors: Sequence[TensorComparison], totals: dict[str, int]) -> str:
-    names = {t.tensor for t in tensors}
+    kinds = {t.tensor for t in tensors}
     if len(tensors) == 1:
         return f"{tensors[0].tensor} of {tensors[0].layer}"
-    if len(names) == 1:
-        name = next(iter(names))
+    if len(kinds) == 1:
+        name = next(iter(kinds))
         return f"{len(tensors)} of {totals[name]} {name} tensors"
     return f"{len(tensors)} of {sum(totals.values())} tensors"
 
@@ -330,7 +348,8 @@ def _place(p: Participant) -> str:
     return p.label if p.road == "isolated" else f"{p.label} ({p.road})"
 
 
-def _names(labels: Sequence[str]) -> str:
+def names(labels: Sequence[str]) -> str:
+    """Name workers in a sentence, six at most."""
     unique = list(dict.fromkeys(labels))
     return ", ".join(unique) if len(unique) <= 6 else f"{', '.join(unique[:5])} and {len(unique) - 5} more"
 
@@ -340,4 +359,8 @@ def _count(number: int, what: str) -> str:
 
 
 def _number(value: Any) -> str:
-    return f"{float(value):.6g}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _words(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -6,14 +6,24 @@ import datetime
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from consistency import __version__
 from consistency.agreement import compare
-from consistency.capture import SCHEMA, Capture, CaptureManifest, CaptureWriter, read_capture
+from consistency.capture import (
+    SCHEMA,
+    Capture,
+    CaptureManifest,
+    CaptureWriter,
+    RecordPool,
+    capture_name,
+    holds_capture,
+    read_capture,
+    tell,
+)
 from consistency.case import Case, Options
 from consistency.comparison import Comparison
 from consistency.device import DeviceInfo, parse_devices
@@ -27,6 +37,7 @@ from consistency.report.json import write_report
 
 CAPTURES = "captures"
 REPORT_FILES = ("report.json",)
+_MOST_DAMAGE = 6  # one line of an error is no place for a thousand workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,25 +144,62 @@ def run(plan: Plan, out: Path | None, *, watch: Watcher, replace: bool = False) 
 
 def compare_folders(folders: Sequence[Path], out: Path | None, *, replace: bool = False) -> Comparison:
     """Compare captures that were made apart; write the report where `out` says."""
-    comparison = compare_captures([read_capture(folder) for folder in folders])
+    captures, unread = read_captures(folders)
+    comparison = compare_captures(captures, unread=unread)
     if out is not None:
         with _output(out, replace=replace, reads=folders) as folder:
             write_report(comparison, folder)
     return comparison
 
 
-def compare_captures(captures: Sequence[Capture]) -> Comparison:
+def read_captures(given: Iterable[Capture | Path]) -> tuple[list[Capture], list[str]]:
+    """Read captures that are to be compared; return them, and what is to be said of those that cannot be read.
+
+    One of a thousand that is damaged or of another version does not keep the others from being compared. A path that
+    leads nowhere is a mistake in the command, not a damaged capture.
+
+    Raises
+    ------
+    CaptureError
+        A folder is not there or is something else than a capture, or no capture can be read.
+    """
+    pool = RecordPool()
+    found: list[Capture] = []
+    errors: list[CaptureError] = []
+    unread: list[str] = []
+    for one in given:
+        try:
+            found.append(one if isinstance(one, Capture) else read_capture(one, pool))
+        except CaptureError as error:
+            assert isinstance(one, Path)
+            if not holds_capture(one):
+                raise
+            errors.append(error)
+            unread.append(f"{capture_name(one)}: left out: {tell(error)}")
+    if errors and not found:
+        raise errors[0]
+    return found, unread
+
+
+def compare_captures(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Comparison:
     """Compare captures.
+
+    Parameters
+    ----------
+    captures : sequence of Capture
+    unread : sequence of str
+        What is to be said of captures that could not be read at all.
 
     Raises
     ------
     UsageError
         Nothing was looked at, and no worker was lost: the options name nothing that is there.
     """
-    comparison = compare(captures)
+    comparison = compare(captures, unread=unread)
     if not comparison.tensors and all(worker.status == "ok" for worker in comparison.workers):
-        if any(capture.damage for capture in captures):
-            raise CaptureError("no worker of the capture can be read", got="; ".join(captures[0].damage))
+        damage = [text for capture in captures for text in capture.damage]
+        if damage:
+            raise CaptureError("no worker of the capture can be read", got="; ".join(damage[:_MOST_DAMAGE]))
         raise UsageError("nothing was looked at: no tensor is in what was asked for", where="--stages, or `only`")
     return comparison
 

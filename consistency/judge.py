@@ -13,10 +13,13 @@ from consistency.naming import SETTINGS_LAYER
 from consistency.numbers import Real
 from consistency.participants import Key, Participant
 from consistency.records import TensorMeasure, TensorRecord
-from consistency.tolerance import Rule, passes, ratio, relative_allowance
+from consistency.tolerance import UNIT_ROUNDOFF, Rule, passes, ratio, relative_allowance
 
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})
 FILE, FLOAT64 = "file", "float64"
+
+KEPT = "kept"
+"""Evidence: why a kept tensor could not be read."""
 
 OWN_FILE = "holds its own file's bytes"
 
@@ -44,6 +47,13 @@ def judge(subject: Participant, reference: Participant, key: Key) -> Row:
             diagnosis=record.diagnosis,
             evidence=record.evidence,
             reason=record.reason,
+        )
+    if record.rule == Rule.RELATIVE and record.measure is not None and record.dtype not in UNIT_ROUNDOFF:
+        return Row(
+            worker=subject.label,
+            reference=None,
+            status="skipped",
+            reason=f"nothing is known of how {record.dtype or 'a dtype without a name'} rounds",
         )
     match Rule(record.rule):
         case Rule.BITWISE:
@@ -76,7 +86,7 @@ def _moved(subject: Participant, reference: Participant, record: TensorRecord, e
         if expected is None or expected.reference_digest is None
         else (expected.reference_digest)
     )
-    if record.digest == right:
+    if record.digest == right and right is not None:  # a capture from elsewhere may lack both: that is no agreement
         return _equal(subject, record, reference=FILE)
     if record.reference_digest == right:
         return _measured(subject, record, record.measure, status="outside", reference=FILE)
@@ -84,7 +94,8 @@ def _moved(subject: Participant, reference: Participant, record: TensorRecord, e
     assert expected is not None
     found, word, evidence = _kept(subject, record.blob, reference, expected.reference_blob)
     if found is None and word is None:
-        word, evidence = _structure(record, expected)
+        word, structure = _structure(record, expected)
+        evidence.update(structure)
         evidence["blocks"] = _differing_blocks(record.blocks, expected.blocks)
     evidence["own_file"] = (
         OWN_FILE if record.digest == record.reference_digest else ("does not hold its own file's bytes either")
@@ -184,7 +195,8 @@ def _peer(subject: Participant, reference: Participant, record: TensorRecord, ex
         )
     found, word, evidence = _kept(subject, record.blob, reference, expected.blob)
     if found is None and word is None:
-        word, evidence = _structure(record, expected)
+        word, structure = _structure(record, expected)
+        evidence.update(structure)
     return _measured(
         subject, record, found, status="outside", reference=reference.label,
         diagnosis=record.diagnosis or word or "unknown", more=evidence,
@@ -197,7 +209,7 @@ def _kept(
     try:
         return measure_kept((subject.capture, actual), (reference.capture, expected))
     except CaptureError as error:
-        return None, None, {"kept": error.what}
+        return None, None, {KEPT: error.what}
 
 
 def _structure(record: TensorRecord, expected: TensorRecord) -> tuple[str | None, dict[str, Any]]:
@@ -286,7 +298,12 @@ def _repeated(record: TensorRecord) -> bool | None:
 
 def _status(record: TensorRecord) -> Status:
     # a worker's own `measured` means that only others could tell, and none of the rules above found a way
-    return "skipped" if record.status == "measured" else record.status
+    if record.status == "measured":
+        return "skipped"
+    measure = record.measure
+    if measure is not None and measure.bound_ratio is not None and not passes(float(measure.bound_ratio)):
+        return "outside"  # whatever the word beside it says
+    return record.status
 
 
 def _replace(row: Row, **values: Any) -> Row:

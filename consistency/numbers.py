@@ -45,6 +45,8 @@ def _encode_hook(value: Any) -> Any:
 
 def _decode_hook(kind: type, value: Any) -> Any:
     if kind is Real:
+        if type(value) is float:
+            return Real(value)
         if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
             raise ValueError(f"expected a number, 'nan', 'inf' or '-inf', got {value!r}")
         try:

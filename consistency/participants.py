@@ -9,6 +9,7 @@ from pathlib import Path
 
 from consistency.capture import Capture
 from consistency.case import Case
+from consistency.numbers import encode_json
 from consistency.records import TensorRecord, WorkerInfo
 
 Key = tuple[str, str, str]
@@ -52,6 +53,15 @@ class Participant:
             return None
         return (self.info.architecture, self.info.model, self.info.kernel_key)
 
+    def kind(self) -> bytes:
+        """Return everything that `judge` may look at of a worker, beside its record and the tensors it kept.
+
+        Of two workers of one kind with equal records only one is judged.
+        """
+        info = self.info
+        facts = (info.architecture, info.model, info.driver, info.capability, info.status, info.kernel_key)
+        return encode_json((self.is_cpu, *facts, info.environment, info.in_force, self.case.dtype))
+
     def could_have_seen(self, key: Key) -> bool:
         """Tell whether this worker's own case asked for a tensor that it has no record of."""
         case, stage = self.case, key[0]
@@ -61,6 +71,7 @@ class Participant:
 def gather(captures: Sequence[Capture]) -> tuple[Participant, ...]:
     """Return the workers of all captures, named apart."""
     labels = _labels([_home(capture.folder) for capture in captures])
+    keys: dict[Key, Key] = {}  # one tuple per tensor for all workers
     seen = Counter((worker.info.name, worker.info.road) for capture in captures for worker in capture.workers)
     prefixed = any(count > 1 for count in seen.values())
     return tuple(
@@ -68,7 +79,7 @@ def gather(captures: Sequence[Capture]) -> tuple[Participant, ...]:
             label=f"{label}:{worker.info.name}" if prefixed else worker.info.name,
             capture=capture,
             info=worker.info,
-            records={record.key: record for record in worker.records},
+            records={keys.setdefault(record.key, record.key): record for record in worker.records},
         )
         for label, capture in zip(labels, captures, strict=True)
         for worker in capture.workers

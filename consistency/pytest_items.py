@@ -16,6 +16,7 @@ from consistency.findings import describe
 from consistency.items import Place, worker_suffix
 from consistency.launch.plan import WorkerPlan
 from consistency.pytest_session import LostWorkerError, Session
+from consistency.report.summary import class_text
 from consistency.report.terminal import clean
 
 _ROOT = "consistency"
@@ -165,7 +166,7 @@ def _message(tensor: TensorComparison, row: Row) -> str:
         f"{tensor.stage}: {row.worker} is {row.status}" + (f" ({row.diagnosis})" if row.diagnosis else ""),
         describe(tensor, row),
         f"held against {row.reference or 'nothing'}; rule: {tensor.rule}",
-        "agree to the bit: " + " ".join("{" + ", ".join(names) + "}" for names in tensor.classes),
+        f"agree to the bit: {class_text(tensor.classes)}",
     ]
     return "\n".join(lines)
 

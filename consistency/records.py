@@ -7,12 +7,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from consistency.numbers import Real
+from consistency.tolerance import Rule
 
 RecordStatus = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked", "measured"]
 WorkerStatus = Literal["ok", "lost", "failed"]
 
 
-class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True):
+# `gc=False`: decoded JSON holds no cycles, and a fleet has millions of these for the collector to walk in vain
+
+
+class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The numbers of `consistency.numerics.distance.Measure`, as they are written."""
 
     elements: int
@@ -39,7 +43,7 @@ class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**{name: getattr(measure, name) for name in cls.__struct_fields__})
 
 
-class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one worker saw of one tensor.
 
     Attributes
@@ -82,7 +86,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tensor: str
     shape: tuple[int, ...] = ()
     dtype: str = ""
-    rule: str = "bitwise"
+    rule: Annotated[str, msgspec.Meta(pattern=rf"\A({'|'.join(Rule)})\Z")] = "bitwise"
     status: RecordStatus = "equal"
     digest: str | None = None
     blocks: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{16})*\Z")] = ""

@@ -1,32 +1,91 @@
-"""`report.json`: the contract that programs build on, schema `consistency.report/1`."""
+"""`report.json`: the contract that programs build on, schema `consistency.report/1`.
+
+A report of more than `FOLD_ABOVE` rows is folded: tensors that are equal everywhere and whose rows are the same to the
+last field, the copies of one weight in the layers of a model, become one entry with `count` and `layers`, which are all
+their layers; its other fields are the first one's. Below that nothing is folded, so that a program finds a tensor by
+its name. The file is written tensor by tensor, because as a whole it can be larger than what it was made from.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from consistency.capture import write_json
-from consistency.comparison import Comparison
+from consistency.capture import write_whole
+from consistency.comparison import Comparison, TensorComparison
 from consistency.numbers import encode_json
 
 SCHEMA = "consistency.report/1"
 FILE = "report.json"
 
+FOLD_ABOVE = 100_000
+"""Rows: at some 500 bytes each, a file of 50 MB that an editor still opens; eight GPUs on two roads have fewer."""
+
 
 def write_report(comparison: Comparison, folder: Path) -> Path:
     """Write `report.json` into a folder, whole or not at all."""
-    write_json(folder / FILE, as_table(comparison))
+    write_whole(folder / FILE, parts(comparison))
     return folder / FILE
 
 
 def as_bytes(comparison: Comparison) -> bytes:
     """Return `report.json` as bytes."""
-    return encode_json(as_table(comparison), indent=1) + b"\n"
+    return b"".join(parts(comparison))
 
 
-def as_table(comparison: Comparison) -> dict[str, Any]:
-    """Return the report as a table of JSON values: numbers finite, NaN and infinity as strings."""
+def parts(comparison: Comparison) -> Iterator[bytes]:
+    """Yield `report.json` piece by piece: indented where nothing is folded, else with one line per tensor."""
     from consistency import __version__
 
-    fields = {name: getattr(comparison, name) for name in comparison.__struct_fields__}
-    return {"schema": SCHEMA, "tool": __version__, **fields}
+    table = {name: getattr(comparison, name) for name in comparison.__struct_fields__}
+    table = {"schema": SCHEMA, "tool": __version__, **table}
+    if sum(len(tensor.rows) for tensor in comparison.tensors) <= FOLD_ABOVE:
+        yield encode_json(table, indent=1) + b"\n"
+        return
+    opening = b"{\n"
+    for name, value in table.items():
+        yield opening + encode_json(name) + b": "
+        yield from _lines(fold(comparison.tensors)) if name == "tensors" else [encode_json(value)]
+        opening = b",\n"
+    yield b"\n}\n"
+
+
+@dataclass(slots=True)
+class _Fold:
+    """Tensors that one entry stands for."""
+
+    first: TensorComparison
+    layers: list[str] = field(default_factory=list)
+
+    def entry(self) -> TensorComparison | dict[str, Any]:
+        if len(self.layers) == 1:
+            return self.first
+        fields = {name: getattr(self.first, name) for name in self.first.__struct_fields__}
+        return {**fields, "count": len(self.layers), "layers": self.layers}
+
+
+def fold(tensors: Sequence[TensorComparison]) -> Iterator[TensorComparison | dict[str, Any]]:
+    """Yield the entries of `tensors[]`, each in the place of its first tensor."""
+    folds: list[_Fold] = []
+    latest: dict[tuple[Any, ...], _Fold] = {}
+    for tensor in tensors:
+        if not tensor.is_equal:
+            folds.append(_Fold(tensor, [tensor.layer]))
+            continue
+        key = (tensor.stage, tensor.road, tensor.tensor, tensor.shape, tensor.dtype, tensor.rule, tensor.classes)
+        into = latest.get(key)
+        if into is None or into.first.rows != tensor.rows:  # to the last one alone: to try all would be quadratic
+            into = latest[key] = _Fold(tensor)
+            folds.append(into)
+        into.layers.append(tensor.layer)
+    return (one.entry() for one in folds)
+
+
+def _lines(entries: Iterable[object]) -> Iterator[bytes]:
+    opening = b"[\n"
+    for entry in entries:
+        yield opening + encode_json(entry)
+        opening = b",\n"
+    yield b"[]" if opening == b"[\n" else b"\n]"

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from consistency.case import Stage
-from consistency.comparison import BAD, Comparison, TensorComparison, WorkerSummary
+from consistency.comparison import BAD, Comparison, Divergence, TensorComparison
+
+MOST_LINES = 8
+"""Lines of one architecture: a person takes in that many; a fleet may have as many kinds of bits as workers."""
+
+_MOST_NAMES, _MOST_CLASSES = 6, 4
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,11 +27,14 @@ class Cell:
         Largest `bound_ratio`; NaN is larger than any number.
     first_bad : str or None
         Layer of the first tensor that is outside, missing or unexpected.
+    first_place : int
+        Place of that tensor among all.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     worst_ratio: float | None = None
     first_bad: str | None = None
+    first_place: int = 0
 
     @property
     def total(self) -> int:
@@ -36,13 +44,25 @@ class Cell:
     def bad(self) -> int:
         return sum(n for status, n in self.counts.items() if status in BAD)
 
+    def take_ratio(self, ratio: float | None) -> None:
+        """Note a `bound_ratio`, if it is the largest so far."""
+        if ratio is not None and (self.worst_ratio is None or math.isnan(ratio) or ratio > self.worst_ratio):
+            self.worst_ratio = float(ratio)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Workers that agree to the bit in everything, and their cells by stage."""
+    """Workers that agree to the bit in everything, and their cells by stage.
+
+    Attributes
+    ----------
+    kinds : int
+        More than 1 where this line stands for all that have no line of their own; its cells are their sums.
+    """
 
     workers: tuple[str, ...]
     cells: dict[str, Cell]
+    kinds: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,23 +81,64 @@ def stages(comparison: Comparison) -> list[str]:
 
 
 def groups(comparison: Comparison, road: str) -> list[Group]:
-    """Return the architectures on one road; workers with the same bits and cells share a line."""
+    """Return the architectures on one road; workers with the same bits and cells share a line.
+
+    Of more than `MOST_LINES` lines those are kept that say most, and the others become one.
+    """
     tensors = [tensor for tensor in comparison.tensors if tensor.road == road]
     signatures = _signatures(tensors)
-    found = []
+    models: dict[str, list[str]] = {}
+    alike: dict[str, dict[int, list[str]]] = {}
+    here = {worker.name: worker.model for worker in comparison.workers if worker.road == road}
     for architecture in comparison.architectures:
-        members = [w for w in comparison.workers if w.name in architecture.workers and w.road == road]
-        by_signature: dict[tuple[int, ...], list[WorkerSummary]] = {}
-        for worker in members:
-            by_signature.setdefault(signatures.get(worker.name, ()), []).append(worker)
-        lines = []
-        for alike in by_signature.values():
-            names = tuple(worker.name for worker in alike)
-            lines.append(Line(workers=names, cells=_cells(tensors, names[0])))
-        if members:
-            models = tuple(dict.fromkeys(worker.model for worker in members))
-            found.append(Group(architecture=architecture.name, models=models, lines=tuple(lines)))
+        for name in architecture.workers:
+            if name in here:
+                models.setdefault(architecture.name, []).append(here[name])
+                alike.setdefault(architecture.name, {}).setdefault(signatures.get(name, 0), []).append(name)
+    cells = _cells(tensors, {workers[0] for lines in alike.values() for workers in lines.values()})
+    found = []
+    for title, lines in alike.items():
+        full = [Line(workers=tuple(names), cells=cells.get(names[0], {})) for names in lines.values()]
+        found.append(
+            Group(
+                architecture=title,
+                models=tuple(dict.fromkeys(models[title])),
+                lines=_shortened(full, comparison.reference),
+            )
+        )
     return found
+
+
+def _shortened(lines: Sequence[Line], reference: str | None) -> tuple[Line, ...]:
+    """Keep what is bad before what is not, many workers before few, and the reference worker; sum up the rest."""
+    if len(lines) <= MOST_LINES:
+        return tuple(lines)
+
+    def weight(line: Line) -> tuple[bool, int, int]:
+        bad = sum(cell.bad for cell in line.cells.values())
+        return (reference in line.workers, bad, len(line.workers))
+
+    ranked = sorted(range(len(lines)), key=lambda i: weight(lines[i]), reverse=True)
+    kept, others = set(ranked[: MOST_LINES - 1]), ranked[MOST_LINES - 1 :]
+    rest = Line(
+        workers=tuple(name for i in sorted(others) for name in lines[i].workers),
+        cells=_merged(lines[i].cells for i in sorted(others)),
+        kinds=len(others),
+    )
+    return (*(line for i, line in enumerate(lines) if i in kept), rest)
+
+
+def _merged(many: Iterable[dict[str, Cell]]) -> dict[str, Cell]:
+    merged: dict[str, Cell] = {}
+    for cells in many:
+        for stage, cell in cells.items():
+            into = merged.setdefault(stage, Cell())
+            for status, count in cell.counts.items():
+                into.counts[status] = into.counts.get(status, 0) + count
+            into.take_ratio(cell.worst_ratio)
+            if cell.first_bad is not None and (into.first_bad is None or cell.first_place < into.first_place):
+                into.first_bad, into.first_place = cell.first_bad, cell.first_place
+    return merged
 
 
 def worst_ratio(comparison: Comparison) -> float | None:
@@ -88,30 +149,52 @@ def worst_ratio(comparison: Comparison) -> float | None:
     return math.nan if any(math.isnan(r) for r in ratios) else max(ratios)
 
 
-def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, tuple[int, ...]]:
-    """Return, per worker, the number of its class in every tensor, and the statuses that are no class."""
-    marks: dict[str, list[int]] = {}
-    statuses: dict[str, int] = {}
+def class_text(classes: Sequence[Sequence[str]]) -> str:
+    """Write classes of agreement as `{cpu, cuda:0} {cuda:1}`, the first few workers of the first few classes."""
+    texts = ["{" + ", ".join(some_names(names, shown=2)) + "}" for names in classes[:_MOST_CLASSES]]
+    others = classes[_MOST_CLASSES:]
+    if others:
+        texts.append(f"and {sum(map(len, others))} workers in {len(others)} more")
+    return " ".join(texts)
+
+
+def some_names(labels: Sequence[str], *, shown: int = 5) -> list[str]:
+    """Return names to print: all where they are few, else the first ones and how many more there are."""
+    if len(labels) <= _MOST_NAMES:
+        return list(labels)
+    return [*labels[:shown], f"… and {len(labels) - shown} more"]
+
+
+def divergences(found: Sequence[Divergence]) -> list[tuple[Divergence, tuple[str, ...]]]:
+    """Gather workers that leave the others at the same place: one of them, and all their names."""
+    alike: dict[tuple[str, ...], list[Divergence]] = {}
+    for one in found:
+        alike.setdefault((one.road, one.stage, one.layer, one.tensor, one.status), []).append(one)
+    return [(ones[0], tuple(one.worker for one in ones)) for ones in alike.values()]
+
+
+def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:
+    """Return a number per worker; equal for workers of the same class and status in every tensor."""
+    numbers: dict[tuple[int, int, int, str], int] = {}  # what a worker's rows were so far, and the next one
+    found: dict[str, int] = {}
     for place, tensor in enumerate(tensors):
         classes = {name: number for number, names in enumerate(tensor.classes) for name in names}
         for row in tensor.rows:
-            code = statuses.setdefault(row.status, -1 - len(statuses))
-            marks.setdefault(row.worker, []).extend((place, classes.get(row.worker, -1), code))
-    return {name: tuple(found) for name, found in marks.items()}
+            mark = (found.get(row.worker, 0), place, classes.get(row.worker, -1), row.status)
+            found[row.worker] = numbers.setdefault(mark, len(numbers) + 1)
+    return found
 
 
-def _cells(tensors: Sequence[TensorComparison], worker: str) -> dict[str, Cell]:
-    cells: dict[str, Cell] = {}
-    for tensor in tensors:
-        row = tensor.row(worker)
-        if row is None:
-            continue
-        cell = cells.setdefault(tensor.stage, Cell())
-        cell.counts[row.status] = cell.counts.get(row.status, 0) + 1
-        if row.bound_ratio is not None:
-            ratio = float(row.bound_ratio)
-            if cell.worst_ratio is None or math.isnan(ratio) or ratio > cell.worst_ratio:
-                cell.worst_ratio = ratio
-        if row.status in BAD and cell.first_bad is None:
-            cell.first_bad = tensor.layer
-    return cells
+def _cells(tensors: Sequence[TensorComparison], workers: Set[str]) -> dict[str, dict[str, Cell]]:
+    """Return what these workers saw, by worker and stage."""
+    found: dict[str, dict[str, Cell]] = {}
+    for place, tensor in enumerate(tensors):
+        for row in tensor.rows:
+            if row.worker not in workers:
+                continue
+            cell = found.setdefault(row.worker, {}).setdefault(tensor.stage, Cell())
+            cell.counts[row.status] = cell.counts.get(row.status, 0) + 1
+            cell.take_ratio(row.bound_ratio)
+            if row.status in BAD and cell.first_bad is None:
+                cell.first_bad, cell.first_place = tensor.layer, place
+    return found

@@ -14,13 +14,24 @@ from rich.text import Text
 
 from consistency.comparison import BAD, Comparison, Finding, Row, TensorComparison
 from consistency.device import DeviceInfo
-from consistency.report.summary import Cell, Group, groups, stages, worst_ratio
+from consistency.report.summary import (
+    Cell,
+    Group,
+    Line,
+    class_text,
+    divergences,
+    groups,
+    some_names,
+    stages,
+    worst_ratio,
+)
 
 if TYPE_CHECKING:
     from consistency.drill import DrillRow
 
 PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
 _MOST_TENSORS = 20
+_MOST_FINDINGS = 20
 _STYLES = {"consistent": "bold green", "inconsistent": "bold red", "incomplete": "bold yellow"}
 
 
@@ -53,8 +64,11 @@ def _print_report(
     write.title(comparison, elapsed_s)
     write.verdict(comparison)
     errors = [f for f in comparison.findings if f.severity != "note"]
-    for number, finding in enumerate(errors, start=1):
+    shown = errors if verbose else errors[:_MOST_FINDINGS]
+    for number, finding in enumerate(shown, start=1):
         write.finding(number, finding)
+    if len(errors) > len(shown):
+        write.line(f"and {_count(len(errors) - len(shown), 'more finding')}: -v shows all")
     for road in comparison.roads:
         if len(comparison.roads) > 1:
             write.line(f"road: {road}", style="bold")
@@ -163,7 +177,7 @@ class _Writer:
         for group in found:
             table.add_row(self._text(f"{group.architecture}    {', '.join(group.models)}", "bold"))
             for line in group.lines:
-                names = "  ".join(f"{name} (reference)" if name == reference else name for name in line.workers)
+                names = self._workers(line, reference)
                 table.add_row(self._text(f"   {names}"), *(self._cell(name, line.cells.get(name)) for name in columns))
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
         marks = self._marks
@@ -175,10 +189,10 @@ class _Writer:
         self._console.print()
 
     def first_bits(self, comparison: Comparison) -> None:
-        for found in comparison.first_other_bits:
+        for found, workers in divergences(comparison.first_other_bits):
             where = f" (road {found.road})" if len(comparison.roads) > 1 else ""
             self.line(
-                f"{found.worker}{where}: other bits than {comparison.reference} from {found.stage}, "
+                f"{', '.join(some_names(workers))}{where}: other bits than {comparison.reference} from {found.stage}, "
                 f"{found.layer}.{found.tensor} on ({found.status})"
             )
         if comparison.first_other_bits:
@@ -194,13 +208,26 @@ class _Writer:
             table.add_column(title, header_style="bold", overflow="fold")
         limit = len(shown) if verbose else _MOST_TENSORS
         for tensor in shown[:limit]:
-            agree = " ".join("{" + ", ".join(names) + "}" for names in tensor.classes)
-            cells = (tensor.stage, tensor.layer, tensor.tensor, agree, self._worst(tensor))
+            cells = (tensor.stage, tensor.layer, tensor.tensor, class_text(tensor.classes), self._worst(tensor))
             table.add_row(*(self._text(cell) for cell in cells))
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
         if len(shown) > limit:
             self.line(f"and {len(shown) - limit} more: -v shows all")
         self._console.print()
+
+    def _workers(self, line: Line, reference: str | None) -> str:
+        """Name the workers of a line, as many as leave room for its cells, the reference worker before all."""
+        if line.kinds > 1:
+            return f"{len(line.workers)} others, of {line.kinds} kinds of bits"
+        texts = [f"{name} (reference)" if name == reference else name for name in line.workers]
+        room = self._console.width // 2
+        if len("  ".join(texts)) <= room:
+            return "  ".join(texts)
+        texts.sort(key=lambda text: not text.endswith(" (reference)"))
+        shown = 1
+        while len("  ".join(texts[: shown + 1])) <= room - len("  … and 1000 more"):
+            shown += 1
+        return "  ".join([*texts[:shown], f"… and {len(texts) - shown} more"])
 
     def _cell(self, stage: str, cell: Cell | None) -> Text:
         marks = self._marks
@@ -237,7 +264,13 @@ class _Writer:
     def _fit(self, text: str) -> str:
         if self._encoding is None:
             return text
-        return text.replace("·", "-").replace("–", "-").encode(self._encoding, "replace").decode(self._encoding)
+        return (
+            text.replace("·", "-")
+            .replace("–", "-")
+            .replace("…", "...")
+            .encode(self._encoding, "replace")
+            .decode(self._encoding)
+        )
 
 
 def sentence(comparison: Comparison) -> str:
@@ -256,7 +289,11 @@ def sentence(comparison: Comparison) -> str:
         )
         return text if ratio is None else f"{text}; what was computed stays within {ratio:.2f} of {limit}"
     if comparison.verdict == "incomplete":
-        what = f"{', '.join(lost)} did not finish" if lost else "part of what was asked for could not be looked at"
+        what = (
+            f"{', '.join(some_names(lost))} did not finish"
+            if lost
+            else "part of what was asked for could not be looked at"
+        )
         others = sum(f.kind not in ("lost-worker", "failed-worker") for f in errors)
         return what + (f"; beside that there is {_count(others, 'finding')}" if others else "")
     first = errors[0].message
