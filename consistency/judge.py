@@ -86,6 +86,12 @@ def _moved(subject: Participant, reference: Participant, record: TensorRecord, e
         if expected is None or expected.reference_digest is None
         else (expected.reference_digest)
     )
+    if record.digest == right and record.status == "outside" and record.reference_digest not in (None, right):
+        # not what its own file holds, and what another capture's file did: bytes of an earlier run
+        return _measured(
+            subject, record, record.measure, status="outside", reference=FILE, diagnosis="stale",
+            more={"holds": f"what the file of {reference.label} holds, not what its own does"},
+        )  # fmt: skip
     if record.digest == right and right is not None:  # a capture from elsewhere may lack both: that is no agreement
         return _equal(subject, record, reference=FILE)
     if record.reference_digest == right:

@@ -10,9 +10,9 @@ import pytest
 from _pytest._code.code import ExceptionInfo, TerminalRepr
 
 from consistency.case import Stage
+from consistency.causes import describe
 from consistency.comparison import BAD, Comparison, Finding, Row, TensorComparison
 from consistency.errors import ConsistencyError
-from consistency.findings import describe
 from consistency.items import Place, worker_suffix
 from consistency.launch.plan import WorkerPlan
 from consistency.pytest_session import LostWorkerError, Session

@@ -241,16 +241,24 @@ def _rounded(seen: _Seen) -> Diagnosis | None:
 
 
 def _wrong_scale(seen: _Seen, chunks: Chunks) -> Diagnosis | None:
-    """One factor on what was added brings every element back, within twice its bound: the factor is estimated too."""
+    """One factor on what was added brings every element back into its bound.
+
+    A tenth of the bound is left for the factor, which is estimated (least squares); and it has to move some element by
+    half of the bound at least, or it explains nothing.
+    """
     if seen.nan + seen.inf or seen.square == 0 or seen.elements < 2:
         return None
     ratio = seen.product / seen.square
     if not math.isfinite(ratio) or ratio == 0:
         return None
+    moves = False
     for chunk in chunks():
         added, wanted = chunk.added()
-        if bool(torch.any((added - ratio * wanted).abs() > 2 * max(1.0, abs(ratio)) * chunk.allowed)):
+        if bool(torch.any((added - ratio * wanted).abs() > 1.1 * max(1.0, abs(ratio)) * chunk.allowed)):
             return None
+        moves = moves or bool(torch.any((wanted * (ratio - 1)).abs() > 0.5 * chunk.allowed))
+    if not moves:
+        return None
     return Diagnosis(word="wrong-scale", evidence={"ratio": ratio})
 
 

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-# explicit mantissa and exponent bits of each format
-_BITS = {
-    torch.float64: (52, 11),
-    torch.float32: (23, 8),
-    torch.float16: (10, 5),
-    torch.bfloat16: (7, 8),
-}
+_MANTISSA = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +17,6 @@ class Rounding:
     name: str
     how: str
     mantissa: int
-    exponent: int
     _apply: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
@@ -31,11 +24,13 @@ class Rounding:
         return self._apply(values)
 
     def is_narrower_than(self, dtype: torch.dtype) -> bool:
-        """Tell whether numbers of a dtype lose something by it; truncating is told of float32 alone."""
-        if dtype not in _BITS or (self.how == "truncated" and dtype != torch.float32):
+        """Tell whether numbers of a dtype lose digits by it; TF32 and truncating are told of float32 alone.
+
+        bfloat16 loses none in float16, but a few very large or small numbers: that is no sign of a rounding.
+        """
+        if dtype != torch.float32 and (self.how == "truncated" or self.name == "tf32"):
             return False
-        mantissa, exponent = _BITS[dtype]
-        return self.mantissa < mantissa or self.exponent < exponent
+        return self.mantissa < _MANTISSA.get(dtype, 0)
 
 
 def _through(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -53,10 +48,10 @@ def _truncated(dropped: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 ROUNDINGS = (
-    Rounding("bf16", "nearest", 7, 8, _through(torch.bfloat16)),
-    Rounding("fp16", "nearest", 10, 5, _through(torch.float16)),
-    Rounding("tf32", "nearest", 10, 8, _tf32_nearest),
-    Rounding("bf16", "truncated", 7, 8, _truncated(16)),
-    Rounding("tf32", "truncated", 10, 8, _truncated(13)),
+    Rounding("bf16", "nearest", 7, _through(torch.bfloat16)),
+    Rounding("fp16", "nearest", 10, _through(torch.float16)),
+    Rounding("tf32", "nearest", 10, _tf32_nearest),
+    Rounding("bf16", "truncated", 7, _truncated(16)),
+    Rounding("tf32", "truncated", 10, _truncated(13)),
 )
 """In the order in which they are tried: what has fewer mantissa bits first, for it is what the others keep too."""

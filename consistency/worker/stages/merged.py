@@ -378,7 +378,7 @@ def _cause(
         found,
         lambda: low_rank_chunks(host, **factors, allowance=allowed),
         in_tf32=(lambda: measure_low_rank(host, **factors, allowance=in_tf32))
-        if low_rank.adapter == torch.float32
+        if low_rank.adapter == torch.float32 and given is None  # outside the float32 bound, not a user's
         else None,
     )
 
