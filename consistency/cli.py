@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -27,6 +28,7 @@ examples:
   consistency run --tolerance "stage=merged,layer=*.q_proj,dtype=bfloat16,atol=1e-3,rtol=1e-2"
   consistency capture --base ./llama --adapter ./my-lora --out box-a      on each machine, then
   consistency compare box-a box-b                                         anywhere
+  consistency diff ./my-lora ./my-lora-copy                               two files or folders, no model code
 """
 
 
@@ -90,6 +92,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--out", type=Path, metavar="DIR", help="folder for report.json")
     _report_options(compare)
+
+    diff = _command(commands, "diff", _diff, "hold two weight files, adapters or model folders against one another")
+    diff.add_argument("reference", type=Path, metavar="A", help="safetensors file, index of shards, or folder")
+    diff.add_argument("other", type=Path, metavar="B", help="what is held against A")
+    diff.add_argument("--out", type=Path, metavar="DIR", help="folder for report.json")
+    diff.add_argument("--allow-pickle", action="store_true", help="read .bin weights, with weights_only=True")
+    _report_options(diff)
 
     devices = _command(commands, "devices", _devices, "list the devices of this machine")
     devices.add_argument("--json", action="store_true", help="print JSON")
@@ -215,6 +224,25 @@ def _compare(parsed: argparse.Namespace) -> int:
         print_report(
             comparison, make_console(), verbose=parsed.verbose, folder=None if parsed.out is None else str(parsed.out)
         )
+    return comparison.exit_status
+
+
+def _diff(parsed: argparse.Namespace) -> int:
+    started = time.monotonic()
+    comparison = harness.diff_weights(
+        parsed.other, parsed.reference, parsed.out, allow_pickle=parsed.allow_pickle, replace=parsed.force
+    )
+    elapsed_s = time.monotonic() - started
+    if parsed.json:
+        from consistency.report.json import as_bytes
+
+        sys.stdout.buffer.write(as_bytes(comparison))
+    else:
+        from consistency.report.diff import print_diff
+        from consistency.report.terminal import make_console
+
+        folder = None if parsed.out is None else str(parsed.out)
+        print_diff(comparison, make_console(), elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
     return comparison.exit_status
 
 

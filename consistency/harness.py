@@ -27,6 +27,7 @@ from consistency.capture import (
 from consistency.case import Case, Options
 from consistency.comparison import Comparison
 from consistency.device import DeviceInfo, parse_devices
+from consistency.diff import diff
 from consistency.discovery import select
 from consistency.errors import CaptureError, UsageError
 from consistency.launch.local import Watcher, run_workers
@@ -179,6 +180,17 @@ def read_captures(given: Iterable[Capture | Path]) -> tuple[list[Capture], list[
     if errors and not found:
         raise errors[0]
     return found, unread
+
+
+def diff_weights(
+    actual: Path, expected: Path, out: Path | None, *, allow_pickle: bool = False, replace: bool = False
+) -> Comparison:
+    """Compare two weight files or folders; write the report where `out` says."""
+    comparison = diff(actual, expected, allow_pickle=allow_pickle)
+    if out is not None:
+        with _output(out, replace=replace, reads=(actual, expected)) as folder:
+            write_report(comparison, folder)
+    return comparison
 
 
 def compare_captures(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Comparison:

@@ -273,16 +273,7 @@ def _measured(
         return row
     evidence = dict(row.evidence)
     if status == "outside":
-        evidence.update(
-            actual=found.worst_actual,
-            expected=found.worst_expected,
-            actual_bits=found.worst_actual_bits,
-            expected_bits=found.worst_expected_bits,
-        )
-        if found.flipped_bits:
-            evidence["flipped_bits"] = found.flipped_bits
-        if found.first_byte is not None:
-            evidence.update(first_byte=found.first_byte, last_byte=found.last_byte)
+        evidence.update(found.evidence())
     return _replace(
         row,
         elements=found.elements,

@@ -42,6 +42,20 @@ class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """Return a `consistency.numerics.distance.Measure` in its written form; that module needs torch."""
         return cls(**{name: getattr(measure, name) for name in cls.__struct_fields__})
 
+    def evidence(self) -> dict[str, Any]:
+        """Return what a row shows of a difference in bits: the worst element, flipped bits, the range of bytes."""
+        found: dict[str, Any] = {
+            "actual": self.worst_actual,
+            "expected": self.worst_expected,
+            "actual_bits": self.worst_actual_bits,
+            "expected_bits": self.worst_expected_bits,
+        }
+        if self.flipped_bits:
+            found["flipped_bits"] = self.flipped_bits
+        if self.first_byte is not None:
+            found.update(first_byte=self.first_byte, last_byte=self.last_byte)
+        return found
+
 
 class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one worker saw of one tensor.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -43,6 +44,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     raw: np.ndarray
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
 
 @contextmanager

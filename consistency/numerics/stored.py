@@ -42,7 +42,7 @@ def measure_stored(
     *,
     shape: tuple[int, ...],
     dtype: str,
-    other: Callable[[np.ndarray], str | None],
+    other: Callable[[], str | None],
 ) -> tuple[Measure, Diagnosis]:
     """Measure two stored tensors of one shape and dtype, and name their difference.
 
@@ -57,7 +57,7 @@ def measure_stored(
     """
     a, e = as_tensor(actual, shape, dtype), as_tensor(expected, shape, dtype)
     found = measure(a, e)
-    return found, diagnose_moved(a, e, found, known=Known(swapped=lambda _: other(actual)))
+    return found, diagnose_moved(a, e, found, known=Known(swapped=lambda _: other()))
 
 
 def read_pickle(file: Path) -> Iterator[tuple[str, tuple[int, ...], str, np.ndarray]]:

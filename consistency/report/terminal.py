@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from consistency.comparison import BAD, Comparison, Finding, Row, TensorComparison
+from consistency.comparison import BAD, Comparison, Finding, Row, TensorComparison, Verdict
 from consistency.device import DeviceInfo
 from consistency.report.summary import (
     Cell,
@@ -53,16 +53,16 @@ def print_report(
     folder: str | None = None,
 ) -> None:
     """Print a comparison."""
-    with _without_trailing_blanks(console):
+    with without_trailing_blanks(console):
         _print_report(comparison, console, elapsed_s=elapsed_s, verbose=verbose, folder=folder)
 
 
 def _print_report(
     comparison: Comparison, console: Console, *, elapsed_s: float | None, verbose: bool, folder: str | None
 ) -> None:
-    write = _Writer(console)
+    write = Writer(console)
     write.title(comparison, elapsed_s)
-    write.verdict(comparison)
+    write.verdict(comparison.verdict, sentence(comparison))
     errors = [f for f in comparison.findings if f.severity != "note"]
     shown = errors if verbose else errors[:_MOST_FINDINGS]
     for number, finding in enumerate(shown, start=1):
@@ -94,7 +94,7 @@ def print_devices(devices: list[DeviceInfo], console: Console) -> None:
         model = f"{info.model} (simulated)" if info.simulated else info.model
         cells = (info.spec.name, info.architecture, model, memory, info.uuid, info.pci_bus_id, info.driver)
         table.add_row(*(Text(clean(cell or "")) for cell in cells))
-    with _without_trailing_blanks(console):
+    with without_trailing_blanks(console):
         console.print(table)
 
 
@@ -107,14 +107,14 @@ def print_drill(rows: Sequence[DrillRow], console: Console) -> None:
         outcome = "found" if row.passed else "NOT FOUND" if not row.found else "NOT NAMED"
         cells = (row.fault, row.case or "", row.worker, row.expected, row.named or "nothing", outcome, row.message)
         table.add_row(*(Text(clean(cell)) for cell in cells))
-    with _without_trailing_blanks(console):
+    with without_trailing_blanks(console):
         console.print(table)
         passed = sum(row.passed for row in rows)
         console.print(f"\n{passed} of {len(rows)} planted faults found and named")
 
 
 @contextmanager
-def _without_trailing_blanks(console: Console) -> Iterator[None]:
+def without_trailing_blanks(console: Console) -> Iterator[None]:
     """Leave off what rich pads lines with, where the output is a file that people compare and paste."""
     if console.is_terminal:
         yield
@@ -129,7 +129,7 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
 
 
-class _Writer:
+class Writer:
     """The parts of the report, each on one console."""
 
     def __init__(self, console: Console) -> None:
@@ -151,12 +151,15 @@ class _Writer:
             parts.append(f"{elapsed_s:.0f} s")
         if comparison.simulated:
             parts.append("SIMULATED DEVICES")
+        self.heading(parts)
+
+    def heading(self, parts: Sequence[str]) -> None:
         self._console.print(self._text(f" {self._dot} ".join(parts), "bold"))
         self._console.print()
 
-    def verdict(self, comparison: Comparison) -> None:
-        text = self._text(comparison.verdict.upper(), _STYLES[comparison.verdict])
-        text.append(f"   {self._fit(clean(sentence(comparison)))}", style="default")
+    def verdict(self, verdict: Verdict, said: str) -> None:
+        text = self._text(verdict.upper(), _STYLES[verdict])
+        text.append(f"   {self._fit(clean(said))}", style="default")
         self._console.print(Padding(text, (0, 0, 1, 2), expand=False))
 
     def finding(self, number: int, finding: Finding) -> None:
