@@ -141,6 +141,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return `package.module:function` of a base that is made by a function, None for a folder."""
         return self.base.removeprefix("python:") if self.base.startswith("python:") else None
 
+    @property
+    def reloads(self) -> bool:
+        """Tell whether the adapter is loaded again over poison."""
+        return self.plan.reload or self.repeat > 1
+
     def not_looked_at(self) -> tuple[str, ...]:
         """Name what this run left out, for the report."""
         skipped = [f"stage {s}" for s in Stage if s not in self.stages]

@@ -21,6 +21,8 @@ from consistency.naming import (
     ADAPTER_OFF,
     ADAPTER_ON,
     DELTA,
+    LOADED_AGAIN,
+    RANK_AND_SCALING,
     SAFE_WEIGHT,
     SETTINGS_LAYER,
     WEIGHT,
@@ -114,7 +116,9 @@ def _of_stage(case: Case, stage: Stage) -> Iterator[tuple[str, str]]:
             yield from _base(case)
         case Stage.ADAPTER:
             yield from (adapter_place(key) for key in _adapter_keys(case))
-            yield SETTINGS_LAYER, "rank_and_scaling"
+            yield SETTINGS_LAYER, RANK_AND_SCALING
+            if case.reloads:
+                yield SETTINGS_LAYER, LOADED_AGAIN
         case Stage.MERGED:
             layers = dict.fromkeys(adapter_place(key)[0] for key in _adapter_keys(case) if is_method_tensor(key))
             tensors = (DELTA, WEIGHT, SAFE_WEIGHT) if case.plan.safe_merge else (DELTA, WEIGHT)

@@ -12,7 +12,10 @@ _METHOD = re.compile(
 )
 
 SETTINGS_LAYER = "adapter_settings"
-"""Layer name of the row for scaling, rank and active adapters."""
+"""Layer name of the rows for what is no tensor of the adapter: scaling, rank, active adapters, loading it again."""
+
+RANK_AND_SCALING, LOADED_AGAIN = "rank_and_scaling", "loaded_again"
+"""Tensors of that layer: the adapter's settings, and whether PEFT could load the adapter a second time."""
 
 WHOLE_MODEL = "model"
 """Layer name of a row that stands for a stage as a whole."""

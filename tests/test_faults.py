@@ -33,10 +33,21 @@ NAMED = {
     "adapter-missing-key": ("adapter", "zeros"),  # lora_B stays at its initial zeros, which the file does not hold
     "adapter-inactive": ("adapter", "inactive"),
     "adapter-wrong-scaling": ("adapter", "settings"),
+    "adapter-layers-swapped": ("adapter", "swapped"),
+    "adapter-copy-dropped": ("adapter", "fresh-init"),
+    "adapter-copy-dropped-later": ("adapter", "never-written"),
+    "adapter-old-bytes": ("adapter", "stale"),
+    "adapter-bit-flip-in-a": ("adapter", "bit-flip"),
+    "adapter-through-float16": ("adapter", "rounded-to-fp16"),
+    "adapter-through-tf32": ("adapter", "rounded-to-tf32"),
     "base-bit-flip": ("base", "bit-flip"),
-    "merge-off": ("merged", "unknown"),
+    "base-through-bfloat16": ("base", "rounded-to-bf16"),
+    "merge-bit-flip": ("merged", "bit-flip"),
+    "merge-in-tf32": ("merged", "tf32-products"),
+    "merge-zeros": ("merged", "zeros"),
+    "merge-off": ("merged", "wrong-scale"),
     "merge-fails": ("merged", "missing"),
-    "forward-off": ("forward", "unknown"),
+    "forward-off": ("forward", "wrong-scale"),
 }
 LOST = {
     "killed": "SIGKILL",
@@ -48,6 +59,7 @@ STALL_S = 15.0
 LOSABLE = [info.spec.name for info in discover() if info.spec.name in (FAULTY, "cpu@avx2")]
 # a scaling is in no file, a merge that no device makes is no fault of one, and the forward pass needs a CPU's own error
 NEED_ANOTHER = {"adapter-wrong-scaling", "merge-fails", "forward-off"}
+NEED_RELOAD = {"adapter-copy-dropped-later"}
 OTHERS = {"merge-not-repeatable", "setting-flipped"}
 
 
@@ -64,7 +76,8 @@ def look_at_fault(tmp_path: Path) -> Run:
     """Run the session of a worker in this process with a fault planted, and compare what it saw."""
 
     def run(fault: str, stage: str) -> Comparison:
-        case = prepare_case(Options(base="builtin:llama", stages=(stage,), level=Level.QUICK))
+        level = Level.STANDARD if fault in NEED_RELOAD else Level.QUICK
+        case = prepare_case(Options(base="builtin:llama", stages=(stage,), level=level))
         workers = {"cpu": None, FAULTY: fault} if fault in NEED_ANOTHER else {FAULTY: fault}
         slugs: list[str] = []
         with CaptureWriter(tmp_path / "capture") as writer:

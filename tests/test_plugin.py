@@ -65,7 +65,7 @@ def test_selection(pytester: pytest.Pytester) -> None:
     assert [f.rpartition("::")[2] for f in found] == [f"model.layers.{i}.self_attn.v_proj.delta[cpu]" for i in range(4)]
     one = f"consistency::llama::merged::{LAYER}.delta[cpu]"
     assert collected(pytester, *BASE, one) == [one]
-    assert len(collected(pytester, *BASE, "consistency::llama::adapter")) == 58
+    assert len(collected(pytester, *BASE, "consistency::llama::adapter")) == 59
 
 
 def test_own_tests_are_left_out_unless_a_path_is_given(pytester: pytest.Pytester) -> None:
@@ -107,7 +107,7 @@ def test_mismatch_is_a_failure_that_last_failed_runs_again(pytester: pytest.Pyte
     done = pytester.runpytest_subprocess(*options, "--junitxml", "out.xml")
     outcomes = done.parseoutcomes()
     assert outcomes["failed"] == 1
-    assert outcomes["passed"] == 57
+    assert outcomes["passed"] == 58
     assert done.ret == pytest.ExitCode.TESTS_FAILED
     done.stdout.fnmatch_lines(
         [
@@ -233,7 +233,7 @@ def test_fixtures(pytester: pytest.Pytester) -> None:
         """
     )
     done = pytester.runpytest_subprocess(*BASE, "--consistency-stages", "adapter", "test_own.py")
-    done.assert_outcomes(passed=5 + 58, skipped=1)
+    done.assert_outcomes(passed=5 + 59, skipped=1)
 
 
 def test_report_fixture_without_a_case_is_skipped(pytester: pytest.Pytester) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from consistency import tolerance
 from consistency.tolerance import (
     FALSE_ALARM,
     HALF_SMALLEST_SUBNORMAL,
@@ -51,6 +52,13 @@ def test_luck_is_the_ratio_that_healthy_errors_exceed_as_rarely_as_it_says(draws
     assert [c * math.sqrt(p / FALSE_ALARM) for c, p in zip((10.0, 40.0), beyond, strict=True)] == pytest.approx(
         [luck(2)] * 2, rel=0.1
     )
+
+
+def test_luck_is_the_quantile_of_simulated_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tolerance, "FALSE_ALARM", 1e-2)
+    generator = np.random.default_rng(0)
+    largest = np.abs(generator.standard_normal((2, 100_000, 16), dtype=np.float32)).max(axis=-1)
+    assert tolerance._luck.__wrapped__(16) == pytest.approx(np.quantile(largest[0] / largest[1], 0.99), rel=0.02)
 
 
 def test_an_unknown_dtype_has_no_allowance() -> None:

@@ -225,8 +225,9 @@ def _permuted(pair: _Pair) -> Diagnosis | None:
 def _same_multiset(pair: _Pair) -> bool:
     """Tell whether both hold the same elements in some order, by sums that no order changes.
 
-    Each bit is set as often on both sides, so it flips an even number of times, which settles most. Then each element is mixed by splitmix64's finalizer (Steele et
-    al., "Fast splittable pseudorandom number generators", 2014) under two seeds: 128 bits, by accident equal never.
+    Each bit is set as often on both sides, so it flips an even number of times, which settles most. Then each element
+    is mixed by splitmix64's finalizer (Steele et al., "Fast splittable pseudorandom number generators", 2014) under two
+    seeds: 128 bits, by accident equal never.
     """
     if any(count % 2 for count in pair.found.flipped_bits.values()):
         return False

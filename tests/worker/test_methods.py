@@ -9,14 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
 
-from consistency import tolerance
 from consistency.capture import CaptureWriter
 from consistency.case import Case
 from consistency.errors import InputError
@@ -25,7 +23,6 @@ from consistency.numerics.bound import independent_rows
 from consistency.numerics.exact import in_float64
 from consistency.override import Override
 from consistency.records import TensorMeasure, TensorRecord
-from consistency.tolerance import luck
 from consistency.worker import determinism
 from consistency.worker.files import WeightFiles
 from consistency.worker.head import auto_class, labels
@@ -182,7 +179,8 @@ def test_the_head_follows_the_adapter(masked_bert: Path, options: dict[str, Any]
 
 def test_a_prompt_is_no_tensor_without_a_place(llama: Path, look: Look) -> None:
     adapter = on_llama(llama, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    (prompt, _) = [r for r in look(llama, adapter, repeat=2) if r.stage == "adapter"]
+    (prompt, *settings) = [r for r in look(llama, adapter, repeat=2) if r.stage == "adapter"]
+    assert [record.tensor for record in settings] == ["loaded_again", "rank_and_scaling"]
     assert (prompt.status, prompt.rule, len(prompt.repeats)) == ("equal", "bitwise", 1)
 
 
@@ -286,21 +284,6 @@ def test_convolutions_take_float64_before_they_compare_dtypes() -> None:
 
 
 # what a few numbers can tell
-
-
-def test_the_largest_of_few_errors_is_luck() -> None:
-    factors = [luck(n) for n in (1, 2, 4, 8, 16, 64, 256, 1024, 8192, 2**14, 10**9)]
-    assert factors == sorted(factors, reverse=True)
-    assert factors[-2:] == [2.0, 2.0]
-    assert luck(127) == luck(64)
-    assert luck(0) == luck(1)
-
-
-def test_luck_is_the_quantile_of_simulated_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tolerance, "FALSE_ALARM", 1e-2)
-    generator = np.random.default_rng(0)
-    largest = np.abs(generator.standard_normal((2, 100_000, 16), dtype=np.float32)).max(axis=-1)
-    assert tolerance._luck.__wrapped__(4) == pytest.approx(np.quantile(largest[0] / largest[1], 0.99), rel=0.02)
 
 
 def test_rows_that_carry_no_error_are_no_draws() -> None:

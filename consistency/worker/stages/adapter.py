@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from consistency.naming import SETTINGS_LAYER, adapter_place, module_place
+from consistency.naming import RANK_AND_SCALING, SETTINGS_LAYER, adapter_place, module_place
 from consistency.numerics.diagnosis import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
@@ -30,7 +30,7 @@ def run(context: Context) -> None:
     """Record every tensor of the adapter's file, what is missing or left over, and the adapter's settings."""
     model, record = context.model, context.record
     state = model.state_dict(keep_vars=True)
-    again = reload(context, state) if _reloads(context) else {}
+    again = reload(context, state) if context.job.case.reloads else {}
     by_digest = {digest(tensor).value: key for key, tensor in context.expected.values()}
     place = {name: number for number, name in enumerate(state)}
     in_model_order = sorted(context.expected.items(), key=lambda item: place.get(item[0], len(place)))
@@ -76,10 +76,6 @@ def run(context: Context) -> None:
     _made_on_loading(context, state, missing)
     if record.wants("adapter", SETTINGS_LAYER):
         _settings(context)
-
-
-def _reloads(context: Context) -> bool:
-    return context.job.case.plan.reload or context.job.case.repeat > 1
 
 
 def _file_of_another(by_digest: Mapping[str, str], own: str, tensor: torch.Tensor) -> str | None:
@@ -162,7 +158,7 @@ def _settings(context: Context) -> None:
     context.record.computed(
         stage="adapter",
         layer=SETTINGS_LAYER,
-        tensor="rank_and_scaling",
+        tensor=RANK_AND_SCALING,
         actual=tensor,
         rule=Rule.PEER,
         found=None,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from consistency.naming import SETTINGS_LAYER
+from consistency.naming import LOADED_AGAIN, SETTINGS_LAYER
 from consistency.numerics.digest import digest
 from consistency.tolerance import Rule
 from consistency.worker.loading import ADAPTER_NAME
@@ -17,8 +17,6 @@ POISON = {1: 0x7F, 2: 0x7FCB, 4: 0x7FC0FFEE, 8: 0x7FF8C0FFEE15DEAD}
 """Bits of a NaN by size in bytes, in every float format of that size; no computation makes these payloads."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-LOADED_AGAIN = "loaded_again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +52,8 @@ def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
             context.model.load_adapter(context.job.case.adapter, ADAPTER_NAME)  # type: ignore[operator]
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
             _restore(state, saved)
+            if not context.record.wants("adapter", SETTINGS_LAYER):
+                return {}
             context.record.absent(
                 stage="adapter", layer=SETTINGS_LAYER, tensor=LOADED_AGAIN, status="skipped",
                 reason=f"PEFT cannot load this adapter twice: {type(error).__name__}: {error}",
@@ -66,6 +66,8 @@ def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
                 wrong = state[name].detach().to("cpu", copy=True)
             found[name] = Loads(digests=(*before.digests, value), wrong=wrong)
     _restore(state, saved)
+    if not context.record.wants("adapter", SETTINGS_LAYER):
+        return found
     done = torch.ones((), dtype=torch.uint8)
     context.record.computed(
         stage="adapter", layer=SETTINGS_LAYER, tensor=LOADED_AGAIN, actual=done, rule=Rule.PEER, found=None,
