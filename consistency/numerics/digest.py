@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from consistency.numerics import digest_triton
+
 BLOCK_BYTES = 256 * 1024
 """Bytes per block: the two weight tables (256 KiB each) and a chunk stay in a level-2 cache of 1 MiB."""
 
@@ -97,7 +99,7 @@ def block_digests(tensor: torch.Tensor) -> tuple[int, ...]:
     blocks = np.concatenate([s.cpu().numpy() for s in sums]) if sums else np.empty(0, np.int64)
     if tail.numel():
         blocks = _add_tail(blocks, tail, first_word=whole // 8)
-    return tuple(int(b) for b in blocks.view(np.uint64))
+    return tuple(blocks.view(np.uint64).tolist())
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,6 +114,8 @@ def _sum_words(words: torch.Tensor) -> list[torch.Tensor]:
     """Return the wrapped sums of each block of a flat int64 tensor, the last block possibly short."""
     full = words.numel() // _WORDS
     w, v = _weights(words.device)
+    if words.device.type == "cuda" and (fused := digest_triton.sums(words, w, v)) is not None:
+        return [fused]
     add = _dot_blocks if words.device.type == "cpu" else _multiply_and_sum
     sums = []
     step = 2 if words.device.type == "cpu" else _GPU_CHUNK_BLOCKS
