@@ -28,6 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from consistency.numerics import digest_triton
+
 BLOCK_BYTES = 256 * 1024
 """Bytes per block, the unit in which a digest says where two tensors differ."""
 
@@ -138,20 +140,27 @@ def _short_row(raw: np.ndarray) -> np.int64:
 def _rows_on_device(raw: torch.Tensor) -> np.ndarray:
     """Do the same on another device with torch's own operations; what does not fill a row is done on the host."""
     whole = raw.numel() // ROW_BYTES * ROW_BYTES
-    w, v = _weights_on(raw.device)
-    sums = []
-    step = _GPU_CHUNK_ROWS * ROW_BYTES
-    for start in range(0, whole, step):
-        part = raw[start : min(whole, start + step)]
-        if part.data_ptr() % 8 or part.storage_offset() % 8:
-            part = part.clone()
-        x = part.view(torch.int64).view(-1, _WORDS)
-        high = torch.bitwise_right_shift(x, 32)
-        sums.append(torch.addcmul(high.mul_(v), x, w).sum(dim=1))
-    found = [s.cpu().numpy() for s in sums]
+    found = [_sum_rows(raw[:whole])] if whole else []
     if raw.numel() > whole:
         found.append(np.array([_short_row(raw[whole:].cpu().numpy())], np.int64))
     return np.concatenate(found)
+
+
+def _sum_rows(raw: torch.Tensor) -> np.ndarray:
+    """Return the digests of whole rows; on a GPU the fused kernel computes them where it may be trusted."""
+    w, v = _weights_on(raw.device)
+    misaligned = raw.data_ptr() % 8 or raw.storage_offset() % 8
+    if raw.device.type == "cuda" and not misaligned:
+        fused = digest_triton.sums(raw.view(torch.int64), w, v)
+        if fused is not None:
+            return fused.cpu().numpy()
+    sums = []
+    for part in raw.split(_GPU_CHUNK_ROWS * ROW_BYTES):
+        words = part.clone() if misaligned else part
+        x = words.view(torch.int64).view(-1, _WORDS)
+        high = torch.bitwise_right_shift(x, 32)
+        sums.append(torch.addcmul(high.mul_(v), x, w).sum(dim=1))
+    return torch.cat(sums).cpu().numpy()
 
 
 def _fold(rows: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from consistency.device import KERNEL_VARIABLES
+from consistency.numerics import digest_triton
 
 _VERSIONED = ("transformers", "peft", "safetensors", "accelerate", "numpy")
 _VARIABLES = (
@@ -44,7 +45,15 @@ def describe(device: torch.device) -> dict[str, Any]:
             found[name] = None
     if device.type != "cpu":
         found.update(_accelerator(device))
-    return found
+    return found | digest_kernel(device)
+
+
+def digest_kernel(device: torch.device) -> dict[str, str]:
+    """Return which path the digests take on a CUDA device, as far as this process knows by now; elsewhere nothing.
+
+    Both paths give the same digests, so it is no part of `kernel_key`.
+    """
+    return {"digest_kernel": digest_triton.state(device)} if device.type == "cuda" else {}
 
 
 def _accelerator(device: torch.device) -> dict[str, Any]:

@@ -124,7 +124,9 @@ class Session:
         )
         if changes:
             determinism.restore(self._asked, found)
-        self._update(changes=(*self._told.changes, *changes), peak_bytes=_peak_bytes())
+        # the digest's kernel is tried when the first large tensor comes, so what became of it is known only now
+        described = {**self._told.environment, **environment.digest_kernel(torch.device(self._job.device))}
+        self._update(environment=described, changes=(*self._told.changes, *changes), peak_bytes=_peak_bytes())
 
     def _update(self, **values: Any) -> None:
         self._told = msgspec.structs.replace(self._told, **values)
