@@ -6,8 +6,6 @@ vectorised and can write into buffers that are used again, so nothing of the siz
 
 from __future__ import annotations
 
-import concurrent.futures
-import functools
 import math
 from dataclasses import dataclass, field
 
@@ -20,10 +18,11 @@ from consistency.numerics.bitcount import BitCount
 from consistency.numerics.dtype import bit_patterns, name_of, real_view
 from consistency.numerics.memory import same_memory
 
-CHUNK = 1 << 14
-"""Elements per chunk: the float64 and integer buffers, some 500 KiB, fit in a level-2 cache of 1 MiB."""
+CHUNK = 1 << 15
+"""Elements per chunk: what is live at a time, some 700 KiB for float32, fits in a level-2 cache of 1 MiB, and a call of
+NumPy costs a tenth of what it does. Threads are no help: each call is so short that they wait for the interpreter."""
 
-_STRETCH = 16
+_STRETCH = 8
 """Chunks that are compared as memory at once: of float32 1 MiB, so that a call costs little beside it."""
 
 _SPARSE = 8
@@ -86,7 +85,7 @@ def measure(actual: torch.Tensor, expected: torch.Tensor) -> Measure:
     Parameters
     ----------
     actual, expected : torch.Tensor
-        On the CPU, of equal shape and dtype; neither is changed. As many threads work as torch uses.
+        On the CPU, of equal shape and dtype; neither is changed.
 
     Raises
     ------
@@ -96,21 +95,12 @@ def measure(actual: torch.Tensor, expected: torch.Tensor) -> Measure:
     _same_structure(actual, expected)
     a, e = real_view(actual), real_view(expected)
     parts = 2 if actual.is_complex() else 1
-    stretch = _STRETCH * CHUNK
-    threads = min(torch.get_num_threads(), -(-a.numel() // stretch))
-    if threads < 2:
-        found = [_measure_range(a, e, 0, a.numel(), parts)]
-    else:
-        # whole stretches per thread, so that how a tensor is cut does not depend on how many threads there are
-        step = -(-a.numel() // stretch // threads) * stretch
-        ranges = [(start, min(start + step, a.numel())) for start in range(0, a.numel(), step)]
-        found = list(_pool(threads).map(lambda cut: _measure_range(a, e, cut[0], cut[1], parts), ranges))
-    return _combined(found, tuple(actual.shape), parts)
+    return _result(_look(a, e, parts), tuple(actual.shape), parts)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Range:
-    """What one thread has seen of a contiguous range of elements."""
+class _Seen:
+    """What was seen of two tensors so far."""
 
     mismatched: int = 0
     max_abs: float = 0.0
@@ -124,12 +114,13 @@ class _Range:
     worst: tuple[float, int, float, float, str, str] | None = None
 
 
-def _measure_range(a: torch.Tensor, e: torch.Tensor, start: int, stop: int, parts: int) -> _Range:
-    found = _Range(bits=BitCount(8 * a.element_size()))
+def _look(a: torch.Tensor, e: torch.Tensor, parts: int) -> _Seen:
+    stop = a.numel()
+    found = _Seen(bits=BitCount(8 * a.element_size()))
     x, y = bit_patterns(a).numpy(), bit_patterns(e).numpy()
     differing = -1
     with np.errstate(all="ignore"):  # NaN and infinities are settled below
-        for stretch in range(start, stop, _STRETCH * CHUNK):
+        for stretch in range(0, stop, _STRETCH * CHUNK):
             end = min(stop, stretch + _STRETCH * CHUNK)
             if same_memory(x[stretch:end], y[stretch:end]):
                 continue
@@ -143,7 +134,7 @@ def _measure_range(a: torch.Tensor, e: torch.Tensor, start: int, stop: int, part
     return found
 
 
-def _see(found: _Range, a: torch.Tensor, e: torch.Tensor, x: np.ndarray, y: np.ndarray, start: int, parts: int) -> bool:
+def _see(found: _Seen, a: torch.Tensor, e: torch.Tensor, x: np.ndarray, y: np.ndarray, start: int, parts: int) -> bool:
     """Add a chunk, `x` and `y` the bits of `a` and `e`; tell whether it has a difference."""
     differs = np.not_equal(x, y)
     count = int(np.count_nonzero(differs))
@@ -158,11 +149,11 @@ def _see(found: _Range, a: torch.Tensor, e: torch.Tensor, x: np.ndarray, y: np.n
         a, e, x, y, differs = a[places], e[places], x[places], y[places], differs[places]
     flips = np.bitwise_xor(x, y)
     numbers, reference = _numbers(a), _numbers(e)
-    steps = _Steps.between(x, y, flips) if a.dtype.is_floating_point else None
     difference = None
-    if steps is not None and steps.within(a.dtype) and numbers.dtype == np.float32:
-        difference = _exact_in_float32(found, numbers, reference, steps)
+    if numbers.dtype == np.float32:
+        difference = _exact_in_float32(found, numbers, reference, _farthest(x, y), torch.finfo(a.dtype).eps)
     if difference is None:
+        steps = _Steps.between(x, y, flips) if a.dtype.is_floating_point else None
         difference = _in_float64(found, numbers, reference, steps)
     largest = float(difference.max())  # NaN is the largest
     if found.worst is None or is_worse(largest, found.worst[0]):
@@ -174,12 +165,17 @@ def _see(found: _Range, a: torch.Tensor, e: torch.Tensor, x: np.ndarray, y: np.n
     return True
 
 
-def _exact_in_float32(found: _Range, numbers: np.ndarray, reference: np.ndarray, steps: _Steps) -> np.ndarray | None:
-    """Add a chunk in which each pair is within a factor of two, and return |a - e| in float32; None where NaN is in it.
+def _exact_in_float32(
+    found: _Seen, numbers: np.ndarray, reference: np.ndarray, apart: int, eps: float
+) -> np.ndarray | None:
+    """Add a chunk in which each pair is within a factor of two, and return |a - e| in float32; else None.
 
     Such a difference is exact in the numbers' own format (Sterbenz, *Floating-Point Computation*, 1974, theorem 4.3.1),
-    so nothing is lost, and float32 is twice as fast as float64.
+    so nothing is lost, and float32 is twice as fast as float64. Bits that are less than an exponent apart are those of
+    numbers of one sign within a factor of two; but for NaN and infinity, which the largest difference tells.
     """
+    if apart * eps >= 1:
+        return None
     difference: np.ndarray = np.subtract(numbers, reference)
     np.abs(difference, out=difference)
     largest = float(np.maximum.reduce(difference))
@@ -187,7 +183,7 @@ def _exact_in_float32(found: _Range, numbers: np.ndarray, reference: np.ndarray,
         return None
     wide = difference.astype(np.float64)
     found.sums.append(float(np.add.reduce(wide)))
-    found.squares.append(_square_sum(wide))
+    found.squares.append(float(np.einsum("i,i->", wide, wide)))
     found.max_abs = worse(found.max_abs, largest)
     size = np.abs(reference)
     relative = np.divide(difference, size)
@@ -197,11 +193,11 @@ def _exact_in_float32(found: _Range, numbers: np.ndarray, reference: np.ndarray,
         quotients = wide[near] / size[near].astype(np.float64)
         found.max_rel = worse(found.max_rel, float(quotients.max()))
     if found.max_ulp is not None:
-        found.max_ulp = max(found.max_ulp, steps.largest)
+        found.max_ulp = max(found.max_ulp, apart)
     return difference
 
 
-def _in_float64(found: _Range, numbers: np.ndarray, reference: np.ndarray, steps: _Steps | None) -> np.ndarray:
+def _in_float64(found: _Seen, numbers: np.ndarray, reference: np.ndarray, steps: _Steps | None) -> np.ndarray:
     """Add a chunk of any numbers, and return |a - e|: 0 for equal infinities and for paired NaNs."""
     difference: np.ndarray = np.subtract(numbers, reference, dtype=np.float64)
     np.abs(difference, out=difference)
@@ -213,7 +209,7 @@ def _in_float64(found: _Range, numbers: np.ndarray, reference: np.ndarray, steps
         total = float(np.add.reduce(difference))
     largest = float(np.maximum.reduce(difference))
     found.sums.append(total)
-    found.squares.append(_square_sum(difference))
+    found.squares.append(float(np.einsum("i,i->", difference, difference)))
     found.max_abs = worse(found.max_abs, largest)
     found.max_rel = worse(found.max_rel, _largest_relative(difference, reference))
     if steps is None or math.isnan(largest):
@@ -230,11 +226,6 @@ def _numbers(part: torch.Tensor) -> np.ndarray:
     return part.to(torch.float32 if part.dtype.is_floating_point else torch.float64).numpy()
 
 
-def _square_sum(values: np.ndarray) -> float:
-    # in pieces of 8192: from 10,000 on OpenBLAS starts threads, which spin against ours
-    return math.fsum(float(np.dot(piece, piece)) for piece in np.split(values, range(8192, len(values), 8192)))
-
-
 def _largest_relative(difference: np.ndarray, reference: np.ndarray) -> float:
     relative = np.divide(difference, np.abs(reference), dtype=np.float64)
     largest = float(np.maximum.reduce(relative))
@@ -243,6 +234,12 @@ def _largest_relative(difference: np.ndarray, reference: np.ndarray) -> float:
         relative[np.isinf(difference)] = math.inf  # not NaN where the reference is infinite too
         largest = float(np.maximum.reduce(relative))
     return largest
+
+
+def _farthest(x: np.ndarray, y: np.ndarray) -> int:
+    """Return how far bits are apart, as signed integers that wrap."""
+    apart = np.subtract(x.view(f"i{x.itemsize}"), y.view(f"i{y.itemsize}"))
+    return max(int(np.maximum.reduce(apart)), -int(np.minimum.reduce(apart)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +275,6 @@ class _Steps:
             apart[across] = 0
         return cls(x, y, apart, across, _largest(x, y, apart, across))
 
-    def within(self, dtype: torch.dtype) -> bool:
-        """Tell whether each pair has one sign and is within a factor of two: an exponent apart at most."""
-        return self.across is None and self.largest * torch.finfo(dtype).eps <= 1
-
     def without(self, left_out: np.ndarray) -> int:
         """Return the largest distance where some elements do not count."""
         across = None if self.across is None else self.across & ~left_out
@@ -297,35 +290,25 @@ def _largest(x: np.ndarray, y: np.ndarray, apart: np.ndarray, across: np.ndarray
     return max(largest, int(sizes.max()))
 
 
-def _combined(found: list[_Range], shape: tuple[int, ...], parts: int) -> Measure:
-    """Put the ranges of a tensor together; `math.fsum` gives one sum however they were cut."""
+def _result(seen: _Seen, shape: tuple[int, ...], parts: int) -> Measure:
     elements = math.prod(shape)
-    bits = found[0].bits
-    worst = found[0].worst
-    for other in found[1:]:
-        bits.merge(other.bits)
-        if other.worst is not None and (worst is None or is_worse(other.worst[0], worst[0])):
-            worst = other.worst
-    steps = [r.max_ulp for r in found]
-    size = bits.bits // 8
-    firsts = [r.first for r in found if r.first is not None]
-    lasts = [r.last for r in found if r.last is not None]
+    size, worst = seen.bits.bits // 8, seen.worst
     return Measure(
         elements=elements,
-        mismatched=sum(r.mismatched for r in found),
-        max_abs=Real(functools.reduce(worse, (r.max_abs for r in found))),
-        mean_abs=Real(_sum([s for r in found for s in r.sums]) / max(1, elements)),
-        rms=Real(math.sqrt(_sum([s for r in found for s in r.squares]) / max(1, elements))),
-        max_rel=Real(functools.reduce(worse, (r.max_rel for r in found))),
-        max_ulp=None if None in steps else max(s for s in steps if s is not None),
+        mismatched=seen.mismatched,
+        max_abs=Real(seen.max_abs),
+        mean_abs=Real(_sum(seen.sums) / max(1, elements)),
+        rms=Real(math.sqrt(_sum(seen.squares) / max(1, elements))),
+        max_rel=Real(seen.max_rel),
+        max_ulp=seen.max_ulp,
         worst_index=None if worst is None else unravel(worst[1] // parts, shape),
         worst_actual=None if worst is None else Real(worst[2]),
         worst_expected=None if worst is None else Real(worst[3]),
         worst_actual_bits=None if worst is None else worst[4],
         worst_expected_bits=None if worst is None else worst[5],
-        flipped_bits=bits.result(),
-        first_byte=firsts[0] * size if firsts else None,
-        last_byte=lasts[-1] * size if lasts else None,
+        flipped_bits=seen.bits.result(),
+        first_byte=None if seen.first is None else seen.first * size,
+        last_byte=None if seen.last is None else seen.last * size,
     )
 
 
@@ -333,11 +316,6 @@ def _sum(values: list[float]) -> float:
     if any(math.isnan(v) for v in values):
         return math.nan
     return math.inf if math.inf in values else math.fsum(values)
-
-
-@functools.cache
-def _pool(threads: int) -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="measure")
 
 
 def worse(a: float, b: float) -> float:
