@@ -24,6 +24,7 @@ from consistency.comparison import (
 from consistency.errors import UsageError
 from consistency.findings import find
 from consistency.judge import KEPT, judge
+from consistency.naming import WHOLE_MODEL
 from consistency.participants import Key, Participant, choose_reference, gather
 
 _STAGE_ORDER = {stage.value: place for place, stage in enumerate(Stage)}
@@ -139,7 +140,7 @@ def _judge_all(
 
 def _should_have(member: Participant, reference: Participant, key: Key) -> bool:
     """Tell whether a worker without a record of a tensor owes one: its case asked for the stage at the same level."""
-    if not member.could_have_seen(key):
+    if key[1] == WHOLE_MODEL or not member.could_have_seen(key):  # what stands for a stage that others skipped
         return False
     return member.capture is reference.capture or member.case.level == reference.case.level
 

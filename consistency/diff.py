@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from consistency.causes import find_causes
-from consistency.comparison import BAD, ArchitectureGroup, Comparison, Finding, Row, TensorComparison, WorkerSummary
+from consistency.comparison import ArchitectureGroup, Comparison, Finding, Row, TensorComparison, WorkerSummary
 from consistency.errors import InputError
+from consistency.folder_settings import find_settings
 from consistency.launch.environment import available_cores
 from consistency.naming import adapter_place
 from consistency.numbers import Real
@@ -62,8 +63,12 @@ def diff(actual: Path, expected: Path, *, allow_pickle: bool = False) -> Compari
         others = _Others(e)
         tensors = tuple(_compare(name, a, e, differing, others, labels, place) for place, name in enumerate(names))
         dtypes = sorted({tensor.dtype for tensor in (*a.values(), *e.values())})
-    findings = (*_renamed(a, e, labels), *find_causes(tensors, next_step=lambda _: None))
-    bad = any(row.status in BAD for tensor in tensors for row in tensor.rows)
+    findings = (
+        *find_causes(tensors, next_step=lambda _: None),
+        *find_settings(actual, expected, labels),
+        *_renamed(a, e, labels),
+    )
+    bad = any(finding.severity == "error" for finding in findings)
     return Comparison(
         case=f"{labels[0]} against {labels[1]}",
         base=str(expected),

@@ -78,6 +78,7 @@ TRIALS: tuple[Trial, ...] = (
     Trial(fault="merge-off", expected="wrong-scale", stages=_MERGED),
     Trial(fault="merge-fails", expected="missing", stages=_MERGED),
     Trial(fault="forward-off", expected="wrong-scale", stages=(Stage.FORWARD,)),
+    Trial(fault="forward-fails", expected="missing", stages=(Stage.FORWARD,)),
     Trial(fault="merge-not-repeatable", expected="not-repeatable", stages=_MERGED, repeat=2),
     Trial(fault="setting-flipped", expected="setting-changed", stages=_MERGED),
     Trial(fault="killed", expected="lost-worker", stages=_MERGED, words="SIGKILL"),

@@ -48,6 +48,7 @@ NAMED = {
     "merge-off": ("merged", "wrong-scale"),
     "merge-fails": ("merged", "missing"),
     "forward-off": ("forward", "wrong-scale"),
+    "forward-fails": ("forward", "missing"),
 }
 LOST = {
     "killed": "SIGKILL",
@@ -58,7 +59,7 @@ LOST = {
 STALL_S = 15.0
 LOSABLE = [info.spec.name for info in discover() if info.spec.name in (FAULTY, "cpu@avx2")]
 # a scaling is in no file, a merge that no device makes is no fault of one, and the forward pass needs a CPU's own error
-NEED_ANOTHER = {"adapter-wrong-scaling", "merge-fails", "forward-off"}
+NEED_ANOTHER = {"adapter-wrong-scaling", "merge-fails", "forward-off", "forward-fails"}
 NEED_RELOAD = {"adapter-copy-dropped-later"}
 OTHERS = {"merge-not-repeatable", "setting-flipped"}
 

@@ -45,7 +45,8 @@ def sentence(comparison: Comparison) -> str:
     bad = sum(_is_bad(tensor) for tensor in comparison.tensors)
     count = len(comparison.tensors)
     if not bad:
-        return f"{'the tensor has' if count == 1 else f'all {count} tensors have'} the same bytes in both"
+        text = f"{'the tensor has' if count == 1 else f'all {count} tensors have'} the same bytes in both"
+        return text if comparison.verdict == "consistent" else f"{text}, and the settings beside them differ"
     return f"{bad} of {count} tensors {'is' if bad == 1 else 'are'} not the same in both"
 
 

@@ -328,6 +328,10 @@ def _kernel_fails(_: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("a kernel of this device failed")
 
 
+def _operator_fails(_: Tensors) -> Tensors:
+    raise RuntimeError("an operator of this device failed")
+
+
 def _hang() -> None:
     while True:
         time.sleep(1)
@@ -362,6 +366,7 @@ FAULTS: dict[str, Install] = {
     "merge-off": _in_delta(lambda delta: delta * 1.001),
     "merge-fails": _in_delta(_kernel_fails),
     "forward-off": _in_activations(lambda found: {name: tensor * (1 + 1e-4) for name, tensor in found.items()}),
+    "forward-fails": _in_activations(_operator_fails),
     "merge-not-repeatable": _in_delta(_flaky),
     "setting-flipped": _at_merged(lambda: torch.set_float32_matmul_precision("medium")),
     "killed": _at_merged(lambda: os.kill(os.getpid(), signal.SIGKILL)),
