@@ -8,7 +8,7 @@ from typing import Any
 
 from consistency.comparison import BAD, Finding, Row, TensorComparison
 from consistency.judge import KEPT, OWN_FILE
-from consistency.naming import SETTINGS_LAYER
+from consistency.naming import SETTINGS_LAYER, WHOLE_MODEL
 
 _MOST_DETAILS = 5
 
@@ -81,7 +81,7 @@ def find_causes(
     groups: dict[tuple[str, str, str, tuple[str, ...]], _Group] = {}
     totals: dict[tuple[str, str], dict[str, int]] = {}
     for tensor in tensors:
-        if tensor.layer != SETTINGS_LAYER:
+        if tensor.layer not in (SETTINGS_LAYER, WHOLE_MODEL):  # these stand for no tensor of the model
             count = totals.setdefault((tensor.stage, tensor.road), {})
             count[tensor.tensor] = count.get(tensor.tensor, 0) + 1
         by_word: dict[str, list[Row]] = {}

@@ -25,7 +25,7 @@ FEW_ELEMENTS = 64
 
 PAGE_BYTES = 4096
 
-_CHUNK = 1 << 16
+_FIRST, _CHUNK = 1 << 10, 1 << 16
 
 _SAMPLE = 1001  # of ratios that are all alike any few give the same median
 
@@ -120,19 +120,25 @@ class _Pair:
         self.size = self.a.element_size()
 
     def chunks(self) -> Iterator[slice]:
-        for start in range(0, self.a.numel(), _CHUNK):
-            yield slice(start, start + _CHUNK)
+        yield from _slices(0, self.a.numel())
 
     def differing(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the chunks that differ, and which of their elements do."""
         first, last = self.found.first_byte, self.found.last_byte
         assert first is not None
         assert last is not None
-        for start in range(first // self.size // _CHUNK * _CHUNK, last // self.size + 1, _CHUNK):
-            part = slice(start, start + _CHUNK)
+        for part in _slices(first // self.size, last // self.size + self.parts):
             differs = self.x[part] != self.y[part]
             if bool(differs.any()):
                 yield part, differs
+
+
+def _slices(start: int, stop: int) -> Iterator[slice]:
+    """Cut a range, a small piece first: it contradicts most rules that do not apply."""
+    small = min(stop, start + _FIRST)
+    yield slice(start, small)
+    for first in range(small, stop, _CHUNK):
+        yield slice(first, min(stop, first + _CHUNK))
 
 
 def _never_written(pair: _Pair, poison: int | None) -> Diagnosis | None:
