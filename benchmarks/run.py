@@ -2,13 +2,12 @@
 
     python benchmarks/run.py
 
-A random base of half a gigabyte and a LoRA adapter on its linear layers are made in a temporary folder. Then take turns:
-as many bare processes as the run has workers, one after the other, on as many threads as torch takes, each of which
-imports, loads the base (`from_pretrained`) and the adapter (`PeftModel.from_pretrained`) and merges (`merge_adapter`);
-and one `consistency run` over the stages base, adapter and merged. Each figure is the best of several rounds, whole
-processes with their imports. A process's peak of resident memory is the kernel's high-water mark of its own, read before
-it ends (`VmHWM`): the one that the parent gets with its exit status counts children too. It holds pages that are merely
-mapped from files.
+A random base of half a gigabyte and a LoRA adapter on its linear layers are made in a temporary folder. Then two take
+turns. As many bare processes as the run has workers, one after the other, on as many threads as torch takes: each
+imports, loads the base (`from_pretrained`) and the adapter (`PeftModel.from_pretrained`) and merges (`merge_adapter`).
+And one `consistency run` over the stages base, adapter and merged. Each figure is the best of several rounds, whole
+processes with their imports. A process's peak of resident memory is the kernel's high-water mark of its own, read
+before it ends (`VmHWM`): the one that comes with an exit status counts children too. It holds what is merely mapped.
 
 Only Linux tells that mark; elsewhere the memory is not shown.
 """
