@@ -40,6 +40,10 @@ _BLOCK = 2 * CHUNK
 _BLAS_ROWS = 32
 """Rows per product: with fewer, BLAS spends its time on laying out the other factor (16 cost 20 %, 4 twice as much)."""
 
+_ONE_THREAD = 1 << 18
+"""Multiplications per product: more of them OpenBLAS shares out (interface/gemm.c: 4 * 65536), among threads that spin
+against torch's and, on a busy machine, wait for one another: seen fifty times as slow."""
+
 _LARGEST_BLOCK = 1 << 19
 """Elements per product at most, 4 MiB of float64, however wide a weight is."""
 
@@ -167,9 +171,9 @@ def measure_low_rank(
         part = slice(row, min(rows, row + step))
         exact_rows, size_rows = products[:, : part.stop - row]
         with np.errstate(all="ignore"):  # factors that are not finite: what comes of them is outside
-            np.matmul(scaled[part], right64, out=exact_rows)
+            _multiply(scaled[part], right64, exact_rows)
             if isinstance(allowance, Allowance):
-                np.matmul(scaled_size[part], right_size, out=size_rows)
+                _multiply(scaled_size[part], right_size, size_rows)
         exact, size, tested = exact_rows.reshape(-1), size_rows.reshape(-1), actual.detach()[part].reshape(-1)
         below = None if base is None else base.detach()[part].reshape(-1)
         for start in range(0, len(exact), CHUNK):
@@ -183,6 +187,15 @@ def measure_low_rank(
             allowed = _allowed(allowance, exact[chunk], size[chunk], weight)
             tally.add(tested[chunk], exact[chunk], allowed=allowed, start=row * columns + start)
     return tally.result()
+
+
+def _multiply(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
+    """Multiply into `out` in pieces that OpenBLAS does on this thread alone."""
+    rows, rank = left.shape
+    width = max(1, _ONE_THREAD // max(1, rows * rank))
+    for start in range(0, right.shape[1], width):
+        part = slice(start, start + width)
+        np.matmul(left, right[:, part], out=out[:, part])
 
 
 def _allowed(

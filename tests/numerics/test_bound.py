@@ -228,6 +228,21 @@ def test_products_in_blocks_are_those_of_the_whole(rows: int, columns: int, give
         assert found.mismatched == int(torch.count_nonzero(actual != exact.float()))
 
 
+@pytest.mark.parametrize("rank", [1, 16, 300])
+def test_no_product_is_large_enough_for_blas_to_start_threads(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = np.matmul, []
+
+    def matmul(x: np.ndarray, y: np.ndarray, *, out: np.ndarray) -> None:
+        seen.append(x.shape[0] * x.shape[1] * y.shape[1])
+        real(x, y, out=out)
+
+    monkeypatch.setattr(np, "matmul", matmul)
+    lora = make(seed=0, rank=rank, adapter=torch.float32, weight=torch.float32, rows=200, columns=3000)
+    assert (lora.measure(lora.delta(), lora.allowed()).bound_ratio or 0) <= 1
+    assert max(seen) <= 2**18
+    assert sum(seen) == 2 * rank * 200 * 3000
+
+
 # --- what is wrong lies outside -------------------------------------------------------------------------------------
 
 
