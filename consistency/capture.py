@@ -5,7 +5,7 @@
     capture.json                  the commit mark: schema, case, which workers, written last
     workers/<slug>/worker.json    who the worker was, its environment, how it ended
     workers/<slug>/records.jsonl  one line per tensor: digests, measures, diagnosis
-    workers/<slug>/events.jsonl   progress, for whoever wants to know where a lost worker was
+    workers/<slug>/events.jsonl   progress: each stage, and each step of a worker that was lost
     blobs/<sha256>.safetensors    tensors worth keeping, content-addressed: equal bytes are stored once for all devices
 
 A capture is written beside its final place and renamed, so a folder with `capture.json` is whole. Reading never

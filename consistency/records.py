@@ -16,7 +16,7 @@ WorkerStatus = Literal["ok", "lost", "failed"]
 # `gc=False`: decoded JSON holds no cycles, and a fleet has millions of these for the collector to walk in vain
 
 
-class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The numbers of `consistency.numerics.distance.Measure`, as they are written."""
 
     elements: int
@@ -32,9 +32,9 @@ class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     worst_expected: Real | None
     worst_actual_bits: str | None
     worst_expected_bits: str | None
-    flipped_bits: dict[int, int]
-    first_byte: int | None
-    last_byte: int | None
+    flipped_bits: dict[int, int] = {}
+    first_byte: int | None = None
+    last_byte: int | None = None
     magnitude: Real
 
     @classmethod
@@ -71,7 +71,8 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     status : str
         The worker's own judgement; `measured` where only the comparison with other workers can tell.
     digest, blocks : str
-        Of the tensor on the device; block digests as 16 hexadecimal digits each, one after the other.
+        Of the tensor on the device; block digests as 16 hexadecimal digits each, one after the other. None of a
+        computed tensor that is inside its rule: such differ from device to device in nearly every block.
     reference : str or None
         `file`, `float64`, or None where the other workers are the reference.
     reference_digest, reference_blob : str or None

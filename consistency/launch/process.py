@@ -188,13 +188,15 @@ class WorkerProcess:
         )
 
     def tidy(self, status: WorkerStatus) -> None:
-        """Remove what the capture does not need; a lost worker's log stays."""
+        """Remove what the capture does not need; a lost worker's log stays, and every step that it took."""
         if self.process.stdin is not None:
             with suppress(OSError):
                 self.process.stdin.close()
         self.log.close()
         for name in ("job.json", TOLD_FILE, "stack.txt", *(("log.txt",) if status == "ok" else ())):
             (self.folder / name).unlink(missing_ok=True)
+        if status == "ok":
+            self.reader.drop("step")
 
     def _after_exit(self, status: int) -> Ended:
         if status == 0:

@@ -77,7 +77,7 @@ def low_rank_chunks(
         size = scaled[part].abs() @ right64.abs()
         exact = exact if weight is None else exact + weight
         if isinstance(allowance, GivenAllowance):
-            allowed = allowance.around(exact)
+            allowed = torch.from_numpy(allowance.around(exact.numpy()))
         else:
             allowed = size * allowance.product + allowance.floor
             allowed = allowed if weight is None else allowed + weight.abs() * allowance.weight
@@ -96,7 +96,7 @@ def exact_chunks(actual: torch.Tensor, exact: torch.Tensor, allowed: float | Giv
     for start in range(0, flat.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         if isinstance(allowed, GivenAllowance):
-            limit = allowed.around(reference[part])
+            limit = torch.from_numpy(allowed.around(reference[part].numpy()))
         else:
             limit = torch.full_like(reference[part], allowed)
         yield Chunk(start=start, actual=flat[part], exact=reference[part], allowed=limit)

@@ -17,6 +17,7 @@ from consistency.numbers import Real
 from consistency.numerics.bitcount import BitCount
 from consistency.numerics.dtype import bit_patterns, name_of, real_view
 from consistency.numerics.memory import same_memory
+from consistency.numerics.steps import Steps, farthest
 
 CHUNK = 1 << 15
 """Elements per chunk: what is live at a time, some 700 KiB for float32, fits in a level-2 cache of 1 MiB, and a call of
@@ -148,12 +149,12 @@ def _see(found: _Seen, a: torch.Tensor, e: torch.Tensor, x: np.ndarray, y: np.nd
         places = np.flatnonzero(differs)
         a, e, x, y, differs = a[places], e[places], x[places], y[places], differs[places]
     flips = np.bitwise_xor(x, y)
-    numbers, reference = _numbers(a), _numbers(e)
+    numbers, reference = numbers_of(a), numbers_of(e)
     difference = None
     if numbers.dtype == np.float32:
-        difference = _exact_in_float32(found, numbers, reference, _farthest(x, y), torch.finfo(a.dtype).eps)
+        difference = _exact_in_float32(found, numbers, reference, farthest(x, y), torch.finfo(a.dtype).eps)
     if difference is None:
-        steps = _Steps.between(x, y, flips) if a.dtype.is_floating_point else None
+        steps = Steps.between(x, y, flips) if a.dtype.is_floating_point else None
         difference = _in_float64(found, numbers, reference, steps)
     largest = float(difference.max())  # NaN is the largest
     if found.worst is None or is_worse(largest, found.worst[0]):
@@ -183,7 +184,7 @@ def _exact_in_float32(
         return None
     wide = difference.astype(np.float64)
     found.sums.append(float(np.add.reduce(wide)))
-    found.squares.append(float(np.einsum("i,i->", wide, wide)))
+    found.squares.append(square_sum(wide))
     found.max_abs = worse(found.max_abs, largest)
     size = np.abs(reference)
     relative = np.divide(difference, size)
@@ -197,7 +198,7 @@ def _exact_in_float32(
     return difference
 
 
-def _in_float64(found: _Seen, numbers: np.ndarray, reference: np.ndarray, steps: _Steps | None) -> np.ndarray:
+def _in_float64(found: _Seen, numbers: np.ndarray, reference: np.ndarray, steps: Steps | None) -> np.ndarray:
     """Add a chunk of any numbers, and return |a - e|: 0 for equal infinities and for paired NaNs."""
     difference: np.ndarray = np.subtract(numbers, reference, dtype=np.float64)
     np.abs(difference, out=difference)
@@ -209,7 +210,7 @@ def _in_float64(found: _Seen, numbers: np.ndarray, reference: np.ndarray, steps:
         total = float(np.add.reduce(difference))
     largest = float(np.maximum.reduce(difference))
     found.sums.append(total)
-    found.squares.append(float(np.einsum("i,i->", difference, difference)))
+    found.squares.append(square_sum(difference))
     found.max_abs = worse(found.max_abs, largest)
     found.max_rel = worse(found.max_rel, _largest_relative(difference, reference))
     if steps is None or math.isnan(largest):
@@ -219,11 +220,16 @@ def _in_float64(found: _Seen, numbers: np.ndarray, reference: np.ndarray, steps:
     return difference
 
 
-def _numbers(part: torch.Tensor) -> np.ndarray:
+def numbers_of(part: torch.Tensor) -> np.ndarray:
     """Return a flat real tensor as NumPy numbers that are exact in float64, but for integers beyond 2**53."""
     if part.dtype in _DIRECT:
         return part.numpy()
     return part.to(torch.float32 if part.dtype.is_floating_point else torch.float64).numpy()
+
+
+def square_sum(values: np.ndarray) -> float:
+    """Return the sum of the squares of a chunk; NumPy's own, for a BLAS may start threads, which spin against ours."""
+    return float(np.einsum("i,i->", values, values))
 
 
 def _largest_relative(difference: np.ndarray, reference: np.ndarray) -> float:
@@ -234,60 +240,6 @@ def _largest_relative(difference: np.ndarray, reference: np.ndarray) -> float:
         relative[np.isinf(difference)] = math.inf  # not NaN where the reference is infinite too
         largest = float(np.maximum.reduce(relative))
     return largest
-
-
-def _farthest(x: np.ndarray, y: np.ndarray) -> int:
-    """Return how far bits are apart, as signed integers that wrap."""
-    apart = np.subtract(x.view(f"i{x.itemsize}"), y.view(f"i{y.itemsize}"))
-    return max(int(np.maximum.reduce(apart)), -int(np.minimum.reduce(apart)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    """How many units in the last place lie between the floats of a chunk.
-
-    Bits of floats of one sign are in the order of their magnitudes, so their difference is the distance. Two of
-    opposite sign are as far apart as both are from zero. NaN has no place in the order.
-
-    Attributes
-    ----------
-    x, y, apart : np.ndarray
-        Bits of both as signed integers, and their difference.
-    across : np.ndarray or None
-        Where the signs differ, if they do anywhere: there `apart` is 0.
-    largest : int
-    """
-
-    x: np.ndarray
-    y: np.ndarray
-    apart: np.ndarray
-    across: np.ndarray | None
-    largest: int
-
-    @classmethod
-    def between(cls, x: np.ndarray, y: np.ndarray, flips: np.ndarray) -> _Steps:
-        signed = np.dtype(f"i{x.itemsize}")
-        x, y, flips = x.view(signed), y.view(signed), flips.view(signed)
-        apart = np.subtract(x, y)
-        across = None
-        if int(np.minimum.reduce(flips)) < 0:
-            across = flips < 0
-            apart[across] = 0
-        return cls(x, y, apart, across, _largest(x, y, apart, across))
-
-    def without(self, left_out: np.ndarray) -> int:
-        """Return the largest distance where some elements do not count."""
-        across = None if self.across is None else self.across & ~left_out
-        return _largest(self.x, self.y, np.where(left_out, 0, self.apart), across)
-
-
-def _largest(x: np.ndarray, y: np.ndarray, apart: np.ndarray, across: np.ndarray | None) -> int:
-    largest = max(int(np.maximum.reduce(apart)), -int(np.minimum.reduce(apart)))
-    if across is None or not bool(across.any()):
-        return largest
-    magnitude = 2 ** (8 * x.itemsize - 1) - 1
-    sizes = (x[across] & magnitude).astype(np.uint64) + (y[across] & magnitude).astype(np.uint64)
-    return max(largest, int(sizes.max()))
 
 
 def _result(seen: _Seen, shape: tuple[int, ...], parts: int) -> Measure:

@@ -37,15 +37,3 @@ def real_view(tensor: torch.Tensor) -> torch.Tensor:
 def bit_patterns(flat: torch.Tensor) -> torch.Tensor:
     """View a flat real tensor as integers of the same width (uint8 for one byte, signed for more)."""
     return flat.view(_INTEGERS[flat.element_size()])
-
-
-def ordered_integers(flat: torch.Tensor) -> torch.Tensor:
-    """Map floats to int64 so that adjacent floats are adjacent integers and both zeros are 0; `(n,)` to `(n,)`.
-
-    The distance of two images is the distance in units in the last place. NaN has no place in the order.
-    """
-    bits = bit_patterns(flat).to(torch.int64)
-    if flat.element_size() == 1:
-        bits = torch.where(bits >= 128, bits - 256, bits)  # float8: sign-extend the byte
-    low = -(2 ** (8 * flat.element_size() - 1))
-    return torch.where(bits < 0, low - bits, bits)

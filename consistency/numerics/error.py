@@ -1,17 +1,24 @@
-"""How far a computed tensor is from an exact (float64) reference, in one pass over chunks that stay in cache."""
+"""How far a computed tensor is from an exact (float64) reference, in one pass over chunks that stay in cache.
+
+NumPy measures on the CPU: its reductions are vectorised, and it writes into buffers that are used again. What only an
+infinity or NaN needs is done where a reduction shows that there is one.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 
+import numpy as np
 import torch
 
 from consistency.numbers import Real
-from consistency.numerics.distance import Measure, hexadecimal, is_worse, unravel, worse
-from consistency.numerics.dtype import bit_patterns, ordered_integers
+from consistency.numerics.distance import Measure, hexadecimal, is_worse, numbers_of, square_sum, unravel, worse
+from consistency.numerics.dtype import bit_patterns
+from consistency.numerics.steps import Steps
 
 CHUNK = 1 << 14
-"""Elements per chunk: a handful of float64 temporaries of 128 KiB fit in a level-2 cache of 1 MiB."""
+"""Elements per chunk: a handful of float64 buffers of 128 KiB fit in a level-2 cache of 1 MiB."""
 
 
 class ErrorTally:
@@ -21,7 +28,7 @@ class ErrorTally:
     ----------
     shape : tuple of int
     dtype : torch.dtype
-        Of the tested tensor.
+        Of the tested tensor, a float.
     """
 
     def __init__(self, *, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -33,55 +40,59 @@ class ErrorTally:
         self._ratio: float | None = None
         self._worst: tuple[float, int, float, float, str, str] | None = None
 
-    def add(self, actual: torch.Tensor, exact: torch.Tensor, *, allowed: torch.Tensor | None, start: int) -> None:
+    def add(self, actual: torch.Tensor, exact: np.ndarray, *, allowed: np.ndarray | None, start: int) -> None:
         """Add a chunk.
 
         Parameters
         ----------
         actual : torch.Tensor
-            Flat, of the tested dtype.
-        exact : torch.Tensor
-            Flat float64.
-        allowed : torch.Tensor or None
-            Flat float64, what each element may be off, above zero.
+            Flat, of the tested dtype, on the CPU.
+        exact : np.ndarray
+            Flat float64; it is left as it is.
+        allowed : np.ndarray or None
+            Flat float64, what each element may be off, above zero; left as it is.
         start : int
             Flat index of the chunk's first element.
         """
         if not actual.numel():
             return
-        rounded = exact.to(self._dtype)
-        size = exact.abs()
-        self._see_magnitude(size)
-        difference = _difference(actual, exact)
-        # what rounds to the same bits is as right as this dtype can be, where it overflows to infinity too
-        same = bit_patterns(actual) == bit_patterns(rounded)
-        right = int(torch.count_nonzero(same))
-        largest = float(difference.max())
-        if right and not math.isfinite(largest):
-            difference.masked_fill_(same & ~torch.isfinite(difference), 0.0)
-            largest = float(difference.max())
-        self._mismatched += actual.numel() - right
+        with np.errstate(all="ignore"):  # what is not finite is settled below
+            self._add(actual, exact, allowed, start)
+
+    def _add(self, actual: torch.Tensor, exact: np.ndarray, allowed: np.ndarray | None, start: int) -> None:
+        difference, quotient, size, narrow = _buffers(len(exact))
+        rounded = _rounded(exact, self._dtype, narrow)
+        x, y = bit_patterns(actual).numpy(), bit_patterns(rounded).numpy()
+        numbers = numbers_of(actual)
+        np.subtract(numbers, exact, out=difference)
+        np.abs(difference, out=difference)
+        total = float(np.add.reduce(difference))
+        both_nan = None
+        if not math.isfinite(total):
+            both_nan = np.isnan(numbers) & np.isnan(exact)
+            difference[(numbers == exact) | both_nan] = 0.0
+            # what rounds to the same bits is as right as this dtype can be, where it overflows to infinity too
+            difference[(x == y) & ~np.isfinite(difference)] = 0.0
+            total = float(np.add.reduce(difference))
+        largest = float(np.maximum.reduce(difference))  # NaN counts as the largest, here and below
+        self._max_abs = worse(self._max_abs, largest)
+        self._sum += total
+        self._squares += square_sum(difference)
         badness = difference
         if allowed is not None:
-            badness = difference / allowed
-            badness.masked_fill_(difference == 0, 0.0)  # 0 / 0 where nothing is allowed and nothing is off
-            self._ratio = worse(self._ratio or 0.0, float(badness.max()))
-        self._max_abs = worse(self._max_abs, largest)
-        self._sum += float(difference.sum())
-        self._squares += float(torch.dot(difference, difference))
-        relative = difference / size
-        relative.masked_fill_(difference == 0, 0.0)
+            badness = _divided(difference, allowed, quotient)
+            self._ratio = worse(self._ratio or 0.0, float(np.maximum.reduce(badness)))
+        self._see_worst(actual, exact, rounded, badness, start)
+        np.abs(exact, out=size)
+        self._see_magnitude(size)
+        relative = _divided(difference, size, quotient)
         if not math.isfinite(largest):
-            relative.masked_fill_(torch.isinf(difference), math.inf)  # not NaN where the reference is infinite too
-        self._max_rel = worse(self._max_rel, float(relative.max()))
-        if right < actual.numel():
-            self._see_ulp(actual, rounded, difference)
-        i = int(torch.argmax(badness))  # NaN counts as the largest
-        score = float(badness[i])
-        # an exact result has no worst element
-        if score != 0 and (self._worst is None or is_worse(score, self._worst[0])):
-            bits = hexadecimal(actual[i]), hexadecimal(rounded[i])
-            self._worst = (score, start + i, float(actual[i]), float(exact[i]), *bits)
+            relative[np.isinf(difference)] = math.inf  # not NaN where the reference is infinite too
+        self._max_rel = worse(self._max_rel, float(np.maximum.reduce(relative)))
+        mismatched = int(np.count_nonzero(np.not_equal(x, y)))
+        self._mismatched += mismatched
+        if mismatched:
+            self._see_ulp(x, y, largest, both_nan)
 
     def result(self) -> Measure:
         n = max(1, math.prod(self._shape))
@@ -103,29 +114,52 @@ class ErrorTally:
             magnitude=Real(self._magnitude),
         )
 
-    def _see_magnitude(self, size: torch.Tensor) -> None:
-        largest = float(size.max())
+    def _see_worst(
+        self, actual: torch.Tensor, exact: np.ndarray, rounded: torch.Tensor, badness: np.ndarray, start: int
+    ) -> None:
+        score = float(np.maximum.reduce(badness))
+        # an exact result has no worst element
+        if score != 0 and (self._worst is None or is_worse(score, self._worst[0])):
+            i = int(np.argmax(badness))
+            bits = hexadecimal(actual[i]), hexadecimal(rounded[i])
+            self._worst = (score, start + i, float(actual[i]), float(exact[i]), *bits)
+
+    def _see_magnitude(self, size: np.ndarray) -> None:
+        largest = float(np.maximum.reduce(size))
         if not math.isfinite(largest):
-            largest = float(size.masked_fill(~torch.isfinite(size), 0.0).max())
+            largest = float(np.max(size, where=np.isfinite(size), initial=0.0))
         self._magnitude = max(self._magnitude, largest)
 
-    def _see_ulp(self, actual: torch.Tensor, rounded: torch.Tensor, difference: torch.Tensor) -> None:
-        if self._max_ulp is None or not actual.dtype.is_floating_point or bool(torch.isnan(difference).any()):
+    def _see_ulp(self, x: np.ndarray, y: np.ndarray, largest: float, both_nan: np.ndarray | None) -> None:
+        if self._max_ulp is None or not self._dtype.is_floating_point or math.isnan(largest):
             self._max_ulp = None
             return
-        x, y = ordered_integers(actual), ordered_integers(rounded)
-        both_nan = torch.isnan(actual) & torch.isnan(rounded)
-        # two float64 of opposite sign can be further apart than int64 reaches: the difference wraps and is read as
-        # unsigned, in whose order a value comes where its sign-flipped bits come in the signed one
-        apart = (torch.maximum(x, y) - torch.minimum(x, y)).masked_fill_(both_nan, 0)
-        step = int(torch.bitwise_xor(apart, -(1 << 63)).max()) + (1 << 63)
-        self._max_ulp = max(self._max_ulp, step)
+        steps = Steps.between(x, y, np.bitwise_xor(x, y))
+        self._max_ulp = max(self._max_ulp, steps.largest if both_nan is None else steps.without(both_nan))
 
 
-def _difference(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Return |actual - exact|; 0 for equal infinities and for paired NaNs, NaN where one side alone is NaN."""
-    a = actual.to(torch.float64)
-    difference = (a - exact).abs_()
-    if not math.isfinite(float(difference.sum())):
-        difference.masked_fill_((a == exact) | (torch.isnan(a) & torch.isnan(exact)), 0.0)
-    return difference
+def _divided(difference: np.ndarray, by: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Divide into `out`; 0 / 0 is 0, for nothing is off."""
+    np.divide(difference, by, out=out)
+    if math.isnan(float(np.maximum.reduce(out))):
+        out[difference == 0] = 0.0
+    return out
+
+
+def _rounded(exact: np.ndarray, dtype: torch.dtype, narrow: np.ndarray) -> torch.Tensor:
+    """Round to the tested dtype; NumPy has no bfloat16 and is slow at float16."""
+    if dtype == torch.float32:
+        np.copyto(narrow, exact, casting="same_kind")
+        return torch.from_numpy(narrow)
+    return torch.from_numpy(exact).to(dtype)
+
+
+_kept = threading.local()
+
+
+def _buffers(length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return three float64 buffers and a float32 one of this thread: new ones would cost a page fault per page."""
+    if not hasattr(_kept, "wide") or _kept.wide.shape[1] < length:
+        _kept.wide, _kept.narrow = np.empty((3, max(CHUNK, length))), np.empty(max(CHUNK, length), np.float32)
+    a, b, c = _kept.wide[:, :length]
+    return a, b, c, _kept.narrow[:length]

@@ -12,9 +12,18 @@ from safetensors import safe_open
 
 from consistency.checkpoint import Checkpoint, TensorHeader, read_checkpoint
 
+MAPPED_BYTES = 64 * 2**20
+"""Bytes read through one mapping before another takes its place.
+
+A page that was read stays resident while it is mapped, so one mapping for all would hold a second copy of the model
+beside the model. Small beside a model; large beside what opening a file costs, which is to parse its header.
+"""
+
 
 class WeightFiles:
     """Tensors of a folder's weight files, read one at a time and memory-mapped.
+
+    What was read and is no longer used is given back: beside the tensors in use `MAPPED_BYTES` stay resident.
 
     Parameters
     ----------
@@ -26,6 +35,7 @@ class WeightFiles:
     def __init__(self, checkpoint: Checkpoint, *, allow_pickle: bool = False) -> None:
         self._checkpoint = checkpoint
         self._open: dict[Path, Any] = {}
+        self._bytes_read: dict[Path, int] = {}
         self._loaded: dict[str, torch.Tensor] = {}
         if checkpoint.pickled and allow_pickle:
             for file in checkpoint.files:
@@ -61,10 +71,12 @@ class WeightFiles:
         if name in self._loaded:
             return self._loaded[name]
         file = self._checkpoint.tensors[name].file
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt", device="cpu")
+        if file not in self._open or self._bytes_read[file] > MAPPED_BYTES:
+            self._open[file] = safe_open(file, framework="pt", device="cpu")  # tensors in use keep the mapping before
+            self._bytes_read[file] = 0
         tensor = self._open[file].get_tensor(name)
         assert isinstance(tensor, torch.Tensor)
+        self._bytes_read[file] += tensor.nbytes
         return tensor
 
     def read_all(self) -> Mapping[str, torch.Tensor]:

@@ -146,3 +146,17 @@ class EventReader:
         whole = raw[: raw.rfind(b"\n") + 1]
         self._offset += len(whole)
         return [decode_json(line, Event) for line in whole.splitlines()]
+
+    def drop(self, kind: EventKind) -> None:
+        """Take the events of a kind out of the file, once its writer has ended."""
+        try:
+            lines = self._path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if decode_json(line, Event).kind != kind]
+        except (OSError, msgspec.MsgspecError):
+            return  # the longer file is as good
+        partial = self._path.with_name(self._path.name + ".tmp")
+        try:
+            partial.write_bytes(b"".join(kept))
+            os.replace(partial, self._path)
+        except OSError:
+            partial.unlink(missing_ok=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import resource
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +22,7 @@ from consistency.worker.files import WeightFiles
 from consistency.worker.inputs import digest_of, fixed_inputs
 from consistency.worker.job import TOLD_FILE, EventLog, Job, Told
 from consistency.worker.loading import expected_adapter, load_adapter, load_base
+from consistency.worker.memory import peak_bytes
 from consistency.worker.record import Recorder
 from consistency.worker.stages import adapter, base, forward, merged
 from consistency.worker.stages.context import Context
@@ -126,7 +125,7 @@ class Session:
             determinism.restore(self._asked, found)
         # the digest's kernel is tried when the first large tensor comes, so what became of it is known only now
         described = {**self._told.environment, **environment.digest_kernel(torch.device(self._job.device))}
-        self._update(environment=described, changes=(*self._told.changes, *changes), peak_bytes=_peak_bytes())
+        self._update(environment=described, changes=(*self._told.changes, *changes), peak_bytes=peak_bytes())
 
     def _update(self, **values: Any) -> None:
         self._told = msgspec.structs.replace(self._told, **values)
@@ -168,8 +167,3 @@ def _fault(name: str | None) -> AbstractContextManager[None]:
     from consistency.worker.faults import plant
 
     return plant(name)
-
-
-def _peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak) if sys.platform == "darwin" else int(peak) * 1024

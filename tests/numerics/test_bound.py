@@ -203,6 +203,46 @@ def test_the_bound_is_not_idle() -> None:
     assert min(ratios[2:]) > 0.4
 
 
+@pytest.mark.parametrize("given_tolerance", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(90, 1000), (700, 100), (3, 5 * CHUNK + 3), (5, 600_000)])
+def test_products_in_blocks_are_those_of_the_whole(rows: int, columns: int, given_tolerance: bool) -> None:
+    lora = make(
+        seed=rows, rank=2, adapter=torch.float32, weight=torch.float32, scaling=0.37, rows=rows, columns=columns
+    )
+    exact = lora.base.double() + (lora.b.double() * lora.scaling) @ lora.a.double()
+    size = (lora.b.double() * lora.scaling).abs() @ lora.a.double().abs()
+    derived = Allowance(product=2.0**-10, weight=2.0**-11, floor=2.0**-12)
+    allowed = derived.product * size + derived.weight * lora.base.double().abs() + derived.floor
+    allowance: Allowance | GivenAllowance = derived
+    if given_tolerance:
+        allowance, allowed = GivenAllowance(atol=2.0**-12, rtol=2.0**-9), 2.0**-12 + 2.0**-9 * exact.abs()
+    for place in ((0, 0), (rows - 1, columns - 1), (rows // 2, columns // 3), (rows - 1, 0)):
+        actual = exact.float()
+        actual[place] += 1.0
+        found = lora.measure(actual, allowance, base=True)
+        off = (actual.double() - exact).abs()
+        assert found.worst_index == place
+        assert share(found) == pytest.approx(float((off / allowed).max()), rel=1e-9)
+        assert (found.max_abs, found.rms) == pytest.approx((float(off.max()), float(off.square().mean().sqrt())))
+        assert found.mean_abs == pytest.approx(float(off.mean()), rel=1e-6)
+        assert found.mismatched == int(torch.count_nonzero(actual != exact.float()))
+
+
+@pytest.mark.parametrize("rank", [1, 16, 300])
+def test_no_product_is_large_enough_for_blas_to_start_threads(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = np.matmul, []
+
+    def matmul(x: np.ndarray, y: np.ndarray, *, out: np.ndarray) -> None:
+        seen.append(x.shape[0] * x.shape[1] * y.shape[1])
+        real(x, y, out=out)
+
+    monkeypatch.setattr(np, "matmul", matmul)
+    lora = make(seed=0, rank=rank, adapter=torch.float32, weight=torch.float32, rows=200, columns=3000)
+    assert (lora.measure(lora.delta(), lora.allowed()).bound_ratio or 0) <= 1
+    assert max(seen) <= 2**18
+    assert sum(seen) == 2 * rank * 200 * 3000
+
+
 # --- what is wrong lies outside -------------------------------------------------------------------------------------
 
 
@@ -425,8 +465,14 @@ def test_a_merge_is_held_against_what_is_given_around_the_same_exact_value(
         derived.magnitude,
     )
     exact = (lora.b.double() * lora.scaling) @ lora.a.double() + lora.base.double()
-    off = (actual.double() - exact).abs() / (atol + rtol * exact.abs())
-    assert share(found) == pytest.approx(float(off.nan_to_num(nan=0.0, posinf=math.inf).max()), rel=1e-6)
+    # float64 rounds too: where base and delta cancel, the exact value is known up to this alone
+    size = (lora.b.double() * lora.scaling).abs() @ lora.a.double().abs() + lora.base.double().abs()
+    noise = 2 * gamma(lora.a.shape[0] + 2, 2.0**-53) * size
+    off = (actual.double() - exact).abs()
+    least = (off - noise) / (atol + rtol * (exact.abs() + noise))
+    most = (off + noise) / (atol + rtol * (exact.abs() - noise).clamp(min=0))
+    least, most = (ratio.nan_to_num(nan=0.0, posinf=math.inf).max() for ratio in (least, most))
+    assert float(least) * (1 - 1e-12) <= share(found) <= float(most) * (1 + 1e-12)
 
 
 def test_nothing_given_allows_exact_values_alone() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from consistency.numbers import Real
 from consistency.numerics.bound import (
     Allowance,
+    GivenAllowance,
     delta_allowance,
     measure_against_exact,
     measure_low_rank,
@@ -214,3 +215,18 @@ def test_noise_of_a_few_times_the_bound_is_no_word_of_a_cause(seed: int, factor:
     allowed = 1e-5
     noise = torch.from_numpy(np.random.default_rng(seed + 1).choice([-factor, factor], exact.shape)) * allowed
     assert activations((exact + noise).float(), exact, allowed) == Diagnosis(word="unknown")
+
+
+def test_a_tolerance_of_the_users_own_is_what_is_gone_by() -> None:
+    case = Case()
+    actual = case.healthy()
+    bit_patterns(actual.reshape(-1))[7] ^= 1 << 30
+    tight = GivenAllowance(atol=1e-3, rtol=1e-3)
+    factors: dict[str, Any] = {"left": case.left, "right": case.right, "scaling": case.scaling, "base": case.base}
+    found = measure_low_rank(actual, **factors, allowance=tight)
+    word = diagnose_computed(found, partial(low_rank_chunks, actual, **factors, allowance=tight)).word
+    assert word == "bit-flip"
+    exact = normal(64, 300, dtype=torch.float64)
+    scaled = (exact * 3).float()
+    measured = measure_against_exact(scaled, exact, tight)
+    assert diagnose_computed(measured, partial(exact_chunks, scaled, exact, tight)).word == "wrong-scale"

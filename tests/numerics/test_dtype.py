@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from consistency.numerics.dtype import (
     HALF_SMALLEST_SUBNORMAL,
@@ -13,20 +9,11 @@ from consistency.numerics.dtype import (
     bit_patterns,
     name_of,
     named,
-    ordered_integers,
     real_view,
 )
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def all_numbers(dtype: torch.dtype) -> torch.Tensor:
-    """Return every value of a narrow float that is not NaN, infinities included, in the order of its bits."""
-    size = dtype.itemsize
-    integers = torch.arange(256**size, dtype=torch.int32).to(torch.uint8 if size == 1 else torch.int16)
-    values = integers.view(dtype)
-    return values[~torch.isnan(values)]
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool], ids=str)
@@ -69,39 +56,3 @@ def test_bit_patterns_have_the_width_of_the_dtype(dtype: torch.dtype) -> None:
     tensor = torch.tensor([0, 1]).to(dtype)
     assert bit_patterns(tensor).element_size() == tensor.element_size()
     assert bit_patterns(tensor).view(dtype).tolist() == tensor.tolist()
-
-
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_all_numbers_of_a_narrow_float_are_consecutive_integers(dtype: torch.dtype) -> None:
-    values = all_numbers(dtype)
-    order = torch.argsort(values.to(torch.float64), stable=True)
-    integers = ordered_integers(values)[order]
-    step = integers.diff()
-    numbers = values.to(torch.float64)[order]
-    assert torch.equal(step, (numbers.diff() != 0).long())  # 1 from number to number, 0 from one zero to the other
-    assert int(torch.count_nonzero(step == 0)) == 1
-    assert integers[numbers == 0].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@given(value=st.floats(allow_nan=False, allow_infinity=False), up=st.booleans())
-@settings(deadline=None, max_examples=200)
-def test_adjacent_floats_are_adjacent_integers(dtype: torch.dtype, value: float, up: bool) -> None:
-    x = torch.tensor([value], dtype=torch.float64).to(dtype)
-    y = torch.nextafter(x, torch.tensor(math.inf if up else -math.inf, dtype=dtype))
-    distance = int(ordered_integers(y)) - int(ordered_integers(x))
-    assert distance == (int(y != x) if up else -int(y != x))
-
-
-@given(st.floats(allow_nan=False), st.floats(allow_nan=False))
-@settings(deadline=None, max_examples=200)
-def test_the_order_of_the_integers_is_that_of_the_numbers(a: float, b: float) -> None:
-    x, y = ordered_integers(torch.tensor([a, b], dtype=torch.float64)).tolist()
-    assert (x < y) == (a < b)
-    assert (x == y) == (a == b)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_number_and_its_negative_are_equally_far_from_zero(dtype: torch.dtype) -> None:
-    x = torch.tensor([0.0, 1.0, torch.finfo(dtype).tiny / 2, torch.finfo(dtype).max, math.inf]).to(dtype)
-    assert torch.equal(ordered_integers(-x), -ordered_integers(x))

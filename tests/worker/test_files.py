@@ -153,3 +153,34 @@ def test_a_pickle_that_was_allowed_still_runs_no_code(tmp_path: Path) -> None:
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         WeightFiles.of_base(str(tmp_path), allow_pickle=True)
     assert not (tmp_path / "ran").exists()
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def resident_of(path: Path) -> int:
+    """Return how many bytes of a file are mapped into this process and resident."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        head = line.split(maxsplit=5)
+        if "-" in head[0] and not head[0].endswith(":"):
+            inside = len(head) == 6 and head[5] == str(path)
+        elif inside and head[0] == "Rss:":
+            found += int(head[1]) * 1024
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what is resident of a file")
+def test_what_was_read_and_let_go_does_not_stay_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consistency.worker.files.MAPPED_BYTES", 4 * 2**20)
+    path = tmp_path / "model.safetensors"
+    given = {f"layers.{i}.weight": torch.full((2**18,), float(i)) for i in range(32)}  # of 1 MiB each
+    save_file(given, path)
+    files = WeightFiles.of_base(str(tmp_path), allow_pickle=False)
+    held = files.read("layers.0.weight")
+    most = 0
+    for name, tensor in given.items():
+        assert torch.equal(files.read(name), tensor)
+        most = max(most, resident_of(path))
+    assert 2**20 <= most <= 16 * 2**20  # the mapping that is read, the one of `held`, and what the kernel reads ahead
+    assert torch.equal(held, given["layers.0.weight"]), "a tensor in use keeps its bytes"

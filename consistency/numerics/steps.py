@@ -1,0 +1,61 @@
+"""How many units in the last place lie between the floats of two chunks, in integers of their own width."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """How many units in the last place lie between the floats of a chunk.
+
+    Bits of floats of one sign are in the order of their magnitudes, so their difference is the distance. Two of
+    opposite sign are as far apart as both are from zero. NaN has no place in the order.
+
+    Attributes
+    ----------
+    x, y, apart : np.ndarray
+        Bits of both as signed integers, and their difference.
+    across : np.ndarray or None
+        Where the signs differ, if they do anywhere: there `apart` is 0.
+    largest : int
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    apart: np.ndarray
+    across: np.ndarray | None
+    largest: int
+
+    @classmethod
+    def between(cls, x: np.ndarray, y: np.ndarray, flips: np.ndarray) -> Steps:
+        signed = np.dtype(f"i{x.itemsize}")
+        x, y, flips = x.view(signed), y.view(signed), flips.view(signed)
+        apart = np.subtract(x, y)
+        across = None
+        if int(np.minimum.reduce(flips)) < 0:
+            across = flips < 0
+            apart[across] = 0
+        return cls(x, y, apart, across, _largest(x, y, apart, across))
+
+    def without(self, left_out: np.ndarray) -> int:
+        """Return the largest distance where some elements do not count."""
+        across = None if self.across is None else self.across & ~left_out
+        return _largest(self.x, self.y, np.where(left_out, 0, self.apart), across)
+
+
+def _largest(x: np.ndarray, y: np.ndarray, apart: np.ndarray, across: np.ndarray | None) -> int:
+    largest = max(int(np.maximum.reduce(apart)), -int(np.minimum.reduce(apart)))
+    if across is None or not bool(across.any()):
+        return largest
+    magnitude = 2 ** (8 * x.itemsize - 1) - 1
+    sizes = (x[across] & magnitude).astype(np.uint64) + (y[across] & magnitude).astype(np.uint64)
+    return max(largest, int(sizes.max()))
+
+
+def farthest(x: np.ndarray, y: np.ndarray) -> int:
+    """Return how far bits are apart at most, as signed integers that wrap."""
+    apart = np.subtract(x.view(f"i{x.itemsize}"), y.view(f"i{y.itemsize}"))
+    return max(int(np.maximum.reduce(apart)), -int(np.minimum.reduce(apart)))
