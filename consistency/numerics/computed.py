@@ -20,6 +20,8 @@ from consistency.numerics.dtype import bit_patterns
 from consistency.numerics.error import CHUNK
 from consistency.numerics.rounding import ROUNDINGS
 
+_BY_CHANCE = 1 / 32  # so seldom may an error of another kind be taken for flipped bits
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
@@ -203,10 +205,16 @@ def _zeros(seen: _Seen) -> Diagnosis | None:
 
 
 def _bit_flip(seen: _Seen) -> Diagnosis | None:
-    """A few elements are outside, and one bit of each brings it back: rounding is told from it by that."""
+    """A few elements are outside, and one bit of each brings it back.
+
+    An error of k times the bound that has nothing to do with bits is within one bound of a power of two, and the bit of
+    that size has the value that flipping takes away, about once in k times. All may have no more of that than
+    `_BY_CHANCE`.
+    """
     if not 0 < seen.outside <= FEW_ELEMENTS:
         return None
     bits = []
+    chance = 1.0
     for _, value, exact, allowed in seen.few:
         width = 8 * value.element_size()
         pattern = bit_patterns(value)
@@ -217,7 +225,11 @@ def _bit_flip(seen: _Seen) -> Diagnosis | None:
         best = min(range(width), key=lambda bit: math.inf if math.isnan(back[bit]) else back[bit])
         if not back[best] <= allowed:
             return None
+        error = abs(float(value) - exact)
+        chance *= min(1.0, allowed / error) if math.isfinite(error) else 0.0
         bits.append(best)
+    if chance > _BY_CHANCE:
+        return None
     evidence = {"bits": sorted(set(bits)), "elements": seen.outside}
     return Diagnosis(word="bit-flip", evidence=evidence | {"fields": sorted({bit_field(seen.dtype, b) for b in bits})})
 

@@ -113,6 +113,8 @@ def test_a_bit_that_flipped_after_the_merge_is_told_from_rounding(options: dict[
     width = 8 * actual.element_size()
     mantissa = round(-math.log2(torch.finfo(actual.dtype).eps))
     flipped = {"sign": width - 1, "exponent": width - 2, "mantissa": mantissa - 1}[bit]
+    if bit == "mantissa" and case.adapter == torch.bfloat16:
+        pytest.skip("eight bits of mantissa, and a bound of several of their last: too near to be told")
     flat = bit_patterns(actual.reshape(-1))
     place = int(actual.float().abs().reshape(-1).argmax())
     flat[place] ^= torch.tensor(-(1 << flipped) if flipped == width - 1 else 1 << flipped, dtype=flat.dtype)
@@ -185,6 +187,17 @@ def test_activations_are_named_too() -> None:
     assert activations(torch.zeros_like(rounded), exact, 1e-6).word == "zeros"
     assert activations(rounded.bfloat16().float(), exact, 1e-6).word == "rounded-to-bf16"
     assert activations(rounded + 0.1, exact, 1e-6).word == "unknown"
+
+
+@given(seed=st.integers(0, 2**16), factor=st.floats(1.01, 20))
+@settings(deadline=None, max_examples=60)
+def test_one_element_a_few_times_outside_is_no_flipped_bit(seed: int, factor: float) -> None:
+    # some bit of some size brings most of them back: that is no sign of one
+    exact = normal(40, 50, seed=seed, dtype=torch.float64)
+    actual = exact.float()
+    actual.view(-1)[seed % 2000] += factor * 1e-5
+    found = activations(actual, exact, 1e-5)
+    assert found.word in ("unknown", "accumulation-order")
 
 
 def test_inside_the_bound_is_accumulation_order() -> None:
