@@ -114,18 +114,18 @@ def _rows_on_cpu(raw: np.ndarray) -> np.ndarray:
     whole = len(words) // _WORDS * _WORDS
     rows = words[:whole].reshape(-1, _WORDS)
     w, v = _weights_of_row()
-    parts = np.zeros((2, -(-len(raw) // ROW_BYTES)), np.int64)
+    low, high = np.empty((2, -(-len(raw) // ROW_BYTES)), np.int64)
     scratch = _scratch()
     for start in range(0, len(rows), _CHUNK_ROWS):
         x = rows[start : start + _CHUNK_ROWS]
-        high, stop = scratch[: len(x)], start + len(x)
-        np.einsum("ri,i->r", x, w, out=parts[0, start:stop])
-        np.right_shift(x, 32, out=high)
-        np.einsum("ri,i->r", high, v, out=parts[1, start:stop])
-    sums: np.ndarray = parts[0] + parts[1]
+        shifted, stop = scratch[: len(x)], start + len(x)
+        np.einsum("ri,i->r", x, w, out=low[start:stop])
+        np.right_shift(x, 32, out=shifted)
+        np.einsum("ri,i->r", shifted, v, out=high[start:stop])
     if len(raw) > whole * 8:
-        sums[-1] = _short_row(raw[whole * 8 :])
-    return sums
+        low[-1], high[-1] = _short_row(raw[whole * 8 :]), 0
+    low += high
+    return low
 
 
 def _short_row(raw: np.ndarray) -> np.int64:
