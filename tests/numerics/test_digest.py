@@ -198,6 +198,16 @@ def test_bytes_are_a_view_of_a_contiguous_tensor() -> None:
     assert as_bytes(tensor).numel() == 28
 
 
+def test_more_elements_than_fit_an_int_are_hashed() -> None:
+    # memory that was only ever zero takes no room; the last element is behind 2**31 others
+    tensor = torch.zeros(2**31 + 5, dtype=torch.int8)
+    tensor[-1] = 1
+    blocks = block_digests(tensor)
+    assert len(blocks) == 2**31 // BLOCK_BYTES + 1
+    assert blocks[:-1] == (0,) * (len(blocks) - 1)
+    assert blocks[-1:] == by_definition(b"\0\0\0\0\1")
+
+
 # --- what must change it --------------------------------------------------------------------------------------------
 
 
