@@ -80,6 +80,7 @@ def read_pickle(file: Path) -> Iterator[tuple[str, tuple[int, ...], str, np.ndar
     except Exception as error:  # a spoilt pickle is a program that can go wrong in any way
         # torch's first sentences are on how to switch its guard off
         reason = str(error).rpartition("WeightsUnpickler error: ")[2]
+        reason = "it holds more than tensors" if reason.startswith("Weights only load failed") else reason
         raise InputError(
             "cannot read the pickle with weights_only=True", where=file, got=f"{type(error).__name__}: {_short(reason)}"
         ) from None
