@@ -383,3 +383,12 @@ def test_an_adapter_is_the_same_as_its_copy(tmp_path: Path, llama_adapter: Path)
     found = diff(tmp_path / "copy", llama_adapter)
     assert found.verdict == "consistent"
     assert {t.tensor for t in found.tensors} == {"lora_A", "lora_B"}
+
+
+@pytest.mark.parametrize(("dtype", "start"), [("float32", 4), ("bfloat16", 2), ("complex64", 4), ("uint8", 1)])
+def test_what_its_own_size_allows_is_read_where_it_lies(dtype: str, start: int) -> None:
+    """Files that safetensors writes have tensors at any multiple of their own size: none of those is copied."""
+    from consistency.numerics.stored import as_tensor
+
+    raw = np.zeros(72, np.uint8)[start : start + 64]
+    assert as_tensor(raw, (-1,), dtype).data_ptr() == raw.ctypes.data

@@ -71,5 +71,6 @@ def test_equal_files_import_no_torch_and_others_do(tmp_path: Path) -> None:
     put(tmp_path / "a.safetensors", {"x.w": f32(1, 2)})
     for name, second, status, loaded in (("same", 2, 0, {"numpy"}), ("other", 3, 1, {"numpy", "torch"})):
         put(tmp_path / f"{name}.safetensors", {"x.w": f32(1, second)})
-        code = f"from consistency.cli import main\nassert main(['diff', 'a.safetensors', '{name}.safetensors']) == {status}"
+        diff = f"main(['diff', 'a.safetensors', '{name}.safetensors'])"
+        code = f"from consistency.cli import main\nassert {diff} == {status}"
         assert loaded_by(code, tmp_path) == loaded
