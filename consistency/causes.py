@@ -44,6 +44,7 @@ _EVIDENCE = {
     "tf32_bound_ratio": "{} of the bound of TF32 products",
     "when": "when {}",
     "also": "could be {} too",
+    "unit": "counted in {}: torch has no such dtype",
 }
 """What other evidence says, by its name."""
 

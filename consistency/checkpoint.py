@@ -88,9 +88,26 @@ def read_checkpoint(folder: Path, *, stem: str, pickle_stem: str, allow_pickle: 
     pickles = [p for p in (folder / f"{pickle_stem}.bin", folder / f"{pickle_stem}.bin.index.json") if p.exists()]
     if not pickles:
         raise InputError(f"no weights: neither {whole.name} nor an index of shards", where=folder, got=_listing(folder))
+    if pickles[0].suffix != ".bin":
+        return read_index(pickles[0], allow_pickle=allow_pickle)
     refuse_pickle(pickles[0], wanted=whole.name, allow_pickle=allow_pickle)
-    files = (pickles[0],) if pickles[0].suffix == ".bin" else _shards(folder, pickles[0])[0]
-    return Checkpoint(folder=folder, files=files, tensors={}, pickled=True)
+    return Checkpoint(folder=folder, files=(pickles[0],), tensors={}, pickled=True)
+
+
+def read_index(index: Path, *, allow_pickle: bool) -> Checkpoint:
+    """Find and check the shards that an index names, of safetensors or of pickles.
+
+    Raises
+    ------
+    InputError
+        As `read_checkpoint` does, and where a tensor of the index is in no shard.
+    """
+    files, _ = _shards(index.parent, index)
+    pickles = [file for file in files if file.suffix != ".safetensors"]
+    if not pickles:
+        return _sharded(index.parent, index)
+    refuse_pickle(pickles[0], wanted=f"{pickles[0].stem}.safetensors", allow_pickle=allow_pickle)
+    return Checkpoint(folder=index.parent, files=files, tensors={}, pickled=True)
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = _parser().parse_args(arguments)
         return int(parsed.command(parsed))
     except ConsistencyError as error:
-        print(f"consistency: {error}", file=sys.stderr)
+        _complain(str(error))
         return error.exit_status
     except KeyboardInterrupt:
         stopped = InterruptedRunError("stopped: no worker is left, and no half-written capture")
@@ -56,8 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"consistency: {error.strerror or error}\n  where:  {error.filename or 'this machine'}", file=sys.stderr)
+        _complain(f"{error.strerror or error}\n  where:  {error.filename or 'this machine'}")
         return 2
+
+
+def _complain(text: str) -> None:
+    from consistency.report.terminal import clean
+
+    print(f"consistency: {clean(text)}", file=sys.stderr)  # paths and headers are quoted in it, and may be a stranger's
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:

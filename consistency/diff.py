@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def diff(actual: Path, expected: Path, *, allow_pickle: bool = False) -> Compari
     bad = any(finding.severity == "error" for finding in findings)
     return Comparison(
         case=f"{labels[0]} against {labels[1]}",
-        base=str(expected),
+        base=labels[1],
         dtype=", ".join(dtypes),
         level="every byte",
         roads=(STAGE,),
@@ -85,9 +86,10 @@ def diff(actual: Path, expected: Path, *, allow_pickle: bool = False) -> Compari
 
 
 def _labels(actual: Path, expected: Path) -> tuple[str, str]:
-    if str(actual) != str(expected):
-        return str(actual), str(expected)
-    return f"{actual} (first)", f"{expected} (second)"
+    first, second = (os.fsencode(path).decode(errors="backslashreplace") for path in (actual, expected))
+    if first != second:
+        return first, second
+    return f"{first} (other)", f"{second} (reference)"
 
 
 def _differing(a: Weights, e: Weights) -> set[str]:
@@ -176,11 +178,13 @@ def _row(name: str, a: Weights, e: Weights, differing: set[str], others: _Others
         other=lambda: others.find(actual),
     )  # fmt: skip
     measured = TensorMeasure.of(found)
+    # formats that torch does not know, and that pack several elements into some bytes
+    unit = {} if found.elements == elements else {"unit": "bytes"}
     return Row(
         worker=worker,
         reference=reference,
         status="outside",
-        elements=elements,
+        elements=found.elements,
         mismatched=found.mismatched,
         max_abs=found.max_abs,
         mean_abs=found.mean_abs,
@@ -189,7 +193,7 @@ def _row(name: str, a: Weights, e: Weights, differing: set[str], others: _Others
         max_ulp=found.max_ulp,
         worst_index=found.worst_index,
         diagnosis=diagnosis.word,
-        evidence={**measured.evidence(), **diagnosis.evidence},
+        evidence={**measured.evidence(), **diagnosis.evidence, **unit},
     )
 
 

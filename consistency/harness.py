@@ -186,10 +186,11 @@ def diff_weights(
     actual: Path, expected: Path, out: Path | None, *, allow_pickle: bool = False, replace: bool = False
 ) -> Comparison:
     """Compare two weight files or folders; write the report where `out` says."""
-    comparison = diff(actual, expected, allow_pickle=allow_pickle)
-    if out is not None:
-        with _output(out, replace=replace, reads=(actual, expected)) as folder:
-            write_report(comparison, folder)
+    if out is None:
+        return diff(actual, expected, allow_pickle=allow_pickle)
+    with _output(out, replace=replace, reads=(actual, expected)) as folder:  # what is in the way is said at once
+        comparison = diff(actual, expected, allow_pickle=allow_pickle)
+        write_report(comparison, folder)
     return comparison
 
 
@@ -226,7 +227,7 @@ def _output(out: Path | None, *, replace: bool, reads: Sequence[Path] = ()) -> I
     if out.exists() and not out.is_dir():
         raise CaptureError("--out must be a folder", where=out, got="a file")
     if out.resolve() in [folder.resolve() for folder in reads]:
-        raise CaptureError("--out is one of the captures that are compared", where=out, hint="choose another folder")
+        raise CaptureError("--out is one of the folders that are compared", where=out, hint="choose another folder")
     present = [name for name in (*REPORT_FILES, CAPTURES) if (out / name).exists()]
     if present and not replace:
         raise CaptureError(

@@ -416,3 +416,44 @@ def test_wrong_on_both_roads_is_not_blamed_on_the_copy(make_capture: MakeCapture
     alone = make_capture("alone", {"cpu": [moved()], "cuda:1": wrong})
     shared = make_capture("shared", {"cuda:1": wrong}, info={"cuda:1": {"road": "shared"}})
     assert not any("copy between" in f.message for f in errors(compared(alone, shared)))
+
+
+def test_bytes_of_an_earlier_run_are_stale(make_capture: MakeCapture) -> None:
+    """The second's file is another one, and its device holds what the first's file does."""
+    first = make_capture("first", {"cpu": [moved("old", "old")]})
+    second = make_capture("second", {"cpu": [moved("new", "new")], "cuda:0": [moved("old", "new")]})
+    found = compared(first, second)
+    row = next(r for r in found.tensors[0].rows if r.worker.endswith("cuda:0"))
+    assert (row.status, row.diagnosis) == ("outside", "stale")
+    assert row.evidence["holds"] == "what the file of first:cpu holds, not what its own does"
+    assert only_row(found, "first:cpu").status == "equal"
+    right = only_row(found, "second:cpu")
+    assert (right.status, right.diagnosis) != ("outside", "stale")
+    assert right.evidence["own_file"] == "holds its own file's bytes"
+    assert found.exit_status == 1
+
+
+def loaded_again(status: str = "measured") -> TensorRecord:
+    fields: dict[str, Any] = {"layer": "adapter_settings", "tensor": "loaded_again", "stage": "adapter", "shape": ()}
+    if status == "skipped":
+        return TensorRecord(status="skipped", reason="PEFT cannot load this adapter twice: IndexError: x", **fields)
+    return TensorRecord(dtype="uint8", rule="peer", status="measured", digest=digest("done"), **fields)
+
+
+def test_an_adapter_that_one_device_alone_cannot_load_again_is_a_finding(make_capture: MakeCapture) -> None:
+    found = compared(make_capture("a", {"cpu": [loaded_again()], "cuda:0": [loaded_again("skipped")]}))
+    row = only_row(found, "cuda:0")
+    assert (row.status, row.diagnosis) == ("missing", "missing")
+    assert "PEFT cannot load this adapter twice" in (row.reason or "")
+    (finding,) = errors(found)
+    assert (finding.kind, finding.workers) == ("missing", ("cuda:0",))
+    assert found.exit_status == 1
+
+
+def test_an_adapter_that_no_device_can_load_again_is_a_note(make_capture: MakeCapture) -> None:
+    workers = {"cpu": [moved(), loaded_again("skipped")], "cuda:0": [moved(), loaded_again("skipped")]}
+    found = compared(make_capture("a", workers))
+    assert found.verdict == "consistent"
+    (note,) = found.findings
+    assert (note.severity, note.kind) == ("note", "skipped")
+    assert "PEFT cannot load this adapter twice" in note.message

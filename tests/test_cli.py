@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import Cli, FinishedRun, command
+from .made_weights import f32, put
 
 
 @pytest.fixture
@@ -396,3 +397,57 @@ def test_plain_text_where_the_terminal_has_no_unicode(cli: Cli, finished_run: Fi
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
     assert "<= 0." in done.stdout
+
+
+def weights(folder: Path, **changes: tuple[float, ...]) -> Path:
+    values = {"x.a": (1.0, 2.0), "x.b": (3.0,)} | changes
+    return put(folder / "model.safetensors", {name: f32(*numbers) for name, numbers in values.items()})
+
+
+def test_diff_tells_by_its_exit_status(cli: Cli, tmp_path: Path) -> None:
+    a, b = weights(tmp_path / "a"), weights(tmp_path / "b", **{"x.b": (4.0,)})
+    same = cli("diff", a, a)
+    assert (same.returncode, same.stderr) == (0, "")
+    assert "CONSISTENT   all 2 tensors have the same bytes in both" in same.stdout
+    done = cli("diff", a.parent, b, "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["reference"]) == (1, str(a.parent)), "the first is the reference"
+    (row,) = next(t for t in report["tensors"] if t["tensor"] == "b")["rows"]
+    assert (row["worker"], row["evidence"]["actual"], row["evidence"]["expected"]) == (str(b), 4.0, 3.0)
+
+
+def test_diff_refuses_what_it_cannot_read(cli: Cli, tmp_path: Path) -> None:
+    a = weights(tmp_path / "a")
+    refused(cli("diff", a, tmp_path / "nowhere"), "no such file or folder", tmp_path / "nowhere")
+    refused(cli("diff", a), "required")
+    cut = weights(tmp_path / "cut")
+    os.truncate(cut, cut.stat().st_size - 2)
+    refused(cli("diff", cut, a), "cut short or corrupt", cut)
+    hostile = put(tmp_path / "h.safetensors", {"x": ("\x1b[31mF32", (1,), b"1234")})
+    done = cli("diff", a, hostile)
+    refused(done, "cut short or corrupt")
+    assert "\x1b" not in done.stderr
+
+
+def test_diff_writes_a_report_where_nothing_is_in_the_way(cli: Cli, tmp_path: Path) -> None:
+    a, b, out = weights(tmp_path / "a"), weights(tmp_path / "b", **{"x.a": (1.0, 5.0)}), tmp_path / "out"
+    done = cli("diff", a, b, "--out", out)
+    assert done.returncode == 1
+    assert f"report: {out}" in done.stdout
+    first = (out / "report.json").read_bytes()
+    refused(cli("diff", a, a, "--out", out), "in the way", "--force")
+    assert (out / "report.json").read_bytes() == first
+    assert cli("diff", a, a, "--out", out, "--force").returncode == 0
+    assert json.loads((out / "report.json").read_bytes())["verdict"] == "consistent"
+    for there in (a.parent, b.parent):
+        refused(cli("diff", a.parent, b.parent, "--out", there, "--force"), "--out is one of the folders", there)
+    refused(cli("diff", a, b, "--out", a), "--out must be a folder")
+    refused(cli("diff", a, tmp_path / "gone", "--out", tmp_path / "new"), "no such file")
+    assert not (tmp_path / "new").exists()
+    assert sorted(p.name for p in a.parent.iterdir()) == ["model.safetensors"]
+
+
+def test_diff_on_a_terminal_without_unicode(cli: Cli, tmp_path: Path) -> None:
+    a, b = weights(tmp_path / "a"), weights(tmp_path / "b", **{"x.b": (4.0,)})
+    done = cli("diff", a, b, "-v", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (1, "")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from .made_weights import f32, put
+
 HEAVY = ("torch", "transformers", "peft", "numpy", "safetensors.torch", "accelerate")
 
 
@@ -62,3 +64,13 @@ def test_plugin_loads_nothing_of_the_package(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", ["consistency.numerics.digest", "consistency.worker.session", "torch"])
 def test_the_check_can_fail(module: str, tmp_path: Path) -> None:
     assert "torch" in loaded_by(f"import {module}", tmp_path)
+
+
+def test_equal_files_import_no_torch_and_others_do(tmp_path: Path) -> None:
+    """The second half proves that the first can fail."""
+    put(tmp_path / "a.safetensors", {"x.w": f32(1, 2)})
+    for name, second, status, loaded in (("same", 2, 0, {"numpy"}), ("other", 3, 1, {"numpy", "torch"})):
+        put(tmp_path / f"{name}.safetensors", {"x.w": f32(1, second)})
+        diff = f"main(['diff', 'a.safetensors', '{name}.safetensors'])"
+        code = f"from consistency.cli import main\nassert {diff} == {status}"
+        assert loaded_by(code, tmp_path) == loaded

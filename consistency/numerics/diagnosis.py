@@ -198,7 +198,8 @@ def bit_field(dtype: torch.dtype, bit: int) -> str:
     """Say whether a bit of a float is its `sign`, `exponent` or `mantissa`; 0 is the least significant."""
     width = torch.finfo(dtype).bits
     mantissa = round(-math.log2(torch.finfo(dtype).eps))
-    return "sign" if bit == width - 1 else "exponent" if bit >= mantissa else "mantissa"
+    has_sign = torch.finfo(dtype).min < 0  # an E8M0 scale is an exponent alone
+    return "sign" if has_sign and bit == width - 1 else "exponent" if bit >= mantissa else "mantissa"
 
 
 def _non_finite(pair: _Pair, *, alone: bool) -> Diagnosis | None:

@@ -29,6 +29,9 @@ _STRETCH = 8
 _SPARSE = 8
 """Where fewer than one in so many elements differ, these are gathered before they are measured."""
 
+_NO_SIGN = getattr(torch, "float8_e8m0fnu", None)
+"""Its upper bit is one of the exponent, and torch has it from 2.7 on."""
+
 _DIRECT = frozenset({torch.float64, torch.float32})  # NumPy has no bfloat16 and is slow at float16
 
 
@@ -154,7 +157,8 @@ def _see(found: _Seen, a: torch.Tensor, e: torch.Tensor, x: np.ndarray, y: np.nd
     if numbers.dtype == np.float32:
         difference = _exact_in_float32(found, numbers, reference, farthest(x, y), torch.finfo(a.dtype).eps)
     if difference is None:
-        steps = Steps.between(x, y, flips) if a.dtype.is_floating_point else None
+        bits = (part.astype(np.int16) for part in (x, y, flips)) if a.dtype == _NO_SIGN else (x, y, flips)
+        steps = Steps.between(*bits) if a.dtype.is_floating_point else None
         difference = _in_float64(found, numbers, reference, steps)
     largest = float(difference.max())  # NaN is the largest
     if found.worst is None or is_worse(largest, found.worst[0]):

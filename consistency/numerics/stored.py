@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
+import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,27 @@ from consistency.numerics.dtype import name_of
 def as_tensor(raw: np.ndarray, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     """View bytes as a tensor; as plain bytes, `(n,)` uint8, where torch has no such dtype."""
     known = getattr(torch, dtype, None)
-    if not isinstance(known, torch.dtype) or not len(raw):
-        return torch.empty(shape, dtype=known) if isinstance(known, torch.dtype) else _bytes(raw)
-    return _bytes(raw).view(known).reshape(shape)
+    if not isinstance(known, torch.dtype):
+        return _bytes(raw)
+    if not len(raw):
+        return torch.empty(shape, dtype=known)
+    # a file's tensors start anywhere; numbers can be read only from a multiple of their own size
+    size = known.itemsize // 2 if known.is_complex else known.itemsize
+    return _bytes(raw if raw.ctypes.data % size == 0 else _moved(raw)).view(known).reshape(shape)
 
 
 def _bytes(raw: np.ndarray) -> torch.Tensor:
-    if not len(raw):
-        return torch.empty(0, dtype=torch.uint8)
-    size = 8  # a file's tensors start anywhere; torch reads a dtype only from where it is aligned
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a file's bytes cannot be written to: nothing here writes
-        return torch.from_numpy(raw if raw.ctypes.data % size == 0 else raw.copy())
+        return torch.from_numpy(raw)
+
+
+def _moved(raw: np.ndarray) -> np.ndarray:
+    """Copy bytes to a file without a name, mapped into memory: a tensor of any size must not fill the memory."""
+    with tempfile.TemporaryFile(prefix="consistency-diff-") as file:
+        raw.tofile(file)
+        file.flush()
+        return np.memmap(file, np.uint8, mode="r").view(np.ndarray)
 
 
 def measure_stored(
@@ -61,16 +70,44 @@ def measure_stored(
 
 
 def read_pickle(file: Path) -> Iterator[tuple[str, tuple[int, ...], str, np.ndarray]]:
-    """Yield name, shape, dtype and bytes of each tensor of a pickle, read with `weights_only=True`."""
+    """Yield name, shape, dtype and bytes of each tensor of a pickle, read with `weights_only=True`.
+
+    Tensors in dicts and lists inside it have the way to them in their name: `optimizer.state.0`.
+    """
     try:
         # files from before torch 1.6 are no archives, and cannot be mapped
         found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise InputError("cannot read the pickle with weights_only=True", where=file, got=str(error)[:300]) from None
+    except Exception as error:  # a spoilt pickle is a program that can go wrong in any way
+        # torch's first sentences are on how to switch its guard off
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2]
+        reason = "it holds more than tensors" if reason.startswith("Weights only load failed") else reason
+        raise InputError(
+            "cannot read the pickle with weights_only=True", where=file, got=f"{type(error).__name__}: {_short(reason)}"
+        ) from None
     if not isinstance(found, dict):
         raise InputError(
             "the pickle holds no state dict", where=file, got=type(found).__name__, wanted="a dict of tensors"
         )
-    for name, tensor in found.items():
-        if isinstance(tensor, torch.Tensor):
-            yield str(name), tuple(tensor.shape), name_of(tensor.dtype), as_bytes(tensor).numpy()
+    try:
+        tensors = list(_tensors(found))
+    except RecursionError:
+        raise InputError("the pickle holds itself", where=file, wanted="a dict of tensors") from None
+    for name, tensor in tensors:
+        try:
+            raw = as_bytes(tensor).numpy()
+        except (RuntimeError, NotImplementedError, TypeError) as error:  # sparse, quantized, without storage
+            raise InputError(f"{name} is no plain tensor", where=file, got=_short(str(error))) from None
+        yield name, tuple(tensor.shape), name_of(tensor.dtype), raw
+
+
+def _short(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "")[:300]
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, part in items:
+            yield from _tensors(part, f"{name}.{key}" if name else str(key))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
-from consistency.comparison import BAD, Comparison, TensorComparison
-from consistency.report.terminal import Writer, clean, without_trailing_blanks
+from consistency.comparison import BAD, Comparison, Finding, TensorComparison
+from consistency.report.terminal import Writer, without_trailing_blanks
 
 _MOST_TENSORS = 20
 
@@ -25,17 +25,21 @@ def print_diff(
     with without_trailing_blanks(console):
         write = Writer(console)
         count = len(comparison.tensors)
-        parts = [f"consistency diff · {comparison.case}", comparison.dtype, f"{count} tensor" + "s" * (count != 1)]
+        parts = [
+            _one_line(f"consistency diff · {comparison.case}"),
+            comparison.dtype,
+            f"{count} tensor" + "s" * (count != 1),
+        ]
         if elapsed_s is not None:
             parts.append(f"{elapsed_s:.2f} s")
         write.heading(parts)
         write.verdict(comparison.verdict, sentence(comparison))
         for number, finding in enumerate((f for f in comparison.findings if f.severity == "error"), start=1):
-            write.finding(number, finding)
+            write.finding(number, _in_lines(finding))
         _table(write, console, [t for t in comparison.tensors if verbose or _is_bad(t)], verbose=verbose)
         for finding in comparison.findings:
             if finding.severity == "note":
-                write.line(f"note: {finding.message}")
+                write.line(f"note: {_in_lines(finding).message}")
         if folder is not None:
             write.line(f"report: {folder}")
 
@@ -48,6 +52,16 @@ def sentence(comparison: Comparison) -> str:
         text = f"{'the tensor has' if count == 1 else f'all {count} tensors have'} the same bytes in both"
         return text if comparison.verdict == "consistent" else f"{text}, and the settings beside them differ"
     return f"{bad} of {count} tensors {'is' if bad == 1 else 'are'} not the same in both"
+
+
+def _one_line(text: str) -> str:
+    """Escape the line feeds of a name, which could otherwise write a line of the report."""
+    return text.replace("\n", "\\x0a")
+
+
+def _in_lines(finding: Finding) -> Finding:
+    detail = tuple(map(_one_line, finding.detail))
+    return msgspec.structs.replace(finding, message=_one_line(finding.message), detail=detail)
 
 
 def _is_bad(tensor: TensorComparison) -> bool:
@@ -73,7 +87,7 @@ def _table(write: Writer, console: Console, shown: list[TensorComparison], *, ve
             f"{float(row.max_abs or 0):.3g}" if measured else "",
             "" if not measured or row.max_ulp is None else str(row.max_ulp),
         )
-        table.add_row(*(Text(clean(cell)) for cell in cells))
+        table.add_row(*(write.text(_one_line(cell)) for cell in cells))
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
     if len(shown) > limit:
         write.line(f"and {len(shown) - limit} more: -v shows all")

@@ -141,7 +141,7 @@ class Writer:
         self._encoding = encoding if plain else None
 
     def line(self, text: str, *, indent: int = 2, style: str = "") -> None:
-        self._console.print(Padding(self._text(text, style), (0, 0, 0, indent), expand=False))
+        self._console.print(Padding(self.text(text, style), (0, 0, 0, indent), expand=False))
 
     def title(self, comparison: Comparison, elapsed_s: float | None) -> None:
         parts = ["consistency", comparison.case, comparison.dtype, _count(len(comparison.workers), "worker")]
@@ -154,11 +154,11 @@ class Writer:
         self.heading(parts)
 
     def heading(self, parts: Sequence[str]) -> None:
-        self._console.print(self._text(f" {self._dot} ".join(parts), "bold"))
+        self._console.print(self.text(f" {self._dot} ".join(parts), "bold"))
         self._console.print()
 
     def verdict(self, verdict: Verdict, said: str) -> None:
-        text = self._text(verdict.upper(), _STYLES[verdict])
+        text = self.text(verdict.upper(), _STYLES[verdict])
         text.append(f"   {self._fit(clean(said))}", style="default")
         self._console.print(Padding(text, (0, 0, 1, 2), expand=False))
 
@@ -178,10 +178,10 @@ class Writer:
         for name in columns:
             table.add_column(name, header_style="bold", no_wrap=True)
         for group in found:
-            table.add_row(self._text(f"{group.architecture}    {', '.join(group.models)}", "bold"))
+            table.add_row(self.text(f"{group.architecture}    {', '.join(group.models)}", "bold"))
             for line in group.lines:
                 names = self._workers(line, reference)
-                table.add_row(self._text(f"   {names}"), *(self._cell(name, line.cells.get(name)) for name in columns))
+                table.add_row(self.text(f"   {names}"), *(self._cell(name, line.cells.get(name)) for name in columns))
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
         marks = self._marks
         self.line(
@@ -212,7 +212,7 @@ class Writer:
         limit = len(shown) if verbose else _MOST_TENSORS
         for tensor in shown[:limit]:
             cells = (tensor.stage, tensor.layer, tensor.tensor, class_text(tensor.classes), self._worst(tensor))
-            table.add_row(*(self._text(cell) for cell in cells))
+            table.add_row(*(self.text(cell) for cell in cells))
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
         if len(shown) > limit:
             self.line(f"and {len(shown) - limit} more: -v shows all")
@@ -235,19 +235,19 @@ class Writer:
     def _cell(self, stage: str, cell: Cell | None) -> Text:
         marks = self._marks
         if cell is None:
-            return self._text(marks["–"], "dim")
+            return self.text(marks["–"], "dim")
         if cell.bad:
             text = f"{marks['✗']} {cell.bad}/{cell.total}"
             if stage == "forward" and cell.first_bad:
                 text = f"{marks['✗']} from {cell.first_bad}"
-            return self._text(text, "bold red")
+            return self.text(text, "bold red")
         if "blocked" in cell.counts:
-            return self._text(f"blocked {cell.counts['blocked']}/{cell.total}", "yellow")
+            return self.text(f"blocked {cell.counts['blocked']}/{cell.total}", "yellow")
         if "within" in cell.counts and cell.worst_ratio is not None:
-            return self._text(f"{marks['≤']} {cell.worst_ratio:.2f}", "green")
+            return self.text(f"{marks['≤']} {cell.worst_ratio:.2f}", "green")
         if "equal" in cell.counts:
-            return self._text(marks["="], "green")
-        return self._text(f"{marks['–']} skipped", "dim")
+            return self.text(marks["="], "green")
+        return self.text(f"{marks['–']} skipped", "dim")
 
     def _worst(self, tensor: TensorComparison) -> str:
         row = max(tensor.rows, key=_badness)
@@ -261,7 +261,7 @@ class Writer:
             parts.append(f"at {list(row.worst_index)}")
         return ", ".join(parts)
 
-    def _text(self, text: str, style: str = "") -> Text:
+    def text(self, text: str, style: str = "") -> Text:
         return Text(self._fit(clean(text)), style=style)
 
     def _fit(self, text: str) -> str:
@@ -269,6 +269,7 @@ class Writer:
             return text
         return (
             text.replace("·", "-")
+            .replace("×", "x")
             .replace("–", "-")
             .replace("…", "...")
             .encode(self._encoding, "replace")

@@ -15,6 +15,8 @@ _GRANULARITY = 512
 
 _LEAST_BYTES = 64  # fewer bytes may agree by chance
 
+_WIDEST = 8  # bytes of the widest number: every narrower one repeats at such a distance too
+
 
 def leftover(tensors: Mapping[str, torch.Tensor], tensor: torch.Tensor) -> str | None:
     """Return where else in the model the bytes of a tensor lie, as `name` or `bytes 512 to 2560 of name`.
@@ -26,7 +28,7 @@ def leftover(tensors: Mapping[str, torch.Tensor], tensor: torch.Tensor) -> str |
     tensor : torch.Tensor
     """
     raw = as_bytes(tensor.detach().to("cpu")).numpy()
-    if len(raw) < _LEAST_BYTES or not (raw != raw[0]).any():
+    if len(raw) < _LEAST_BYTES or same_memory(raw[_WIDEST:], raw[:-_WIDEST]):  # too little, or one number everywhere
         return None
     for name, other in tensors.items():
         if other.layout is not torch.strided or other.nbytes < len(raw):

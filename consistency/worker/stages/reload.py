@@ -14,7 +14,8 @@ from consistency.worker.loading import ADAPTER_NAME
 from consistency.worker.stages.context import Context
 
 POISON = {1: 0x7F, 2: 0x7FCB, 4: 0x7FC0FFEE, 8: 0x7FF8C0FFEE15DEAD}
-"""Bits of a NaN by size in bytes, in every float format of that size; no computation makes these payloads."""
+"""Bits of a NaN by size in bytes, in float8_e4m3fn, float8_e5m2 and every longer format; no computation makes these
+payloads."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -59,6 +60,9 @@ def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
                 reason=f"PEFT cannot load this adapter twice: {type(error).__name__}: {error}",
             )  # fmt: skip
             return {}
+        except BaseException:  # out of memory, stopped: whoever goes on from here must not meet the poison
+            _restore(state, saved)
+            raise
         for name in names:
             before, value = found.get(name, Loads()), digest(state[name]).value
             wrong = before.wrong
