@@ -88,9 +88,9 @@ def read_checkpoint(folder: Path, *, stem: str, pickle_stem: str, allow_pickle: 
     pickles = [p for p in (folder / f"{pickle_stem}.bin", folder / f"{pickle_stem}.bin.index.json") if p.exists()]
     if not pickles:
         raise InputError(f"no weights: neither {whole.name} nor an index of shards", where=folder, got=_listing(folder))
+    refuse_pickle(pickles[0], wanted=whole.name, allow_pickle=allow_pickle)
     if pickles[0].suffix != ".bin":
         return read_index(pickles[0], allow_pickle=allow_pickle)
-    refuse_pickle(pickles[0], wanted=whole.name, allow_pickle=allow_pickle)
     return Checkpoint(folder=folder, files=(pickles[0],), tensors={}, pickled=True)
 
 
