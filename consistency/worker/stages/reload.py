@@ -11,6 +11,7 @@ from consistency.naming import LOADED_AGAIN, SETTINGS_LAYER
 from consistency.numerics.digest import digest
 from consistency.tolerance import Rule
 from consistency.worker.loading import ADAPTER_NAME
+from consistency.worker.memory import is_out_of_memory
 from consistency.worker.stages.context import Context
 
 POISON = {1: 0x7F, 2: 0x7FCB, 4: 0x7FC0FFEE, 8: 0x7FF8C0FFEE15DEAD}
@@ -53,6 +54,8 @@ def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
             context.model.load_adapter(context.job.case.adapter, ADAPTER_NAME)  # type: ignore[operator]
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
             _restore(state, saved)
+            if is_out_of_memory(error):  # torch's is a RuntimeError
+                raise
             if not context.record.wants("adapter", SETTINGS_LAYER):
                 return {}
             context.record.absent(
