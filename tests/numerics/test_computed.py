@@ -143,6 +143,21 @@ def test_what_is_not_finite_is_named_and_counted(options: dict[str, torch.dtype]
     assert found == Diagnosis(word="non-finite", evidence=counts)
 
 
+def test_a_range_of_nan_is_non_finite_and_no_block() -> None:
+    case = Case()
+    actual = case.healthy()
+    actual.reshape(-1)[1000:3000] = math.nan
+    assert case.diagnose(actual) == Diagnosis(word="non-finite", evidence={"nan": 2000, "inf": 0})
+
+
+def test_nan_among_other_errors_is_counted() -> None:
+    case = Case()
+    actual = case.healthy()
+    actual[::3] += 7.0
+    actual[5, ::7] = math.nan
+    assert case.diagnose(actual) == Diagnosis(word="non-finite", evidence={"nan": 92, "inf": 0})
+
+
 @pytest.mark.parametrize(
     ("dtype", "word"), [(torch.bfloat16, "rounded-to-bf16"), (torch.float16, "rounded-to-fp16")], ids=str
 )

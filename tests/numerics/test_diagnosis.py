@@ -322,3 +322,65 @@ def test_views_are_diagnosed_like_their_copies() -> None:
 def test_the_fields_of_every_float(dtype: torch.dtype, mantissa: int, exponent: int) -> None:
     fields = [bit_field(dtype, bit) for bit in range(8 * dtype.itemsize)]
     assert fields == ["mantissa"] * mantissa + ["exponent"] * exponent + ["sign"]
+
+
+# --- what else it could hold ----------------------------------------------------------------------------------------
+
+
+def named(actual: torch.Tensor, expected: torch.Tensor, known: Known) -> Diagnosis:
+    return diagnose_moved(actual, expected, measure(actual, expected), known=known)
+
+
+POISON = 0x7FC0FFEE
+
+
+def test_poison_that_is_still_there_was_never_written() -> None:
+    expected = normal(64, 32)
+    actual = torch.full((2048,), POISON, dtype=torch.int32).view(torch.float32).reshape(64, 32)
+    found = named(actual, expected, Known(poison=POISON))
+    assert found == Diagnosis(word="never-written", evidence={"elements": 2048, "of": 2048})
+
+
+def test_a_part_that_was_never_written_is_told_with_its_place() -> None:
+    expected = normal(64, 32)
+    actual = expected.clone()
+    actual.view(torch.int32).reshape(-1)[1024:] = POISON
+    found = named(actual, expected, Known(poison=POISON))
+    place = {"offset_bytes": 4096, "length_bytes": 4096, "page_aligned": True}
+    assert found == Diagnosis(word="never-written", evidence={"elements": 1024, "of": 2048, **place})
+
+
+def test_another_nan_is_no_poison() -> None:
+    expected = normal(64, 32)
+    assert named(torch.full_like(expected, math.nan), expected, Known(poison=POISON)).word == "non-finite"
+
+
+def test_values_from_before_the_loading_are_fresh() -> None:
+    expected, initial = normal(8, 32), normal(8, 32, seed=7)
+    assert named(initial, expected, Known(initial=digest(initial).value)).word == "fresh-init"
+    assert named(initial + 1, expected, Known(initial=digest(initial).value)).word == "unknown"
+    assert named(torch.zeros(8, 32), expected, Known(initial=digest(torch.zeros(8, 32)).value)).word == "zeros"
+
+
+def test_bytes_from_elsewhere_are_stale_unless_they_are_another_tensors() -> None:
+    expected, held = normal(8, 32), normal(8, 32, seed=7)
+    stale = Known(stale=lambda tensor: "bytes 0 to 1024 of w" if torch.equal(tensor, held) else None)
+    assert named(held, expected, stale) == Diagnosis(word="stale", evidence={"holds": "bytes 0 to 1024 of w"})
+    both = Known(stale=stale.stale, swapped=lambda _: "lora_B")
+    assert named(held, expected, both) == Diagnosis(word="swapped", evidence={"holds": "lora_B"})
+
+
+def test_a_range_of_nan_is_non_finite_and_no_block() -> None:
+    expected = normal(64, 32)
+    actual = expected.clone()
+    actual.reshape(-1)[100:300] = math.nan
+    assert diagnose(actual, expected) == Diagnosis(word="non-finite", evidence={"nan": 200, "inf": 0})
+
+
+def test_nan_among_other_differences_is_counted() -> None:
+    expected = normal(64, 32)
+    actual = expected.clone()
+    actual[::2] += 7.0
+    actual[5, ::4] = math.inf
+    actual[7, ::4] = math.nan
+    assert diagnose(actual, expected) == Diagnosis(word="non-finite", evidence={"nan": 8, "inf": 8})
