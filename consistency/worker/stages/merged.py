@@ -19,14 +19,7 @@ from typing import Any
 import torch
 
 from consistency.naming import DELTA, SAFE_WEIGHT, WEIGHT, module_place
-from consistency.numerics.bound import (
-    Allowance,
-    GivenAllowance,
-    delta_allowance,
-    measure_against_exact,
-    measure_low_rank,
-    merged_allowance,
-)
+from consistency.numerics.bound import measure_against_exact, measure_low_rank
 from consistency.numerics.computed import diagnose_computed, exact_chunks, low_rank_chunks
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.digest import TensorDigest, digest
@@ -39,28 +32,10 @@ from consistency.worker.loading import ADAPTER_NAME
 from consistency.worker.memory import is_out_of_memory
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.given import Given
+from consistency.worker.stages.low_rank import LowRank, allowance_of, low_rank_of
 
 # what PEFT raises where it does not merge
 _NO_MERGE = (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRank:
-    """The factors of a plain LoRA delta, from the file: `scaling * left @ right`, in the weight's own orientation.
-
-    `tf32` says that this worker's variant asked for TF32; where it merely slipped in, the bound is float32's.
-    """
-
-    left: torch.Tensor
-    right: torch.Tensor
-    scaling: float
-    adapter: torch.dtype
-    rounds_delta: bool
-    tf32: bool
-
-    @property
-    def rank(self) -> int:
-        return int(self.right.shape[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +99,7 @@ def _weight(layer: Any) -> torch.Tensor:
 
 def _look(context: Context, name: str, place: str, layer: Any) -> None:
     repeats = context.job.case.repeat
-    low_rank = _low_rank(context, name, layer)
+    low_rank = low_rank_of(context, name, layer)
     if hasattr(layer, "get_delta_weight"):
         _delta(context, place, layer, low_rank, repeats)
     derived = Rule.BOUND if low_rank else Rule.RELATIVE
@@ -201,7 +176,7 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, r
             right=low_rank.right,
             scaling=low_rank.scaling,
             base=None,
-            allowance=_allowance(low_rank, given, delta, roundings=0),
+            allowance=allowance_of(low_rank, given, delta, roundings=0),
         )
     cause = _cause(found, given, delta, Truth(low_rank=low_rank), roundings=0)
     context.record.computed(
@@ -269,7 +244,7 @@ def _judge(weight: torch.Tensor, truth: Truth, given: Given | None, *, safe: boo
             right=truth.low_rank.right,
             scaling=truth.low_rank.scaling,
             base=truth.base,
-            allowance=_allowance(truth.low_rank, given, weight, roundings=_roundings(truth, safe=safe)),
+            allowance=allowance_of(truth.low_rank, given, weight, roundings=_roundings(truth, safe=safe)),
         )
     if truth.exact is None or truth.exact.shape != weight.shape:
         return None
@@ -295,54 +270,6 @@ def _merge_copy(twin: Any, *, safe: bool) -> torch.Tensor:
     with torch.no_grad():
         twin.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
         return _weight(twin)
-
-
-def _low_rank(context: Context, name: str, layer: Any) -> LowRank | None:
-    """Return the factors of a plain LoRA on a linear, Conv1D or embedding layer; None for every other method."""
-    from peft.tuners.lora import layer as lora
-
-    if getattr(layer, "lora_variant", {}).get(ADAPTER_NAME) is not None:
-        return None  # DoRA and its kin are no sum of a weight and a product
-    if type(layer) is lora.Linear:
-        keys, transposed = ("lora_A.{}.weight", "lora_B.{}.weight"), bool(layer.fan_in_fan_out)
-    elif type(layer) is lora.Embedding:
-        keys, transposed = ("lora_embedding_A.{}", "lora_embedding_B.{}"), True
-    else:
-        return None
-    names = [f"{name}.{key.format(ADAPTER_NAME)}" for key in keys]
-    if not all(n in context.expected for n in names):
-        return None
-    state = dict(layer.named_parameters())
-    dtype = state[keys[0].format(ADAPTER_NAME)].dtype
-    if dtype not in UNIT_ROUNDOFF:
-        return None
-    a, b = (context.expected[n][1].to(dtype) for n in names)
-    return LowRank(
-        left=a.T if transposed else b,
-        right=b.T if transposed else a,
-        scaling=float(layer.scaling[ADAPTER_NAME]),
-        adapter=dtype,
-        rounds_delta=type(layer) is lora.Embedding,
-        tf32=bool(context.job.settings.get("matmul_allow_tf32")),
-    )
-
-
-def _allowance(
-    low_rank: LowRank, given: Given | None, tensor: torch.Tensor, *, roundings: int, tf32: bool = False
-) -> Allowance | GivenAllowance:
-    """Return what a delta (`roundings` 0) or a merged weight may be off; `tf32`: as if its products had run in TF32."""
-    if given is not None:
-        return given.allowance
-    # bfloat16 and float16 products on an accelerator run on matrix units, which truncate when they accumulate
-    on_units = tensor.device.type != "cpu"
-    delta = delta_allowance(
-        low_rank.rank,
-        scaling=low_rank.scaling,
-        adapter=low_rank.adapter,
-        truncating=on_units and low_rank.adapter in (torch.bfloat16, torch.float16),
-        tf32=tf32 or (on_units and low_rank.tf32),
-    )
-    return merged_allowance(delta, weight=tensor.dtype, roundings=roundings) if roundings else delta
 
 
 def _roundings(truth: Truth, *, safe: bool) -> int:
@@ -372,8 +299,8 @@ def _cause(
         return diagnose_computed(found, lambda: exact_chunks(host, exact, given.allowance))
     factors: dict[str, Any] = {"left": low_rank.left, "right": low_rank.right, "scaling": low_rank.scaling}
     factors["base"] = truth.base
-    allowed = _allowance(low_rank, given, tensor, roundings=roundings)
-    in_tf32 = _allowance(low_rank, None, tensor, roundings=roundings, tf32=True)
+    allowed = allowance_of(low_rank, given, tensor, roundings=roundings)
+    in_tf32 = allowance_of(low_rank, None, tensor, roundings=roundings, tf32=True)
     return diagnose_computed(
         found,
         lambda: low_rank_chunks(host, **factors, allowance=allowed),
