@@ -113,12 +113,14 @@ def test_a_bit_that_flipped_after_the_merge_is_told_from_rounding(options: dict[
     width = 8 * actual.element_size()
     mantissa = round(-math.log2(torch.finfo(actual.dtype).eps))
     flipped = {"sign": width - 1, "exponent": width - 2, "mantissa": mantissa - 1}[bit]
-    if bit == "mantissa" and case.adapter == torch.bfloat16:
-        pytest.skip("eight bits of mantissa, and a bound of several of their last: too near to be told")
     flat = bit_patterns(actual.reshape(-1))
     place = int(actual.float().abs().reshape(-1).argmax())
     flat[place] ^= torch.tensor(-(1 << flipped) if flipped == width - 1 else 1 << flipped, dtype=flat.dtype)
     found = case.diagnose(actual)
+    if bit == "mantissa" and case.adapter == torch.bfloat16:
+        # eight bits of mantissa, and a bound of several of their last: too near for a rounding to be ruled out
+        assert found == Diagnosis(word="unknown")
+        return
     assert (found.word, found.evidence["bits"], found.evidence["fields"]) == ("bit-flip", [flipped], [bit])
 
 

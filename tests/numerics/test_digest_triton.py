@@ -158,7 +158,7 @@ def test_the_reason_says_how_much_was_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     ("error", "reason"),
     [
         (RuntimeError("Failed to find C compiler. Please specify via CC"), "RuntimeError: Failed to find C compiler."),
-        (PermissionError(13, "Permission denied", "/root/.triton"), "PermissionError: [Errno 13] Permission denied"),
+        (PermissionError(13, "Permission denied", "cache"), "PermissionError: [Errno 13] Permission denied"),
         (subprocess.CalledProcessError(1, ["ptxas"]), "CalledProcessError: Command '['ptxas']' returned non-zero"),
         (ValueError("\nat 3:4:\n  x = \n"), "ValueError: at 3:4:"),
         (AssertionError(), "AssertionError"),
