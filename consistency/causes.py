@@ -57,7 +57,7 @@ _COMPUTED = {
     "block": "one contiguous range outside the bound",
     "non-finite": "NaN or infinity where the exact value is finite",
 }
-_LIMITS = {"bound": "the bound", "relative": "the bound", "user": "the tolerance given"}
+_LIMITS = {"bound": "the bound", "relative": "the bound", "user": "the tolerance given", "limit": "the limit"}
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ def find_causes(
         if stage in ("base", "adapter"):
             wrong.setdefault(road, set()).update(workers)
     for (stage, road, word, workers), group in groups.items():
-        computed = group.tensors[0].rule in _LIMITS
+        computed = group.tensors[0].rule in _LIMITS and group.tensors[0].rule != "limit"
         phrase = (_COMPUTED if computed else {}).get(word) or _PHRASES.get(word, word)
         if word == "unknown" and computed:
             phrase = " or ".join(dict.fromkeys(f"outside {_LIMITS.get(t.rule, 'the bound')}" for t in group.tensors))

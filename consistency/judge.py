@@ -64,6 +64,8 @@ def judge(subject: Participant, reference: Participant, key: Key) -> Row:
             return _measured(subject, record, record.measure, status=_status(record), reference=FLOAT64)
         case Rule.PEER:
             return _peer(subject, reference, record, expected)
+        case Rule.LIMIT:
+            return _limit(subject, record)
 
 
 def _unseen(subject: Participant, reference: Participant) -> Row:
@@ -207,6 +209,20 @@ def _peer(subject: Participant, reference: Participant, record: TensorRecord, ex
         subject, record, found, status="outside", reference=reference.label,
         diagnosis=record.diagnosis or word or "unknown", more=evidence,
     )  # fmt: skip
+
+
+def _limit(subject: Participant, record: TensorRecord) -> Row:
+    """Judge a fact that has a limit: the worker saw it, and nobody else can."""
+    beyond = record.limit_ratio is not None and not passes(float(record.limit_ratio))
+    return Row(
+        worker=subject.label,
+        reference=record.reference,
+        status="outside" if beyond else _status(record),
+        bound_ratio=record.limit_ratio,
+        diagnosis=record.diagnosis,
+        evidence=record.evidence,
+        reason=record.reason,
+    )
 
 
 def _kept(

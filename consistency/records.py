@@ -94,6 +94,8 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Digests of the same tensor in later runs on the same device.
     order : int
         Place in the model's own order, for "the first layer that differs".
+    limit_ratio : float or None
+        What was seen over what is allowed, for the `limit` rule.
     """
 
     stage: str
@@ -117,6 +119,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     blob: str | None = None
     repeats: tuple[str, ...] = ()
     order: int = 0
+    limit_ratio: Real | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -7,6 +7,8 @@
   at most 0.73 of this, healthy logits 1.5 times the CPU's error. The largest of few errors is luck, so in a tensor of
   few elements more is allowed: see `luck`.
 * `user`: a tolerance of the user's own per element (see `consistency.override`) instead of one of the two above.
+* `limit`: no tensor but a fact of a device or a process, and what it may be: bytes on a device that nobody asked for, a
+  merge's peak, ids past a vocabulary. The worker that sees it judges it.
 * `peer`: there is no reference outside the devices; they are held against the reference worker, bit by bit.
 """
 
@@ -41,6 +43,7 @@ class Rule(enum.StrEnum):
     RELATIVE = "relative"
     USER = "user"
     PEER = "peer"
+    LIMIT = "limit"
 
 
 FALSE_ALARM = 1e-9

@@ -21,6 +21,7 @@ from consistency.numerics.digest import TensorDigest, as_bytes, differing_blocks
 from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import name_of
 from consistency.records import RecordStatus, TensorMeasure, TensorRecord
+from consistency.tolerance import Rule
 
 KEEP_BYTES = 64 * 2**20
 """A tensor outside its rule is kept in full up to this size; beyond it, block digests and the worst element tell."""
@@ -202,6 +203,48 @@ class Recorder:
                 reason=reason,
                 blob=self.keep(actual) if keep or worth_keeping else None,
                 repeats=tuple(d.value for d in digests[1:]),
+            )
+        )
+
+    def fact(
+        self,
+        *,
+        stage: str,
+        layer: str,
+        tensor: str,
+        status: RecordStatus,
+        diagnosis: str | None = None,
+        share: float | None = None,
+        evidence: Mapping[str, Any] | None = None,
+        reason: str | None = None,
+    ) -> None:
+        """Record what is no tensor and has a limit: bytes on a device, ids in a batch, the peak of a merge.
+
+        Parameters
+        ----------
+        stage, layer, tensor : str
+            What it is about: a layer or device, and the name of the fact.
+        status : str
+            `equal` where it is as it has to be, `within` where it is inside a limit that can be used up, `outside`
+            where it is not; `skipped` with a `reason`.
+        diagnosis : str, optional
+            The word for what is wrong.
+        share : float, optional
+            What was seen over what is allowed.
+        evidence : mapping, optional
+            The figures, units in their names.
+        """
+        self.write(
+            TensorRecord(
+                stage=stage,
+                layer=layer,
+                tensor=tensor,
+                rule=Rule.LIMIT,
+                status=status,
+                diagnosis=diagnosis,
+                limit_ratio=None if share is None else Real(share),
+                evidence=dict(evidence or {}),
+                reason=reason,
             )
         )
 
