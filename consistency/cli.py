@@ -114,6 +114,13 @@ def _parser() -> argparse.ArgumentParser:
     drill.add_argument("--out", type=Path, metavar="DIR", help="DIR/FAULT/ gets each run's report")
     drill.add_argument("--force", action="store_true", help="replace an earlier drill's results in --out")
     drill.add_argument("--json", action="store_true", help="print the rows as JSON")
+
+    reproduce = _command(commands, "reproduce", _reproduce, "write a folder that shows a finding without this tool")
+    reproduce.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
+    reproduce.add_argument("--finding", type=int, required=True, metavar="N", help="its number in the report, from 1")
+    reproduce.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    reproduce.add_argument("--force", action="store_true", help="replace what is in --out")
+    reproduce.add_argument("--json", action="store_true", help="print what came of it as JSON")
     return parser
 
 
@@ -265,6 +272,27 @@ def _drill(parsed: argparse.Namespace) -> int:
     else:
         print_drill(rows, make_console())
     return 0 if all(row.passed for row in rows) else 1
+
+
+def _reproduce(parsed: argparse.Namespace) -> int:
+    from consistency.numbers import encode_json
+    from consistency.report.terminal import clean
+    from consistency.reproduce.folder import reproduce
+
+    found = reproduce(parsed.report, parsed.finding, parsed.out, replace=parsed.force)
+    if parsed.json:
+        table = {
+            "folder": str(found.folder),
+            "reproduced": found.happens_here,
+            "shows": found.shows,
+            "needs_model": found.needs_model,
+            "output": found.output,
+        }
+        sys.stdout.buffer.write(encode_json(table, indent=1) + b"\n")
+        return 0
+    print(clean(found.output))
+    print(f"{found.sentence}\nreproducer: {found.folder}")
+    return 0
 
 
 def _devices(parsed: argparse.Namespace) -> int:

@@ -189,6 +189,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         Per worker, where its bits first differ from the reference worker's, inside the bound or not.
     not_looked_at : tuple of str
         What the level and the options left out.
+    captures : tuple of str
+        Folders that were compared, where they do not lie beside the report.
     """
 
     case: str
@@ -207,6 +209,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     base: str = ""
     adapter: str | None = None
     simulated: bool = False
+    captures: tuple[str, ...] = ()
 
     @property
     def exit_status(self) -> int:

@@ -37,6 +37,7 @@ def find(
         *_same_program(participants, tensors),
         *_settings(participants),
         *find_tolerances(participants),
+        *_planted(participants),
         *_skipped(tensors),
     ]
     return tuple(sorted(found, key=lambda finding: _WEIGHT[finding.severity]))
@@ -111,6 +112,18 @@ def _settings(participants: Sequence[Participant]) -> Iterable[Finding]:
             message=f"{setting} is {value} on {names(labels)} although {asked_for} was asked for",
             workers=tuple(labels),
         )
+
+
+def _planted(participants: Sequence[Participant]) -> Iterable[Finding]:
+    """Say which faults were planted: whoever meets the report of a drill must not take it for one of a machine."""
+    for p in participants:
+        if p.info.planted is not None:
+            yield Finding(
+                kind="planted",
+                severity="note",
+                message=f"the fault {p.info.planted} was planted in {p.label} on purpose",
+                workers=(p.label,),
+            )
 
 
 def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:

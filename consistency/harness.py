@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from consistency import __version__
 from consistency.agreement import compare
 from consistency.capture import (
@@ -146,7 +148,9 @@ def run(plan: Plan, out: Path | None, *, watch: Watcher, replace: bool = False) 
 def compare_folders(folders: Sequence[Path], out: Path | None, *, replace: bool = False) -> Comparison:
     """Compare captures that were made apart; write the report where `out` says."""
     captures, unread = read_captures(folders)
-    comparison = compare_captures(captures, unread=unread)
+    comparison = msgspec.structs.replace(
+        compare_captures(captures, unread=unread), captures=tuple(str(capture.folder.resolve()) for capture in captures)
+    )
     if out is not None:
         with _output(out, replace=replace, reads=folders) as folder:
             write_report(comparison, folder)

@@ -92,6 +92,8 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         The tensor itself, where it was worth keeping.
     repeats : tuple of str
         Digests of the same tensor in later runs on the same device.
+    ingredients : dict of str to str
+        Kept tensors that a computed one was made from, by the name that a reproducer gives them.
     order : int
         Place in the model's own order, for "the first layer that differs".
     limit_ratio : float or None
@@ -118,6 +120,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reason: str | None = None
     blob: str | None = None
     repeats: tuple[str, ...] = ()
+    ingredients: dict[str, str] = {}
     order: int = 0
     limit_ratio: Real | None = None
 
@@ -162,6 +165,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         Workers with the same key run the same program on the same model of chip: their bits are expected to be equal.
     peak_bytes : int or None
         Largest resident size of the worker's process.
+    planted : str or None
+        The fault that was planted in it on purpose.
     """
 
     name: str
@@ -185,3 +190,4 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     kernel_key: str = ""
     elapsed_s: float = 0.0
     peak_bytes: int | None = None
+    planted: str | None = None

@@ -78,6 +78,7 @@ class WorkerProcess:
     reader: EventReader
     log: IO[bytes]
     out_of_memory_before: int
+    fault: str | None = None
     started: float = field(default_factory=time.monotonic)
     last_sign: float = field(default_factory=time.monotonic)
     last_event: Event | None = None
@@ -123,6 +124,7 @@ class WorkerProcess:
             reader=EventReader(folder / "events.jsonl"),
             log=log,
             out_of_memory_before=_out_of_memory_kills(),
+            fault=fault,
         )
 
     def events(self) -> list[Event]:
@@ -185,6 +187,7 @@ class WorkerProcess:
             kernel_key="" if told is None else told.kernel_key,
             elapsed_s=round(time.monotonic() - self.started, 3),
             peak_bytes=None if told is None else told.peak_bytes,
+            planted=self.fault,
         )
 
     def tidy(self, status: WorkerStatus) -> None:

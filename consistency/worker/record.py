@@ -175,12 +175,17 @@ class Recorder:
         keep: bool = False,
         evidence: Mapping[str, Any] | None = None,
         reason: str | None = None,
+        exact: torch.Tensor | None = None,
+        ingredients: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Record a tensor that a device computed, with its measure against the exact value.
 
-        `digests` holds one digest per run on this device, the first run first; `reason` says why it is skipped.
+        `digests` holds one digest per run on this device, the first run first; `reason` says why it is skipped. Where
+        it is outside its rule, `exact` and `ingredients`, on the CPU, are kept: a reproducer is made of them.
         """
         worth_keeping = status == "outside" and actual.nbytes <= KEEP_BYTES
+        beside = {"exact": exact, **(ingredients or {})} if worth_keeping else {}
+        kept = {name: self.keep(t) for name, t in beside.items() if t is not None and t.nbytes <= KEEP_BYTES}
         # where bits are to be equal, blocks say where they are not; of a sum in another order all blocks differ
         blockwise = status == "outside" or found is None
         self.write(
@@ -202,7 +207,9 @@ class Recorder:
                 evidence=dict(evidence or {}),
                 reason=reason,
                 blob=self.keep(actual) if keep or worth_keeping else None,
+                reference_blob=kept.pop("exact", None),
                 repeats=tuple(d.value for d in digests[1:]),
+                ingredients=kept,
             )
         )
 

@@ -56,7 +56,9 @@ class Session:
         wanted = job.case.stages
         self._begin("load base")
         loaded = load_base(job.case, job.device)
-        self._update(environment={**self._told.environment, "dtype": loaded.dtype})
+        self._update(
+            environment={**self._told.environment, "dtype": loaded.dtype, "model_class": type(loaded.model).__name__}
+        )
         self._check("load base")
         before = {}
         if Stage.BASE in wanted:

@@ -265,6 +265,7 @@ def _judge(
             stage="forward", layer=name, tensor=mode, actual=tensor, rule=Rule.USER, found=found, status=status,
             diagnosis=None if why is None else why.word, digests=digests, reference_error=error,
             evidence={**given.evidence, **({} if why is None else why.evidence)}, keep=context.job.case.keep,
+            exact=exact,
         )  # fmt: skip
         return
     assert error is not None
@@ -281,11 +282,12 @@ def _judge(
         found=found,
         status="within" if inside else "outside",
         diagnosis="accumulation-order" if cause is None else cause.word,
-        evidence=None if cause is None else cause.evidence,
+        evidence=None if cause is None else {**cause.evidence, "allowed": allowed},
         digests=digests,
         reference_error=error,
         reference_draws=draws,
         keep=context.job.case.keep,
+        exact=exact,
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from consistency.naming import DELTA, SAFE_WEIGHT, WEIGHT, module_place
-from consistency.numerics.bound import measure_against_exact, measure_low_rank
+from consistency.numerics.bound import Allowance, measure_against_exact, measure_low_rank
 from consistency.numerics.computed import diagnose_computed, exact_chunks, low_rank_chunks
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.digest import TensorDigest, digest
@@ -143,8 +143,13 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
             diagnosis=None if cause is None else cause.word,
             digests=[here, *again],
             reference_error=error,
-            evidence=_evidence(cause, given if found is not None else None),
+            evidence={
+                **_evidence(cause, given if found is not None else None),
+                **_recipe(found, given, weight, truth, safe=safe),
+            },
             keep=context.job.case.keep,
+            exact=truth.exact,
+            ingredients=_ingredients(truth),
         )
 
 
@@ -189,8 +194,12 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, r
         status=_status(found) if found is not None else "skipped",
         diagnosis=None if cause is None else cause.word,
         digests=[digest(delta), *again],
-        evidence=_evidence(cause, given if found is not None else None),
+        evidence={
+            **_evidence(cause, given if found is not None else None),
+            **_recipe(found, given, delta, Truth(low_rank=low_rank), safe=None),
+        },
         keep=context.job.case.keep,
+        ingredients=_ingredients(Truth(low_rank=low_rank)),
         reason=None if found is not None else "this method's delta has no closed form: its merged weight is judged",
     )
 
@@ -312,6 +321,27 @@ def _cause(
 
 def _evidence(cause: Diagnosis | None, given: Given | None) -> dict[str, Any]:
     return {**(given.evidence if given else {}), **(cause.evidence if cause else {})}
+
+
+def _ingredients(truth: Truth) -> dict[str, torch.Tensor]:
+    """Return what a merge of a LoRA is made from, as the files have it."""
+    if truth.low_rank is None:
+        return {}
+    factors = {"left": truth.low_rank.left, "right": truth.low_rank.right}
+    return factors if truth.base is None else {**factors, "base": truth.base}
+
+
+def _recipe(
+    found: Measure | None, given: Given | None, tensor: torch.Tensor, truth: Truth, *, safe: bool | None
+) -> dict[str, Any]:
+    """Return how a merged weight, or a delta (`safe` None), that is outside its bound can be made and judged again."""
+    if truth.low_rank is None or given is not None or not _worth(found):
+        return {}
+    roundings = 0 if safe is None else _roundings(truth, safe=safe)
+    allowed = allowance_of(truth.low_rank, None, tensor, roundings=roundings)
+    assert isinstance(allowed, Allowance)
+    figures = {"product": allowed.product, "weight": allowed.weight, "floor": allowed.floor}
+    return {"recipe": {"scaling": truth.low_rank.scaling, "safe": bool(safe), "allowance": figures}}
 
 
 def _status(found: Measure | None) -> RecordStatus:

@@ -1,0 +1,106 @@
+"""Cut the tensors of a finding so that they are few bytes and the fault still shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from consistency.errors import CaptureError
+
+MOST_BYTES = 8 * 2**20
+"""All tensors of a folder together: with its scripts it stays under 10 MB, which issue trackers take."""
+
+
+def read_blob(path: Path) -> torch.Tensor:
+    """Read a tensor that a capture kept."""
+    try:
+        tensor = load_file(path, device="cpu")["tensor"]
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise CaptureError("a kept tensor cannot be read", where=path, got=error) from None
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def cut_moved(tensors: Mapping[str, torch.Tensor], worst: Sequence[int] | None) -> tuple[dict[str, torch.Tensor], str]:
+    """Cut tensors of one shape to one run of elements around the worst one.
+
+    Parameters
+    ----------
+    tensors : mapping of str to torch.Tensor
+        `expected`, and `actual` where it was kept.
+    worst : sequence of int or None
+        Index of the worst element.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        As they were where they fit, else `(elements,)`.
+    str
+        Which part they are.
+    """
+    expected = tensors["expected"]
+    room = MOST_BYTES // (len(tensors) * max(t.element_size() for t in tensors.values()))
+    if expected.numel() <= room:
+        return {name: t.contiguous() for name, t in tensors.items()}, f"whole, shape {tuple(expected.shape)}"
+    centre = _first_difference(tensors) if worst is None else _flat(worst, expected.shape)
+    start = min(max(0, centre - room // 2), expected.numel() - room)
+    found = {name: t.reshape(-1)[start : start + room].clone() for name, t in tensors.items()}
+    return found, f"elements {start} to {start + room} of shape {tuple(expected.shape)}"
+
+
+def cut_product(
+    tensors: Mapping[str, torch.Tensor], worst: Sequence[int] | None
+) -> tuple[dict[str, torch.Tensor], str]:
+    """Cut a low-rank product and its factors to rows and columns around the worst element.
+
+    Parameters
+    ----------
+    tensors : mapping of str to torch.Tensor
+        `left` (rows, K), `right` (K, columns), `actual` and, of a merged weight, `base` (rows, columns).
+    worst : sequence of int or None
+        Row and column of the worst element.
+    """
+    rows, columns = tensors["actual"].shape
+    row, column = (worst or (0, 0))[:2]
+    height, width = rows, columns
+    while _bytes(tensors, height, width) > MOST_BYTES and (height > 1 or width > 1):
+        # columns go last: a matrix product's kernels are chosen by the long side, which is rarely the rows
+        height, width = (max(1, height // 2), width) if height > 1 else (height, max(1, width // 2))
+    top = min(max(0, row - height // 2), rows - height)
+    left = min(max(0, column - width // 2), columns - width)
+    found = {}
+    for name, tensor in tensors.items():
+        if name == "left":
+            tensor = tensor[top : top + height]
+        elif name == "right":
+            tensor = tensor[:, left : left + width]
+        else:
+            tensor = tensor[top : top + height, left : left + width]
+        found[name] = tensor.clone(memory_format=torch.contiguous_format)
+    if (height, width) == (rows, columns):
+        return found, f"whole, shape {(rows, columns)}"
+    return found, f"rows {top} to {top + height}, columns {left} to {left + width} of shape {(rows, columns)}"
+
+
+def _bytes(tensors: Mapping[str, torch.Tensor], height: int, width: int) -> int:
+    rank = tensors["right"].shape[0]
+    elements = {"left": height * rank, "right": rank * width}
+    return sum(elements.get(name, height * width) * tensor.element_size() for name, tensor in tensors.items())
+
+
+def _first_difference(tensors: Mapping[str, torch.Tensor]) -> int:
+    if "actual" not in tensors:
+        return 0
+    differs = tensors["actual"].reshape(-1) != tensors["expected"].reshape(-1)
+    return int(differs.to(torch.uint8).argmax())
+
+
+def _flat(index: Sequence[int], shape: Sequence[int]) -> int:
+    place = 0
+    for i, size in zip(index, shape, strict=True):
+        place = place * size + i
+    return place

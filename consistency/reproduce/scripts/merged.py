@@ -1,0 +1,111 @@
+"""Does this machine merge this LoRA within the bound? Needs torch and safetensors, nothing else.
+
+python reproduce.py [--device cuda:1] [--as-recorded]
+
+The merged weight is W + scaling * (left @ right). It is computed in float64, as the device computes it, and held
+against a bound that follows from the roundings alone (Higham, Accuracy and Stability of Numerical Algorithms, 2002,
+lemma 3.1): with D = |scaling| * (|left| @ |right|) an element may be off by product * D + weight * |W| + floor. The
+three numbers stand in finding.json; for rank K in float32 `product` is (K + 2) * 2**-24 and one rounding for the store.
+
+Ends with 0 if the result is inside the bound (it does not happen here) and 1 if it is not (it happens here). With
+--as-recorded the weight that the device had made when the finding was made is judged instead.
+"""
+
+import argparse
+import ctypes
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+FACTS = json.loads((HERE / "finding.json").read_text(encoding="utf-8"))
+os.environ.update(FACTS["variables"])  # kernels are chosen when torch is imported
+
+import torch  # noqa: E402 - after the variables
+from safetensors.torch import load_file  # noqa: E402
+
+
+def as_bytes(tensor):
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+
+
+def digest(tensor):
+    raw = as_bytes(tensor)
+    return hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.numel())).hexdigest()  # NumPy need not be there
+
+
+def choose_device(wanted):
+    """Return the device of the finding where this machine has it, else the best it has."""
+    try:
+        torch.empty(1, device=wanted)
+    except (RuntimeError, AssertionError):
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        other = "cpu" if accelerator is None else str(torch.device(accelerator.type, 0))
+        print(f"this machine has no {wanted}: {other} is tried instead")
+        return other
+    return wanted
+
+
+def merge(tensors, device):
+    """Compute the delta, or the merged weight where there is a base, as PEFT does it."""
+    left, right = tensors["left"].to(device), tensors["right"].to(device)
+    adapter = left.dtype
+    if torch.device(device).type == "cpu" and adapter in (torch.float16, torch.bfloat16):
+        left, right = left.float(), right.float()  # PEFT does so on the CPU
+    delta = ((left @ right) * FACTS["scaling"]).to(adapter)
+    if "base" not in tensors:
+        return delta
+    weight = tensors["base"].to(device)
+    return weight + delta.to(weight.dtype) if FACTS["safe"] else weight.clone().add_(delta)
+
+
+def judge(actual, tensors):
+    """Return the largest error over what is allowed, and where it is."""
+    left, right = tensors["left"].double(), tensors["right"].double()
+    scaling, allowance = FACTS["scaling"], FACTS["allowance"]
+    exact = scaling * (left @ right)
+    allowed = allowance["product"] * abs(scaling) * (left.abs() @ right.abs()) + allowance["floor"]
+    if "base" in tensors:
+        exact += tensors["base"].double()
+        allowed += allowance["weight"] * tensors["base"].double().abs()
+    error = (actual.detach().to("cpu").double() - exact).abs()
+    ratio = torch.where(error == 0, 0.0, error / allowed)
+    ratio = torch.where(ratio.isnan(), torch.inf, ratio)
+    row, column = divmod(int(ratio.argmax()), ratio.shape[1])
+    return float(ratio.max()), (
+        f"{float(ratio.max()):.3g} of the bound, at [{row}, {column}]: got {actual[row, column].item()!r}, "
+        f"exact {exact[row, column].item()!r}, allowed +-{allowed[row, column].item():.3g}"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default=FACTS["device"])
+    parser.add_argument("--as-recorded", action="store_true", help="judge the recorded weight instead of computing")
+    options = parser.parse_args()
+
+    tensors = load_file(HERE / "tensors.safetensors")
+    for name, tensor in tensors.items():
+        if digest(tensor) != FACTS["sha256"][name]:
+            sys.exit(f"tensors.safetensors is damaged: {name} is not what finding.json says")
+    ratio, text = judge(tensors["actual"], tensors)
+    print(f"finding:  {FACTS['message']}")
+    print(f"tensor:   {FACTS['tensor']}, {FACTS['window']}")
+    print(f"recorded: on {FACTS['worker']}: {text}")
+    if options.as_recorded:
+        return 1 if ratio > 1 else 0
+
+    device = choose_device(options.device)
+    torch.set_float32_matmul_precision(FACTS["settings"].get("float32_matmul_precision", "highest"))
+    here = merge(tensors, device)
+    ratio, text = judge(here, tensors)
+    same = torch.equal(as_bytes(here), as_bytes(tensors["actual"]))
+    print(f"here:     torch {torch.__version__}, {device}: {text}" + (", the recorded bits" if same else ""))
+    print("it happens here" if ratio > 1 else "it does not happen here")
+    return 1 if ratio > 1 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

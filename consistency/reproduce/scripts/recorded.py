@@ -1,0 +1,57 @@
+"""Show two recorded tensors: what the device had, and what it should have had. Needs torch and safetensors alone.
+
+python reproduce.py
+
+What made them takes the whole model, so this script computes nothing anew; `load_with_peft.py` beside it does.
+
+Ends with 1 if the recorded tensor is farther from the right one than what is allowed, and 0 if it is not.
+"""
+
+import argparse
+import ctypes
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).resolve().parent
+FACTS = json.loads((HERE / "finding.json").read_text(encoding="utf-8"))
+
+
+def as_bytes(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def digest(tensor):
+    raw = as_bytes(tensor)
+    return hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.numel())).hexdigest()  # NumPy need not be there
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--as-recorded", action="store_true", help="for the likeness to other reproducers: the same")
+    parser.parse_args()
+
+    tensors = load_file(HERE / "tensors.safetensors")
+    for name, tensor in tensors.items():
+        if digest(tensor) != FACTS["sha256"][name]:
+            sys.exit(f"tensors.safetensors is damaged: {name} is not what finding.json says")
+    actual, expected = tensors["actual"].double().reshape(-1), tensors["expected"].double().reshape(-1)
+    error = (actual - expected).abs()
+    error = torch.where(error.isnan(), torch.inf, error)
+    worst = int(error.argmax())
+    allowed = FACTS["allowed"]
+    print(f"finding:  {FACTS['message']}")
+    print(f"tensor:   {FACTS['tensor']}, {FACTS['window']}")
+    print(
+        f"recorded: on {FACTS['worker']}: largest error {error[worst].item():.6g}, allowed {allowed:.6g}; "
+        f"at element {worst} of the window: got {actual[worst].item()!r}, wanted {expected[worst].item()!r}"
+    )
+    return 1 if error[worst].item() > allowed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
