@@ -227,4 +227,5 @@ def _summary(p: Participant) -> WorkerSummary:
         elapsed_s=info.elapsed_s,
         peak_bytes=info.peak_bytes,
         host=p.capture.manifest.host,
+        device=p.device,
     )

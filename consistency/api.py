@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from consistency import harness
+from consistency.baseline import read_baseline
 from consistency.capture import Capture
 from consistency.case import Case, Options, make_options
 from consistency.comparison import Comparison
 from consistency.device import parse_devices
 from consistency.discovery import select
 from consistency.harness import Report
+from consistency.history import History
 from consistency.launch.local import Watcher
 from consistency.launch.process import Limits
 
@@ -28,6 +30,8 @@ def run(
     stall_s: float = 300.0,
     threads: int | None = None,
     replace: bool = False,
+    history: str | Path | None = None,
+    baseline: str | Path | None = None,
     watch: Watcher | None = None,
     **options: Any,
 ) -> Report:
@@ -48,6 +52,10 @@ def run(
         Threads per worker.
     replace : bool
         Overwrite an earlier run's results in `out`.
+    history : path or URL, optional
+        Nights that this run is held against and added to.
+    baseline : path, optional
+        What is known and accepted.
     watch : callable, optional
         Called with the plan of a worker and each of its events.
     **options
@@ -73,7 +81,14 @@ def run(
         table.update(options, devices=names, timeout=timeout_s, stall=stall_s, threads=threads)
         plan = harness.prepare(make_options(table))
     target = None if out is None else Path(out)
-    return harness.run(plan, target, watch=watch or (lambda *_: None), replace=replace)
+    return harness.run(
+        plan,
+        target,
+        watch=watch or (lambda *_: None),
+        replace=replace,
+        history=None if history is None else History(str(history)),
+        baseline=None if baseline is None else read_baseline(Path(baseline)),
+    )
 
 
 def compare(captures: Iterable[Capture | str | Path]) -> Comparison:

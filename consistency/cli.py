@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import signal
 import sys
@@ -10,13 +11,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from consistency import __version__, harness
 from consistency.case import DTYPES, Level, Options, Road, Stage, make_options, read_options, split_list
+from consistency.commands import nights, reproduce
 from consistency.discovery import discover
 from consistency.errors import ConsistencyError, InterruptedRunError, UsageError
 from consistency.override import HELP as OVERRIDE_HELP
+
+if TYPE_CHECKING:
+    from consistency.baseline import Baseline
 
 EPILOG = """\
 exit status: 0 consistent, 1 inconsistent, 2 bad usage or bad input, 3 incomplete (a worker was lost)
@@ -84,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     run = _command(commands, "run", _run, "look at a case on every device and compare")
     _case_options(run)
     run.add_argument("--out", type=Path, metavar="DIR", help="folder for report.json and captures/")
+    run.add_argument("--history", metavar="URL", help="nights that this run is held against and added to")
+    run.add_argument("--baseline", type=Path, metavar="FILE", help="what is known (consistency baseline accept)")
     _report_options(run)
 
     capture = _command(commands, "capture", _capture, "write down what the devices of this machine see; do not compare")
@@ -97,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         "captures", nargs="+", type=Path, metavar="DIR", help="a capture, or the --out folder of a run"
     )
     compare.add_argument("--out", type=Path, metavar="DIR", help="folder for report.json")
+    compare.add_argument("--baseline", type=Path, metavar="FILE", help="what is known (consistency baseline accept)")
     _report_options(compare)
 
     diff = _command(commands, "diff", _diff, "hold two weight files, adapters or model folders against one another")
@@ -115,12 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     drill.add_argument("--force", action="store_true", help="replace an earlier drill's results in --out")
     drill.add_argument("--json", action="store_true", help="print the rows as JSON")
 
-    reproduce = _command(commands, "reproduce", _reproduce, "write a folder that shows a finding without this tool")
-    reproduce.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
-    reproduce.add_argument("--finding", type=int, required=True, metavar="N", help="its number in the report, from 1")
-    reproduce.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
-    reproduce.add_argument("--force", action="store_true", help="replace what is in --out")
-    reproduce.add_argument("--json", action="store_true", help="print what came of it as JSON")
+    for module in (reproduce, nights):
+        module.add(functools.partial(_command, commands))
     return parser
 
 
@@ -176,13 +180,17 @@ def _options(parsed: argparse.Namespace) -> Options:
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    from consistency.history import History
     from consistency.report.json import parts
     from consistency.report.progress import progress
     from consistency.report.terminal import make_console, print_report
 
+    history = None if parsed.history is None else History(parsed.history)
     plan = harness.prepare(_options(parsed))
     with progress(make_console(sys.stderr)) as watch:
-        report = harness.run(plan, parsed.out, watch=watch, replace=parsed.force)
+        report = harness.run(
+            plan, parsed.out, watch=watch, replace=parsed.force, history=history, baseline=_baseline(parsed)
+        )
     if parsed.json:
         sys.stdout.buffer.writelines(parts(report.comparison))
     else:
@@ -194,6 +202,12 @@ def _run(parsed: argparse.Namespace) -> int:
             folder=None if parsed.out is None else str(parsed.out),
         )
     return report.exit_status
+
+
+def _baseline(parsed: argparse.Namespace) -> Baseline | None:
+    from consistency.baseline import read_baseline
+
+    return None if parsed.baseline is None else read_baseline(parsed.baseline)
 
 
 def _capture(parsed: argparse.Namespace) -> int:
@@ -230,7 +244,7 @@ def _compare(parsed: argparse.Namespace) -> int:
     from consistency.report.json import parts
     from consistency.report.terminal import make_console, print_report
 
-    comparison = harness.compare_folders(parsed.captures, parsed.out, replace=parsed.force)
+    comparison = harness.compare_folders(parsed.captures, parsed.out, replace=parsed.force, baseline=_baseline(parsed))
     if parsed.json:
         sys.stdout.buffer.writelines(parts(comparison))
     else:
@@ -272,27 +286,6 @@ def _drill(parsed: argparse.Namespace) -> int:
     else:
         print_drill(rows, make_console())
     return 0 if all(row.passed for row in rows) else 1
-
-
-def _reproduce(parsed: argparse.Namespace) -> int:
-    from consistency.numbers import encode_json
-    from consistency.report.terminal import clean
-    from consistency.reproduce.folder import reproduce
-
-    found = reproduce(parsed.report, parsed.finding, parsed.out, replace=parsed.force)
-    if parsed.json:
-        table = {
-            "folder": str(found.folder),
-            "reproduced": found.happens_here,
-            "shows": found.shows,
-            "needs_model": found.needs_model,
-            "output": found.output,
-        }
-        sys.stdout.buffer.write(encode_json(table, indent=1) + b"\n")
-        return 0
-    print(clean(found.output))
-    print(f"{found.sentence}\nreproducer: {found.folder}")
-    return 0
 
 
 def _devices(parsed: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -11,6 +12,9 @@ from consistency.numbers import Real
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked"]
 Verdict = Literal["consistent", "inconsistent", "incomplete"]
 Severity = Literal["error", "warning", "note"]
+
+WEIGHT: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
+"""Order of findings by severity."""
 
 BAD: frozenset[str] = frozenset({"outside", "missing", "unexpected"})
 """Statuses that make a run inconsistent."""
@@ -98,7 +102,7 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a worker was and how it ended."""
+    """Who a worker was and how it ended; `device` is who its device is, whatever number that has today."""
 
     name: str
     road: str
@@ -119,6 +123,7 @@ class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float = 0.0
     peak_bytes: int | None = None
     host: str = ""
+    device: str = ""
 
 
 class ArchitectureGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +151,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         What to know beside the sentence: the worst element, the signal, the stack.
     next : str or None
         What to type or do next.
+    state : str or None
+        Digest of the bits that it is about, where other bits would be another finding.
+    accepted : str or None
+        Where a baseline accepts it: what its severity was, when, and why.
     """
 
     kind: str
@@ -155,6 +164,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[str, ...] = ()
     detail: tuple[str, ...] = ()
     next: str | None = None
+    state: str | None = None
+    accepted: str | None = None
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,6 +226,15 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def exit_status(self) -> int:
         """Return 0 consistent, 1 inconsistent, 3 incomplete."""
         return {"consistent": 0, "inconsistent": 1, "incomplete": 3}[self.verdict]
+
+
+def with_findings(comparison: Comparison, findings: Iterable[Finding]) -> Comparison:
+    """Return a comparison with these findings for its own, in order of weight, and the verdict they amount to."""
+    ordered = tuple(sorted(findings, key=lambda finding: WEIGHT[finding.severity]))
+    verdict: Verdict = "inconsistent" if any(f.severity == "error" for f in ordered) else "consistent"
+    if comparison.verdict == "incomplete":  # no finding, and none less, makes a lost worker's part looked at
+        verdict = "incomplete"
+    return msgspec.structs.replace(comparison, findings=ordered, verdict=verdict)
 
 
 def tensor_name(stage: str, layer: str, tensor: str) -> str:

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from consistency.causes import find_causes, names
-from consistency.comparison import BAD, Finding, TensorComparison, tensor_name
+from consistency.comparison import BAD, WEIGHT, Finding, TensorComparison, tensor_name
 from consistency.given import find_tolerances
 from consistency.participants import Key, Participant
 
 _SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
-_WEIGHT = {"error": 0, "warning": 1, "note": 2}
 
 
 def find(
@@ -40,7 +39,7 @@ def find(
         *_planted(participants),
         *_skipped(tensors),
     ]
-    return tuple(sorted(found, key=lambda finding: _WEIGHT[finding.severity]))
+    return tuple(sorted(found, key=lambda finding: WEIGHT[finding.severity]))
 
 
 def _lost(participants: Sequence[Participant]) -> Iterable[Finding]:

@@ -15,6 +15,7 @@ import msgspec
 
 from consistency import __version__
 from consistency.agreement import compare
+from consistency.baseline import Baseline, apply
 from consistency.capture import (
     SCHEMA,
     Capture,
@@ -27,11 +28,13 @@ from consistency.capture import (
     tell,
 )
 from consistency.case import Case, Options
-from consistency.comparison import Comparison
+from consistency.comparison import Comparison, Finding, with_findings
 from consistency.device import DeviceInfo, parse_devices
 from consistency.diff import diff
 from consistency.discovery import select
+from consistency.drift import find_drift
 from consistency.errors import CaptureError, UsageError
+from consistency.history import History, night_of
 from consistency.launch.local import Watcher, run_workers
 from consistency.launch.plan import plan_waves
 from consistency.launch.process import Limits
@@ -122,7 +125,15 @@ def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) 
         return writer.commit(manifest)
 
 
-def run(plan: Plan, out: Path | None, *, watch: Watcher, replace: bool = False) -> Report:
+def run(
+    plan: Plan,
+    out: Path | None,
+    *,
+    watch: Watcher,
+    replace: bool = False,
+    history: History | None = None,
+    baseline: Baseline | None = None,
+) -> Report:
     """Capture, compare and report.
 
     Parameters
@@ -134,23 +145,60 @@ def run(plan: Plan, out: Path | None, *, watch: Watcher, replace: bool = False) 
         Called with every event of every worker.
     replace : bool
         Overwrite what an earlier run left in `out`.
+    history : History, optional
+        Nights that this one is held against, and added to.
+    baseline : Baseline, optional
+        What is known and accepted.
     """
     started = datetime.datetime.now(datetime.UTC)
     with _output(out, replace=replace) as folder:
         found = read_capture(capture(plan, folder / CAPTURES, watch=watch, replace=replace))
         comparison = compare_captures([found])
+        if history is not None:
+            comparison = with_nights(history, [found], comparison, baseline)
+        elif baseline is not None:
+            comparison = apply(baseline, comparison)
         elapsed = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
         if out is not None:
             write_report(comparison, folder)
     return Report(comparison=comparison, folder=out, elapsed_s=elapsed)
 
 
-def compare_folders(folders: Sequence[Path], out: Path | None, *, replace: bool = False) -> Comparison:
+def with_nights(
+    history: History, captures: Sequence[Capture], comparison: Comparison, baseline: Baseline | None
+) -> Comparison:
+    """Say where a device has drifted since the nights before, and add this night to them."""
+    night, tables = night_of(captures, comparison)
+    drift = find_drift(history, night, tables)
+    damage = [
+        Finding(kind="damaged-night", severity="warning", message=f"history: {text}: left out")
+        for text in history.damage
+    ]
+    comparison = with_findings(comparison, [*drift.findings, *comparison.findings, *damage])
+    stages = drift.stages
+    if baseline is not None:
+        comparison = apply(baseline, comparison)
+        red = {label for f in comparison.findings if f.kind == "drift" and f.severity == "error" for label in f.workers}
+        stages = {(w.device, w.road): stages.get((w.device, w.road), ()) for w in night.workers if w.name in red}
+    workers = tuple(
+        msgspec.structs.replace(worker, drift=stages.get((worker.device, worker.road), ())) for worker in night.workers
+    )
+    errors = tuple(f.message for f in comparison.findings if f.severity == "error")
+    tonight = msgspec.structs.replace(night, workers=workers, verdict=comparison.verdict, findings=errors)
+    history.append(tonight, tables)
+    return comparison
+
+
+def compare_folders(
+    folders: Sequence[Path], out: Path | None, *, replace: bool = False, baseline: Baseline | None = None
+) -> Comparison:
     """Compare captures that were made apart; write the report where `out` says."""
     captures, unread = read_captures(folders)
     comparison = msgspec.structs.replace(
         compare_captures(captures, unread=unread), captures=tuple(str(capture.folder.resolve()) for capture in captures)
     )
+    if baseline is not None:
+        comparison = apply(baseline, comparison)
     if out is not None:
         with _output(out, replace=replace, reads=folders) as folder:
             write_report(comparison, folder)

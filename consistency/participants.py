@@ -43,6 +43,13 @@ class Participant:
         return self.capture.manifest.case
 
     @property
+    def device(self) -> str:
+        """Return who the device is, whatever number it has today: its UUID, or host and name, and its variant."""
+        name, _, variant = self.info.name.partition("@")
+        identity = self.info.uuid or f"{self.capture.manifest.host}/{name}"
+        return f"{identity}@{variant}" if variant else identity
+
+    @property
     def is_cpu(self) -> bool:
         return self.info.name.partition("@")[0] == "cpu"
 

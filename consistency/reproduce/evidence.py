@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from consistency.capture import MANIFEST, Capture, RecordPool, read_capture
-from consistency.comparison import Finding, tensor_name
+from consistency.comparison import Finding, WorkerSummary, tensor_name
 from consistency.errors import CaptureError, UsageError
 from consistency.numbers import decode_json
 from consistency.participants import Participant, gather
@@ -23,6 +23,7 @@ class ReportHead(msgspec.Struct, frozen=True, kw_only=True):
     schema: str
     findings: tuple[Finding, ...]
     captures: tuple[str, ...] = ()
+    workers: tuple[WorkerSummary, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,74 @@
+"""Time what is asked of a history of a thousand nights and fifty devices: the list, one device, tonight's drift.
+
+python benchmarks/history.py [--nights 1000] [--devices 50]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from consistency.drift import find_drift
+from consistency.history import SCHEMA, History, Night, NightWorker
+from consistency.numbers import encode_json
+from consistency.report.history import device_rows, night_rows
+
+STAGES = ("transfer", "operators", "base", "adapter", "merged", "forward", "gradient")
+
+
+def make(history: History, nights: int, devices: int) -> tuple[Night, dict[str, bytes]]:
+    """Fill a history with nights in which nothing drifts; return another one like them."""
+    table = encode_json({f"{stage}::layer.{i}.weight": "0" * 32 for stage in STAGES for i in range(100)})
+    name = hashlib.sha256(table).hexdigest()
+    tables = {name: table}
+
+    def night(number: int) -> Night:
+        workers = tuple(
+            NightWorker(
+                name=f"cuda:{d}", road="isolated", device=f"GPU-{d:032x}", architecture="Ampere sm_86",
+                model="NVIDIA RTX A6000", status="ok", software="0" * 16, inputs="1" * 16,
+                bits={stage: f"{hash((stage, d % 3)) % 2**64:016x}" for stage in STAGES}, table=name,
+            )
+            for d in range(devices)
+        )  # fmt: skip
+        at = f"{2000 + number // 336}-{number // 28 % 12 + 1:02}-{number % 28 + 1:02}T03:00:00.000000+00:00"
+        return Night(
+            schema=SCHEMA, at=at, host="box", case="llama", verdict="consistent", tool="0", workers=workers
+        )  # fmt: skip
+
+    for number in range(nights):
+        history.append(night(number), tables)
+    return night(nights), tables
+
+
+def best(function: Callable[[], object], rounds: int = 3) -> float:
+    """Return the shortest of some times, in seconds."""
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nights", type=int, default=1000)
+    parser.add_argument("--devices", type=int, default=50)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        history = History(str(Path(scratch) / "history"))
+        tonight, tables = make(history, options.nights, options.devices)
+        size = sum(file.stat().st_size for file in Path(scratch).rglob("*.json"))
+        print(f"{options.nights} nights, {options.devices} devices, {size / 2**20:.1f} MiB")
+        print(f"list every night         {best(lambda: night_rows(history, 0)):.2f} s")
+        print(f"one device over time     {best(lambda: device_rows(history, 'cuda:7', 0)):.2f} s")
+        print(f"drift of tonight         {best(lambda: find_drift(history, tonight, tables)):.2f} s")
+
+
+if __name__ == "__main__":
+    main()
