@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from consistency.harness import Report
 from consistency.history import History
 from consistency.launch.local import Watcher
 from consistency.launch.process import Limits
+from consistency.travel import fetch
 
 __all__ = ["Comparison", "Report", "compare", "run"]
 
@@ -92,6 +94,9 @@ def run(
 
 
 def compare(captures: Iterable[Capture | str | Path]) -> Comparison:
-    """Compare captures, given as such or as their folders; the first one's reference worker is the reference."""
-    found, unread = harness.read_captures(c if isinstance(c, Capture) else Path(c) for c in captures)
-    return harness.compare_captures(found, unread=unread)
+    """Compare captures (folders, ZIP files, URLs, or read ones); the first one's reference worker is the reference."""
+    with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
+        found, unread = harness.read_captures(
+            c if isinstance(c, Capture) else fetch(str(c), Path(scratch)) for c in captures
+        )
+        return harness.compare_captures(found, unread=unread)

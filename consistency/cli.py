@@ -95,13 +95,13 @@ def _parser() -> argparse.ArgumentParser:
 
     capture = _command(commands, "capture", _capture, "write down what the devices of this machine see; do not compare")
     _case_options(capture)
-    capture.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder for the capture")
+    capture.add_argument("--out", metavar="DIR", required=True, help="folder, FILE.zip or URL for the capture")
     capture.add_argument("--force", action="store_true", help="replace an earlier capture in --out")
     capture.add_argument("--json", action="store_true", help="print what was captured as JSON")
 
     compare = _command(commands, "compare", _compare, "compare captures, also from several machines")
     compare.add_argument(
-        "captures", nargs="+", type=Path, metavar="DIR", help="a capture, or the --out folder of a run"
+        "captures", nargs="+", metavar="DIR", help="a capture (folder, FILE.zip or URL), or the --out folder of a run"
     )
     compare.add_argument("--out", type=Path, metavar="DIR", help="folder for report.json")
     compare.add_argument("--baseline", type=Path, metavar="FILE", help="what is known (consistency baseline accept)")
@@ -211,15 +211,13 @@ def _baseline(parsed: argparse.Namespace) -> Baseline | None:
 
 
 def _capture(parsed: argparse.Namespace) -> int:
-    from consistency.capture import read_capture
     from consistency.numbers import encode_json
     from consistency.report.progress import progress
     from consistency.report.terminal import make_console
 
     plan = harness.prepare(_options(parsed))
     with progress(make_console(sys.stderr)) as watch:
-        folder = harness.capture(plan, parsed.out, watch=watch, replace=parsed.force)
-    found = read_capture(folder)
+        found = harness.capture_to(plan, parsed.out, watch=watch, replace=parsed.force)
     rows = [
         {
             "name": worker.info.name,
@@ -231,12 +229,12 @@ def _capture(parsed: argparse.Namespace) -> int:
         for worker in found.workers
     ]
     if parsed.json:
-        sys.stdout.buffer.write(encode_json({"capture": str(folder), "workers": rows}, indent=1) + b"\n")
+        sys.stdout.buffer.write(encode_json({"capture": parsed.out, "workers": rows}, indent=1) + b"\n")
     else:
         for row in rows:
             note = f": {row['reason']}" if row["reason"] else ""
             print(f"{row['name']} ({row['road']}): {row['status']}, {row['tensors']} tensors{note}")
-        print(f"capture: {folder}")
+        print(f"capture: {parsed.out}")
     return 0 if all(worker.info.status == "ok" for worker in found.workers) else 3
 
 

@@ -40,6 +40,7 @@ from consistency.launch.plan import plan_waves
 from consistency.launch.process import Limits
 from consistency.preflight import prepare_case
 from consistency.report.json import write_report
+from consistency.travel import deliver, fetch, is_remote, refuse_to_replace, travels
 
 CAPTURES = "captures"
 REPORT_FILES = ("report.json",)
@@ -125,6 +126,25 @@ def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) 
         return writer.commit(manifest)
 
 
+def capture_to(plan: Plan, target: str, *, watch: Watcher, replace: bool = False) -> Capture:
+    """Leave a capture in a folder, in one file (`….zip`), or at a URL; return what is in it.
+
+    Raises
+    ------
+    CaptureError
+        There is something at the target and `replace` does not say to replace it, or it cannot be written.
+    """
+    if not travels(target):
+        return read_capture(capture(plan, Path(target), watch=watch, replace=replace))
+    if not replace:
+        refuse_to_replace(target)
+    with tempfile.TemporaryDirectory(prefix="consistency-capture-") as scratch:
+        folder = capture(plan, Path(scratch) / "capture", watch=watch)
+        found = read_capture(folder)
+        deliver(folder, target)
+    return found
+
+
 def run(
     plan: Plan,
     out: Path | None,
@@ -190,18 +210,31 @@ def with_nights(
 
 
 def compare_folders(
-    folders: Sequence[Path], out: Path | None, *, replace: bool = False, baseline: Baseline | None = None
+    given: Sequence[str | Path], out: Path | None, *, replace: bool = False, baseline: Baseline | None = None
 ) -> Comparison:
-    """Compare captures that were made apart; write the report where `out` says."""
-    captures, unread = read_captures(folders)
-    comparison = msgspec.structs.replace(
-        compare_captures(captures, unread=unread), captures=tuple(str(capture.folder.resolve()) for capture in captures)
-    )
-    if baseline is not None:
-        comparison = apply(baseline, comparison)
-    if out is not None:
-        with _output(out, replace=replace, reads=folders) as folder:
-            write_report(comparison, folder)
+    """Compare captures that were made apart; write the report where `out` says.
+
+    Parameters
+    ----------
+    given : sequence of str or Path
+        Folders, ZIP files or URLs of captures, or of the `--out` folders of runs.
+    out : Path or None
+    replace : bool
+        Overwrite what an earlier run left in `out`.
+    baseline : Baseline, optional
+        What is known and accepted.
+    """
+    with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
+        folders = [fetch(str(one), Path(scratch)) for one in given]
+        captures, unread = read_captures(folders)
+        comparison = compare_captures(captures, unread=unread)
+        places = tuple(str(one) if is_remote(str(one)) else str(Path(one).resolve()) for one in given)
+        comparison = msgspec.structs.replace(comparison, captures=places)
+        if baseline is not None:
+            comparison = apply(baseline, comparison)
+        if out is not None:
+            with _output(out, replace=replace, reads=folders) as folder:
+                write_report(comparison, folder)
     return comparison
 
 

@@ -13,6 +13,7 @@ from consistency.errors import CaptureError, UsageError
 from consistency.numbers import decode_json
 from consistency.participants import Participant, gather
 from consistency.records import TensorRecord
+from consistency.travel import fetch, is_remote
 
 REPORT = "report.json"
 
@@ -82,7 +83,7 @@ def read_report(path: Path) -> tuple[ReportHead, Path]:
     return head, file.parent
 
 
-def find_evidence(path: Path, number: int) -> Evidence:
+def find_evidence(path: Path, number: int, scratch: Path) -> Evidence:
     """Return the tensor that shows a finding best.
 
     Parameters
@@ -91,6 +92,8 @@ def find_evidence(path: Path, number: int) -> Evidence:
         `report.json`, or its folder, with the captures beside it.
     number : int
         Of the finding, from 1.
+    scratch : Path
+        Folder to unpack captures into, to be kept while the evidence is used.
 
     Raises
     ------
@@ -113,7 +116,7 @@ def find_evidence(path: Path, number: int) -> Evidence:
             f"finding {number} is about no tensor", got=f"{finding.kind}: {finding.message}",
             hint=finding.next or "run the case again: the report has its command",
         )  # fmt: skip
-    participants = gather(_captures(head, folder))
+    participants = gather(_captures(head, folder, scratch))
     seen = list(_seen(finding, participants))
     if not seen:
         raise CaptureError("the captures do not hold what the finding is about", where=folder, got=finding.message)
@@ -128,14 +131,19 @@ def find_evidence(path: Path, number: int) -> Evidence:
     )
 
 
-def _captures(head: ReportHead, folder: Path) -> list[Capture]:
+def _captures(head: ReportHead, folder: Path, scratch: Path) -> list[Capture]:
     pool = RecordPool()
     beside = folder / "captures"
     if (beside / MANIFEST).exists():
         return [read_capture(beside, pool)]
     if not head.captures:
         raise CaptureError("no capture beside the report", where=folder, wanted=f"captures/{MANIFEST}")
-    return [read_capture(Path(text) if Path(text).is_absolute() else folder / text, pool) for text in head.captures]
+    for text in head.captures:
+        if is_remote(text):  # a report may be a stranger's: it opens no connection
+            raise CaptureError(
+                "a capture of this report is not on this machine", where=text, hint="copy it here, and compare again"
+            )
+    return [read_capture(fetch(text, scratch), pool) for text in head.captures]
 
 
 def _seen(finding: Finding, participants: tuple[Participant, ...]) -> list[tuple[Participant, TensorRecord]]:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,8 +97,9 @@ def reproduce(report: Path, number: int, out: Path, *, replace: bool = False) ->
         raise UsageError(
             "there is something in the place of the reproducer", where=out, hint="give --force, or another --out"
         )
-    evidence = find_evidence(report, number)
-    parts = _parts(evidence)
+    with tempfile.TemporaryDirectory(prefix="consistency-reproduce-") as scratch:
+        evidence = find_evidence(report, number, Path(scratch))
+        parts = _parts(evidence)
     partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
     try:
         partial.mkdir(parents=True)
