@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from consistency import __version__, harness
 from consistency.case import DTYPES, Level, Options, Road, Stage, make_options, read_options, split_list
-from consistency.commands import nights, reproduce
+from consistency.commands import bisect, nights, reproduce
 from consistency.discovery import discover
 from consistency.errors import ConsistencyError, InterruptedRunError, UsageError
 from consistency.override import HELP as OVERRIDE_HELP
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     drill.add_argument("--force", action="store_true", help="replace an earlier drill's results in --out")
     drill.add_argument("--json", action="store_true", help="print the rows as JSON")
 
-    for module in (reproduce, nights):
+    for module in (reproduce, nights, bisect):
         module.add(functools.partial(_command, commands))
     return parser
 

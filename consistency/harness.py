@@ -36,7 +36,7 @@ from consistency.drift import find_drift
 from consistency.errors import CaptureError, UsageError
 from consistency.history import History, night_of
 from consistency.launch.local import Watcher, run_workers
-from consistency.launch.plan import plan_waves
+from consistency.launch.plan import WorkerPlan, plan_waves
 from consistency.launch.process import Limits
 from consistency.preflight import prepare_case
 from consistency.report.json import write_report
@@ -111,16 +111,31 @@ def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) 
     Path
         `target`; a folder that was there is replaced only where `replace` says so.
     """
+    return capture_plans(
+        plan.case, plan_waves(plan.case, plan.devices), target,
+        limits=plan.limits, faults=plan.faults, watch=watch, replace=replace,
+    )  # fmt: skip
+
+
+def capture_plans(
+    case: Case,
+    waves: Sequence[Sequence[WorkerPlan]],
+    target: Path,
+    *,
+    limits: Limits,
+    faults: Mapping[str, str],
+    watch: Watcher = lambda *_: None,
+    replace: bool = False,
+) -> Path:
+    """Run workers that were planned, and leave a capture at `target`."""
     with CaptureWriter(target, replace=replace) as writer:
-        slugs = run_workers(
-            plan.case, plan_waves(plan.case, plan.devices), writer, limits=plan.limits, watch=watch, faults=plan.faults
-        )
+        slugs = run_workers(case, waves, writer, limits=limits, watch=watch, faults=faults)
         manifest = CaptureManifest(
             schema=SCHEMA,
             tool=__version__,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             host=platform.node(),
-            case=plan.case,
+            case=case,
             workers=slugs,
         )
         return writer.commit(manifest)

@@ -58,8 +58,10 @@ def torch_device(info: DeviceInfo, road: Road) -> str:
     return f"{info.spec.type}:{info.spec.index}"
 
 
-def worker_environment(info: DeviceInfo, road: Road, *, threads: int) -> dict[str, str]:
-    """Return the whole environment of a worker."""
+def worker_environment(
+    info: DeviceInfo, road: Road, *, threads: int, change: Mapping[str, str | None] | None = None
+) -> dict[str, str]:
+    """Return the whole environment of a worker; `change` has the last word, None in it takes a variable away."""
     found = {name: value for name, value in os.environ.items() if name not in KERNEL_VARIABLES}
     found.update(python_path())
     found.update(
@@ -81,6 +83,10 @@ def worker_environment(info: DeviceInfo, road: Road, *, threads: int) -> dict[st
     variant = info.spec.numerical_variant()
     if variant is not None:
         found.update(variant.environment)
+    for name, value in (change or {}).items():
+        found.pop(name, None)
+        if value is not None:
+            found[name] = value
     return found
 
 

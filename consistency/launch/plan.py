@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from consistency.capture import worker_slug
 from consistency.case import Case, Road
 from consistency.device import DeviceInfo
+from consistency.launch.change import Change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +21,14 @@ class WorkerPlan:
     road : Road
     makes_reference : bool
         Whether it computes the float64 activations for all.
+    change : Change or None
+        What is to be different from what device and road give it.
     """
 
     info: DeviceInfo
     road: Road
     makes_reference: bool = False
+    change: Change | None = None
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ from consistency.capture import CaptureWriter, write_json
 from consistency.case import Case
 from consistency.device import DeviceInfo
 from consistency.errors import CaptureError, ConsistencyError, InputError, UsageError
+from consistency.launch.change import Change
 from consistency.launch.environment import python_command, torch_device, worker_environment
 from consistency.launch.plan import WorkerPlan
 from consistency.numbers import decode_json
@@ -90,6 +91,7 @@ class WorkerProcess:
     ) -> WorkerProcess:
         folder = writer.worker_folder(plan.slug)
         variant = plan.info.spec.numerical_variant()
+        change = plan.change or Change()
         job = Job(
             case=case,
             name=plan.name,
@@ -98,7 +100,7 @@ class WorkerProcess:
             folder=str(folder),
             blobs=str(writer.blobs),
             scratch=str(scratch),
-            settings={} if variant is None else dict(variant.settings),
+            settings={**({} if variant is None else variant.settings), **change.settings},
             makes_reference=plan.makes_reference,
             threads=threads,
             parent_pid=os.getpid(),
@@ -114,7 +116,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,  # held open: the worker ends when its parent is gone and this closes
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=worker_environment(plan.info, plan.road, threads=threads),
+            env=worker_environment(plan.info, plan.road, threads=threads, change=change.environment),
             start_new_session=True,  # Ctrl-C goes to the parent alone, and the whole group can be killed
         )
         return cls(

@@ -8,10 +8,11 @@ from pathlib import Path
 import msgspec
 
 from consistency.capture import MANIFEST, Capture, RecordPool, read_capture
-from consistency.comparison import Finding, WorkerSummary, tensor_name
+from consistency.comparison import BAD, Finding, WorkerSummary, tensor_name
 from consistency.errors import CaptureError, UsageError
+from consistency.judge import judge
 from consistency.numbers import decode_json
-from consistency.participants import Participant, gather
+from consistency.participants import Key, Participant, choose_reference, gather
 from consistency.records import TensorRecord
 from consistency.travel import fetch, is_remote
 
@@ -41,6 +42,10 @@ class Evidence:
     record : TensorRecord
     others : tuple of str
         What else the finding is about, by name.
+    reference : Participant
+        The worker that all are held against.
+    is_bad : bool
+        Whether it is outside its rule; else the finding is about its bits.
     """
 
     finding: Finding
@@ -48,6 +53,8 @@ class Evidence:
     participant: Participant
     record: TensorRecord
     others: tuple[str, ...]
+    reference: Participant
+    is_bad: bool
 
     @property
     def name(self) -> str:
@@ -117,8 +124,9 @@ def find_evidence(path: Path, number: int, scratch: Path) -> Evidence:
             hint=finding.next or "run the case again: the report has its command",
         )  # fmt: skip
     participants = gather(_captures(head, folder, scratch))
+    reference = choose_reference(participants)
     seen = list(_seen(finding, participants))
-    if not seen:
+    if not seen or reference is None:
         raise CaptureError("the captures do not hold what the finding is about", where=folder, got=finding.message)
     participant, record = min(seen, key=lambda pair: _rank(pair[1]))
     name = tensor_name(*record.key)
@@ -128,7 +136,31 @@ def find_evidence(path: Path, number: int, scratch: Path) -> Evidence:
         participant=participant,
         record=record,
         others=tuple(other for other in finding.tensors if other != name),
+        reference=reference,
+        is_bad=judge(participant, reference, record.key).status in BAD,
     )
+
+
+def find_tensor(path: Path, name: str, worker: str, scratch: Path) -> tuple[Participant, Participant, Key]:
+    """Return the worker of this name, the reference worker, and the key of the tensor of this name.
+
+    Raises
+    ------
+    UsageError
+        The report has no such worker or tensor.
+    """
+    head, folder = read_report(path)
+    participants = gather(_captures(head, folder, scratch))
+    reference = choose_reference(participants)
+    for participant in participants:
+        if participant.label != worker:
+            continue
+        for key in participant.records:
+            if tensor_name(*key) == name and reference is not None:
+                return participant, reference, key
+        raise UsageError("the worker has no such tensor", where="--tensor", got=name, wanted="stage::layer.tensor")
+    labels = ", ".join(participant.label for participant in participants)
+    raise UsageError("the report has no such worker", where="--worker", got=worker, wanted=labels)
 
 
 def _captures(head: ReportHead, folder: Path, scratch: Path) -> list[Capture]:

@@ -1,0 +1,54 @@
+"""Settings of a worker that are to differ from what its device and road give it: one trial of a bisection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from consistency.case import Road
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What is different in a worker.
+
+    Attributes
+    ----------
+    name : str
+        What it is called in a report.
+    environment : mapping of str to str or None
+        Variables by name; None takes one away.
+    settings : mapping of str to object
+        Determinism settings by name.
+    threads : int or None
+        Threads per operation.
+    road : Road or None
+        Another road.
+    """
+
+    name: str = ""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    threads: int | None = None
+    road: Road | None = None
+
+    @property
+    def touches(self) -> frozenset[str]:
+        """Name everything that it sets: two changes that touch the same cannot be made at once."""
+        names = {*self.environment, *self.settings}
+        names |= {"threads"} if self.threads is not None else set()
+        return frozenset(names | ({"road"} if self.road is not None else set()))
+
+    @staticmethod
+    def together(changes: Iterable[Change]) -> Change:
+        """Return several changes as one."""
+        environment: dict[str, str | None] = {}
+        settings: dict[str, Any] = {}
+        threads, road, names = None, None, []
+        for change in changes:
+            environment.update(change.environment)
+            settings.update(change.settings)
+            threads, road = change.threads or threads, change.road or road
+            names.append(change.name)
+        return Change(name=" and ".join(names), environment=environment, settings=settings, threads=threads, road=road)
