@@ -116,12 +116,11 @@ def test_architectures_round_differently_and_devices_of_one_do_not(dtype: torch.
 
 
 def test_an_answer_does_not_depend_on_where_its_operands_lie() -> None:
-    base = numbers(4096 + 64 * 64)
-    at = [base[i : i + 64 * 96].reshape(64, 96).to("npu:0") for i in (0,)]
+    a, b = numbers(64, 96).to("npu:0"), numbers(96, 64, seed=1).to("npu:0")
     padded = torch.zeros(64 * 96 + 3, device="npu:0")
-    padded[3:] = at[0].reshape(-1)
-    b = numbers(96, 64, seed=1).to("npu:0")
-    assert torch.equal((at[0] @ b).cpu(), (padded[3:].reshape(64, 96) @ b).cpu())
+    padded[3:] = a.reshape(-1)
+    assert torch.equal((a @ b).cpu(), (padded[3:].reshape(64, 96) @ b).cpu())
+    assert torch.equal((a @ b).cpu(), (a.T.contiguous().T @ b).cpu())
 
 
 def test_whole_numbers_are_added_exactly() -> None:
@@ -288,6 +287,16 @@ def test_pinned_memory_is_the_hosts() -> None:
     assert pinned.device.type == "cpu"
     assert not numbers(8).is_pinned()
     assert torch.equal(pinned.to("npu:0", non_blocking=True).cpu(), pinned)
+
+
+def test_libraries_count_its_memory() -> None:
+    from accelerate.utils import get_max_memory
+
+    npu.empty_cache()
+    found = get_max_memory()
+    assert list(found) == [0, 1, 2, 3, "cpu"]
+    assert all(0 < found[i] <= MEMORY_BYTES for i in range(4))
+    assert get_max_memory({"cpu": 5}) == {"cpu": 5}
 
 
 def test_tensors_travel_through_files(tmp_path: Any) -> None:

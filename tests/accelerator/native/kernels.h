@@ -15,8 +15,9 @@ inline void same_device(at::TensorList tensors, const char* name) {
   for (auto& tensor : tensors) {
     if (!tensor.defined() || (tensor.device().is_cpu() && tensor.dim() == 0)) continue;
     if (!first) first = tensor.device();
-    TORCH_CHECK(*first == tensor.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
-                *first, " and ", tensor.device(), "! (", name, ")");
+    TORCH_CHECK(*first == tensor.device(),
+                "Expected all tensors to be on the same device, but found at least two devices, ", *first, " and ",
+                tensor.device(), "! (", name, ")");
   }
 }
 
@@ -92,7 +93,8 @@ inline at::Tensor baddbmm(const at::Tensor& c, const at::Tensor& a, const at::Te
   return product_plus(c, a, b, beta, alpha, "baddbmm");
 }
 
-inline at::Tensor sum(const at::Tensor& tensor, at::OptionalIntArrayRef over, bool keep, std::optional<at::ScalarType> dtype) {
+inline at::Tensor sum(const at::Tensor& tensor, at::OptionalIntArrayRef over, bool keep,
+                      std::optional<at::ScalarType> dtype) {
   int index = place(tensor);
   streams().launch(index);
   auto host = host_view(tensor);
@@ -127,16 +129,25 @@ inline at::Tensor& into(at::Tensor& out, const at::Tensor& found) {
   host_view(out).copy_(host_view(found));
   return out;
 }
-inline at::Tensor& mm_out(const at::Tensor& a, const at::Tensor& b, at::Tensor& out) { return into(out, simulated::mm(a, b)); }
-inline at::Tensor& bmm_out(const at::Tensor& a, const at::Tensor& b, at::Tensor& out) { return into(out, simulated::bmm(a, b)); }
-inline at::Tensor& addmm_out(const at::Tensor& c, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
-                             const at::Scalar& alpha, at::Tensor& out) { return into(out, simulated::addmm(c, a, b, beta, alpha)); }
-inline at::Tensor& addmm_(at::Tensor& c, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
-                          const at::Scalar& alpha) { return into(c, simulated::addmm(c, a, b, beta, alpha)); }
-inline at::Tensor& baddbmm_out(const at::Tensor& c, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
-                               const at::Scalar& alpha, at::Tensor& out) { return into(out, simulated::baddbmm(c, a, b, beta, alpha)); }
-inline at::Tensor& baddbmm_(at::Tensor& c, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
-                            const at::Scalar& alpha) { return into(c, simulated::baddbmm(c, a, b, beta, alpha)); }
+using at::Scalar;
+using at::Tensor;
+
+inline Tensor& mm_out(const Tensor& a, const Tensor& b, Tensor& out) { return into(out, simulated::mm(a, b)); }
+inline Tensor& bmm_out(const Tensor& a, const Tensor& b, Tensor& out) { return into(out, simulated::bmm(a, b)); }
+inline Tensor& addmm_out(const Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta, const Scalar& alpha,
+                         Tensor& out) {
+  return into(out, simulated::addmm(c, a, b, beta, alpha));
+}
+inline Tensor& addmm_(Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta, const Scalar& alpha) {
+  return into(c, simulated::addmm(c, a, b, beta, alpha));
+}
+inline Tensor& baddbmm_out(const Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta, const Scalar& alpha,
+                           Tensor& out) {
+  return into(out, simulated::baddbmm(c, a, b, beta, alpha));
+}
+inline Tensor& baddbmm_(Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta, const Scalar& alpha) {
+  return into(c, simulated::baddbmm(c, a, b, beta, alpha));
+}
 inline at::Tensor& sum_out(const at::Tensor& tensor, at::OptionalIntArrayRef dims, bool keep,
                            std::optional<at::ScalarType> dtype, at::Tensor& out) {
   return into(out, simulated::sum(tensor, dims, keep, dtype ? dtype : out.scalar_type()));

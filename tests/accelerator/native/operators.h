@@ -26,10 +26,16 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   };
   std::optional<c10::Device> asked;  // of a factory
   for (auto& value : torch::jit::last(*stack, op.schema().arguments().size())) {
-    if (value.isTensor()) see(value.toTensor());
-    else if (value.isTensorList()) for (const at::Tensor& tensor : value.toTensorVector()) see(tensor);
-    else if (value.isOptionalTensorList()) for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) { if (tensor) see(*tensor); }
-    else if (value.isDevice()) asked = value.toDevice();
+    if (value.isTensor()) {
+      see(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) see(tensor);
+    } else if (value.isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
+        if (tensor) see(*tensor);
+    } else if (value.isDevice()) {
+      asked = value.toDevice();
+    }
   }
   if (!found) found = asked;
   InsideKernel inside;
@@ -40,17 +46,21 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 // ---- factories and views
+constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
+
 inline at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                        std::optional<c10::Device> where, std::optional<bool>, std::optional<c10::MemoryFormat> format) {
+                        std::optional<c10::Device> where, std::optional<bool>,
+                        std::optional<c10::MemoryFormat> format) {
   On on(index_of(where));
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &memory(),
-                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &memory(), kKeys, c10::dtype_or_default(dtype),
+                                   format);
 }
-inline at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
-                                std::optional<at::Layout>, std::optional<c10::Device> where, std::optional<bool>) {
+inline at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                                std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                                std::optional<c10::Device> where, std::optional<bool>) {
   On on(index_of(where));
   return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &memory(),
-                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
+                                           kKeys, c10::dtype_or_default(dtype));
 }
 inline at::Tensor as_strided(const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
                              std::optional<c10::SymInt> offset) {
@@ -67,7 +77,8 @@ inline at::Tensor reshape_alias(const at::Tensor& tensor, c10::SymIntArrayRef si
 inline at::Tensor unfold(const at::Tensor& tensor, int64_t dim, int64_t size, int64_t step) {
   return at::native::unfold(tensor, dim, size, step);
 }
-inline const at::Tensor& resize_(const at::Tensor& tensor, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat> format) {
+inline const at::Tensor& resize_(const at::Tensor& tensor, c10::SymIntArrayRef size,
+                                 std::optional<c10::MemoryFormat> format) {
   On on(tensor.device().index());
   return at::native::resize_(tensor, C10_AS_INTARRAYREF_SLOW(size), format);
 }
@@ -115,8 +126,9 @@ inline at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
   streams().launch(index);
   std::optional<at::Tensor> host_bias;
   if (added.defined()) host_bias = host_view(added);
-  return on_device(at::convolution_symint(host_view(input), host_view(weight), host_bias, stride, padding, dilation,
-                                          transposed, output_padding, groups), index);
+  auto found = at::convolution_symint(host_view(input), host_view(weight), host_bias, stride, padding, dilation,
+                                      transposed, output_padding, groups);
+  return on_device(found, index);
 }
 inline std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, c10::SymIntArrayRef stride,

@@ -14,7 +14,7 @@ def autoload() -> None:
     import torch
     from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
-    from . import _native, copies, device_module, peft_default
+    from . import _native, copies, device_module, libraries
     from .settings import read_settings
 
     settings = read_settings()
@@ -24,5 +24,5 @@ def autoload() -> None:
     generate_methods_for_privateuse1_backend(for_storage=True)
     copies.install(settings)
     _native.set_fill(-1 if settings.fill is None else settings.fill)
-    if settings.peft_default and settings.visible:
-        peft_default.install(NAME)
+    if settings.known_to_libraries and settings.visible:
+        libraries.install()

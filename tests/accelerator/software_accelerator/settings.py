@@ -66,8 +66,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         The byte that memory is filled with before it is handed out; None leaves what lay there, as accelerators do.
     memory_bytes : int
         Of each device.
-    peft_default : bool
-        Let `peft.infer_device` name the double, as it names CUDA, so that PEFT's default road leads through device 0.
+    known_to_libraries : bool
+        Let PEFT and accelerate take the double for the machine's accelerator, as they take CUDA (`libraries.py`).
     visible : tuple of int
         Filled from the environment: the devices that this process sees, in its own order.
     """
@@ -77,7 +77,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     copies: tuple[CopyFault, ...] = ()
     fill: Byte | None = None
     memory_bytes: Positive = 8 * 2**30
-    peft_default: bool = True
+    known_to_libraries: bool = True
     visible: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
