@@ -85,8 +85,11 @@ def _make(compiler: str, folder: Path) -> Path:
     (told / "METADATA").write_text(METADATA, encoding="utf-8")
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     command = [compiler, *_arguments(), str(NATIVE / "module.cpp"), "-o", str(package / f"_native{suffix}"), *_link()]
+    in_english = {**os.environ, "LC_ALL": "C"}  # for what is looked for in its messages
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=BUILD_LIMIT_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=BUILD_LIMIT_S, env=in_english
+        )
     except subprocess.TimeoutExpired:
         raise NotBuiltError(f"{compiler} took longer than {BUILD_LIMIT_S:g} s") from None
     if done.returncode != 0:

@@ -114,7 +114,8 @@ inline at::Scalar item(const at::Tensor& tensor) {  // a copy of one element to 
 
 // ---- what torch has no CPU kernel to fall back to
 inline int64_t attention_by_plain_products(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                           const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
+                                           const std::optional<at::Tensor>&, double, bool, std::optional<double>,
+                                           bool) {
   return 0;  // SDPBackend::math
 }
 inline at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,

@@ -35,9 +35,11 @@ def _memory(module: Any) -> None:
     real = module.get_max_memory
 
     def get_max_memory(max_memory: dict[int | str, Any] | None = None) -> dict[int | str, Any]:
-        free = {index: device_module.mem_get_info(index)[0] for index in range(device_module.device_count())}
         found: dict[int | str, Any] = real(max_memory)
-        return found if max_memory is not None else {**free, **found}
+        if max_memory is not None:
+            return found
+        devices = range(device_module.device_count())
+        return {**{index: device_module.mem_get_info(index)[0] for index in devices}, **found}
 
     module.get_max_memory = get_max_memory
 
