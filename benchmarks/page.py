@@ -5,10 +5,11 @@ on workers of four architectures, three of them with zeros in every `lora_B` and
 of one architecture hold the same bits. `apart`: every tensor is computed, and no two workers agree in any, the worst
 that can happen to a page.
 
-What is printed, per size: seconds to write `report.html` and `report.md`, the growth of the peak resident memory while
-they were written, the page's bytes, and the milliseconds from the start of the navigation to the end of the load
-event, by when the heat map of the first stage is drawn: median of several loads, each in a new tab. Chromium and its
-driver are taken from PATH; without them, or with `--no-browser`, the last column is left out.
+What is printed, per size: seconds of processor time to write `report.html` and `report.md`, the page's bytes, and the
+milliseconds from the start of the navigation to the end of the load event, by when the heat map of the first stage is
+drawn: median of several loads, each in a new tab. Chromium and its driver are taken from PATH; without them, or with
+`--no-browser`, the last column is left out. What writing does to the peak memory of a fleet's comparison is in
+`benchmarks/scaling.py`.
 
     python benchmarks/page.py
 """
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import resource
 import shutil
 import statistics
 import tempfile
@@ -59,19 +59,18 @@ def main() -> int:
     asked = parser.parse_args()
     given = [[int(number) for number in size.split("x")] for size in asked.size or ()]
     sizes = [(tensors, devices, not asked.apart) for tensors, devices in given] or SIZES
-    print("tensors × devices         write s  memory MB   page MB   markdown lines   load ms")
+    print("tensors × devices         write s   page MB   markdown lines   load ms")
     with tempfile.TemporaryDirectory(prefix="consistency-page-") as scratch, _browser(asked.no_browser) as driver:
         for tensors, devices, alike in sizes:
             found = made_up(tensors, devices, alike=alike)
-            before = _peak_mb()
-            started = time.perf_counter()
+            started = time.process_time()
             by_road = {road: groups(found, road) for road in found.roads}
             page = write_html(found, Path(scratch), by_road)
             text = write_markdown(found, Path(scratch), by_road)
-            seconds = time.perf_counter() - started
+            seconds = time.process_time() - started
             loads = "" if driver is None else f"{load_ms(driver, page):9.0f}"
             print(
-                f"{tensors:6} × {devices:<6} {'alike' if alike else 'apart'}{seconds:13.2f}{_peak_mb() - before:11.0f}"
+                f"{tensors:6} × {devices:<6} {'alike' if alike else 'apart'}{seconds:13.2f}"
                 f"{page.stat().st_size / 1e6:10.2f}{len(text.read_text().splitlines()):17}{loads}",
                 flush=True,
             )
@@ -170,10 +169,6 @@ def _zeros(name: str) -> Row:
         worker=name, reference="file", status="outside", elements=4096 * 4096, mismatched=4096 * 4096,
         max_abs=Real(0.066), max_ulp=15_000, diagnosis="zeros", evidence={"flipped_bits": {7: 100, 14: 30}},
     )  # fmt: skip
-
-
-def _peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 @contextmanager

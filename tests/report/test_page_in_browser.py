@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from consistency.comparison import Comparison
+from consistency.comparison import Comparison, Row, Status, TensorComparison
+from consistency.numbers import Real
 from consistency.report.html import as_html
 
 from .test_html import ALL, HOSTILE, SAFE, faulty, hostile
@@ -103,17 +104,21 @@ def lines(browser: Any) -> list[list[str]]:
     return found
 
 
-def type_filter(browser: Any, text: str) -> str:
-    """Type into the filter; return what it says it found."""
+def until(browser: Any, condition: Callable[[], Any]) -> Any:
+    """Wait until a condition is true; return what it gave."""
     from selenium.webdriver.support.ui import WebDriverWait
 
+    return WebDriverWait(browser, 20, poll_frequency=0.05).until(lambda _: condition())
+
+
+def type_filter(browser: Any, text: str) -> str:
+    """Type into the filter; return what it says it found."""
     before = run(browser, "return document.getElementById('count').textContent")
     box = browser.find_element("id", "filter")
     box.clear()
     box.send_keys(text)
     say = "return document.getElementById('count').textContent"
-    WebDriverWait(browser, 20, poll_frequency=0.05).until(lambda driver: run(driver, say) != before)
-    return str(run(browser, say))
+    return str(until(browser, lambda: run(browser, say) != before and run(browser, say)))
 
 
 def test_it_draws_the_stage_that_is_off(opened: Open) -> None:
@@ -188,9 +193,9 @@ def test_keyboard_walks_the_map_and_numbers_are_told(opened: Open) -> None:
     stops = "return document.querySelectorAll('.grid [tabindex=\"0\"]').length"
     assert run(page, stops) == 1
     told = press(page, Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert told.startswith("model.layers.1 on cuda:1, ✗ outside: zeros, 12.5 of the bound")
+    assert told.startswith("model.layers.1 on cuda:1, ✗ outside: zeros, 12.5 times the bound")
     tip = page.find_element("id", "tip")
-    assert tip.text.splitlines()[:3] == ["model.layers.1 on cuda:1", "✗ outside: zeros", "12.5 of the bound"]
+    assert tip.text.splitlines()[:3] == ["model.layers.1 on cuda:1", "✗ outside: zeros", "12.5 times the bound"]
     assert "1 of 2 tensors are not what they should be" in tip.text
     assert press(page, Keys.HOME) == "▸model.layers.1 2"
     assert press(page, Keys.ENTER) == "▾model.layers.1 2"
@@ -213,12 +218,41 @@ def test_pointing_shows_numbers(opened: Open) -> None:
     ]
 
 
+def test_numbers_are_exact_and_of_the_right_limit(opened: Open) -> None:
+    rows: dict[str, tuple[Status, float, int]] = {
+        "cpu": ("within", 0.25, 16_384),
+        "cuda:0": ("outside", 1.5e6, 16_777_215),
+        "cuda:1": ("outside", float("nan"), 1),
+    }
+    made = TensorComparison(
+        stage="merged", road="isolated", layer="l", tensor="w", shape=(4096, 4096), dtype="bfloat16", rule="user",
+        classes=(("cpu",), ("cuda:0",), ("cuda:1",)),
+        rows=tuple(
+            Row(
+                worker=name, reference="float64", status=status, bound_ratio=Real(ratio), mismatched=mismatched,
+                max_abs=Real(1.23456e-7), max_ulp=123_456_789,
+            )
+            for name, (status, ratio, mismatched) in rows.items()
+        ),
+    )  # fmt: skip
+    page = opened(comparison([made], verdict="inconsistent", findings=faulty().findings))
+    told = run(page, "return [...document.querySelectorAll('.grid td')].map(cell => cell.dataset.told.split('\\n'))")
+    assert told[0] == [
+        "l.w on cpu", "≤ within", "0.25 of the tolerance given", "16,384 elements with other bits",
+        "largest difference 1.23e-7", "123,456,789 ULP at most", "class of agreement A",
+    ]  # fmt: skip
+    assert told[1][2:4] == ["1,500,000 times the tolerance given", "16,777,215 elements with other bits"]
+    assert told[2][2] == "nan of the tolerance given"
+    assert lines(page)[0][1:4] == ["≤ .25", "✗ 1.5e6", "✗ nan"]
+
+
 def test_hostile_names_stay_text(opened: Open) -> None:
     page = opened(hostile())
     assert run(page, "return [document.images.length, document.scripts.length]") == [0, 2]
     for box in page.find_elements("css selector", ".stage:not([open]) > summary"):
         box.click()
-    heads = run(page, "return [...document.querySelectorAll('.grid tbody th')].map(cell => cell.textContent)")
+    names = "return [...document.querySelectorAll('.grid tbody th')].map(cell => cell.textContent)"
+    heads = until(page, lambda: len(run(page, names)) == 2 and run(page, names))  # it is drawn when it has opened
     assert heads == [f"{SAFE}.{SAFE}"] * 2
     assert SAFE in run(page, "return document.querySelector('.grid thead').textContent")
     assert SAFE in run(page, "return document.querySelector('.grid td').getAttribute('aria-label')")

@@ -24,8 +24,8 @@
     for (let n = number + 1; n > 0; n = Math.floor((n - 1) / 26)) text = String.fromCharCode(65 + ((n - 1) % 26)) + text;
     return text;
   };
-  const number = (value) => (typeof value === "string" ? value : value.toLocaleString("en", { maximumSignificantDigits: 3 }));
-  const small = (value) => (typeof value === "string" ? value : value >= 10 ? value.toPrecision(2) : value.toFixed(2).replace(/^0/, ""));
+  const whole = (value) => value.toLocaleString("en");
+  const small = (value) => (typeof value === "string" ? value : value >= 10 ? value.toPrecision(2).replace("e+", "e") : value.toFixed(2).replace(/^0/, ""));
 
   /* ---- what a cell says ---- */
   const variantOf = (row, column) => {
@@ -48,14 +48,15 @@
     if (status === EQUAL) return "c-equal";
     return `c-within${Math.min(4, Math.max(1, Math.ceil(ratioRank(ratio) * 4)))}`;
   };
-  const say = (variant, names) => {
+  const say = (variant, names, rule) => {
     if (variant === null) return "not looked at";
     const [status, of = 0, word, ratio, maxAbs, ulp, mismatched, bad] = variant;
     const lines = [`${MARKS[status]} ${data.key[status][0]}${word >= 0 ? `: ${data.strings[word]}` : ""}`];
-    if (ratio !== undefined && ratio !== null) lines.push(`${number(ratio)} of the bound`);
-    if (mismatched) lines.push(`${number(mismatched).replace(/\.0+$/, "")} elements with other bits`);
+    const limit = rule === "user" ? "tolerance given" : "bound";
+    if (ratio !== undefined && ratio !== null) lines.push(`${ratio > 1 ? `${whole(ratio)} times` : `${ratio} of`} the ${limit}`);
+    if (mismatched) lines.push(`${whole(mismatched)} elements with other bits`);
     if (maxAbs !== undefined && maxAbs !== null) lines.push(`largest difference ${maxAbs}`);
-    if (ulp !== undefined && ulp !== null) lines.push(`${ulp} ULP at most`);
+    if (ulp !== undefined && ulp !== null) lines.push(`${whole(ulp)} ULP at most`);
     if (bad) lines.push(`${bad} of its workers are off; the worst is shown`);
     lines.push(of < 0 ? "workers of several classes of agreement" : `class of agreement ${letter(of)}`);
     return (names ? [names] : []).concat(lines).join("\n");
@@ -66,7 +67,7 @@
   const isUnlike = (row) => {
     if (row[5] === undefined) return false;
     const shown = new Set(row[5].map((variant) => variant[1] || 0));
-    return shown.size > 1 || row[5].some((variant) => variant[0] !== EQUAL && variant[0] !== WITHIN) || (row[6] || []).includes(-1);
+    return shown.size > 1 || row[5].some((variant) => variant[0] !== EQUAL && variant[0] !== WITHIN);
   };
   const words = (row) => {
     const parts = row.slice(0, 5).map((place) => data.strings[place]);
@@ -186,7 +187,7 @@
       }
       const td = make("td", { tabindex: "-1", role: "gridcell" });
       const who = `${full} on ${label}${many > 1 ? ` (${many} workers)` : ""}`;
-      let told = say(worst, who);
+      let told = say(worst, who, rows.length === 1 ? data.strings[rows[0][4]] : "");
       if (rows.length > 1) {
         told += off ? `\n${off} of ${rows.length} tensors are not what they should be; the worst is shown` : `\nthe largest of ${rows.length} tensors`;
       }
@@ -344,7 +345,10 @@
   key();
   apply();
   const first = grids.find((grid) => grid.section.bad) || grids.find((grid) => grid.section.unlike) || grids[0];
-  if (first) first.box.open = true;
+  if (first) {
+    first.box.open = true;
+    first.draw(); // now: the event that says it was opened comes after the page was painted once
+  }
   $("controls").hidden = $("key").hidden = false;
 
   /* ---- colour scheme: the system's, until the reader chooses ---- */
