@@ -40,10 +40,11 @@ from consistency.launch.plan import WorkerPlan, plan_waves
 from consistency.launch.process import Limits
 from consistency.preflight import prepare_case
 from consistency.report.json import write_report
+from consistency.report.summary import groups
 from consistency.travel import deliver, fetch, is_remote, refuse_to_replace, travels
 
 CAPTURES = "captures"
-REPORT_FILES = ("report.json",)
+REPORT_FILES = ("report.json", "report.html", "report.md")
 _MOST_DAMAGE = 6  # one line of an error is no place for a thousand workers
 
 
@@ -71,7 +72,7 @@ class Report:
     ----------
     comparison : Comparison
     folder : Path or None
-        Where `report.json` and `captures/` lie; None where nothing was to be kept.
+        Where the files of the report and `captures/` lie; None where nothing was to be kept.
     elapsed_s : float
     """
 
@@ -175,7 +176,7 @@ def run(
     ----------
     plan : Plan
     out : Path or None
-        Folder for `report.json` and `captures/`; None keeps nothing.
+        Folder for `REPORT_FILES` and `captures/`; None keeps nothing.
     watch : callable
         Called with every event of every worker.
     replace : bool
@@ -195,7 +196,7 @@ def run(
             comparison = apply(baseline, comparison)
         elapsed = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
         if out is not None:
-            write_report(comparison, folder)
+            _write_reports(comparison, folder)
     return Report(comparison=comparison, folder=out, elapsed_s=elapsed)
 
 
@@ -249,7 +250,7 @@ def compare_folders(
             comparison = apply(baseline, comparison)
         if out is not None:
             with _output(out, replace=replace, reads=folders) as folder:
-                write_report(comparison, folder)
+                _write_reports(comparison, folder)
     return comparison
 
 
@@ -290,7 +291,7 @@ def diff_weights(
         return diff(actual, expected, allow_pickle=allow_pickle)
     with _output(out, replace=replace, reads=(actual, expected)) as folder:  # what is in the way is said at once
         comparison = diff(actual, expected, allow_pickle=allow_pickle)
-        write_report(comparison, folder)
+        _write_reports(comparison, folder)
     return comparison
 
 
@@ -315,6 +316,17 @@ def compare_captures(captures: Sequence[Capture], *, unread: Sequence[str] = ())
             raise CaptureError("no worker of the capture can be read", got="; ".join(damage[:_MOST_DAMAGE]))
         raise UsageError("nothing was looked at: no tensor is in what was asked for", where="--stages, or `only`")
     return comparison
+
+
+def _write_reports(comparison: Comparison, folder: Path) -> None:
+    """Write `REPORT_FILES`, the one that programs build on first."""
+    from consistency.report.html import write_html  # jinja2 and rich are nothing that a test session should wait for
+    from consistency.report.markdown import write_markdown
+
+    write_report(comparison, folder)
+    found = {road: groups(comparison, road) for road in comparison.roads}
+    write_html(comparison, folder, found)
+    write_markdown(comparison, folder, found)
 
 
 @contextmanager

@@ -1,0 +1,122 @@
+"""`report.html`: one file that opens from disk, without network, and shows where devices part.
+
+What is said in words is rendered here, so that it can be read without JavaScript; the heat map alone is drawn by the
+page's script, from data that lie in it (`page/cells.py`). Every name may come from a stranger's model, adapter or
+capture: the template escapes all of them, the script sets text and never markup, and a content security policy lets
+nothing run but that script, and nothing be fetched.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.resources
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+from markupsafe import Markup
+
+from consistency.capture import write_whole
+from consistency.comparison import Comparison
+from consistency.report.page import agreement, cells, distributions, environments, memory, overview, transfers
+from consistency.report.page.labels import KEY, shown
+from consistency.report.summary import Group, groups
+
+FILE = "report.html"
+
+Groups = Mapping[str, Sequence[Group]]
+
+_VERDICTS = {"consistent": "✓", "inconsistent": "✗", "incomplete": "!"}
+
+_ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
+"""Inside of a JSON string these mean the same; in a script element `</script>` or `<!--` would end or change it."""
+
+
+def write_html(comparison: Comparison, folder: Path, found: Groups | None = None) -> Path:
+    """Write `report.html` into a folder, whole or not at all."""
+    write_whole(folder / FILE, [as_html(comparison, found).encode()])
+    return folder / FILE
+
+
+def as_html(comparison: Comparison, found: Groups | None = None) -> str:
+    """Return the page.
+
+    Parameters
+    ----------
+    comparison : Comparison
+    found : mapping of str to sequence of Group, optional
+        `summary.groups` by road, where they are known already: they take a look at every row.
+    """
+    from consistency import __version__
+
+    found = found if found is not None else {road: groups(comparison, road) for road in comparison.roads}
+    stages = overview.stages(comparison)
+    script, style = _part("page.js"), _part("style.css")
+    parted, ways_left_out = agreement.partitions(comparison.tensors)
+    by_road = {road: cells.columns(comparison, road, found[road]) for road in comparison.roads}
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.from_string(_part("template.html")).render(
+        agreement=parted,
+        bits=distributions.bits(comparison.tensors),
+        case=shown(comparison.case),
+        data=Markup(_data(comparison, by_road)),  # escaped for where it stands, which is no HTML
+        environments=environments.environments(comparison.workers),
+        facts=overview.facts(comparison),
+        findings=overview.finding_texts(comparison.findings, notes=False),
+        first_bits=overview.first_bits(comparison),
+        groups={road: overview.group_texts(found[road], stages, comparison.reference) for road in comparison.roads},
+        key=KEY,
+        left_out=overview.left_out(comparison),
+        mark=_VERDICTS[comparison.verdict],
+        matrices=transfers.matrices(comparison.tensors),
+        not_looked_at=[shown(text) for text in comparison.not_looked_at],
+        notes=overview.finding_texts(comparison.findings, notes=True),
+        ratios=distributions.ratios(comparison.tensors),
+        reference=shown(comparison.reference or ""),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        sentence=overview.sentence(comparison),
+        shortened=any(column.stands_for != 1 for some in by_road.values() for column in some),
+        simulated=comparison.simulated,
+        stages=[shown(stage) for stage in stages],
+        style=Markup(style),
+        tool=__version__,
+        verdict=comparison.verdict,
+        ways_left_out=ways_left_out,
+        workers=memory.workers(comparison),
+    )
+
+
+def _part(name: str) -> str:
+    return (importlib.resources.files("consistency.report.page") / name).read_text(encoding="utf-8")
+
+
+def _data(comparison: Comparison, by_road: Mapping[str, Sequence[cells.Column]]) -> str:
+    """Return what the heat map is drawn from, as JSON that can stand in a script element."""
+    strings = cells.Strings()
+    sections = cells.sections(comparison, by_road, strings)
+    table: dict[str, Any] = {
+        "columns": {
+            shown(road): [[shown(column.label), column.stands_for] for column in some] for road, some in by_road.items()
+        },
+        "sections": [
+            {
+                "road": shown(section.road),
+                "stage": shown(section.stage),
+                "total": section.total,
+                "bad": section.bad,
+                "unlike": section.unlike,
+                "leftOut": section.left_out,
+                "rows": section.rows,
+            }
+            for section in sections
+        ],
+        "strings": strings.all,
+        "key": KEY,
+    }
+    return msgspec.json.encode(table).decode().translate(_ESCAPES)

@@ -1,0 +1,183 @@
+"""`report.md`: what one pastes into an issue tracker, below 60 lines whatever was found.
+
+Every name may be a stranger's: outside of code fences what means something to Markdown is escaped, and a fence is
+longer than any row of backticks in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from consistency.capture import write_whole
+from consistency.comparison import BAD, Comparison, Finding, TensorComparison, WorkerSummary
+from consistency.report.page.labels import counted, shown
+from consistency.report.page.overview import cell_text, facts, first_bits, sentence, stages
+from consistency.report.summary import Group, class_text, groups, some_names
+
+FILE = "report.md"
+
+MOST_LINES = 59
+"""An issue tracker's reader scrolls past more than a screen; the parts below add up to no more than this."""
+
+_GROUP_LINES, _FINDINGS, _TENSORS, _DEVICES = 6, 3, 4, 3
+_LONGEST = 400  # characters of a line: a sentence that names a hundred workers is cut
+
+_SPECIAL = re.compile(
+    r"([\\`*_{}\[\]<>|~$!^=])|(?<!\w)([@#])(?=\w)|(://)|(?<!\w)(www)(\.)|^([-+#]|\d+(?=[.)](?:\s|$)))"
+)
+
+_LIBRARIES = ("accelerate", "numpy", "peft", "safetensors", "transformers")
+
+Groups = Mapping[str, Sequence[Group]]
+
+
+def write_markdown(comparison: Comparison, folder: Path, found: Groups | None = None) -> Path:
+    """Write `report.md` into a folder, whole or not at all."""
+    write_whole(folder / FILE, [as_markdown(comparison, found).encode()])
+    return folder / FILE
+
+
+def as_markdown(comparison: Comparison, found: Groups | None = None) -> str:
+    """Return the report in GitHub's Markdown; `found` is `summary.groups` by road, where they are known."""
+    found = found if found is not None else {road: groups(comparison, road) for road in comparison.roads}
+    lines = [*_head(comparison), *_table(comparison, found), *_findings(comparison)]
+    lines += [*_details(comparison), *_environment(comparison)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def escaped(text: object) -> str:
+    """Return text that Markdown shows as it is: no markup, no HTML, no link, nobody called by name."""
+
+    def escape(match: re.Match[str]) -> str:
+        special, call, scheme, www, dot, first = match.groups()
+        if call:
+            return f"{call}\u2060"  # word joiner: no backslash keeps a tracker from calling @somebody or linking #1
+        if scheme:
+            return "\\:\\/\\/"
+        if www:
+            return f"{www}\\{dot}"
+        if first:
+            return f"\\{first}" if first in "-+#" else f"{first}\u2060"
+        return f"\\{special}"
+
+    line = _cut(shown(text)).replace("&", "&amp;")
+    return _SPECIAL.sub(escape, line)
+
+
+def fence(lines: Sequence[str]) -> list[str]:
+    """Return lines as a block of code that none of them can end."""
+    longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
+    ticks = "`" * max(3, longest + 1)
+    return [f"{ticks}text", *lines, ticks]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+
+
+def _folded(title: str, lines: Sequence[str]) -> list[str]:
+    return ["", f"<details><summary>{title}</summary>", "", *fence([_cut(shown(line)) for line in lines]), "</details>"]
+
+
+def _head(comparison: Comparison) -> Iterator[str]:
+    yield f"**{comparison.verdict.upper()}** {escaped(sentence(comparison))}"
+    yield ""
+    if comparison.simulated:
+        yield "**SIMULATED DEVICES: made up in software; this says nothing about hardware.**"
+        yield ""
+    from consistency import __version__
+
+    case = [comparison.case, *facts(comparison)]
+    yield f"{' · '.join(escaped(part) for part in case)} · consistency {__version__}"
+
+
+def _table(comparison: Comparison, found: Groups) -> Iterator[str]:
+    names = stages(comparison)
+    several = len(found) > 1
+    lines = [(road, group, line) for road, some in found.items() for group in some for line in group.lines]
+    if len(lines) > _GROUP_LINES:  # what is not well before what is
+        lines.sort(key=lambda one: -sum(cell.bad for cell in one[2].cells.values()))
+    yield ""
+    yield f"| architecture | workers | {' | '.join(escaped(name) for name in names)} |"
+    yield "|---" * (2 + len(names)) + "|"
+    for road, group, line in lines[:_GROUP_LINES]:
+        workers = escaped(", ".join(some_names(line.workers, shown=3)))
+        cells = [cell_text(name, line.cells.get(name)) for name in names]
+        texts = [f"{cell.mark} {escaped(cell.text)}".rstrip() for cell in cells]
+        title = escaped(group.architecture) + (f" ({escaped(road)})" if several else "")
+        yield f"| {title} | {workers} | {' | '.join(texts)} |"
+    if len(lines) > _GROUP_LINES:
+        yield f"| and {len(lines) - _GROUP_LINES} more lines |"
+
+
+def _findings(comparison: Comparison) -> Iterator[str]:
+    found = _to_act_on(comparison)
+    if found:
+        yield ""
+    for number, finding in enumerate(found[:_FINDINGS], start=1):
+        mark = "✗" if finding.severity == "error" else "warning:"
+        yield f"{number}. {mark} **{escaped(finding.kind)}** {escaped(finding.message)}"
+    if len(found) > _FINDINGS:
+        yield f"{_FINDINGS + 1}. and {counted(len(found) - _FINDINGS, 'more finding')}"
+
+
+def _to_act_on(comparison: Comparison) -> list[Finding]:
+    return [finding for finding in comparison.findings if finding.severity != "note"]
+
+
+def _details(comparison: Comparison) -> list[str]:
+    """Return what lies behind the findings: what was seen, what to type next, the first tensors concerned."""
+    lines = []
+    for number, finding in enumerate(_to_act_on(comparison)[:_FINDINGS], start=1):
+        said = [f"{number}. {finding.detail[0]}"] if finding.detail else []
+        lines += [*said, f"{number}. next: {finding.next}"] if finding.next else said
+    bad = [tensor for tensor in comparison.tensors if any(row.status in BAD for row in tensor.rows)]
+    if bad:
+        lines.append(f"{counted(len(bad), 'tensor')} not what they should be, the first of them:")
+        lines += [_tensor(tensor) for tensor in bad[:_TENSORS]]
+    else:
+        lines += first_bits(comparison)[:_TENSORS]
+    return _folded("Details", lines) if lines else []
+
+
+def _tensor(tensor: TensorComparison) -> str:
+    row = next(row for row in tensor.rows if row.status in BAD)
+    return f"{tensor.name}  {row.worker}: {row.diagnosis or row.status}  {class_text(tensor.classes)}"
+
+
+def _environment(comparison: Comparison) -> list[str]:
+    """Return versions and devices as `torch.utils.collect_env` lays them out, which trackers ask for."""
+    workers = comparison.workers
+    named = (
+        ("PyTorch version", "torch"),
+        ("CUDA used to build PyTorch", "cuda"),
+        ("OS", "platform"),
+        ("Python version", "python"),
+        ("cuDNN version", "cudnn"),
+        ("CPU capability", "cpu_capability"),
+    )
+    lines = [f"{title}: {_said(workers, name)}" for title, name in named]
+    drivers = dict.fromkeys(worker.driver for worker in workers if worker.driver)
+    lines.append(f"Nvidia driver version: {'; '.join(map(str, drivers)) or 'N/A'}")
+    devices = dict.fromkeys(
+        f"{worker.name}: {worker.model} ({worker.architecture}){' simulated' if worker.simulated else ''}"
+        for worker in workers
+    )
+    lines += list(devices)[:_DEVICES]
+    if len(devices) > _DEVICES:
+        lines.append(f"and {len(devices) - _DEVICES} more devices")
+    lines += [f"[pip3] {name}=={_said(workers, name)}" for name in _LIBRARIES]
+    return _folded("Environment", lines)
+
+
+def _said(workers: Sequence[WorkerSummary], name: str) -> str:
+    """Return what environments say of a name; where they differ, with the workers that say so."""
+    said: dict[str, list[str]] = {}
+    for worker in workers:
+        value = worker.environment.get(name)
+        said.setdefault("N/A" if value is None else str(value), []).append(worker.name)
+    if len(said) == 1:
+        return next(iter(said))
+    return "; ".join(f"{value} ({', '.join(some_names(names, shown=3))})" for value, names in said.items()) or "N/A"

@@ -1,0 +1,220 @@
+"""The heat map's data: what each worker saw of each tensor, small enough to lie in a page.
+
+A tensor is `[layer, tensor, shape, dtype, rule]`, five places in a list of strings, and nothing more where every column
+is equal. Else `variants` follow, the distinct things that columns show of it, and which one each column shows (-1:
+none), unless all show the only one or each its own. Devices with the same bits share a variant, so a page grows with
+what differs. A variant is
+
+    [status, class, diagnosis, ratio, max_abs, max_ulp, mismatched, workers that are off]
+
+with what is empty at its end left off; status is a place in `labels.KEY`, diagnosis one in the strings (-1: none).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from consistency.case import Stage
+from consistency.comparison import BAD, Comparison, Row, TensorComparison
+from consistency.report.page.labels import KEY, digits, shown
+from consistency.report.summary import Group, some_names
+
+MOST_COLUMNS = 64
+"""Workers of a road that get a column each; above it the lines of the table of groups do."""
+
+MOST_VARIANTS = 128_000
+"""2000 tensors on 64 devices of which no two agree: at some 36 bytes each below 5 MB."""
+
+MOST_TENSORS = 20_000
+"""At some 25 bytes and the name of a layer each below 2 MB."""
+
+MIXED = -1
+"""Class of a column whose workers are of several."""
+
+_STATUS = {status: place for place, (status, _, _) in enumerate(KEY)}
+_WORST_FIRST = ("outside", "missing", "unexpected", "blocked", "skipped", "within", "equal")
+_RANK = {status: place for place, status in enumerate(_WORST_FIRST)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One worker, or many that are shown as one.
+
+    Attributes
+    ----------
+    label : str
+    workers : tuple of str
+        Those of which rows are looked at.
+    stands_for : int
+        Workers, of which this many more need not be looked at: their bits and statuses are the same.
+    """
+
+    label: str
+    workers: tuple[str, ...]
+    stands_for: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Section:
+    """One stage on one road.
+
+    Attributes
+    ----------
+    rows : list
+        Tensors as the module's docstring says.
+    left_out : int
+        Tensors for which there was no room.
+    """
+
+    road: str
+    stage: str
+    total: int = 0
+    bad: int = 0
+    unlike: int = 0
+    left_out: int = 0
+    rows: list[list[Any]] = field(default_factory=list)
+
+
+class Strings:
+    """Each text once, and its place."""
+
+    def __init__(self) -> None:
+        self.all: list[str] = []
+        self._places: dict[str, int] = {}
+
+    def place(self, text: str) -> int:
+        found = self._places.get(text)
+        if found is None:
+            found = self._places[text] = len(self.all)
+            self.all.append(shown(text))
+        return found
+
+
+def columns(comparison: Comparison, road: str, groups: Sequence[Group]) -> list[Column]:
+    """Return the heat map's columns on a road: its workers, or, of many, the lines of the groups."""
+    here = {worker.name: worker for worker in comparison.workers if worker.road == road}
+    if len(here) <= MOST_COLUMNS:
+        seen = dict.fromkeys(row.worker for tensor in comparison.tensors if tensor.road == road for row in tensor.rows)
+        # a reference file has no rows, and a reference worker may have them on a road that it did not take
+        names = [name for name, worker in here.items() if name in seen or worker.status != "ok"]
+        names += [name for name in seen if name not in here]
+        return [Column(label=name, workers=(name,), stands_for=1) for name in names]
+    found = []
+    for group in groups:
+        for line in group.lines:
+            label = ", ".join(some_names(line.workers, shown=1)) if line.kinds == 1 else f"{len(line.workers)} others"
+            looked_at = line.workers[:1] if line.kinds == 1 else line.workers
+            label = f"{group.architecture}: {label}"
+            found.append(Column(label=label, workers=looked_at, stands_for=len(line.workers)))
+    return found
+
+
+def sections(comparison: Comparison, by_road: Mapping[str, Sequence[Column]], strings: Strings) -> list[Section]:
+    """Return what is drawn of every stage on every road, the stages in the order in which numbers depend on another."""
+    found: dict[tuple[str, str], Section] = {}
+    kept: list[tuple[int, int, Section, list[Any]]] = []
+    places = {road: _places(some) for road, some in by_road.items()}
+    for number, tensor in enumerate(comparison.tensors):
+        key = (tensor.road, tensor.stage)
+        section = found.get(key)
+        if section is None:
+            section = found[key] = Section(road=tensor.road, stage=tensor.stage)
+        section.total += 1
+        entry, rank = _entry(tensor, by_road[tensor.road], places[tensor.road], strings)
+        section.bad += rank == 0
+        section.unlike += rank < _ALIKE
+        kept.append((rank, number, section, entry))
+    _shorten(kept)
+    for _, _, section, entry in kept:
+        section.rows.append(entry)
+    for section in found.values():
+        section.left_out = section.total - len(section.rows)
+    order = {stage.value: place for place, stage in enumerate(Stage)}
+    return sorted(found.values(), key=lambda s: (comparison.roads.index(s.road), order.get(s.stage, len(order))))
+
+
+_BAD, _UNLIKE, _ALIKE = range(3)
+
+
+def _places(some: Sequence[Column]) -> dict[str, int]:
+    return {name: place for place, column in enumerate(some) for name in column.workers}
+
+
+def _shorten(kept: list[tuple[int, int, Section, list[Any]]]) -> None:
+    """Where not all have room, keep what is bad before what is not alike before what is; the order stays."""
+    cost = sum(len(entry[5]) for *_, entry in kept if len(entry) > 5)
+    if len(kept) <= MOST_TENSORS and cost <= MOST_VARIANTS:
+        return
+    room = MOST_VARIANTS
+    chosen: list[tuple[int, int, Section, list[Any]]] = []
+    for one in sorted(kept, key=lambda one: one[:2]):
+        needs = len(one[3][5]) if len(one[3]) > 5 else 0
+        if len(chosen) < MOST_TENSORS and needs <= room:
+            room -= needs
+            chosen.append(one)
+    kept[:] = sorted(chosen, key=lambda one: one[1])
+
+
+def _entry(
+    tensor: TensorComparison, some: Sequence[Column], places: Mapping[str, int], strings: Strings
+) -> tuple[list[Any], int]:
+    """Return a tensor as it is written, and how much it matters."""
+    shape = "×".join(map(str, tensor.shape)) or "scalar"
+    entry: list[Any] = [strings.place(text) for text in (tensor.layer, tensor.tensor, shape, tensor.dtype, tensor.rule)]
+    rank = _ALIKE
+    if len(tensor.classes) > 1:
+        rank = _UNLIKE
+    if tensor.is_equal and len(tensor.rows) >= sum(column.stands_for for column in some):
+        return entry, rank
+    if len(tensor.classes) > 1:
+        classes = {name: number for number, names in enumerate(tensor.classes) for name in names}
+    else:
+        classes = {}
+    statuses = {row.status for row in tensor.rows}
+    if statuses & BAD:
+        rank = _BAD
+    elif statuses & {"skipped", "blocked"}:
+        rank = _UNLIKE
+    seen: list[list[Row]] = [[] for _ in some]
+    for row in tensor.rows:
+        if row.worker in places:
+            seen[places[row.worker]].append(row)
+    variants: dict[tuple[Any, ...], int] = {}
+    shows = []
+    for rows in seen:
+        variant = _variant(rows, classes, strings) if rows else None
+        shows.append(-1 if variant is None else variants.setdefault(variant, len(variants)))
+    entry.append([list(variant) for variant in variants])
+    if shows not in ([0] * len(some), list(range(len(some)))):
+        entry.append(shows)
+    return entry, rank
+
+
+def _variant(rows: Sequence[Row], classes: Mapping[str, int], strings: Strings) -> tuple[Any, ...]:
+    """Return what a column shows: its worker's row, or the worst of its workers' rows."""
+    row = rows[0] if len(rows) == 1 else min(rows, key=_worst_first)
+    of = {classes.get(one.worker, 0) for one in rows}
+    word = row.reason if row.status in ("skipped", "blocked") else row.diagnosis
+    measured = row.mismatched if row.status not in ("equal", "missing") else None
+    found: list[Any] = [
+        _STATUS[row.status],
+        of.pop() if len(of) == 1 else MIXED,
+        -1 if word is None or row.status == "equal" else strings.place(word),
+        digits(row.bound_ratio),
+        digits(row.max_abs) if measured is not None else None,
+        row.max_ulp if measured is not None else None,
+        measured,
+        (sum(one.status in BAD for one in rows) or None) if len(rows) > 1 else None,
+    ]
+    while len(found) > 1 and found[-1] in (None, -1):
+        found.pop()
+    if len(found) == 2 and found[1] == 0:
+        found.pop()
+    return tuple(found)
+
+
+def _worst_first(row: Row) -> tuple[int, float]:
+    ratio = 0.0 if row.bound_ratio is None else float(row.bound_ratio)
+    return (_RANK[row.status], -(float("inf") if ratio != ratio else ratio))

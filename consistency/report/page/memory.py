@@ -1,0 +1,112 @@
+"""Who the workers were, how they ended, and the memory they held from stage to stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from consistency.comparison import Comparison, WorkerSummary
+from consistency.report.page.labels import shown, size
+
+MOST_WORKERS = 64
+"""Lines of the table, those first that did not end well; a fleet's others are in `report.json`."""
+
+_HELD = (("host", "host_resident_bytes", "host_peak_bytes"), ("device", "device_resident_bytes", "device_peak_bytes"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """Memory at the end of a stage and at its peak; shares are of the largest number of its kind."""
+
+    kind: str
+    text: str
+    resident: float
+    peak: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerText:
+    """A worker's line."""
+
+    name: str
+    road: str
+    device: str
+    identity: str
+    status: str
+    reason: str
+    seconds: str
+    peak: str
+    stages: tuple[tuple[Bar, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """The table of workers; `stages` is empty where memory was not measured by stage."""
+
+    stages: tuple[str, ...]
+    lines: tuple[WorkerText, ...]
+    left_out: int
+
+
+def workers(comparison: Comparison) -> Workers:
+    """Return the table of workers."""
+    ranked = sorted(comparison.workers, key=lambda worker: worker.status == "ok")
+    chosen = comparison.workers if len(ranked) <= MOST_WORKERS else ranked[:MOST_WORKERS]
+    stages = tuple(dict.fromkeys(shown(entry.get("stage")) for worker in chosen for entry in _entries(worker)))
+    largest = {kind: max(_numbers(chosen, (resident, peak)), default=0) for kind, resident, peak in _HELD}
+    return Workers(
+        stages=stages,
+        lines=tuple(_line(worker, stages, largest) for worker in chosen),
+        left_out=len(ranked) - len(chosen),
+    )
+
+
+def _line(worker: WorkerSummary, stages: Sequence[str], largest: dict[str, int]) -> WorkerText:
+    by_stage = {shown(entry.get("stage")): entry for entry in _entries(worker)}
+    identity = [worker.uuid, worker.pci_bus_id, f"driver {worker.driver}" if worker.driver else None]
+    return WorkerText(
+        name=shown(worker.name),
+        road=shown(worker.road),
+        device=shown(f"{worker.architecture} · {worker.model}" if worker.model else worker.architecture),
+        identity=shown(" · ".join(text for text in identity if text)),
+        status=shown(worker.status),
+        reason=shown(worker.reason or ""),
+        seconds=f"{worker.elapsed_s:.1f} s" if worker.elapsed_s else "",
+        peak=size(worker.peak_bytes),
+        stages=tuple(tuple(_bars(by_stage.get(stage, {}), largest)) for stage in stages),
+    )
+
+
+def _bars(entry: dict[str, Any], largest: dict[str, int]) -> Iterable[Bar]:
+    for kind, resident, peak in _HELD:
+        held, most = _bytes(entry.get(resident)), _bytes(entry.get(peak))
+        whole = largest[kind]
+        if (held is None and most is None) or not whole:
+            continue
+        text = " · ".join(part for part in (size(held), f"peak {size(most)}" if most is not None else "") if part)
+        yield Bar(kind=kind, text=text, resident=(held or 0) / whole, peak=(most or held or 0) / whole)
+
+
+def _entries(worker: WorkerSummary) -> list[dict[str, Any]]:
+    """Return what was measured by stage, as far as this capture's version wrote it down."""
+    found = []
+    for entry in getattr(worker, "stage_memory", None) or ():
+        if isinstance(entry, dict):
+            found.append(entry)
+        elif hasattr(entry, "__struct_fields__"):
+            found.append({name: getattr(entry, name) for name in entry.__struct_fields__})
+    return found
+
+
+def _numbers(chosen: Sequence[WorkerSummary], names: Sequence[str]) -> Iterable[int]:
+    for worker in chosen:
+        for entry in _entries(worker):
+            for name in names:
+                number = _bytes(entry.get(name))
+                if number is not None:
+                    yield number
+
+
+def _bytes(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None

@@ -1,0 +1,471 @@
+"""The page without a browser: what is in it, that names stay text, that it stays small."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html.parser
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+
+from consistency.comparison import ArchitectureGroup, Comparison, Finding, Row, Status, TensorComparison, WorkerSummary
+from consistency.harness import REPORT_FILES
+from consistency.numbers import Real
+from consistency.report import html as report_html
+from consistency.report.html import as_html
+from consistency.report.page import cells
+from consistency.report.page.agreement import partitions
+from consistency.report.page.distributions import bits, ratios
+from consistency.report.page.environments import environments
+from consistency.report.page.labels import KEY, letter
+from tests.conftest import FinishedRun
+
+from .test_terminal import comparison, tensor, worker
+
+ALL = ["cpu", "cuda:0", "cuda:1", "cuda:2"]
+STATUSES = [status for status, _, _ in KEY]
+HOSTILE = "</script><img src=x onerror=alert(1)>\u2028\u202e<!--\"'&{{7*7}}"
+SAFE = "</script><img src=x onerror=alert(1)>\\x2028\\x202e<!--\"'&{{7*7}}"  # as it is to be read
+
+
+class Page(html.parser.HTMLParser):
+    """Elements with their attributes, and the text between them, scripts and styles apart."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.scripts: list[str] = []
+        self._raw: list[str] | None = None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag in ("script", "style"):
+            self._raw = []
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("script", "style"):
+            if tag == "script":
+                self.scripts.append("".join(self._raw or ()))
+            self._raw = None
+
+    def handle_data(self, data: str) -> None:
+        (self.texts if self._raw is None else self._raw).append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", "".join(self.texts))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.scripts[0])
+        return found
+
+
+def hostile() -> Comparison:
+    """Return a comparison in which every text that can come from a stranger is hostile."""
+    named = Row(
+        worker=HOSTILE, reference=HOSTILE, status="outside", diagnosis=HOSTILE, reason=HOSTILE, mismatched=1,
+        evidence={"flipped_bits": {HOSTILE: 1, "x": HOSTILE, -1: 5, 10**9: 1, 3: 2}, "gb_per_s": HOSTILE},
+    )  # fmt: skip
+    tensors = [
+        TensorComparison(
+            stage=stage, road=HOSTILE, layer=HOSTILE, tensor=HOSTILE, shape=(), dtype=HOSTILE, rule=HOSTILE,
+            classes=(("a",), (HOSTILE,)), rows=(named,),
+        )
+        for stage in (HOSTILE, "transfer")
+    ]  # fmt: skip
+    person = WorkerSummary(
+        name=HOSTILE, road=HOSTILE, architecture=HOSTILE, model=HOSTILE, uuid=HOSTILE, status=HOSTILE, reason=HOSTILE,
+        environment={HOSTILE: {HOSTILE: HOSTILE}}, host=HOSTILE, driver=HOSTILE, asked={HOSTILE: 1},
+        in_force={HOSTILE: HOSTILE},
+    )  # fmt: skip
+    finding = Finding(
+        kind=HOSTILE, severity="error", message=HOSTILE, workers=(HOSTILE,), tensors=(HOSTILE,),
+        detail=(HOSTILE, HOSTILE), next=HOSTILE,
+    )  # fmt: skip
+    note = Finding(kind=HOSTILE, severity="note", message=HOSTILE)
+    return Comparison(
+        case=HOSTILE, dtype=HOSTILE, level=HOSTILE, roads=(HOSTILE,), verdict="inconsistent", reference=HOSTILE,
+        workers=(person, worker("plain", road=HOSTILE)), tensors=tuple(tensors), findings=(finding, note),
+        architectures=(ArchitectureGroup(name=HOSTILE, workers=(HOSTILE,)),), not_looked_at=(HOSTILE,), base=HOSTILE,
+        adapter=HOSTILE,
+    )  # fmt: skip
+
+
+def faulty() -> Comparison:
+    """Return four workers, of which one holds zeros in a stage and others' bits in the next."""
+    tensors = [tensor([ALL], stage="base", layer=f"model.layers.{i}.mlp", tensor="weight") for i in range(3)]
+    tensors += [
+        tensor([["cpu", "cuda:0", "cuda:2"], ["cuda:1"]], layer=f"model.layers.{i}.mlp", statuses={"cuda:1": "outside"})
+        for i in range(3)
+    ]
+    within: dict[str, Status] = dict.fromkeys(ALL, "within")
+    tensors += [
+        tensor([["cpu"], ALL[1:]], stage="merged", layer=f"model.layers.{i}.mlp", ratio=0.3, statuses=within)
+        for i in range(3)
+    ]
+    finding = Finding(
+        kind="zeros", severity="error", message="adapter · cuda:1 · zeros in 3 of 3 lora_B tensors",
+        workers=("cuda:1",), tensors=tuple(f"adapter::model.layers.{i}.mlp.lora_B" for i in range(3)),
+        detail=("got 0, wanted 1", "and more"), next="consistency run --devices cpu,cuda:1",
+    )  # fmt: skip
+    note = Finding(kind="skipped", severity="note", message="forward was skipped")
+    return comparison(tensors, verdict="inconsistent", findings=(finding, note), not_looked_at=("a second run",))
+
+
+def test_the_first_screen_comes_first_and_needs_no_script() -> None:
+    text = Page(as_html(faulty())).text
+    place = 0
+    for part in (
+        "INCONSISTENT", "adapter · cuda:1 · zeros", "By architecture", "x86-64", "Ampere sm_86", "3 of 3", "Findings",
+        "zeros in 3 of 3 lora_B tensors", "got 0, wanted 1", "consistency run --devices cpu,cuda:1",
+        "forward was skipped", "Not looked at: a second run", "Layers and devices",
+    ):  # fmt: skip
+        place = text.index(part, place)
+
+
+def test_one_file_that_fetches_nothing() -> None:
+    raw = as_html(faulty())
+    page = Page(raw)
+    assert not re.search(r"https?:|//[a-z]+\.[a-z]|@import|url\(", raw)
+    for _, attributes in page.elements:
+        assert not {"src", "srcset", "action", "background", "poster"} & attributes.keys()
+        assert (attributes.get("href") or "#").startswith("#")
+    policy = next(a["content"] for tag, a in page.elements if tag == "meta" and "http-equiv" in a)
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-")
+    assert base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode() in policy
+
+
+def test_hostile_names_stay_text() -> None:
+    raw = as_html(hostile())
+    page = Page(raw)
+    tags = [tag for tag, _ in page.elements]
+    assert tags.count("script") == 2
+    assert "img" not in tags
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert SAFE in page.text
+    assert SAFE in page.data["strings"]
+    assert SAFE in page.data["columns"]
+    assert not re.search("[\u2028\u202e<]", page.scripts[0])
+    assert "49" not in page.text.replace("{{7*7}}", "")
+
+
+def test_without_escaping_the_names_break_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: on either side."""
+    plain = jinja2.Environment
+    with monkeypatch.context() as patched:
+        patched.setattr(jinja2, "Environment", lambda **of: plain(**{**of, "autoescape": False}))
+        assert "img" in [tag for tag, _ in Page(as_html(hostile())).elements]
+    monkeypatch.setattr(report_html, "_ESCAPES", {})
+    assert "img" in [tag for tag, _ in Page(as_html(hostile())).elements]
+
+
+def shown_cells(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str, tuple[str, int, Any] | None]]:
+    """Yield tensor, worker, and status, class and ratio, as the page's script reads them out of its data."""
+    for section in data["sections"]:
+        for row in section["rows"]:
+            layer, part, *_ = (data["strings"][place] for place in row[:5])
+            for column, (name, _) in enumerate(data["columns"][section["road"]]):
+                variant: list[Any] | None = [0]
+                if len(row) > 5:
+                    which = row[6][column] if len(row) > 6 else 0 if len(row[5]) == 1 else column
+                    variant = None if which < 0 else row[5][which]
+                key = (section["stage"], layer, part)
+                if variant is None:
+                    yield key, name, None
+                else:
+                    more = [*variant, *[None] * (4 - len(variant))]
+                    yield key, name, (STATUSES[variant[0]], more[1] or 0, more[3])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_data_say_what_the_comparison_says(seed: int) -> None:
+    rng = random.Random(seed)
+    tensors = []
+    wanted: dict[tuple[str, ...], tuple[str, int, float | None]] = {}
+    for number in range(12):
+        present = [name for name in ALL if rng.random() < rng.choice([0.5, 1.0])]
+        kinds = {name: rng.randrange(rng.choice([1, 4])) for name in present}
+        classes = tuple(tuple(n for n in present if kinds[n] == kind) for kind in dict.fromkeys(kinds.values()))
+        rows = []
+        for name in present:
+            status: Status = rng.choice(STATUSES) if rng.random() < 0.5 else "equal"  # type: ignore[arg-type]
+            ratio = rng.choice([None, rng.random(), 3e7 * rng.random(), float("nan"), float("inf")])
+            ratio = None if status == "equal" else ratio
+            rows.append(
+                Row(worker=name, reference="file", status=status, bound_ratio=None if ratio is None else Real(ratio))
+            )
+            text = ratio if ratio is None else float(f"{ratio:.3g}")
+            of = next(place for place, names in enumerate(classes) if name in names)
+            wanted["adapter", f"l{number}", "w", name] = (status, of, text)
+        tensors.append(
+            TensorComparison(
+                stage="adapter", road="isolated", layer=f"l{number}", tensor="w", shape=(1,), dtype="float32",
+                rule="bound", classes=classes, rows=tuple(rows),
+            )
+        )  # fmt: skip
+    found = {(*key, name): cell for key, name, cell in shown_cells(Page(as_html(comparison(tensors))).data)}
+    for key, cell in found.items():
+        want = wanted.get(key)
+        if want is None or cell is None:
+            assert (want, cell) == (None, None), key
+        else:
+            assert cell[:2] == want[:2], key
+            assert str(cell[2]) == str(want[2]), key
+    assert wanted.keys() <= found.keys()
+
+
+def test_equal_tensors_take_five_numbers() -> None:
+    section = Page(as_html(comparison([tensor([ALL])]))).data["sections"][0]
+    assert [len(row) for row in section["rows"]] == [5]
+    assert (section["bad"], section["unlike"]) == (0, 0)
+
+
+def computed_apart(tensors: int, workers: int) -> Comparison:
+    """Return the worst for a page: every tensor computed, and no two workers with the same bits."""
+    rng = random.Random(0)
+    names = [f"cuda:{n}" for n in range(workers)]
+    classes = tuple((name,) for name in names)
+    made = [
+        TensorComparison(
+            stage="merged", road="isolated", layer=f"model.layers.{i // 25}.self_attn.q_proj.{i}", tensor="weight",
+            shape=(4096, 4096), dtype="bfloat16", rule="bound", classes=classes,
+            rows=tuple(
+                Row(
+                    worker=name, reference="float64", status="within", mismatched=rng.randrange(1 << 24),
+                    max_abs=Real(rng.random() * 1e-5), max_ulp=rng.randrange(10_000), bound_ratio=Real(rng.random()),
+                    diagnosis="accumulation-order",
+                )
+                for name in names
+            ),
+        )
+        for i in range(tensors)
+    ]  # fmt: skip
+    return comparison(made, workers=tuple(worker(name) for name in names), reference="cuda:0")
+
+
+def test_two_thousand_tensors_on_64_devices_stay_below_5_mb() -> None:
+    raw = as_html(computed_apart(2000, 64))
+    assert len(raw.encode()) < 5_000_000
+    data = json.loads(raw.split('id="data">')[1].split("</script>")[0])
+    assert sum(len(section["rows"]) for section in data["sections"]) == 2000
+    assert len(data["columns"]["isolated"]) == 64
+
+
+def test_a_fleet_is_shown_by_its_groups_and_says_so() -> None:
+    found = computed_apart(20, 300)
+    raw = as_html(found)
+    page = Page(raw)
+    labels = page.data["columns"]["isolated"]
+    assert len(labels) <= 8
+    assert sum(many for _, many in labels) == 300
+    assert "More workers than have room" in page.text
+    assert "236 more workers" in page.text
+    assert len(raw) < 200_000
+    assert "More workers than have room" not in Page(as_html(computed_apart(2, 64))).text
+
+
+def test_the_worst_of_many_workers_is_shown() -> None:
+    """Of workers that share a column because there are too many kinds, none that is off is lost."""
+    names = [f"cuda:{n}" for n in range(100)]
+    tensors = [
+        tensor([names[:n], [names[n]], names[n + 1 :]], layer=f"l{n}", statuses={names[n]: "outside"})
+        for n in range(1, 99)
+    ]
+    found = comparison(tensors, workers=tuple(map(worker, names)), verdict="inconsistent", findings=faulty().findings)
+    data = Page(as_html(found)).data
+    assert len(data["columns"]["isolated"]) <= 8
+    by_tensor: dict[tuple[str, ...], list[Any]] = {}
+    for key, _, cell in shown_cells(data):
+        by_tensor.setdefault(key, []).append(cell)
+    assert all(any(cell and cell[0] == "outside" for cell in row) for row in by_tensor.values())
+
+
+def test_what_has_no_room_is_left_out_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "MOST_TENSORS", 4)
+    sections = {section["stage"]: section for section in Page(as_html(faulty())).data["sections"]}
+    assert {stage: len(section["rows"]) for stage, section in sections.items()} == {
+        "base": 0,
+        "adapter": 3,
+        "merged": 1,
+    }
+    assert {stage: section["leftOut"] for stage, section in sections.items()} == {"base": 3, "adapter": 0, "merged": 2}
+    monkeypatch.setattr(cells, "MOST_TENSORS", 100)
+    monkeypatch.setattr(cells, "MOST_VARIANTS", 8)
+    left = {section["stage"]: section["leftOut"] for section in Page(as_html(faulty())).data["sections"]}
+    assert left == {"base": 0, "adapter": 0, "merged": 2}
+
+
+def test_simulated_devices_are_told_as_such() -> None:
+    text = as_html(comparison([tensor([ALL])], simulated=True))
+    assert "SIMULATED DEVICES" in text
+    assert "<title>CONSISTENT · simulated" in text
+    assert "SIMULATED" not in as_html(comparison([tensor([ALL])]))
+
+
+def test_histogram_of_what_is_used_of_the_bound() -> None:
+    values = [0.0, 0.1, 0.1000001, 1.0, 1.5, 1e9, float("inf"), float("nan")]
+    made = [tensor([["cpu"]], stage="merged", ratio=value, layer=f"l{i}") for i, value in enumerate(values)]
+    (found,) = ratios([*made, tensor([ALL])])
+    assert (found.stage, found.rows, found.tensors) == ("merged", 8, 8)
+    counts = {one.label: one.count for one in found.bins if one.count}
+    assert counts == {"0.0 – 0.1": 2, "0.1 – 0.2": 1, "0.9 – 1.0": 1, "1 – 2": 1, "over 100": 2, "NaN": 1}
+    assert [one.label for one in found.bins if one.outside] == ["1 – 2", "over 100", "NaN"]
+
+
+def test_histogram_of_bits() -> None:
+    def flipped(found: dict[Any, Any]) -> TensorComparison:
+        row = Row(worker="cpu", reference="file", status="outside", evidence={"flipped_bits": found})
+        return TensorComparison(
+            stage="adapter", road="isolated", layer="l", tensor="w", shape=(1,), dtype="bfloat16", rule="bitwise",
+            classes=(), rows=(row,),
+        )  # fmt: skip
+
+    (found,) = bits([flipped({15: 1, 7: 4}), flipped({"7": 2, 0: 3}), tensor([ALL])])
+    assert (found.dtype, found.tensors, len(found.bits)) == ("bfloat16", 2, 16)
+    assert {b.place: (b.field, b.count) for b in found.bits if b.count} == {
+        15: ("sign", 1),
+        7: ("exponent", 6),
+        0: ("fraction", 3),
+    }
+    assert bits([flipped({"x": 1, -3: 1, 10**9: 1, 3: "many", 4: -1})]) == []
+
+
+def test_classes_are_gathered() -> None:
+    found, left_out = partitions(faulty().tensors)
+    assert [(way.stage, way.tensors, [one.names for one in way.classes]) for way in found] == [
+        ("base", 3, [tuple(ALL)]),
+        ("adapter", 3, [("cpu", "cuda:0", "cuda:2"), ("cuda:1",)]),
+        ("merged", 3, [("cpu",), tuple(ALL[1:])]),
+    ]
+    assert left_out == 0
+    apart = [tensor([[name for name in ALL if name != out], [out]], layer=out) for out in ALL]
+    apart += [tensor([[one], [name for name in ALL if name != one]], layer=f"{one}'") for one in ALL]
+    assert partitions(apart)[1] == 2
+    assert [letter(n) for n in (0, 25, 26, 701, 702)] == ["A", "Z", "AA", "ZZ", "AAA"]
+
+
+def test_environments_say_what_differs() -> None:
+    def of(name: str, torch: str, uuid: str) -> WorkerSummary:
+        environment = {"torch": torch, "python": "3.11", "device_uuid": uuid, "variables": {"OMP_NUM_THREADS": "1"}}
+        return worker(name, environment=environment, asked={"tf32": False}, in_force={"tf32": torch == "2.8"})
+
+    found = environments([of("a", "2.8", "1"), of("b", "2.9", "2"), of("c", "2.9", "3")])
+    assert found.columns == (("a",), ("b", "c"))
+    assert {line.name: [(v.letter, v.text) for v in line.values] for line in found.differing} == {
+        "torch": [("A", "2.8"), ("B", "2.9")],
+        "in force: tf32": [("A", "True (asked for: False)"), ("B", "False")],
+    }
+    assert "variables.OMP_NUM_THREADS" in [line.name for line in found.same]
+    many = environments([of(str(n), str(n), "") for n in range(20)])
+    assert (len(many.columns), many.left_out) == (12, 8)
+
+
+def test_matrix_of_transfers() -> None:
+    def copied(way: str, kind: str, to: str, status: Status, speed: float | None) -> TensorComparison:
+        row = Row(
+            worker=to, reference="file", status=status, diagnosis="zeros" if status == "outside" else None,
+            evidence={} if speed is None else {"gb_per_s": speed},
+        )  # fmt: skip
+        return TensorComparison(
+            stage="transfer", road="shared", layer=way, tensor=kind, shape=(1,), dtype="uint8", rule="bitwise",
+            classes=(), rows=(row,),
+        )  # fmt: skip
+
+    tensors = [
+        copied("cuda:0->cuda:1", "direct", "cuda:1", "outside", 24.25),
+        copied("cuda:0->cuda:1", "host-staged", "cuda:1", "equal", 11.0),
+        copied("cuda:1->cuda:0", "direct", "cuda:0", "equal", None),
+        copied("cuda:0->cuda:1->cuda:2", "chain", "cuda:2", "equal", 3.0),
+    ]
+    text = Page(as_html(comparison(tensors, roads=("shared",)))).text
+    assert "✗outside direct 24.2 GB/s zeros" in text
+    assert "=equal host-staged 11 GB/s" in text
+    assert "cuda:0 → cuda:1 → cuda:2: =equal chain 3 GB/s" in text
+    assert "Copies between devices" not in Page(as_html(faulty())).text
+
+
+class WithMemory(WorkerSummary, frozen=True, kw_only=True):
+    """A worker whose memory was measured stage by stage."""
+
+    stage_memory: tuple[dict[str, Any], ...] = ()
+
+
+def test_memory_by_stage_where_it_was_measured() -> None:
+    measured = [
+        {"stage": "base", "host_resident_bytes": 2**30, "host_peak_bytes": 2**31},
+        {"stage": "merged", "host_resident_bytes": 2**29, "host_peak_bytes": None, "device_peak_bytes": 5 * 2**20},
+        {"stage": "odd", "host_resident_bytes": "much", "host_peak_bytes": -1},
+    ]
+    plain = worker("cpu", "x86-64", peak_bytes=400 * 2**20)
+    fields = {name: getattr(plain, name) for name in plain.__struct_fields__}
+    found = comparison([tensor([["cpu"]])], workers=(WithMemory(**fields, stage_memory=tuple(measured)),))
+    text = Page(as_html(found)).text
+    assert "host 1.0 GiB · peak 2.0 GiB" in text
+    assert "host 512 MiB" in text
+    assert "device peak 5.0 MiB" in text
+    assert "At the end of each stage" not in Page(as_html(comparison([tensor([["cpu"]])], workers=(plain,)))).text
+    assert "400 MiB" in text
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the ratio of WCAG 2.2: relative luminance of sRGB, plus 0.05 of flare."""
+
+    def luminance(colour: str) -> float:
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_every_text_can_be_read_in_both_schemes() -> None:
+    style = (Path(report_html.__file__).parent / "page" / "style.css").read_text()
+    found = dict(re.findall(r"--([a-z0-9-]+): light-dark\((#\w{6}, #\w{6})\)", style))
+    colours = {name: value.split(", ") for name, value in found.items()}
+    pairs = [(f"{name.removesuffix('-ground')}-text", name) for name in colours if f"{name[:-7]}-text" in colours]
+    assert len(pairs) == 14
+    pairs += [(text, ground) for text in ("text", "quiet", "link") for ground in ("ground", "raised")]
+    pairs += [("text", f"{kind}-ground") for kind in ("good", "bad", "warn")] + [("quiet", "bad-ground")]
+    pairs += [(kind, f"{kind}-ground") for kind in ("good", "bad", "warn")] + [("bad", "ground"), ("warn", "ground")]
+    for text, ground in pairs:
+        for scheme in (0, 1):
+            assert contrast(colours[text][scheme], colours[ground][scheme]) >= 4.5, (text, ground, scheme)
+    for line in ("edge", "focus"):  # 1.4.11: what is not text, but has to be seen
+        assert all(contrast(*pair) >= 3 for pair in zip(colours[line], colours["ground"], strict=True))
+    assert contrast("#777777", "#ffffff") < 4.5 < contrast("#767676", "#ffffff")
+
+
+def test_a_run_leaves_all_files_of_the_report(finished_run: FinishedRun) -> None:
+    assert {path.name for path in finished_run.folder.iterdir()} == {*REPORT_FILES, "captures"}
+    text = (finished_run.folder / "report.html").read_text()
+    report = json.loads((finished_run.folder / "report.json").read_text())
+    data = Page(text).data
+    assert sum(section["total"] for section in data["sections"]) == len(report["tensors"])
+    assert report["verdict"].upper() in Page(text).text
+
+
+def test_two_files_have_a_page_too(tmp_path: Path) -> None:
+    from consistency.harness import diff_weights
+    from tests.made_weights import f32, put
+
+    put(tmp_path / "a.safetensors", {"x.w": f32(1, 2), "y.w": f32(1, 1)})
+    put(tmp_path / "b.safetensors", {"x.w": f32(1, 2, 3), "y.w": f32(1, 1)})
+    diff_weights(tmp_path / "b.safetensors", tmp_path / "a.safetensors", tmp_path / "out")
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    assert "1 of 2 tensors is not the same in both" in page.text
+    (section,) = page.data["sections"]
+    assert (section["stage"], section["bad"], section["total"]) == ("file", 1, 2)
+    assert (tmp_path / "out" / "report.md").exists()

@@ -1,0 +1,111 @@
+"""The report for an issue tracker: short, and nothing in it but text."""
+
+from __future__ import annotations
+
+import html
+import re
+
+import pytest
+from markdown_it import MarkdownIt
+
+from consistency.comparison import Finding
+from consistency.harness import REPORT_FILES
+from consistency.report.markdown import MOST_LINES, as_markdown, escaped
+from tests.conftest import FinishedRun
+
+from .test_html import ALL, HOSTILE, computed_apart, faulty, hostile
+from .test_terminal import comparison, tensor, worker
+
+NASTY = (
+    "a | b", "*x* _y_ ~~z~~ `c`", "[text](https://e.xample)", "<b>x</b>", "https://e.xample/x", "www.e.xample", "&amp;",
+    "![i](x)", "a\\|b\\", "$x^2$", "# title", "- item", "1. item", "```\nout", "[[wiki]]", "<!-- x", "| x |\n|---|",
+    "> quote", "a: ==b==", HOSTILE,
+)  # fmt: skip
+
+
+def rendered(text: str) -> str:
+    return str(MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(text))
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_escaped_text_is_shown_as_it_is(text: str) -> None:
+    out = rendered(escaped(text)).strip()
+    assert out.startswith("<p>")
+    assert not re.search(r"<(?!/?p>)", out)
+    shown = html.unescape(out.removeprefix("<p>").removesuffix("</p>"))
+    assert shown.replace("\u2060", "") == text.replace("\n", "\\x0a").replace("\u2028", "\\x2028").replace(
+        "\u202e", "\\x202e"
+    )
+
+
+def test_nobody_is_called_and_nothing_linked() -> None:
+    assert escaped("thanks @someone, see #12 and org/repo#3") == ("thanks @\u2060someone, see #\u206012 and org/repo#3")
+    assert escaped("cpu@baseline") == "cpu@baseline"
+    assert "://" not in escaped("https://e.xample")
+    assert "www." not in escaped("www.e.xample")
+
+
+@pytest.mark.parametrize("make", [faulty, hostile, lambda: computed_apart(50, 200)])
+def test_below_sixty_lines(make: object) -> None:
+    assert callable(make)
+    assert 10 < len(as_markdown(make()).splitlines()) <= MOST_LINES
+
+
+def test_below_sixty_lines_whatever_was_found() -> None:
+    names = [f"cuda:{n}" for n in range(40)]
+    workers = tuple(worker(name, environment={"torch": name}, driver=name) for name in names)
+    tensors = [
+        tensor([[one for one in names if one != name], [name]], layer=f"{'l' * 900}{name}", statuses={name: "outside"})
+        for name in names
+    ]
+    findings = tuple(
+        Finding(kind="zeros", severity="error", message=f"m{n}" * 500, detail=("d" * 900, "e"), next="n" * 900)
+        for n in range(50)
+    )
+    text = as_markdown(comparison(tensors, verdict="inconsistent", workers=workers, findings=findings, simulated=True))
+    assert len(text.splitlines()) == MOST_LINES
+    assert max(map(len, text.splitlines())) < 2000
+    assert len(text) < 20_000
+
+
+def test_what_it_says() -> None:
+    text = as_markdown(faulty())
+    assert text.startswith("**INCONSISTENT** adapter · cuda:1 · zeros in 3 of 3 lora\\_B tensors\n")
+    assert "| Ampere sm\\_86 | cuda:1 | = | ✗ 3 of 3 | ≤ 0.30 |" in text
+    assert "1. ✗ **zeros** adapter · cuda:1" in text
+    assert "1. next: consistency run --devices cpu,cuda:1" in text
+    assert text.count("<details>") == text.count("</details>") == 2
+    assert "forward was skipped" not in text
+    assert "SIMULATED" not in text
+    assert "SIMULATED DEVICES" in as_markdown(comparison([tensor([ALL])], simulated=True))
+
+
+def test_environment_as_trackers_ask_for_it() -> None:
+    workers = (
+        worker("cpu", "x86-64", environment={"torch": "2.8", "python": "3.11.7", "cuda": None, "numpy": "2.4"}),
+        worker("cuda:0", environment={"torch": "2.9", "python": "3.11.7", "cuda": "13.0"}, driver="580.1"),
+    )
+    text = as_markdown(comparison([tensor([["cpu", "cuda:0"]])], workers=workers))
+    for line in (
+        "PyTorch version: 2.8 (cpu); 2.9 (cuda:0)", "Python version: 3.11.7", "Nvidia driver version: 580.1",
+        "cuda:0: RTX A6000 (Ampere sm_86)", "[pip3] numpy==2.4 (cpu); N/A (cuda:0)",
+    ):  # fmt: skip
+        assert line in text.splitlines()
+
+
+def test_hostile_names_stay_text() -> None:
+    found = hostile()
+    finding = Finding(kind="x", severity="error", message="m", detail=("````\n</details><img src=x>",))
+    for made in (found, comparison([tensor([ALL])], findings=(finding,))):
+        out = rendered(as_markdown(made))
+        assert not re.search(r"<(img|script|a|h\d)\b", out)
+        assert out.count("<details>") == out.count("</details>") > 0
+        assert "\u202e" not in out
+
+
+def test_a_run_leaves_it(finished_run: FinishedRun) -> None:
+    assert "report.md" in REPORT_FILES
+    lines = (finished_run.folder / "report.md").read_text().splitlines()
+    assert lines[0].startswith("**CONSISTENT**")
+    assert len(lines) <= MOST_LINES
+    assert any(line.startswith("PyTorch version: 2.") for line in lines)
