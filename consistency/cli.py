@@ -22,6 +22,7 @@ from consistency.override import HELP as OVERRIDE_HELP
 
 if TYPE_CHECKING:
     from consistency.baseline import Baseline
+    from consistency.comparison import Comparison
 
 EPILOG = """\
 exit status: 0 consistent, 1 inconsistent, 2 bad usage or bad input, 3 incomplete (a worker was lost)
@@ -88,7 +89,10 @@ def _parser() -> argparse.ArgumentParser:
 
     run = _command(commands, "run", _run, "look at a case on every device and compare")
     _case_options(run)
-    run.add_argument("--out", type=Path, metavar="DIR", help="folder for report.json and captures/")
+    run.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for the reports (JSON, HTML, Markdown) and captures/"
+    )
+    _nightly_options(run)
     run.add_argument("--history", metavar="URL", help="nights that this run is held against and added to")
     run.add_argument("--baseline", type=Path, metavar="FILE", help="what is known (consistency baseline accept)")
     _report_options(run)
@@ -103,14 +107,15 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "captures", nargs="+", metavar="DIR", help="a capture (folder, FILE.zip or URL), or the --out folder of a run"
     )
-    compare.add_argument("--out", type=Path, metavar="DIR", help="folder for report.json")
+    compare.add_argument("--out", type=Path, metavar="DIR", help="folder for the report (JSON, HTML, Markdown)")
     compare.add_argument("--baseline", type=Path, metavar="FILE", help="what is known (consistency baseline accept)")
+    _nightly_options(compare)
     _report_options(compare)
 
     diff = _command(commands, "diff", _diff, "hold two weight files, adapters or model folders against one another")
     diff.add_argument("reference", type=Path, metavar="A", help="safetensors file, index of shards, or folder")
     diff.add_argument("other", type=Path, metavar="B", help="what is held against A")
-    diff.add_argument("--out", type=Path, metavar="DIR", help="folder for report.json")
+    diff.add_argument("--out", type=Path, metavar="DIR", help="folder for the report (JSON, HTML, Markdown)")
     diff.add_argument("--allow-pickle", action="store_true", help="read .bin weights, with weights_only=True")
     _report_options(diff)
 
@@ -163,6 +168,12 @@ def _case_options(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, metavar="N", help="threads per worker (default: the cores, shared out)")
 
 
+def _nightly_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--format", choices=["text", "json", "github"], default="text", help="how it is printed: for "
+                        "people, as report.json, or with annotations of a GitHub Actions run")  # fmt: skip
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="verdict of each stage and worker as JUnit XML")
+
+
 def _report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace an earlier run's results in --out")
     parser.add_argument("--json", action="store_true", help="print report.json instead of the report for people")
@@ -181,27 +192,38 @@ def _options(parsed: argparse.Namespace) -> Options:
 
 def _run(parsed: argparse.Namespace) -> int:
     from consistency.history import History
-    from consistency.report.json import parts
     from consistency.report.progress import progress
-    from consistency.report.terminal import make_console, print_report
+    from consistency.report.terminal import make_console
 
     history = None if parsed.history is None else History(parsed.history)
+    baseline = _baseline(parsed)
     plan = harness.prepare(_options(parsed))
     with progress(make_console(sys.stderr)) as watch:
-        report = harness.run(
-            plan, parsed.out, watch=watch, replace=parsed.force, history=history, baseline=_baseline(parsed)
-        )
-    if parsed.json:
-        sys.stdout.buffer.writelines(parts(report.comparison))
-    else:
-        print_report(
-            report.comparison,
-            make_console(),
-            elapsed_s=report.elapsed_s,
-            verbose=parsed.verbose,
-            folder=None if parsed.out is None else str(parsed.out),
-        )
+        report = harness.run(plan, parsed.out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
+    _show(parsed, report.comparison, elapsed_s=report.elapsed_s)
     return report.exit_status
+
+
+def _show(parsed: argparse.Namespace, comparison: Comparison, *, elapsed_s: float | None = None) -> None:
+    """Print a comparison as was asked for, and leave it in the files that were asked for."""
+    from consistency.report.terminal import make_console, print_report
+
+    if parsed.junit is not None:
+        from consistency.report.junit import write_junit
+
+        write_junit(comparison, parsed.junit, elapsed_s=elapsed_s or 0.0)
+    if parsed.json or parsed.format == "json":
+        from consistency.report.json import parts
+
+        sys.stdout.buffer.writelines(parts(comparison))
+        return
+    folder = None if parsed.out is None else str(parsed.out)
+    print_report(comparison, make_console(), elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
+    if parsed.format == "github":
+        from consistency.report.github import annotate, write_summary
+
+        sys.stdout.writelines(f"{line}\n" for line in annotate(comparison))
+        write_summary(comparison)
 
 
 def _baseline(parsed: argparse.Namespace) -> Baseline | None:
@@ -239,16 +261,8 @@ def _capture(parsed: argparse.Namespace) -> int:
 
 
 def _compare(parsed: argparse.Namespace) -> int:
-    from consistency.report.json import parts
-    from consistency.report.terminal import make_console, print_report
-
     comparison = harness.compare_folders(parsed.captures, parsed.out, replace=parsed.force, baseline=_baseline(parsed))
-    if parsed.json:
-        sys.stdout.buffer.writelines(parts(comparison))
-    else:
-        print_report(
-            comparison, make_console(), verbose=parsed.verbose, folder=None if parsed.out is None else str(parsed.out)
-        )
+    _show(parsed, comparison)
     return comparison.exit_status
 
 
