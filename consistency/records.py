@@ -135,6 +135,28 @@ class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
 
 
+class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage took of the host's memory and of the device's.
+
+    Attributes
+    ----------
+    stage : str
+        A stage, or a step of loading before it: `load base`, `load adapter`.
+    host_resident_bytes, host_peak_bytes : int
+        Resident size of the process at its end, and the largest during it; where the system cannot reset its mark, the
+        largest so far.
+    device_resident_bytes, device_peak_bytes : int or None
+        What tensors hold on the worker's device at its end, and at most during it, by the backend's allocator; None on
+        the CPU and where the backend does not tell.
+    """
+
+    stage: str
+    host_resident_bytes: int
+    host_peak_bytes: int
+    device_resident_bytes: int | None = None
+    device_peak_bytes: int | None = None
+
+
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Who a worker was and how it ended.
 
@@ -162,6 +184,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         Workers with the same key run the same program on the same model of chip: their bits are expected to be equal.
     peak_bytes : int or None
         Largest resident size of the worker's process.
+    stage_memory : tuple of StageMemory
+        In the order in which they were gone through.
     """
 
     name: str
@@ -185,3 +209,4 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     kernel_key: str = ""
     elapsed_s: float = 0.0
     peak_bytes: int | None = None
+    stage_memory: tuple[StageMemory, ...] = ()

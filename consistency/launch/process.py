@@ -185,6 +185,7 @@ class WorkerProcess:
             kernel_key="" if told is None else told.kernel_key,
             elapsed_s=round(time.monotonic() - self.started, 3),
             peak_bytes=None if told is None else told.peak_bytes,
+            stage_memory=() if told is None else told.stage_memory,
         )
 
     def tidy(self, status: WorkerStatus) -> None:
