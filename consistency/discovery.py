@@ -203,7 +203,8 @@ def _probed() -> tuple[DeviceInfo, ...]:
     return tuple(
         DeviceInfo(
             spec=DeviceSpec(type=row["type"], index=row["index"]),
-            architecture=row["architecture"],
+            # in its very name, for that stands in every table, class and report
+            architecture=row["architecture"] + (" (simulated)" if row.get("simulated") else ""),
             model=row["model"],
             uuid=row.get("uuid"),
             pci_bus_id=row.get("pci_bus_id"),

@@ -79,11 +79,14 @@ class DeviceItem(CaseItem):
             pytest.skip(
                 "nothing else was looked at" if self.place.is_rest else "the loaded model has no such tensor of its own"
             )
+        if self.plan.info.simulated:
+            self.user_properties.append(("simulated", "true"))
         for _, row in found:
             self._tell(row)
         bad = [(tensor, row) for tensor, row in found if row.status in BAD]
         if bad:
-            raise MismatchError("\n\n".join(_message(tensor, row) for tensor, row in bad[:20]))
+            messages = [_message(tensor, row, simulated=self.plan.info.simulated) for tensor, row in bad[:20]]
+            raise MismatchError("\n\n".join(messages))
         reasons = {row.reason or "no reason given" for _, row in found if row.status == "skipped"}
         if reasons and all(row.status == "skipped" for _, row in found):
             pytest.skip("; ".join(sorted(reasons)))
@@ -116,8 +119,10 @@ class RunItem(CaseItem):
             self.lost(comparison, worker.name, worker.road)
 
     def runtest(self) -> None:
-        findings = self.session_of_case.comparison().findings
-        bad = [f for f in findings if f.severity == "error" and f.kind in _RUN_KINDS]
+        comparison = self.session_of_case.comparison()
+        if comparison.simulated:
+            self.user_properties.append(("simulated", "true"))
+        bad = [f for f in comparison.findings if f.severity == "error" and f.kind in _RUN_KINDS]
         if bad:
             raise MismatchError("\n\n".join(_sentence(f) for f in bad))
 
@@ -161,9 +166,10 @@ def _part(name: str) -> str:
     return clean(name).replace("::", "_").replace("\n", " ")
 
 
-def _message(tensor: TensorComparison, row: Row) -> str:
+def _message(tensor: TensorComparison, row: Row, *, simulated: bool) -> str:
+    worker = f"{row.worker} (simulated)" if simulated else row.worker
     lines = [
-        f"{tensor.stage}: {row.worker} is {row.status}" + (f" ({row.diagnosis})" if row.diagnosis else ""),
+        f"{tensor.stage}: {worker} is {row.status}" + (f" ({row.diagnosis})" if row.diagnosis else ""),
         describe(tensor, row),
         f"held against {row.reference or 'nothing'}; rule: {tensor.rule}",
         f"agree to the bit: {class_text(tensor.classes)}",

@@ -96,7 +96,8 @@ class Session:
     @property
     def headline(self) -> str:
         case = self.plan.case
-        return clean(f"{case.name}, {case.dtype}, on {', '.join(info.spec.name for info in self.plan.devices)}")
+        devices = (info.spec.name + (" (simulated)" if info.simulated else "") for info in self.plan.devices)
+        return clean(f"{case.name}, {case.dtype}, on {', '.join(devices)}")
 
     def take_arguments(self, config: pytest.Config) -> None:
         """Take `consistency::…` from the arguments; where no path is given, collect nothing but the plugin's items."""

@@ -20,6 +20,8 @@ from consistency.numbers import encode_json
 from consistency.preflight import builtin_folder
 from consistency.records import TensorRecord, WorkerInfo
 
+from .accelerator.fixtures import double, run_on_double  # noqa: F401 - fixtures for all tests
+
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

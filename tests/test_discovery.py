@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -145,3 +146,16 @@ def test_probe_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     assert calls[0][-1] == "consistency.worker.probe"
     assert all(not info.spec.is_cpu for info in found)
     assert parse_device("xpu:0").index == 0
+
+
+def test_simulated_device_says_so_in_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    import subprocess
+
+    row = {"type": "npu", "index": 0, "architecture": "npu A", "model": "chip"}
+    rows = [{**row, "simulated": True}, {**row, "index": 1, "simulated": False}]
+    done = subprocess.CompletedProcess([], 0, stdout=json.dumps(rows))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(discovery, "_torch_build", lambda: {"cuda": None, "hip": None, "xpu": "2025"})
+    double, real = accelerators()
+    assert (double.architecture, double.simulated) == ("npu A (simulated)", True)
+    assert (real.architecture, real.simulated) == ("npu A", False)

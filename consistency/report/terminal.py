@@ -278,7 +278,13 @@ class Writer:
 
 
 def sentence(comparison: Comparison) -> str:
-    """Say the verdict in one sentence."""
+    """Say the verdict in one sentence, and which devices of it are none."""
+    simulated = list(dict.fromkeys(w.name for w in comparison.workers if w.simulated))
+    told = f"; simulated: {', '.join(some_names(simulated))}" if simulated else ""
+    return _verdict_sentence(comparison) + told
+
+
+def _verdict_sentence(comparison: Comparison) -> str:
     workers = _count(len({w.name for w in comparison.workers}), "worker")
     lost = [w.name for w in comparison.workers if w.status != "ok"]
     errors = [f for f in comparison.findings if f.severity == "error"]

@@ -16,6 +16,7 @@ _VERSIONED = ("transformers", "peft", "safetensors", "accelerate", "numpy")
 _VARIABLES = (
     *sorted(KERNEL_VARIABLES),
     "CUBLAS_WORKSPACE_CONFIG",
+    "ASCEND_RT_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
     "CUDA_VISIBLE_DEVICES",
     "NVIDIA_TF32_OVERRIDE",
@@ -23,6 +24,7 @@ _VARIABLES = (
     "MKL_NUM_THREADS",
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "ZE_AFFINITY_MASK",
 )
 
 

@@ -128,6 +128,9 @@ def test_lost_worker() -> None:
 
 def test_simulated_devices_are_told_as_such() -> None:
     assert "SIMULATED" in printed(comparison([tensor([ALL])], simulated=True)).splitlines()[0]
+    found = comparison([tensor([ALL])], workers=(worker("cpu"), *(worker(f"npu:{i}", simulated=True) for i in (0, 1))))
+    assert sentence(found) == "base and adapter are the same numbers on 3 workers; simulated: npu:0, npu:1"
+    assert "simulated" not in sentence(comparison([tensor([ALL])]))
 
 
 def test_control_characters_are_shown_not_obeyed() -> None:

@@ -1,0 +1,97 @@
+"""The double for tests: built once, plugged in by environment alone, and runs of the tool on it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consistency import harness
+from consistency.comparison import Comparison
+
+from .build import NotBuiltError, build
+from .software_accelerator.settings import VARIABLE, VISIBLE, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Double:
+    """The built double.
+
+    Attributes
+    ----------
+    folder : Path
+        On `PYTHONPATH` it is a backend of torch.
+    """
+
+    folder: Path
+
+    def environment(self, **settings: Any) -> dict[str, str]:
+        """Return the environment of a process that has the double, with `Settings` as in JSON."""
+        text = json.dumps(settings)
+        Settings.checked(text)
+        path = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        found = {name: value for name, value in os.environ.items() if name not in (VISIBLE, "PYTEST_ADDOPTS")}
+        # a real GPU of this machine would come before it
+        return found | {"PYTHONPATH": os.pathsep.join(path), VARIABLE: text, "CUDA_VISIBLE_DEVICES": ""}
+
+    def python(self, *arguments: object, **settings: Any) -> subprocess.CompletedProcess[str]:
+        """Run Python in a process that has the double."""
+        command = [sys.executable, "-P", *map(str, arguments)]
+        environment = self.environment(**settings)
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=300, env=environment, cwd=ROOT
+        )
+
+
+@dataclass(frozen=True)
+class RunOnDouble:
+    """A run of the command line on the double, and what it left."""
+
+    process: subprocess.CompletedProcess[str]
+    folder: Path
+
+    @functools.cached_property
+    def comparison(self) -> Comparison:
+        return harness.compare_folders([self.folder / "captures"], None)
+
+    @functools.cached_property
+    def report(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
+        return found
+
+
+RunsOnDouble = Callable[..., RunOnDouble]
+
+
+@pytest.fixture(scope="session")
+def double(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Double:
+    """Build the double, or skip with the reason why it cannot be built here."""
+    cache = getattr(pytestconfig, "cache", None)  # none with `-p no:cacheprovider`
+    folder = tmp_path_factory.getbasetemp() if cache is None else cache.mkdir("software_accelerator")
+    try:
+        return Double(folder=build(Path(folder)))
+    except NotBuiltError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def run_on_double(double: Double, tmp_path_factory: pytest.TempPathFactory) -> RunsOnDouble:
+    """Run `consistency run` on the double: settings of the double first, then the command's options by name."""
+
+    def run(settings: dict[str, Any], **options: str) -> RunOnDouble:
+        out = Path(tempfile.mkdtemp(dir=tmp_path_factory.getbasetemp(), prefix="on-double-")) / "out"
+        words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+        return RunOnDouble(double.python("-m", "consistency", "run", "--out", out, *words, **settings), out)
+
+    return run

@@ -1,0 +1,145 @@
+// The kernels a device has of its own: sums and matrix products, cut into as many partial sums as its architecture has.
+// Each piece is the CPU's own product, so the values are right; only the order of the additions is another.
+#pragma once
+#include <ATen/ATen.h>
+#include <ATen/native/Resize.h>
+
+#include <numeric>
+
+#include "copies.h"
+
+namespace simulated {
+
+inline void same_device(at::TensorList tensors, const char* name) {
+  std::optional<c10::Device> first;
+  for (auto& tensor : tensors) {
+    if (!tensor.defined() || (tensor.device().is_cpu() && tensor.dim() == 0)) continue;
+    if (!first) first = tensor.device();
+    TORCH_CHECK(*first == tensor.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
+                *first, " and ", tensor.device(), "! (", name, ")");
+  }
+}
+
+inline at::Tensor on_device(const at::Tensor& host, int index) {
+  auto found = at::empty(host.sizes(), host.options().device(device(index)));
+  host_view(found).copy_(host);
+  return found;
+}
+
+// The dtype that is added up in: narrow numbers are widened first and rounded once at the end, as matrix units do.
+inline at::ScalarType wide(at::ScalarType type) {
+  return type == at::kBFloat16 || type == at::kHalf ? at::kFloat : type;
+}
+
+inline bool rounds(at::ScalarType type) { return at::isFloatingType(type) || at::isComplexType(type); }
+
+// a @ b, of two matrices or of two stacks of them.
+inline at::Tensor product(const at::Tensor& a, const at::Tensor& b, int pieces) {
+  int64_t inner = a.size(-1);
+  auto left = a.to(wide(a.scalar_type())), right = b.to(wide(b.scalar_type()));
+  auto one = [&](int64_t from, int64_t length) {
+    // contiguous, so that no kernel is chosen by where a slice happens to lie
+    return at::matmul(left.narrow(-1, from, length).contiguous(), right.narrow(-2, from, length).contiguous());
+  };
+  if (!rounds(a.scalar_type()) || inner <= pieces) return one(0, inner);
+  int64_t length = (inner + pieces - 1) / pieces;
+  auto sum = one(0, length);
+  for (int64_t from = length; from < inner; from += length) sum.add_(one(from, std::min(length, inner - from)));
+  return sum;
+}
+
+inline at::Tensor mm(const at::Tensor& a, const at::Tensor& b) {
+  same_device({a, b}, "mm");
+  TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0), "mat1 and mat2 shapes cannot be multiplied (",
+              a.sizes(), " and ", b.sizes(), ")");
+  int index = place(a);
+  streams().launch(index);
+  return on_device(product(host_view(a), host_view(b), models()[index].pieces).to(a.scalar_type()), index);
+}
+
+inline at::Tensor bmm(const at::Tensor& a, const at::Tensor& b) {
+  same_device({a, b}, "bmm");
+  TORCH_CHECK(a.dim() == 3 && b.dim() == 3 && a.size(0) == b.size(0) && a.size(2) == b.size(1),
+              "batch1 and batch2 shapes cannot be multiplied (", a.sizes(), " and ", b.sizes(), ")");
+  int index = place(a);
+  streams().launch(index);
+  return on_device(product(host_view(a), host_view(b), models()[index].pieces).to(a.scalar_type()), index);
+}
+
+// beta * c + alpha * (a @ b), rounded once to the dtype of the operands.
+inline at::Tensor product_plus(const at::Tensor& c, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
+                               const at::Scalar& alpha, const char* name) {
+  same_device({c, a, b}, name);
+  TORCH_CHECK(a.size(-1) == b.size(-2), name, ": shapes cannot be multiplied (", a.sizes(), " and ", b.sizes(), ")");
+  int index = place(a);
+  streams().launch(index);
+  auto sum = product(host_view(a), host_view(b), models()[index].pieces);
+  if (!alpha.equal(1)) sum.mul_(alpha);
+  if (!beta.equal(0)) {  // with beta 0 what c holds is not read, NaN included
+    auto term = host_view(c).to(sum.scalar_type());
+    sum.add_(beta.equal(1) ? term : term.mul(beta));
+  }
+  return on_device(sum.to(a.scalar_type()), index);
+}
+
+inline at::Tensor addmm(const at::Tensor& c, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
+                        const at::Scalar& alpha) {
+  return product_plus(c, a, b, beta, alpha, "addmm");
+}
+
+inline at::Tensor baddbmm(const at::Tensor& c, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
+                          const at::Scalar& alpha) {
+  return product_plus(c, a, b, beta, alpha, "baddbmm");
+}
+
+inline at::Tensor sum(const at::Tensor& tensor, at::OptionalIntArrayRef over, bool keep, std::optional<at::ScalarType> dtype) {
+  int index = place(tensor);
+  streams().launch(index);
+  auto host = host_view(tensor);
+  auto type = dtype.value_or(at::isIntegralType(host.scalar_type(), true) ? at::kLong : host.scalar_type());
+  if (!rounds(type) || host.numel() == 0) return on_device(at::sum(host, over, keep, dtype), index);
+  std::vector<int64_t> dims(host.dim());
+  std::iota(dims.begin(), dims.end(), 0);
+  if (over && !over->empty()) {
+    dims.assign(over->begin(), over->end());
+    for (auto& dim : dims) dim = at::maybe_wrap_dim(dim, host.dim());
+  }
+  std::vector<int64_t> order, shape;
+  for (int64_t dim = 0; dim < host.dim(); ++dim) {
+    bool reduced = std::find(dims.begin(), dims.end(), dim) != dims.end();
+    if (!reduced) order.push_back(dim);
+    if (!reduced || keep) shape.push_back(reduced ? 1 : host.size(dim));
+  }
+  order.insert(order.end(), dims.begin(), dims.end());
+  int64_t length = 1;
+  for (auto dim : dims) length *= host.size(dim);
+  auto rows = host.to(wide(type)).permute(order).reshape({-1, length});
+  int64_t piece = (length + models()[index].pieces - 1) / models()[index].pieces;
+  auto total = rows.narrow(1, 0, piece).contiguous().sum(1);
+  for (int64_t from = piece; from < length; from += piece)
+    total.add_(rows.narrow(1, from, std::min(piece, length - from)).contiguous().sum(1));
+  return on_device(total.to(type).reshape(shape), index);
+}
+
+// ---- the same, written where they are told to
+inline at::Tensor& into(at::Tensor& out, const at::Tensor& found) {
+  at::native::resize_output(out, found.sizes());
+  host_view(out).copy_(host_view(found));
+  return out;
+}
+inline at::Tensor& mm_out(const at::Tensor& a, const at::Tensor& b, at::Tensor& out) { return into(out, simulated::mm(a, b)); }
+inline at::Tensor& bmm_out(const at::Tensor& a, const at::Tensor& b, at::Tensor& out) { return into(out, simulated::bmm(a, b)); }
+inline at::Tensor& addmm_out(const at::Tensor& c, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
+                             const at::Scalar& alpha, at::Tensor& out) { return into(out, simulated::addmm(c, a, b, beta, alpha)); }
+inline at::Tensor& addmm_(at::Tensor& c, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
+                          const at::Scalar& alpha) { return into(c, simulated::addmm(c, a, b, beta, alpha)); }
+inline at::Tensor& baddbmm_out(const at::Tensor& c, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
+                               const at::Scalar& alpha, at::Tensor& out) { return into(out, simulated::baddbmm(c, a, b, beta, alpha)); }
+inline at::Tensor& baddbmm_(at::Tensor& c, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
+                            const at::Scalar& alpha) { return into(c, simulated::baddbmm(c, a, b, beta, alpha)); }
+inline at::Tensor& sum_out(const at::Tensor& tensor, at::OptionalIntArrayRef dims, bool keep,
+                           std::optional<at::ScalarType> dtype, at::Tensor& out) {
+  return into(out, simulated::sum(tensor, dims, keep, dtype ? dtype : out.scalar_type()));
+}
+
+}  // namespace simulated

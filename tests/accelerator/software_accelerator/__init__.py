@@ -1,0 +1,28 @@
+"""Several accelerators in software, plugged into torch as any backend is: a test double, and never a real device.
+
+torch calls `autoload` when it is imported, by way of the entry point in the group `torch.backends`.
+"""
+
+from __future__ import annotations
+
+NAME = "npu"
+"""The devices are `npu:0`, `npu:1` and so on: safetensors knows that name, and would refuse one made up here."""
+
+
+def autoload() -> None:
+    """Make the devices that `CONSISTENCY_DOUBLE` and `ASCEND_RT_VISIBLE_DEVICES` ask for."""
+    import torch
+    from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
+
+    from . import _native, copies, device_module, peft_default
+    from .settings import read_settings
+
+    settings = read_settings()
+    rename_privateuse1_backend(NAME)
+    device_module.install(settings)
+    torch._register_device_module(NAME, device_module)
+    generate_methods_for_privateuse1_backend(for_storage=True)
+    copies.install(settings)
+    _native.set_fill(-1 if settings.fill is None else settings.fill)
+    if settings.peft_default and settings.visible:
+        peft_default.install(NAME)

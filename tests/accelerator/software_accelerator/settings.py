@@ -1,0 +1,127 @@
+"""What the double is told: a JSON object in one environment variable, so that it reaches every worker."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal
+
+import msgspec
+
+VARIABLE = "CONSISTENCY_DOUBLE"
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+
+PIECES = {"A": 3, "B": 5, "C": 8}
+"""Into how many partial sums each architecture cuts a dot product; the CPU's own kernels cut none off."""
+
+Byte = Annotated[int, msgspec.Meta(ge=0, le=255)]
+Positive = Annotated[int, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class CopyFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What becomes of copies from one device to another.
+
+    Attributes
+    ----------
+    source, target : str
+        `from` and `to` in JSON: `cpu`, `npu:2`, or `*` for any. Devices are named as without a visibility variable.
+    does : str
+        `drop`: nothing arrives. `zero`: zeros arrive. `corrupt`: one bit in the middle is flipped. `delay`: the copy
+        is made when one of its devices is synchronized, and not before.
+    at_least_bytes, below_bytes : int, int or None
+        Sizes that are hit.
+    only_beside_work : bool
+        Hit a copy only while another stream of one of its devices has work that nothing has waited for.
+    """
+
+    source: str = msgspec.field(name="from")
+    target: str = msgspec.field(name="to")
+    does: Literal["drop", "zero", "corrupt", "delay"]
+    at_least_bytes: Count = 0
+    below_bytes: Count | None = None
+    only_beside_work: bool = False
+
+    def hits(self, source: str, target: str, size: int, *, beside_work: bool) -> bool:
+        """Tell whether a copy is hit."""
+        return (
+            self.source in ("*", source)
+            and self.target in ("*", target)
+            and size >= self.at_least_bytes
+            and (self.below_bytes is None or size < self.below_bytes)
+            and (beside_work or not self.only_beside_work)
+        )
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The devices and their faults.
+
+    Attributes
+    ----------
+    devices : int
+    architectures : tuple of str
+        One per device, names of `PIECES`; empty makes all of them A.
+    copies : tuple of CopyFault
+        The first that hits a copy decides.
+    fill : int or None
+        The byte that memory is filled with before it is handed out; None leaves what lay there, as accelerators do.
+    memory_bytes : int
+        Of each device.
+    peft_default : bool
+        Let `peft.infer_device` name the double, as it names CUDA, so that PEFT's default road leads through device 0.
+    visible : tuple of int
+        Filled from the environment: the devices that this process sees, in its own order.
+    """
+
+    devices: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    architectures: tuple[Literal["A", "B", "C"], ...] = ()
+    copies: tuple[CopyFault, ...] = ()
+    fill: Byte | None = None
+    memory_bytes: Positive = 8 * 2**30
+    peft_default: bool = True
+    visible: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.architectures and len(self.architectures) != self.devices:
+            raise ValueError(f"{len(self.architectures)} architectures for {self.devices} devices")
+
+    @classmethod
+    def checked(cls, text: str) -> Settings:
+        """Read settings from JSON.
+
+        Raises
+        ------
+        ValueError
+            It does not hold what this class says.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{VARIABLE}: {error}") from error
+
+    def architecture(self, physical: int) -> str:
+        """Return the architecture of a device."""
+        return self.architectures[physical] if self.architectures else "A"
+
+
+def read_settings() -> Settings:
+    """Read the settings of this process from its environment.
+
+    Raises
+    ------
+    ValueError
+        The variable does not hold what `Settings` says.
+    """
+    found = Settings.checked(os.environ.get(VARIABLE) or "{}")
+    return msgspec.structs.replace(found, visible=_visible(found.devices, os.environ.get(VISIBLE)))
+
+
+def _visible(devices: int, shown: str | None) -> tuple[int, ...]:
+    """Return the devices in the order in which this process numbers them; an entry that is none ends the list."""
+    if shown is None:
+        return tuple(range(devices))
+    found: list[int] = []
+    for entry in shown.split(","):
+        if not entry.strip().isdigit() or int(entry) >= devices or int(entry) in found:
+            break
+        found.append(int(entry))
+    return tuple(found)

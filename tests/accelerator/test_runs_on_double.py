@@ -1,0 +1,118 @@
+"""The tool on four devices that are none: what it says where all is well, and where two of them are sent nothing."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+import msgspec
+import pytest
+
+from consistency.agreement import compare
+from consistency.capture import read_capture
+from consistency.comparison import TensorComparison
+
+from .fixtures import Double, RunOnDouble, RunsOnDouble
+
+NPUS = [f"npu:{index}" for index in range(4)]
+DROPPED = [{"from": "npu:0", "to": f"npu:{to}", "does": "drop"} for to in (1, 3)]
+
+
+@pytest.fixture(scope="module")
+def faulty(run_on_double: RunsOnDouble) -> RunOnDouble:
+    """Run on devices of two architectures, two of which get nothing from device 0."""
+    return run_on_double({"architectures": ["A", "A", "B", "B"], "copies": DROPPED, "fill": 203})
+
+
+def on_road(run: RunOnDouble, road: str, *stages: str) -> list[TensorComparison]:
+    return [t for t in run.comparison.tensors if t.road == road and t.stage in stages]
+
+
+def test_dropped_copies_are_found_on_the_shared_road_alone(faulty: RunOnDouble) -> None:
+    assert faulty.process.returncode == 1, faulty.process.stderr
+    factors = [t for t in on_road(faulty, "shared", "adapter") if t.tensor in ("lora_A", "lora_B")]
+    assert len(factors) == 56
+    assert {t.classes for t in factors} == {(("cpu", "npu:0", "npu:2"), ("npu:1", "npu:3"))}
+    assert {(t.tensor, row.diagnosis) for t in factors for row in t.rows if row.status != "equal"} == {
+        ("lora_A", "fresh-init"),
+        ("lora_B", "zeros"),
+    }
+    alone = on_road(faulty, "isolated", "base", "adapter") + on_road(faulty, "shared", "base")
+    assert {t.classes for t in alone} == {(("cpu", *NPUS),)}
+    assert {row.status for t in alone for row in t.rows} == {"equal"}
+
+
+def test_findings_name_the_road_and_no_device_that_is_well(faulty: RunOnDouble) -> None:
+    errors = [f for f in faulty.comparison.findings if f.severity != "note"]
+    assert {f.workers for f in errors} == {("npu:1", "npu:3")}
+    moved = [f for f in errors if f.message.startswith("adapter") and f.kind != "not-repeatable"]
+    assert {f.kind for f in moved} == {"zeros", "fresh-init"}
+    assert all("on the road shared, right bytes when alone" in f.message for f in moved)
+    computed = [f for f in errors if f.message.startswith(("merged", "forward"))]
+    assert computed
+    assert all(f.message.endswith("it follows from the wrong bytes above") for f in computed)
+
+
+def test_devices_form_architectures(faulty: RunOnDouble) -> None:
+    groups = {group["name"]: group["workers"] for group in faulty.report["architectures"]}
+    assert groups.pop("npu A (simulated)") == ["npu:0", "npu:1"]
+    assert groups.pop("npu B (simulated)") == ["npu:2", "npu:3"]
+    assert list(groups.values()) == [["cpu"]]
+    for stage in ("merged", "forward"):
+        found = on_road(faulty, "isolated", stage)
+        assert {row.status for t in found for row in t.rows} <= {"equal", "within"}
+        for tensor in found:
+            owner = {name: number for number, names in enumerate(tensor.classes) for name in names}
+            assert owner["npu:0"] == owner["npu:1"]
+            assert owner["npu:2"] == owner["npu:3"]
+        assert any(len(tensor.classes) == 3 for tensor in found)
+
+
+def test_devices_alone_are_consistent(faulty: RunOnDouble) -> None:
+    """What the workers saw that no copy between devices could harm, compared by itself: four healthy devices."""
+    capture = read_capture(faulty.folder / "captures")
+    alone = tuple(worker for worker in capture.workers if worker.info.road == "isolated")
+    found = compare([msgspec.structs.replace(capture, workers=alone)])
+    assert len(found.workers) == 5
+    assert found.verdict == "consistent"
+    assert [f for f in found.findings if f.severity != "note"] == []
+
+
+def test_every_worker_met_the_device_that_was_meant(faulty: RunOnDouble) -> None:
+    there = [w for w in faulty.report["workers"] if w["name"] != "cpu"]
+    assert len(there) == 8
+    for worker in there:
+        assert worker["environment"]["device_uuid"] == worker["uuid"]
+        shown = worker["environment"]["variables"].get("ASCEND_RT_VISIBLE_DEVICES")
+        assert shown == (worker["name"].removeprefix("npu:") if worker["road"] == "isolated" else None)
+    assert len({w["uuid"] for w in there}) == 4
+
+
+def test_no_simulated_device_is_told_as_a_real_one(faulty: RunOnDouble) -> None:
+    assert faulty.report["simulated"] is True
+    assert {(w["name"] != "cpu", w["simulated"]) for w in faulty.report["workers"]} == {(True, True), (False, False)}
+    title, _, *others = faulty.process.stdout.splitlines()
+    assert title.endswith("SIMULATED DEVICES")
+    verdict = " ".join(line.strip() for line in others[: others.index("")])
+    assert verdict.endswith("; simulated: npu:0, npu:1, npu:2, npu:3")
+    lines = [line for line in others if "oftware accelerator" in line]
+    assert lines
+    assert all("(simulated)" in line for line in lines)
+
+
+def test_pytest_on_a_healthy_device(double: Double, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in double.environment(architectures=["A", "A", "B", "B"]).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    done = pytester.runpytest_subprocess(
+        "--consistency-base", "builtin:llama", "--consistency-devices", "cpu,npu:2", "--consistency-roads", "shared",
+        "--junitxml", "out.xml",
+    )  # fmt: skip
+    assert done.ret == 0
+    done.stdout.fnmatch_lines(["consistency: llama, *, on cpu, npu:2 (simulated)"])
+    done.stdout.fnmatch_lines(["consistent: base and adapter are the same numbers on 2 workers; *; simulated: npu:2"])
+    cases = list(ElementTree.parse(pytester.path / "out.xml").getroot().iter("testcase"))
+    marked = {str(c.get("name")) for c in cases if c.find("properties/property[@name='simulated']") is not None}
+    ran = {str(c.get("name")) for c in cases if c.find("skipped") is None}
+    there = {name for name in ran if "npu:2" in name}
+    assert len(there) > 90
+    assert marked == there | {"agreement"}
