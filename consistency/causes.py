@@ -198,8 +198,10 @@ def _how_many(tensors: Sequence[TensorComparison], totals: dict[str, int]) -> st
     if len(kinds) == 1:
         name = next(iter(kinds))
         facts = tensors[0].rule == "limit"
-        return f"{name} of {len(tensors)} of {totals[name]} layers" if facts else (
-            f"{len(tensors)} of {totals[name]} {name} tensors"
+        return (
+            f"{name} of {len(tensors)} of {totals[name]} layers"
+            if facts
+            else (f"{len(tensors)} of {totals[name]} {name} tensors")
         )
     return f"{len(tensors)} of {sum(totals.values())} tensors"
 

@@ -179,10 +179,11 @@ def _skipped(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
                 found.setdefault(row.worker, []).append(tensor.name)
     for (stage, reason), by_worker in reasons.items():
         where = list(dict.fromkeys(name for found in by_worker.values() for name in found))
+        what = _count(len(where), "fact" if facts.issuperset(where) else "tensor")
         yield Finding(
             kind="skipped",
             severity="note",
-            message=f"{stage} · {_count(len(where), 'fact' if facts.issuperset(where) else 'tensor')} skipped on {names(list(by_worker))}: {reason}",
+            message=f"{stage} · {what} skipped on {names(list(by_worker))}: {reason}",
             workers=tuple(by_worker),
             tensors=tuple(where),
         )
