@@ -28,6 +28,9 @@ from torch.utils._pytree import tree_iter
 _LIBRARIES = ("peft", "safetensors", "transformers", "accelerate")
 _MOST_FRAMES = 3
 
+ON_PURPOSE = frozenset({"transfer", "sharding"})
+"""Stages that use other devices because that is what they look at: what they take of them counts for nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
@@ -226,10 +229,15 @@ class Placement:
         self.calls: dict[torch.device, Call] = {}
         self._contexts = contexts or Contexts(own)
         self._touches: dict[tuple[torch.device, str], str] = {}
+        self._before: dict[torch.device, Figures] = {}
+        self._opened: set[torch.device] = set()
 
     def look(self, step: str) -> None:
         """Read every counter; what has moved since the last look has moved in this step."""
         for device in self.others:
+            if step in ON_PURPOSE:
+                self._start_again(device)
+                continue
             figures = self.figures(device)
             moved = {"allocated": figures.peak_allocated, "reserved": figures.peak_reserved}
             for name, value in moved.items():
@@ -239,10 +247,26 @@ class Placement:
                 self._touches[device, "context"] = step
 
     def figures(self, device: torch.device) -> Figures:
-        return Allocator(device.type).figures(device)
+        """Return the counters of a device, over what a stage left there that uses other devices on purpose."""
+        now, before = Allocator(device.type).figures(device), self._before.get(device, Figures())
+        return Figures(
+            allocated=_over(now.allocated, before.allocated),
+            peak_allocated=_over(now.peak_allocated, before.allocated),
+            reserved=_over(now.reserved, before.reserved),
+            peak_reserved=_over(now.peak_reserved, before.reserved),
+        )
 
     def context(self, device: torch.device) -> ContextSeen:
+        """Return whether there is a context; one that was opened on purpose hides any other."""
+        if device in self._opened and (device, "context") not in self._touches:
+            return ContextSeen(exists=None, reason=f"the stages {' and '.join(sorted(ON_PURPOSE))} open every device")
         return self._contexts.look(device)
+
+    def _start_again(self, device: torch.device) -> None:
+        allocator = Allocator(device.type)
+        allocator.reset_peak(device)
+        self._before[device] = allocator.figures(device)
+        self._opened.add(device)
 
     def first_step(self, device: torch.device, counter: str) -> str | None:
         """Return the step in which a counter (`allocated`, `reserved`, `context`) first moved on a device."""
@@ -256,6 +280,10 @@ class Placement:
             return
         with _FirstCall(frozenset(self.others), self.calls):
             yield
+
+
+def _over(now: int | None, before: int | None) -> int | None:
+    return None if now is None else max(0, now - (before or 0))
 
 
 class _FirstCall(TorchDispatchMode):

@@ -194,7 +194,7 @@ def _merge_peak(
     if share is None:
         context.record.fact(
             stage="memory", layer=place, tensor=tensor, status="skipped", evidence=evidence,
-            reason=f"nobody has derived what a merge of {_method(context)} may take: figures alone",
+            reason=f"no limit is derived for the merge of {_kind(layer)}: figures alone",
         )  # fmt: skip
         return
     context.record.fact(
@@ -224,7 +224,8 @@ def _figures(found: MergePeak, *, layer_bytes: int, model_bytes: int) -> dict[st
     return evidence
 
 
-def _method(context: Context) -> str:
-    model: Any = context.model
-    config = model.peft_config[ADAPTER_NAME]
-    return "LoRA's variant" if config.peft_type == "LORA" else str(getattr(config.peft_type, "value", config.peft_type))
+def _kind(layer: Any) -> str:
+    """Name a layer's kind as PEFT does: `lora.Linear`, with the variant that its merge goes by."""
+    tuner = type(layer).__module__.removeprefix("peft.tuners.").partition(".")[0]
+    variant = getattr(layer, "lora_variant", {}).get(ADAPTER_NAME)
+    return f"{tuner}.{type(layer).__name__}" + ("" if variant is None else f" with {type(variant).__name__}")
