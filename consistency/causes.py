@@ -115,6 +115,7 @@ def find_causes(
         phrase = (_COMPUTED if computed else {}).get(word) or _PHRASES.get(word, word)
         if word == "unknown" and computed:
             phrase = " or ".join(dict.fromkeys(f"outside {_LIMITS.get(t.rule, 'the bound')}" for t in group.tensors))
+        facts = group.tensors[0].rule == "limit"
         what = _how_many(group.tensors, totals.get((stage, road), {}))
         where = f" on the road {road}" if len(roads) > 1 else ""
         yield Finding(
@@ -122,7 +123,7 @@ def find_causes(
             severity="error",
             message=(
                 f"{stage} · {names(workers)} · {phrase} in {what}{where}"
-                f"{_only_here(causes, stage, road, word)}{_files_differ(group.samples)}"
+                f"{'' if facts else _only_here(causes, stage, road, word)}{_files_differ(group.samples)}"
                 f"{_follows(wrong, stage, road, workers)}"
             ),
             workers=workers,
