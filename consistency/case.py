@@ -30,6 +30,7 @@ class Stage(enum.StrEnum):
     ADAPTER = "adapter"
     MERGED = "merged"
     FORWARD = "forward"
+    MEMORY = "memory"
 
 
 class Road(enum.StrEnum):

@@ -12,6 +12,9 @@ from consistency.naming import SETTINGS_LAYER, WHOLE_MODEL
 
 _MOST_DETAILS = 5
 
+TOUCHED = "touched"
+"""Word of a device that a worker touched beside its own: `consistency.touched` has the sentences."""
+
 _PHRASES = {
     "zeros": "zeros where the file is not zero",
     "bit-flip": "single bits flipped",
@@ -36,6 +39,8 @@ _PHRASES = {
     "inactive": "not active",
     "unknown": "other bits",
     "settings": "another rank or scaling",
+    "wrong-device": "adapter tensors on another device than their model",
+    "third-copy": "a new weight made beside the old one and the delta",
 }
 _EVIDENCE = {
     "ratio": "{} times what it should be",
@@ -45,6 +50,11 @@ _EVIDENCE = {
     "when": "when {}",
     "also": "could be {} too",
     "unit": "counted in {}: torch has no such dtype",
+    "layers": "{} times the layer's weight at its peak",
+    "adding_peak_bytes": "{} bytes while the delta was added",
+    "adding_allowed_bytes": "{} allowed",
+    "kept_bytes": "{} bytes more than before at its end",
+    "kept_allowed_bytes": "{} allowed",
 }
 """What other evidence says, by its name."""
 
@@ -87,7 +97,7 @@ def find_causes(
             count[tensor.tensor] = count.get(tensor.tensor, 0) + 1
         by_word: dict[str, list[Row]] = {}
         for row in tensor.rows:
-            if row.status in BAD:
+            if row.status in BAD and row.diagnosis != TOUCHED:
                 by_word.setdefault(row.diagnosis or row.status, []).append(row)
         for word, rows in by_word.items():
             key = (tensor.stage, tensor.road, word, tuple(row.worker for row in rows))
@@ -105,6 +115,7 @@ def find_causes(
         phrase = (_COMPUTED if computed else {}).get(word) or _PHRASES.get(word, word)
         if word == "unknown" and computed:
             phrase = " or ".join(dict.fromkeys(f"outside {_LIMITS.get(t.rule, 'the bound')}" for t in group.tensors))
+        facts = group.tensors[0].rule == "limit"
         what = _how_many(group.tensors, totals.get((stage, road), {}))
         where = f" on the road {road}" if len(roads) > 1 else ""
         yield Finding(
@@ -112,7 +123,7 @@ def find_causes(
             severity="error",
             message=(
                 f"{stage} · {names(workers)} · {phrase} in {what}{where}"
-                f"{_only_here(causes, stage, road, word)}{_files_differ(group.samples)}"
+                f"{'' if facts else _only_here(causes, stage, road, word)}{_files_differ(group.samples)}"
                 f"{_follows(wrong, stage, road, workers)}"
             ),
             workers=workers,
@@ -187,7 +198,12 @@ def _how_many(tensors: Sequence[TensorComparison], totals: dict[str, int]) -> st
         return f"{tensors[0].tensor} of {tensors[0].layer}"
     if len(kinds) == 1:
         name = next(iter(kinds))
-        return f"{len(tensors)} of {totals[name]} {name} tensors"
+        facts = tensors[0].rule == "limit"
+        return (
+            f"{name} of {len(tensors)} of {totals[name]} layers"
+            if facts
+            else (f"{len(tensors)} of {totals[name]} {name} tensors")
+        )
     return f"{len(tensors)} of {sum(totals.values())} tensors"
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from consistency.numbers import Real
+from consistency.records import StageMemory
 
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked"]
 Verdict = Literal["consistent", "inconsistent", "incomplete"]
@@ -122,6 +123,7 @@ class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True):
     stages_done: tuple[str, ...] = ()
     elapsed_s: float = 0.0
     peak_bytes: int | None = None
+    stage_memory: tuple[StageMemory, ...] = ()
     host: str = ""
     device: str = ""
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 
 from consistency import harness
-from consistency.case import Options, Stage
+from consistency.case import Options, Road, Stage
 from consistency.comparison import Comparison
 from consistency.device import DeviceInfo
-from consistency.discovery import select
+from consistency.discovery import accelerators, select
 from consistency.errors import UsageError
 from consistency.launch.local import Watcher
 
@@ -41,6 +41,8 @@ class Trial:
     words : str
         What the finding's sentence has to hold, beside its kind.
     repeat : int
+    two_devices : bool
+        Whether it needs a second accelerator, and a worker that sees both.
     """
 
     fault: str
@@ -49,9 +51,10 @@ class Trial:
     case: str | None = None
     words: str = ""
     repeat: int = 1
+    two_devices: bool = False
 
 
-_ADAPTER, _MERGED = (Stage.ADAPTER,), (Stage.MERGED,)
+_ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
 
 TRIALS: tuple[Trial, ...] = (
     Trial(fault="adapter-zeros", expected="zeros", stages=_ADAPTER, case="C1"),
@@ -81,6 +84,9 @@ TRIALS: tuple[Trial, ...] = (
     Trial(fault="forward-fails", expected="missing", stages=(Stage.FORWARD,)),
     Trial(fault="merge-not-repeatable", expected="not-repeatable", stages=_MERGED, repeat=2),
     Trial(fault="setting-flipped", expected="setting-changed", stages=_MERGED),
+    Trial(fault="placed-elsewhere", expected="wrong-device", stages=_MEMORY, case="C2"),
+    Trial(fault="bytes-elsewhere", expected="touched", stages=_MEMORY, case="C2", words="stay there", two_devices=True),
+    Trial(fault="merge-third-copy", expected="third-copy", stages=_MEMORY, case="C5"),
     Trial(fault="killed", expected="lost-worker", stages=_MERGED, words="SIGKILL"),
     Trial(fault="hung", expected="lost-worker", stages=_MERGED, words="no sign of life"),
     Trial(fault="stopped", expected="lost-worker", stages=_MERGED, words="no sign of life"),
@@ -117,12 +123,23 @@ class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(only: Sequence[str]) -> tuple[Trial, ...]:
-    """Return the trials of these faults, all of them where none is named."""
+    """Return the trials of these faults; where none is named, all that this machine has the devices for.
+
+    Raises
+    ------
+    UsageError
+        There is no such fault, or it needs more devices than there are.
+    """
     known = {trial.fault: trial for trial in TRIALS}
     for name in only:
         if name not in known:
             raise UsageError(f"no such fault: {name}", where="--only", wanted=", ".join(known))
-    return tuple(known[name] for name in only) or TRIALS
+    chosen = tuple(known[name] for name in only) or TRIALS
+    possible = tuple(trial for trial in chosen if not trial.two_devices or len(accelerators()) > 1)
+    if only and possible != chosen:
+        missing = next(trial for trial in chosen if trial not in possible)
+        raise UsageError("this fault needs two accelerators", where=f"--only {missing.fault}", got=len(accelerators()))
+    return possible
 
 
 def drill(
@@ -144,10 +161,11 @@ def drill(
     replace : bool
         Overwrite an earlier drill's results.
     """
-    devices = _devices()
     rows = []
     for trial in trials:
+        devices = _devices(two=trial.two_devices)
         options = Options(
+            roads=(Road.SHARED.value,) if trial.two_devices else None,
             devices=tuple(info.spec.name for info in devices),
             stages=tuple(stage.value for stage in trial.stages),
             repeat=trial.repeat,
@@ -160,9 +178,14 @@ def drill(
     return tuple(rows)
 
 
-def _devices() -> tuple[DeviceInfo, ...]:
-    """Return the reference and one other device, which gets the fault; on a bare machine the reference gets it."""
+def _devices(*, two: bool) -> tuple[DeviceInfo, ...]:
+    """Return the reference and one other device, which gets the fault; on a bare machine the reference gets it.
+
+    Where the fault needs two accelerators the second gets it: the first is the one that PEFT goes through by itself.
+    """
     found = select(["auto"])
+    if two:
+        return (found[0], accelerators()[1])
     return (found[0], found[1]) if len(found) > 1 else (found[0],)
 
 

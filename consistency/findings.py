@@ -14,6 +14,7 @@ from consistency.causes import find_causes, names
 from consistency.comparison import BAD, WEIGHT, Finding, TensorComparison, tensor_name
 from consistency.given import find_tolerances
 from consistency.participants import Key, Participant
+from consistency.touched import find_touched
 
 _SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
 
@@ -32,6 +33,7 @@ def find(
         *_software(participants),
         *_inputs(participants),
         *find_causes(tensors, next_step=functools.partial(_next, participants, reference)),
+        *find_touched(tensors),
         *_not_repeatable(tensors),
         *_same_program(participants, tensors),
         *_settings(participants),
@@ -181,6 +183,7 @@ def _agree(members: Sequence[Participant], key: Key) -> bool:
 
 def _skipped(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     reasons: dict[tuple[str, str], dict[str, list[str]]] = {}
+    facts = {tensor.name for tensor in tensors if tensor.rule == "limit"}
     for tensor in tensors:
         for row in tensor.rows:
             if row.status == "skipped":
@@ -188,10 +191,11 @@ def _skipped(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
                 found.setdefault(row.worker, []).append(tensor.name)
     for (stage, reason), by_worker in reasons.items():
         where = list(dict.fromkeys(name for found in by_worker.values() for name in found))
+        what = _count(len(where), "fact" if facts.issuperset(where) else "tensor")
         yield Finding(
             kind="skipped",
             severity="note",
-            message=f"{stage} · {_count(len(where), 'tensor')} skipped on {names(list(by_worker))}: {reason}",
+            message=f"{stage} · {what} skipped on {names(list(by_worker))}: {reason}",
             workers=tuple(by_worker),
             tensors=tuple(where),
         )

@@ -23,6 +23,9 @@ WHOLE_MODEL = "model"
 DELTA, WEIGHT, SAFE_WEIGHT = "delta", "weight", "weight_safe_merge"
 """Tensors of the stage `merged`, per adapted layer."""
 
+PLACEMENT, MERGE_PEAK, SAFE_MERGE_PEAK = "placement", "merge_peak", "safe_merge_peak"
+"""Facts of the stage `memory`, per adapted layer; its other layers are devices."""
+
 ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED = "adapter_on", "adapter_off", "adapter_merged"
 """Modes of the stage `forward`, per activation."""
 

@@ -138,6 +138,28 @@ class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
 
 
+class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage took of the host's memory and of the device's.
+
+    Attributes
+    ----------
+    stage : str
+        A stage, or a step of loading before it: `load base`, `load adapter`.
+    host_resident_bytes, host_peak_bytes : int
+        Resident size of the process at its end, and the largest during it; where the system cannot reset its mark, the
+        largest so far.
+    device_resident_bytes, device_peak_bytes : int or None
+        What tensors hold on the worker's device at its end, and at most during it, by the backend's allocator; None on
+        the CPU and where the backend does not tell.
+    """
+
+    stage: str
+    host_resident_bytes: int
+    host_peak_bytes: int
+    device_resident_bytes: int | None = None
+    device_peak_bytes: int | None = None
+
+
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Who a worker was and how it ended.
 
@@ -167,6 +189,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         Largest resident size of the worker's process.
     planted : str or None
         The fault that was planted in it on purpose.
+    stage_memory : tuple of StageMemory
+        In the order in which they were gone through.
     """
 
     name: str
@@ -191,3 +215,4 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float = 0.0
     peak_bytes: int | None = None
     planted: str | None = None
+    stage_memory: tuple[StageMemory, ...] = ()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from consistency import drill
 from consistency.case import Stage
 from consistency.comparison import Comparison, Finding
 from consistency.drill import TRIALS, Trial, _row, choose
@@ -42,6 +43,17 @@ def test_unknown_fault(cli: Cli) -> None:
     with pytest.raises(UsageError, match="no such fault: rain"):
         choose(["rain"])
     assert cli("drill", "--only", "rain").returncode == 2
+
+
+def test_fault_that_needs_two_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drill, "accelerators", lambda: ("npu:0", "npu:1"))
+    assert choose([]) == TRIALS
+    (trial,) = choose(["bytes-elsewhere"])
+    assert trial.two_devices
+    monkeypatch.setattr(drill, "accelerators", lambda: ("npu:0",))
+    assert set(TRIALS) - set(choose([])) == {trial}
+    with pytest.raises(UsageError, match="needs two accelerators"):
+        choose(["bytes-elsewhere"])
 
 
 def comparison(*findings: Finding) -> Comparison:

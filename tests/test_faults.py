@@ -49,6 +49,8 @@ NAMED = {
     "merge-fails": ("merged", "missing"),
     "forward-off": ("forward", "wrong-scale"),
     "forward-fails": ("forward", "missing"),
+    "placed-elsewhere": ("memory", "wrong-device"),
+    "merge-third-copy": ("memory", "third-copy"),
 }
 LOST = {
     "killed": "SIGKILL",
@@ -62,10 +64,11 @@ LOSABLE = [info.spec.name for info in discover() if info.spec.name in (FAULTY, "
 NEED_ANOTHER = {"adapter-wrong-scaling", "merge-fails", "forward-off", "forward-fails"}
 NEED_RELOAD = {"adapter-copy-dropped-later"}
 OTHERS = {"merge-not-repeatable", "setting-flipped"}
+ON_SEVERAL_DEVICES = {"bytes-elsewhere"}  # tests/accelerator/inside_memory.py
 
 
 def test_every_fault_is_tried() -> None:
-    assert set(FAULTS) == set(NAMED) | set(LOST) | OTHERS
+    assert set(FAULTS) == set(NAMED) | set(LOST) | OTHERS | ON_SEVERAL_DEVICES
 
 
 def errors(comparison: Comparison) -> list[Finding]:
@@ -118,7 +121,7 @@ def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: str) -> No
     assert {d.worker for d in found.first_divergence} == {FAULTY}
 
 
-@pytest.mark.parametrize("stage", ["base", "adapter", "merged"])
+@pytest.mark.parametrize("stage", ["base", "adapter", "merged", "memory"])
 def test_without_a_fault_nothing_is_found(look_at_fault: Run, stage: str) -> None:
     with plant("merge-off"):
         pass  # and a fault that was taken away is gone

@@ -190,6 +190,7 @@ class WorkerProcess:
             elapsed_s=round(time.monotonic() - self.started, 3),
             peak_bytes=None if told is None else told.peak_bytes,
             planted=self.fault,
+            stage_memory=() if told is None else told.stage_memory,
         )
 
     def tidy(self, status: WorkerStatus) -> None:

@@ -142,8 +142,9 @@ def _merged(many: Iterable[dict[str, Cell]]) -> dict[str, Cell]:
 
 
 def worst_ratio(comparison: Comparison) -> float | None:
-    """Return the largest `bound_ratio` of the comparison, NaN before any number; None where nothing has one."""
-    ratios = [float(r.bound_ratio) for t in comparison.tensors for r in t.rows if r.bound_ratio is not None]
+    """Return the largest `bound_ratio` of what was computed, NaN before any number; None where nothing has one."""
+    computed = [t for t in comparison.tensors if t.rule != "limit"]
+    ratios = [float(r.bound_ratio) for t in computed for r in t.rows if r.bound_ratio is not None]
     if not ratios:
         return None
     return math.nan if any(math.isnan(r) for r in ratios) else max(ratios)

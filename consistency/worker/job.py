@@ -12,7 +12,7 @@ import msgspec
 
 from consistency.case import Case
 from consistency.numbers import decode_json, encode_json
-from consistency.records import SettingChange
+from consistency.records import SettingChange, StageMemory
 
 EventKind = Literal["stage", "step", "wait", "done", "failed"]
 
@@ -77,6 +77,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     inputs_digest: str | None = None
     stages_done: tuple[str, ...] = ()
     peak_bytes: int | None = None
+    stage_memory: tuple[StageMemory, ...] = ()
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

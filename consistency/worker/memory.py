@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def peak_bytes() -> int:
-    """Return the largest resident size that this process has had since it was started.
+    """Return the largest resident size that this process has had since it was started, or since `reset_peak`.
 
     `ru_maxrss` starts with what the parent had when it started us (Linux carries it through fork and exec), and a
     parent may hold a model of its own; the high-water mark of the memory map starts anew.
@@ -24,6 +24,26 @@ def peak_bytes() -> int:
         pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak) if sys.platform == "darwin" else int(peak) * 1024
+
+
+def resident_bytes() -> int:
+    """Return what this process has resident now; where the system does not tell, what it had at most."""
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return peak_bytes()
+
+
+def reset_peak() -> bool:
+    """Let `peak_bytes` start again from what is resident now; tell whether the system can do that."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): resets the high-water mark
+    except OSError:
+        return False
+    return True
 
 
 def is_out_of_memory(error: BaseException) -> bool:

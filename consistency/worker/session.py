@@ -22,9 +22,10 @@ from consistency.worker.files import WeightFiles
 from consistency.worker.inputs import digest_of, fixed_inputs
 from consistency.worker.job import TOLD_FILE, EventLog, Job, Told
 from consistency.worker.loading import expected_adapter, load_adapter, load_base
-from consistency.worker.memory import peak_bytes
+from consistency.worker.placement import Placement
 from consistency.worker.record import Recorder
-from consistency.worker.stages import adapter, base, forward, merged
+from consistency.worker.stage_memory import StageMemoryLog
+from consistency.worker.stages import adapter, base, forward, memory, merged
 from consistency.worker.stages.context import Context
 
 
@@ -36,6 +37,9 @@ class Session:
         self._events = events
         self._asked = asked
         self._path = Path(job.folder) / TOLD_FILE
+        self._placement = Placement(torch.device(job.device))
+        self._placement.look("import")
+        self._memory = StageMemoryLog(torch.device(job.device))
         self._told = Told(
             environment=environment.describe(torch.device(job.device)),
             asked=asked,
@@ -70,7 +74,8 @@ class Session:
         if job.case.adapter is not None:
             before = before or {name: digest(tensor) for name, tensor in loaded.tensors.items()}
             self._begin("load adapter")
-            model = load_adapter(loaded, job.case, initial=initial)
+            with self._placement.watching():
+                model = load_adapter(loaded, job.case, initial=initial)
             files = WeightFiles.of_adapter(job.case.adapter, allow_pickle=job.case.allow_pickle)
             expected = expected_adapter(model, files)
             self._check("load adapter")
@@ -88,11 +93,18 @@ class Session:
             expected=expected,
             initial=initial,
             rewritten=frozenset(changed),
+            placement=self._placement,
+            memory=self._memory,
         )
-        for stage, look in ((Stage.ADAPTER, adapter.run), (Stage.MERGED, merged.run), (Stage.FORWARD, forward.run)):
+        for stage, look in (
+            (Stage.ADAPTER, adapter.run),
+            (Stage.MERGED, merged.run),
+            (Stage.FORWARD, forward.run),
+            (Stage.MEMORY, memory.run),
+        ):
             if stage not in wanted:
                 continue
-            if job.case.adapter is None and stage is not Stage.FORWARD:
+            if job.case.adapter is None and stage in (Stage.ADAPTER, Stage.MERGED):
                 record.absent(
                     stage=stage,
                     layer=WHOLE_MODEL,
@@ -110,6 +122,7 @@ class Session:
 
     def _begin(self, stage: str) -> None:
         determinism.seed_all()
+        self._memory.begin()
         self._events.stage(stage)
 
     def _end(self, stage: str) -> None:
@@ -117,7 +130,12 @@ class Session:
         self._update(stages_done=(*self._told.stages_done, stage))
 
     def _check(self, stage: str) -> None:
-        """Note settings that another library has flipped since they were set, and set them again."""
+        """Note settings that another library has flipped since they were set, and set them again.
+
+        Note too what the stage took of memory, and which other devices it touched.
+        """
+        self._placement.look(stage)
+        taken = self._memory.end(stage)
         found = determinism.changed(self._asked)
         changes = tuple(
             SettingChange(setting=name, asked=self._asked[name], in_force=value, stage=stage)
@@ -127,7 +145,12 @@ class Session:
             determinism.restore(self._asked, found)
         # the digest's kernel is tried when the first large tensor comes, so what became of it is known only now
         described = {**self._told.environment, **environment.digest_kernel(torch.device(self._job.device))}
-        self._update(environment=described, changes=(*self._told.changes, *changes), peak_bytes=peak_bytes())
+        self._update(
+            environment=described,
+            changes=(*self._told.changes, *changes),
+            peak_bytes=self._memory.peak_bytes,
+            stage_memory=(*self._told.stage_memory, taken),
+        )
 
     def _update(self, **values: Any) -> None:
         self._told = msgspec.structs.replace(self._told, **values)

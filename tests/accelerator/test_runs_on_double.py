@@ -42,7 +42,7 @@ def test_dropped_copies_are_found_on_the_shared_road_alone(faulty: RunOnDouble) 
 
 
 def test_findings_name_the_road_and_no_device_that_is_well(faulty: RunOnDouble) -> None:
-    errors = [f for f in faulty.comparison.findings if f.severity != "note"]
+    errors = [f for f in faulty.comparison.findings if f.severity == "error"]
     assert {f.workers for f in errors} == {("npu:1", "npu:3")}
     moved = [f for f in errors if f.message.startswith("adapter") and f.kind != "not-repeatable"]
     assert {f.kind for f in moved} == {"zeros", "fresh-init"}
@@ -75,6 +75,12 @@ def test_devices_alone_are_consistent(faulty: RunOnDouble) -> None:
     assert len(found.workers) == 5
     assert found.verdict == "consistent"
     assert [f for f in found.findings if f.severity != "note"] == []
+
+
+def test_default_road_through_device_0_is_a_warning(faulty: RunOnDouble) -> None:
+    warned = [f for f in faulty.comparison.findings if f.severity == "warning"]
+    assert {(f.kind, f.workers) for f in warned} == {("touched", ("npu:1", "npu:2", "npu:3"))}
+    assert "loading the adapter allocated 256.0 KiB on npu:0 and released it on the road shared" in warned[0].message
 
 
 def test_every_worker_met_the_device_that_was_meant(faulty: RunOnDouble) -> None:

@@ -47,6 +47,12 @@ def run(context: Context) -> None:
                 evidence={"parameter": name},
             )  # fmt: skip
             continue
+        if actual.is_meta:
+            record.absent(
+                stage="adapter", layer=layer, tensor=part, status="missing", shape=tuple(actual.shape),
+                dtype=name_of(actual.dtype), reason="it is on the device meta: its bytes never came",
+            )  # fmt: skip
+            continue
         expected = tensor.to(actual.dtype)
         own = digest(expected).value
         evidence = {} if actual.dtype == tensor.dtype else {"dtype_in_file": name_of(tensor.dtype)}

@@ -10,7 +10,9 @@ import torch
 from consistency.worker.files import WeightFiles
 from consistency.worker.job import EventLog, Job
 from consistency.worker.loading import LoadedBase
+from consistency.worker.placement import Placement
 from consistency.worker.record import Recorder
+from consistency.worker.stage_memory import StageMemoryLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,10 @@ class Context:
         Digest of each of the adapter's parameters before its file was loaded, by name in `model`.
     rewritten : frozenset of str
         Tensors of the base that loading the adapter has changed.
+    placement : Placement
+        Which devices were touched so far.
+    memory : StageMemoryLog
+        What the stage takes so far.
     """
 
     job: Job
@@ -43,6 +49,8 @@ class Context:
     expected: dict[str, tuple[str, torch.Tensor]]
     initial: dict[str, str]
     rewritten: frozenset[str]
+    placement: Placement
+    memory: StageMemoryLog
 
     @property
     def device(self) -> torch.device:

@@ -35,7 +35,7 @@ from consistency.worker.stages.given import Given
 from consistency.worker.stages.low_rank import LowRank, allowance_of, low_rank_of
 
 # what PEFT raises where it does not merge
-_NO_MERGE = (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError)
+NO_MERGE = (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +76,19 @@ def merged(layer: Any, *, safe: bool) -> Iterator[torch.Tensor]:
     torch.Tensor
         The merged weight.
     """
+    with restored(layer):
+        layer.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
+        yield weight_of(layer)
+
+
+@contextmanager
+def restored(layer: Any) -> Iterator[None]:
+    """Unmerge one layer at the end, and restore its weights to the bit."""
     base = layer.get_base_layer()
     kept = [(p, p.data, p.detach().clone()) for p in base.parameters(recurse=False)]
     with torch.no_grad():
         try:
-            layer.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
-            yield _weight(layer)
+            yield
         finally:
             if layer.merged_adapters:
                 layer.unmerge()
@@ -90,7 +97,7 @@ def merged(layer: Any, *, safe: bool) -> Iterator[torch.Tensor]:
                 parameter.data = data  # the storage it had, which a tied weight shares
 
 
-def _weight(layer: Any) -> torch.Tensor:
+def weight_of(layer: Any) -> torch.Tensor:
     """Return the weight that a merge changes: of the base layer, or the parameter that PEFT wraps by its name."""
     weight = layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
     assert isinstance(weight, torch.Tensor)
@@ -108,7 +115,7 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
     for safe in (False, True) if context.job.case.plan.safe_merge else (False,):
         tensor = SAFE_WEIGHT if safe else WEIGHT
         try:
-            given = Given.of(context, stage="merged", layer=place, dtype=_weight(layer).dtype)
+            given = Given.of(context, stage="merged", layer=place, dtype=weight_of(layer).dtype)
             # before the merge: of a layer that is merged, PEFT merges no copy
             truth = truth or _truth(context, name, place, layer, low_rank)
             own = None if given else _own_error(context, name, layer, truth, safe=safe)
@@ -122,7 +129,7 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
                     error = float(found.max_abs) if found is not None and is_own_error else own
                 host = weight.to("cpu", copy=True) if _worth(found) or context.job.case.keep else weight
             again = [_digest_again(layer, safe=safe) for _ in range(repeats - 1)]
-        except _NO_MERGE as failure:
+        except NO_MERGE as failure:
             if is_out_of_memory(failure):
                 raise
             context.record.absent(
@@ -156,7 +163,7 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
 def _base_weight(context: Context, place: str, layer: Any) -> torch.Tensor:
     """Return the weight before the merge: the file's bytes, or the device's where no file holds it as it is."""
     known = context.expected_base(f"{place}.weight")
-    return _weight(layer).to("cpu", copy=True) if known is None else known
+    return weight_of(layer).to("cpu", copy=True) if known is None else known
 
 
 def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, repeats: int) -> None:
@@ -222,7 +229,7 @@ def _truth(context: Context, name: str, place: str, layer: Any, low_rank: LowRan
     Nothing where the weight is quantized, for there is no number format to bound, or where PEFT does not merge a copy
     in float64: then the other workers are the reference.
     """
-    if _weight(layer).dtype not in UNIT_ROUNDOFF:
+    if weight_of(layer).dtype not in UNIT_ROUNDOFF:
         return Truth()
     if low_rank is not None:
         return Truth(low_rank=low_rank, base=_base_weight(context, place, layer))
@@ -230,7 +237,7 @@ def _truth(context: Context, name: str, place: str, layer: Any, low_rank: LowRan
         twin = _copy_from_files(context, name, layer).double()
         with Float64Mode():
             return Truth(exact=_merge_copy(twin, safe=False))
-    except _NO_MERGE as failure:
+    except NO_MERGE as failure:
         if is_out_of_memory(failure):
             raise
         return Truth()
@@ -238,7 +245,7 @@ def _truth(context: Context, name: str, place: str, layer: Any, low_rank: LowRan
 
 def _own_error(context: Context, name: str, layer: Any, truth: Truth, *, safe: bool) -> float | None:
     """Return the CPU's own error where a layer of another device has no closed form."""
-    if truth.exact is None or _weight(layer).device.type == "cpu":
+    if truth.exact is None or weight_of(layer).device.type == "cpu":
         return None
     own = _merge_copy(_copy_from_files(context, name, layer), safe=safe)
     return float(measure_against_exact(own, truth.exact).max_abs) if own.shape == truth.exact.shape else None
@@ -278,7 +285,7 @@ def _copy_from_files(context: Context, name: str, layer: Any) -> Any:
 def _merge_copy(twin: Any, *, safe: bool) -> torch.Tensor:
     with torch.no_grad():
         twin.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
-        return _weight(twin)
+        return weight_of(twin)
 
 
 def _roundings(truth: Truth, *, safe: bool) -> int:

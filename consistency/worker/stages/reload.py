@@ -42,7 +42,7 @@ def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
 
     The parameters are left as the first load gave them.
     """
-    names = [n for n in context.expected if n in state and state[n].is_floating_point()]
+    names = [n for n in context.expected if n in state and state[n].is_floating_point() and not state[n].is_meta]
     saved = {n: state[n].detach().clone() for n in names}
     found: dict[str, Loads] = {}
     for _ in range(max(1, context.job.case.repeat - 1)):

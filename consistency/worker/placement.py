@@ -1,0 +1,317 @@
+"""Which devices this process touches beside its own, and by which step: allocators, contexts, and the first call.
+
+Nothing here makes a context by asking. Allocators are read where the backend is in use already, and whether there is a
+context comes from the driver, or from NVML by the device's UUID; the free memory of another device is never asked for,
+because that question alone opens it.
+
+Bytes on another device need not be a fault. Without `torch_device`, `PeftModel.from_pretrained` reads the adapter's
+file onto device 0 and copies it from there to where the base is; that is the default, on healthy machines too. So what
+passes through and is gone afterwards is inside a limit (`within`, word `touched`, and a warning that says how to avoid
+it); what stays there, or is more than an adapter that passes through, is `outside`.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+_LIBRARIES = ("peft", "safetensors", "transformers", "accelerate")
+_MOST_FRAMES = 3
+
+ON_PURPOSE = frozenset({"transfer", "sharding"})
+"""Stages that use other devices because that is what they look at: what they take of them counts for nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """An allocator's counters of one device, in bytes; None where the backend has no such counter."""
+
+    allocated: int | None = None
+    peak_allocated: int | None = None
+    reserved: int | None = None
+    peak_reserved: int | None = None
+
+
+class Allocator:
+    """The allocator of an accelerator's backend, by the functions that torch's own backends have in common.
+
+    Parameters
+    ----------
+    kind : str
+        Device type: `cuda`, `xpu`, `npu`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._module: Any = torch.get_device_module(kind)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the backend was initialized; before that no device of it can have been touched through torch."""
+        initialized = getattr(self._module, "is_initialized", None)
+        return initialized is None or bool(initialized())
+
+    @property
+    def counts_peaks(self) -> bool:
+        needed = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
+        return all(hasattr(self._module, name) for name in needed)
+
+    def figures(self, device: torch.device) -> Figures:
+        if not self.in_use:
+            return Figures(allocated=0, peak_allocated=0, reserved=0, peak_reserved=0)
+        return Figures(
+            allocated=self._count("memory_allocated", device),
+            peak_allocated=self._count("max_memory_allocated", device),
+            reserved=self._count("memory_reserved", device),
+            peak_reserved=self._count("max_memory_reserved", device),
+        )
+
+    def reset_peak(self, device: torch.device) -> None:
+        if self.counts_peaks and self.in_use:
+            self._module.reset_peak_memory_stats(device)
+
+    def _count(self, name: str, device: torch.device) -> int | None:
+        count = getattr(self._module, name, None)
+        return None if count is None else int(count(device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextSeen:
+    """Whether this process has a context on a device.
+
+    Attributes
+    ----------
+    exists : bool or None
+        None where nobody could tell, for the `reason`.
+    used_bytes : int or None
+        What the process takes on the device by NVML, the context itself included: torch's counters show none of that.
+    """
+
+    exists: bool | None
+    seen_by: str = ""
+    used_bytes: int | None = None
+    reason: str | None = None
+
+
+class Contexts:
+    """Contexts of this process, by the CUDA driver and by NVML.
+
+    NVML lists processes by the numbers that its own side of a container knows, which may be other processes' numbers
+    here. So it is believed where it lists this process on the device that it certainly uses, and not otherwise.
+
+    Parameters
+    ----------
+    own : torch.device
+        The device that this process uses.
+    nvml : module, optional
+        Stands in for pynvml.
+    """
+
+    def __init__(self, own: torch.device, *, nvml: ModuleType | None = None) -> None:
+        self._own = own
+        self._nvml = nvml
+
+    def look(self, device: torch.device) -> ContextSeen:
+        if device.type != "cuda":
+            return ContextSeen(exists=None, reason=f"{device.type} does not tell of contexts")
+        if not torch.cuda.is_initialized():
+            return ContextSeen(exists=False, seen_by="torch, which has not initialized CUDA")
+        by_driver = _has_primary_context(device)
+        listed, used = self._listed(_uuid(device))
+        if listed is not None:
+            return ContextSeen(exists=listed or bool(by_driver), seen_by="NVML", used_bytes=used)
+        if by_driver is not None:
+            return ContextSeen(exists=by_driver, seen_by="the driver")
+        return ContextSeen(exists=None, reason="NVML does not list this process even on its own device")
+
+    def _listed(self, uuid: str | None) -> tuple[bool | None, int | None]:
+        own = _uuid(self._own)
+        if uuid is None or own is None:
+            return None, None
+        return listed_by_nvml(uuid, own=own, pid=os.getpid(), nvml=self._nvml)
+
+
+def listed_by_nvml(uuid: str, *, own: str, pid: int, nvml: ModuleType | None = None) -> tuple[bool | None, int | None]:
+    """Ask NVML whether a process is on a device, and what it takes there.
+
+    Parameters
+    ----------
+    uuid : str
+        Of the device, as NVML writes it.
+    own : str
+        Of a device that the process certainly uses: where NVML does not list it there, its numbers are not ours.
+
+    Returns
+    -------
+    listed : bool or None
+        None where NVML cannot tell.
+    used_bytes : int or None
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return None, None
+    api: Any = nvml or pynvml
+    try:
+        api.nvmlInit()
+        try:
+            if pid not in _processes(api, own):
+                return None, None
+            found = _processes(api, uuid)
+            return pid in found, found.get(pid)
+        finally:
+            api.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None, None
+
+
+def _processes(nvml: Any, uuid: str) -> Mapping[int, int | None]:
+    handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    return {p.pid: p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+
+
+def _has_primary_context(device: torch.device) -> bool | None:
+    # cuDevicePrimaryCtxGetState, which creates nothing; torch's own test of stray contexts asks by this name
+    ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    try:
+        return None if ask is None else bool(ask(device.index))
+    except RuntimeError:
+        return None
+
+
+def _uuid(device: torch.device) -> str | None:
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return None
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    return (uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}") if uuid else None
+
+
+def other_devices(own: torch.device) -> tuple[torch.device, ...]:
+    """Return the accelerators that this process can see beside the one it is to use."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return ()
+    found = (torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count()))
+    return tuple(device for device in found if device != own)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """The first operation that made a tensor on a device, and the libraries' calls that led there, innermost first."""
+
+    operation: str
+    frames: tuple[str, ...]
+
+
+class Placement:
+    """Look at the other devices after every step, and keep the first at which one was touched.
+
+    Parameters
+    ----------
+    own : torch.device
+        The device that this process is to use.
+    contexts : Contexts, optional
+        Stands in for the real ones.
+    """
+
+    def __init__(self, own: torch.device, *, contexts: Contexts | None = None) -> None:
+        self.own = own
+        self.others = other_devices(own)
+        self.calls: dict[torch.device, Call] = {}
+        self._contexts = contexts or Contexts(own)
+        self._touches: dict[tuple[torch.device, str], str] = {}
+        self._before: dict[torch.device, Figures] = {}
+        self._opened: set[torch.device] = set()
+
+    def look(self, step: str) -> None:
+        """Read every counter; what has moved since the last look has moved in this step."""
+        for device in self.others:
+            if step in ON_PURPOSE:
+                self._start_again(device)
+                continue
+            figures = self.figures(device)
+            moved = {"allocated": figures.peak_allocated, "reserved": figures.peak_reserved}
+            for name, value in moved.items():
+                if value:
+                    self._touches.setdefault((device, name), step)
+            if (device, "context") not in self._touches and self.context(device).exists:
+                self._touches[device, "context"] = step
+
+    def figures(self, device: torch.device) -> Figures:
+        """Return the counters of a device, over what a stage left there that uses other devices on purpose."""
+        now, before = Allocator(device.type).figures(device), self._before.get(device, Figures())
+        return Figures(
+            allocated=_over(now.allocated, before.allocated),
+            peak_allocated=_over(now.peak_allocated, before.allocated),
+            reserved=_over(now.reserved, before.reserved),
+            peak_reserved=_over(now.peak_reserved, before.reserved),
+        )
+
+    def context(self, device: torch.device) -> ContextSeen:
+        """Return whether there is a context; one that was opened on purpose hides any other."""
+        if device in self._opened and (device, "context") not in self._touches:
+            return ContextSeen(exists=None, reason=f"the stages {' and '.join(sorted(ON_PURPOSE))} open every device")
+        return self._contexts.look(device)
+
+    def _start_again(self, device: torch.device) -> None:
+        allocator = Allocator(device.type)
+        allocator.reset_peak(device)
+        self._before[device] = allocator.figures(device)
+        self._opened.add(device)
+
+    def first_step(self, device: torch.device, counter: str) -> str | None:
+        """Return the step in which a counter (`allocated`, `reserved`, `context`) first moved on a device."""
+        return self._touches.get((device, counter))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note the first call in this thread that makes a tensor on another device; where there is none, do nothing."""
+        if not self.others:
+            yield
+            return
+        with _FirstCall(frozenset(self.others), self.calls):
+            yield
+
+
+def _over(now: int | None, before: int | None) -> int | None:
+    return None if now is None else max(0, now - (before or 0))
+
+
+class _FirstCall(TorchDispatchMode):
+    """Look at what every operation returns; nothing of an operation is changed."""
+
+    def __init__(self, devices: frozenset[torch.device], calls: dict[torch.device, Call]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._devices = devices
+        self._calls = calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if len(self._calls) < len(self._devices):
+            for leaf in tree_iter(result):
+                if isinstance(leaf, torch.Tensor) and leaf.device in self._devices and leaf.device not in self._calls:
+                    frames = library_frames(traceback.extract_stack())
+                    self._calls[leaf.device] = Call(operation=str(func), frames=frames)
+        return result
+
+
+def library_frames(stack: Sequence[traceback.FrameSummary]) -> tuple[str, ...]:
+    """Return the innermost frames of the libraries that load models: `peft/peft_model.py:540 from_pretrained`."""
+    found = []
+    for frame in reversed(stack):
+        parts = Path(frame.filename).parts
+        home = next((i for i in range(len(parts) - 1, -1, -1) if parts[i] in _LIBRARIES), None)
+        if home is not None:
+            found.append(f"{'/'.join(parts[home:])}:{frame.lineno} {frame.name}")
+    return tuple(found[:_MOST_FRAMES])

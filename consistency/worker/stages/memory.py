@@ -1,0 +1,231 @@
+"""Stage `memory`: devices that should be untouched, where the adapter's tensors lie, and the peak of a merge.
+
+Its rows are facts with a limit, not tensors. `devices` needs neither base nor adapter.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+from consistency.case import Level
+from consistency.naming import MERGE_PEAK, PLACEMENT, SAFE_MERGE_PEAK, adapter_place, module_place
+from consistency.records import RecordStatus
+from consistency.tolerance import passes, ratio
+from consistency.worker.loading import ADAPTER_NAME
+from consistency.worker.memory import is_out_of_memory, peak_bytes, reset_peak, resident_bytes
+from consistency.worker.merge_peak import MergePeak, measure_merge
+from consistency.worker.peak import PeakMeter, meter_of
+from consistency.worker.placement import Placement
+from consistency.worker.record import Recorder
+from consistency.worker.stages.context import Context
+from consistency.worker.stages.merged import NO_MERGE, adapted_layers, weight_of
+
+ALLOCATOR_BLOCK_BYTES = 512
+"""What torch's CUDA allocator rounds every block up to (`kMinBlockSize` in c10/cuda/CUDACachingAllocator.cpp)."""
+
+
+def run(context: Context) -> None:
+    """Record where the adapter lies, which other devices were touched, and what a merge takes."""
+    if context.job.case.adapter is not None:
+        placement(context)
+    devices(context.record, context.placement, passing_bytes=_passing_bytes(context))
+    if context.job.case.adapter is not None:
+        _merge_peaks(context)
+
+
+def _passing_bytes(context: Context) -> int:
+    """Return what PEFT's default road takes of device 0: the adapter's file, and once more what is made of it there.
+
+    A tensor that is converted (cast, transposed, fused) exists in its old and its new form at the same time.
+    """
+    tensors = [tensor for _, tensor in context.expected.values()]
+    return 2 * sum(tensor.nbytes + ALLOCATOR_BLOCK_BYTES for tensor in tensors)
+
+
+def devices(record: Recorder, found: Placement, *, passing_bytes: int = 0) -> None:
+    """Record, for every device that is not this worker's, what this process took of it and when it first did.
+
+    Parameters
+    ----------
+    record : Recorder
+    found : Placement
+    passing_bytes : int
+        What may be allocated there for a while, as PEFT's default loading does on device 0, and be released again.
+    """
+    if any(found.figures(device).allocated for device in found.others):
+        gc.collect()  # a reference cycle of a loader is no leak
+    found.look("memory")
+    for device in found.others:
+        if record.wants("memory", str(device)):
+            _allocations(record, found, device, passing_bytes)
+            _context(record, found, device)
+
+
+def _allocations(record: Recorder, found: Placement, device: torch.device, passing_bytes: int) -> None:
+    figures = found.figures(device)
+    is_gone = not figures.allocated
+    share = ratio(figures.peak_allocated or 0, passing_bytes)
+    passed_through = is_gone and passes(share)
+    for counter, peak, now in (
+        ("allocated", figures.peak_allocated, figures.allocated),
+        ("reserved", figures.peak_reserved, figures.reserved),
+    ):
+        if peak is None:
+            record.fact(
+                stage="memory", layer=str(device), tensor=counter, status="skipped",
+                reason=f"torch.{device.type} counts no peak of {counter} bytes",
+            )  # fmt: skip
+            continue
+        evidence: dict[str, Any] = {"peak_bytes": peak, "resident_bytes": now}
+        status: RecordStatus = "equal"
+        if peak:
+            # the allocator reserves segments and keeps them, so what it reserved says no more than what it handed out
+            status = "within" if passed_through else "outside"
+            evidence.update(_when(found, device, counter), passing_bytes=passing_bytes)
+        record.fact(
+            stage="memory",
+            layer=str(device),
+            tensor=counter,
+            status=status,
+            diagnosis="touched" if peak else None,
+            share=share if peak and counter == "allocated" and is_gone else None,
+            evidence=evidence,
+        )
+
+
+def _context(record: Recorder, found: Placement, device: torch.device) -> None:
+    seen = found.context(device)
+    if seen.exists is None:
+        record.fact(stage="memory", layer=str(device), tensor="context", status="skipped", reason=seen.reason)
+        return
+    evidence: dict[str, Any] = {"seen_by": seen.seen_by}
+    if seen.used_bytes is not None:
+        evidence["used_bytes"] = seen.used_bytes
+    if seen.exists:
+        evidence.update(_when(found, device, "context"))
+    record.fact(
+        stage="memory",
+        layer=str(device),
+        tensor="context",
+        # a context stays until the process ends, whatever became of the bytes; the bytes have rows of their own
+        status="within" if seen.exists else "equal",
+        diagnosis="touched" if seen.exists else None,
+        evidence=evidence,
+    )
+
+
+def _when(found: Placement, device: torch.device, counter: str) -> dict[str, Any]:
+    evidence: dict[str, Any] = {"first_step": found.first_step(device, counter)}
+    call = found.calls.get(device)
+    if call is not None and evidence["first_step"] == "load adapter":
+        evidence.update(first_operation=call.operation, first_call=list(call.frames))
+    return evidence
+
+
+def placement(context: Context) -> None:
+    """Record, per adapted layer, the devices of the adapter's tensors; a tensor on `meta` never got its bytes."""
+    where: dict[str, dict[str, str]] = {}
+    state = context.model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if name in context.expected or f".{ADAPTER_NAME}" in name:
+            layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
+            where.setdefault(layer, {})[part] = str(tensor.device)
+    own = str(context.device)
+    for layer, parts in where.items():
+        if not context.record.wants("memory", layer):
+            continue
+        wrong = {part: device for part, device in parts.items() if device != own}
+        context.record.fact(
+            stage="memory",
+            layer=layer,
+            tensor=PLACEMENT,
+            status="outside" if wrong else "equal",
+            diagnosis="wrong-device" if wrong else None,
+            evidence={"got": wrong, "wanted": own} if wrong else {"devices": sorted(set(parts.values()))},
+        )
+
+
+def _merge_peaks(context: Context) -> None:
+    """Count what merging takes: of the largest adapted layer, and at the level `thorough` of every one."""
+    layers = [(name, layer) for name, layer in adapted_layers(context.model) if not weight_of(layer).is_meta]
+    if not layers:
+        return
+    if context.job.case.level is not Level.THOROUGH:
+        layers = [max(layers, key=lambda item: weight_of(item[1]).nbytes)]
+    meter = meter_of(context.device, before_reset=context.memory.keep)
+    model_bytes = sum(tensor.nbytes for tensor in context.base.tensors.values())
+    for done, (name, layer) in enumerate(layers):
+        place = module_place(name)
+        if context.record.wants("memory", place):
+            context.events.step(place, done, len(layers))
+            for safe in (False, True):
+                _merge_peak(context, place, layer, meter, safe=safe, model_bytes=model_bytes)
+
+
+def _merge_peak(
+    context: Context, place: str, layer: Any, meter: PeakMeter | None, *, safe: bool, model_bytes: int
+) -> None:
+    tensor = SAFE_MERGE_PEAK if safe else MERGE_PEAK
+    if meter is None:
+        context.record.fact(
+            stage="memory", layer=place, tensor=tensor, status="skipped",
+            reason=f"torch.{context.device.type} counts no peak of allocated bytes",
+        )  # fmt: skip
+        return
+    context.memory.keep()
+    before = resident_bytes() if reset_peak() else None
+    try:
+        found = measure_merge(layer, meter, safe=safe)
+    except NO_MERGE as failure:
+        if is_out_of_memory(failure):
+            raise
+        context.record.fact(
+            stage="memory", layer=place, tensor=tensor, status="skipped",
+            reason=f"PEFT does not merge this layer: {type(failure).__name__}: {failure}",
+        )  # fmt: skip
+        return
+    evidence = _figures(found, layer_bytes=weight_of(layer).nbytes, model_bytes=model_bytes)
+    if before is not None and context.device.type == "cpu":
+        evidence["process_peak_bytes"] = peak_bytes() - before
+    share = found.share
+    if share is None:
+        context.record.fact(
+            stage="memory", layer=place, tensor=tensor, status="skipped", evidence=evidence,
+            reason=f"no limit is derived for the merge of {_kind(layer)}: figures alone",
+        )  # fmt: skip
+        return
+    context.record.fact(
+        stage="memory",
+        layer=place,
+        tensor=tensor,
+        status="within" if passes(share) else "outside",
+        diagnosis=None if passes(share) else "third-copy",
+        share=share,
+        evidence=evidence,
+    )
+
+
+def _figures(found: MergePeak, *, layer_bytes: int, model_bytes: int) -> dict[str, Any]:
+    evidence: dict[str, Any] = {
+        "peak_bytes": found.seen.whole,
+        "layers": round(found.seen.whole / layer_bytes, 3),
+        "models": round(found.seen.whole / model_bytes, 6),
+        "computing_peak_bytes": found.seen.before_mark,
+        "adding_peak_bytes": found.seen.after_mark,
+        "kept_bytes": found.seen.kept,
+        "layer_bytes": layer_bytes,
+        "model_bytes": model_bytes,
+    }
+    if found.allowed is not None:
+        evidence.update(adding_allowed_bytes=found.allowed.after_mark, kept_allowed_bytes=found.allowed.kept)
+    return evidence
+
+
+def _kind(layer: Any) -> str:
+    """Name a layer's kind as PEFT does: `lora.Linear`, with the variant that its merge goes by."""
+    tuner = type(layer).__module__.removeprefix("peft.tuners.").partition(".")[0]
+    variant = getattr(layer, "lora_variant", {}).get(ADAPTER_NAME)
+    return f"{tuner}.{type(layer).__name__}" + ("" if variant is None else f" with {type(variant).__name__}")

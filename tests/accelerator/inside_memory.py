@@ -1,0 +1,126 @@
+"""The stage `memory` on several devices, in one process that has the double: run by `test_memory_on_double.py`."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from consistency.case import Options
+from consistency.numbers import decode_json
+from consistency.preflight import builtin_folder, prepare_case
+from consistency.records import TensorRecord
+from consistency.worker import session
+from consistency.worker.job import TOLD_FILE, EventLog, Job, Told
+from consistency.worker.placement import Placement
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # what PEFT and transformers say is not ours to mend
+
+npu: Any = torch.get_device_module("npu")
+
+Facts = dict[tuple[str, str], TensorRecord]
+
+
+@pytest.fixture(autouse=True)
+def _untouched() -> Iterator[None]:
+    """Start as a new worker does: its process has touched nothing."""
+    yield
+    gc.collect()  # models are cycles
+    npu.empty_cache()
+    for index in range(npu.device_count()):
+        npu.reset_peak_memory_stats(index)
+
+
+@pytest.fixture
+def look(tmp_path: Path) -> Callable[..., tuple[Facts, Told]]:
+    number = itertools.count()
+
+    def run(fault: str | None = None, *, device: str = "npu:1") -> tuple[Facts, Told]:
+        folder = tmp_path / str(next(number))
+        folder.mkdir()
+        job = Job(
+            case=prepare_case(Options(base="builtin:llama", stages=("memory",))), name=device, device=device,
+            road="shared", folder=str(folder), blobs=str(folder), scratch=str(folder), settings={},
+            makes_reference=False, threads=1, parent_pid=os.getpid(), fault=fault,
+        )  # fmt: skip
+        with EventLog(folder / "events.jsonl") as events:
+            session.run(job, events)
+        lines = (folder / "records.jsonl").read_bytes().splitlines()
+        records = [decode_json(line, TensorRecord) for line in lines]
+        return {(r.layer, r.tensor): r for r in records}, decode_json((folder / TOLD_FILE).read_bytes(), Told)
+
+    return run
+
+
+def outside(facts: Facts) -> set[tuple[str, str, str | None]]:
+    return {(*key, r.diagnosis) for key, r in facts.items() if r.status == "outside"}
+
+
+def test_peft_goes_through_device_0_and_the_call_is_told(look: Callable[..., tuple[Facts, Told]]) -> None:
+    facts, told = look()
+    assert outside(facts) == set()
+    touched = facts["npu:0", "allocated"]
+    assert (touched.status, touched.diagnosis) == ("within", "touched")
+    assert touched.evidence["first_step"] == "load adapter"
+    assert touched.evidence["first_call"][0].startswith("safetensors/torch.py:")
+    assert any("load_peft_weights" in frame for frame in touched.evidence["first_call"])
+    file = builtin_folder("llama") / "adapter" / "adapter_model.safetensors"
+    assert 0 < touched.evidence["peak_bytes"] <= file.stat().st_size
+    assert touched.evidence["resident_bytes"] == 0
+    assert {facts[f"npu:{i}", "allocated"].status for i in (2, 3)} == {"equal"}
+    assert {r.status for (_, name), r in facts.items() if name == "placement"} == {"equal"}
+    # and the merge is counted by the device's own allocator
+    for name in ("merge_peak", "safe_merge_peak"):
+        (peak,) = (r for (_, tensor), r in facts.items() if tensor == name)
+        assert peak.status == "within"
+        assert float(peak.limit_ratio or 0) > 0.5
+    loaded = {s.stage: s for s in told.stage_memory}
+    assert list(loaded) == ["load base", "load adapter", "memory"]
+    base, adapter = loaded["load base"].device_resident_bytes, loaded["load adapter"].device_resident_bytes
+    assert base is not None
+    assert adapter is not None
+    assert adapter > base > 2**20
+    peak_bytes = loaded["memory"].device_peak_bytes
+    assert peak_bytes is not None
+    assert peak_bytes >= adapter + 2 * 2**17, "the merge's two copies are part of its stage, whoever reset the mark"
+
+
+@pytest.mark.parametrize(
+    ("device", "options"), [("npu:0", {}), ("npu:1", {"torch_device": "npu:1"})], ids=["PEFT's own choice", "the cure"]
+)
+def test_where_peft_goes_straight_to_the_device_no_other_is_touched(device: str, options: dict[str, str]) -> None:
+    folder = builtin_folder("llama")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", device_map={"": device})
+    found = Placement(torch.device(device))
+    found.look("transfer")  # digests leave their weights on a device, and the tests before have used others
+    with found.watching():
+        peft.PeftModel.from_pretrained(base, folder / "adapter", **options)
+    found.look("load adapter")
+    assert [found.first_step(other, "allocated") for other in found.others] == [None, None, None]
+    assert not found.calls
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("placed-elsewhere", {("placement", "wrong-device"), ("allocated", "touched"), ("reserved", "touched")}),
+        ("bytes-elsewhere", {("allocated", "touched"), ("reserved", "touched")}),
+        ("merge-third-copy", {("merge_peak", "third-copy")}),
+    ],
+)
+def test_faults(look: Callable[..., tuple[Facts, Told]], fault: str, told: set[tuple[str, str]]) -> None:
+    facts, _ = look(fault)
+    found = outside(facts)
+    assert {(tensor, word) for _, tensor, word in found} == told
+    assert {layer for layer, _, _ in found if layer.startswith("npu:")} <= {"npu:0"}
+    if fault == "placed-elsewhere":
+        (wrong,) = (r for (_, tensor), r in facts.items() if tensor == "placement" and r.status == "outside")
+        assert wrong.evidence == {"got": {"lora_A": "npu:0"}, "wanted": "npu:1"}

@@ -1,0 +1,16 @@
+"""Devices that should be untouched, seen where there are several: `inside_memory.py`, in one process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .fixtures import Double
+
+INSIDE = Path(__file__).with_name("inside_memory.py")
+
+
+def test_inside(double: Double) -> None:
+    done = double.python("-m", "pytest", INSIDE, "--noconftest", "-p", "no:cacheprovider", "-q")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
