@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from consistency.comparison import Comparison, WorkerSummary
+from consistency.records import StageMemory
 from consistency.report.page.labels import shown, size
 
 MOST_WORKERS = 64
@@ -53,7 +53,7 @@ def workers(comparison: Comparison) -> Workers:
     """Return the table of workers."""
     ranked = sorted(comparison.workers, key=lambda worker: worker.status == "ok")
     chosen = comparison.workers if len(ranked) <= MOST_WORKERS else ranked[:MOST_WORKERS]
-    stages = tuple(dict.fromkeys(shown(entry.get("stage")) for worker in chosen for entry in _entries(worker)))
+    stages = tuple(dict.fromkeys(shown(entry.stage) for worker in chosen for entry in worker.stage_memory))
     largest = {kind: max(_numbers(chosen, (resident, peak)), default=0) for kind, resident, peak in _HELD}
     return Workers(
         stages=stages,
@@ -63,7 +63,7 @@ def workers(comparison: Comparison) -> Workers:
 
 
 def _line(worker: WorkerSummary, stages: Sequence[str], largest: dict[str, int]) -> WorkerText:
-    by_stage = {shown(entry.get("stage")): entry for entry in _entries(worker)}
+    by_stage = {shown(entry.stage): entry for entry in worker.stage_memory}
     identity = [worker.uuid, worker.pci_bus_id, f"driver {worker.driver}" if worker.driver else None]
     return WorkerText(
         name=shown(worker.name),
@@ -74,13 +74,13 @@ def _line(worker: WorkerSummary, stages: Sequence[str], largest: dict[str, int])
         reason=shown(worker.reason or ""),
         seconds=f"{worker.elapsed_s:.1f} s" if worker.elapsed_s else "",
         peak=size(worker.peak_bytes),
-        stages=tuple(tuple(_bars(by_stage.get(stage, {}), largest)) for stage in stages),
+        stages=tuple(tuple(_bars(by_stage.get(stage), largest)) for stage in stages),
     )
 
 
-def _bars(entry: dict[str, Any], largest: dict[str, int]) -> Iterable[Bar]:
-    for kind, resident, peak in _HELD:
-        held, most = _bytes(entry.get(resident)), _bytes(entry.get(peak))
+def _bars(entry: StageMemory | None, largest: dict[str, int]) -> Iterable[Bar]:
+    for kind, resident, peak in _HELD if entry is not None else ():
+        held, most = getattr(entry, resident), getattr(entry, peak)
         whole = largest[kind]
         if (held is None and most is None) or not whole:
             continue
@@ -88,25 +88,10 @@ def _bars(entry: dict[str, Any], largest: dict[str, int]) -> Iterable[Bar]:
         yield Bar(kind=kind, text=text, resident=(held or 0) / whole, peak=(most or held or 0) / whole)
 
 
-def _entries(worker: WorkerSummary) -> list[dict[str, Any]]:
-    """Return what was measured by stage, as far as this capture's version wrote it down."""
-    found = []
-    for entry in getattr(worker, "stage_memory", None) or ():
-        if isinstance(entry, dict):
-            found.append(entry)
-        elif hasattr(entry, "__struct_fields__"):
-            found.append({name: getattr(entry, name) for name in entry.__struct_fields__})
-    return found
-
-
 def _numbers(chosen: Sequence[WorkerSummary], names: Sequence[str]) -> Iterable[int]:
     for worker in chosen:
-        for entry in _entries(worker):
+        for entry in worker.stage_memory:
             for name in names:
-                number = _bytes(entry.get(name))
-                if number is not None:
+                number = getattr(entry, name)
+                if number is not None and number >= 0:
                     yield number
-
-
-def _bytes(value: Any) -> int | None:
-    return value if type(value) is int and value >= 0 else None
