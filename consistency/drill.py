@@ -52,6 +52,7 @@ class Trial:
 
 
 _ADAPTER, _MERGED = (Stage.ADAPTER,), (Stage.MERGED,)
+_OPERATORS, _GRADIENT = (Stage.OPERATORS,), (Stage.GRADIENT,)
 
 TRIALS: tuple[Trial, ...] = (
     Trial(fault="adapter-zeros", expected="zeros", stages=_ADAPTER, case="C1"),
@@ -79,6 +80,12 @@ TRIALS: tuple[Trial, ...] = (
     Trial(fault="merge-fails", expected="missing", stages=_MERGED),
     Trial(fault="forward-off", expected="wrong-scale", stages=(Stage.FORWARD,)),
     Trial(fault="forward-fails", expected="missing", stages=(Stage.FORWARD,)),
+    Trial(fault="operator-off", expected="wrong-scale", stages=_OPERATORS),
+    Trial(fault="operator-in-tf32", expected="tf32-products", stages=_OPERATORS),
+    Trial(fault="operator-fails", expected="missing", stages=_OPERATORS),
+    Trial(fault="gradient-off", expected="wrong-scale", stages=_GRADIENT),
+    Trial(fault="gradient-zeros", expected="zeros", stages=_GRADIENT),
+    Trial(fault="optimizer-off", expected="wrong-scale", stages=_GRADIENT),
     Trial(fault="merge-not-repeatable", expected="not-repeatable", stages=_MERGED, repeat=2),
     Trial(fault="setting-flipped", expected="setting-changed", stages=_MERGED),
     Trial(fault="killed", expected="lost-worker", stages=_MERGED, words="SIGKILL"),

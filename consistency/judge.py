@@ -9,7 +9,7 @@ from consistency.capture import unpack_blocks
 from consistency.comparison import Row, Status
 from consistency.errors import CaptureError
 from consistency.kept import measure_kept
-from consistency.naming import SETTINGS_LAYER
+from consistency.naming import SETTINGS_LAYER, UNSUPPORTED
 from consistency.numbers import Real
 from consistency.participants import Key, Participant
 from consistency.records import TensorMeasure, TensorRecord
@@ -29,7 +29,8 @@ def judge(subject: Participant, reference: Participant, key: Key) -> Row:
     record, expected = subject.records.get(key), reference.records.get(key)
     if record is None:
         return _unseen(subject, reference)
-    if record.status == "skipped" and expected is not None and expected.status not in _ABSENT:
+    failed = record.status == "skipped" and UNSUPPORTED not in record.evidence
+    if failed and expected is not None and expected.status not in _ABSENT:
         # what the reference worker could make, this device failed to make: no reason of its own excuses it
         return Row(
             worker=subject.label,
@@ -162,7 +163,7 @@ def _relative(subject: Participant, reference: Participant, record: TensorRecord
 def _idle(dtype: str, draws: int, own: float, magnitude: float) -> str:
     """Say why an allowance is so wide that a tensor of zeros would pass; no figure of one tensor, so that it groups."""
     if relative_allowance(own, magnitude, dtype) < magnitude:  # it is luck that makes it so wide
-        numbers = "one independent number" if draws == 1 else f"{draws} independent numbers"
+        numbers = "one independent number" if draws == 1 else "few independent numbers"
         return (
             f"the CPU's error is the largest of {numbers}: what luck allows beside it would let a tensor of zeros pass"
         )

@@ -241,3 +241,22 @@ def independent_rows(actual: torch.Tensor, exact: torch.Tensor) -> int:
     rows = torch.linalg.vector_norm(difference if actual.dim() > 1 else difference.reshape(-1, 1), dim=-1)
     energy = rows.nan_to_num(posinf=0.0).square()
     return max(1, int(energy.sum().square() / energy.square().sum())) if bool(energy.any()) else max(1, rows.numel())
+
+
+def independent_lines(actual: torch.Tensor, exact: torch.Tensor) -> int:
+    """Count the rows or the columns of gradients that carry their error, whichever are fewer: see `independent_rows`.
+
+    The gradient of a matrix is a sum over tokens of products of two vectors. Elements of a row share one of them,
+    those of a column the other, so it has no more independent errors than the fewer of both; each is itself a sum over
+    all tokens. A vector has as many as it has elements that carry the error. Gradients of separate passes share none.
+
+    Parameters
+    ----------
+    actual, exact : torch.Tensor
+        `(passes, *shape)` of one parameter.
+    """
+    error, none = actual.detach().to(torch.float64) - exact.detach(), torch.zeros(())
+    if actual.dim() < 3:
+        return independent_rows(error.reshape(-1), none)
+    error = error.flatten(2)
+    return min(independent_rows(part.reshape(-1, part.shape[-1]), none) for part in (error, error.transpose(1, 2)))

@@ -24,7 +24,7 @@ from consistency.worker.job import TOLD_FILE, EventLog, Job, Told
 from consistency.worker.loading import expected_adapter, load_adapter, load_base
 from consistency.worker.memory import peak_bytes
 from consistency.worker.record import Recorder
-from consistency.worker.stages import adapter, base, forward, merged
+from consistency.worker.stages import adapter, base, forward, gradient, merged, operators
 from consistency.worker.stages.context import Context
 
 
@@ -54,6 +54,10 @@ class Session:
     def _run(self, record: Recorder) -> None:
         job, events = self._job, self._events
         wanted = job.case.stages
+        if Stage.OPERATORS in wanted:  # they need no model
+            self._begin(Stage.OPERATORS)
+            operators.run(operators.Trials.of(job.case, job.device, job.settings), record, events)
+            self._end(Stage.OPERATORS)
         self._begin("load base")
         loaded = load_base(job.case, job.device)
         self._update(environment={**self._told.environment, "dtype": loaded.dtype})
@@ -87,7 +91,14 @@ class Session:
             initial=initial,
             rewritten=frozenset(changed),
         )
-        for stage, look in ((Stage.ADAPTER, adapter.run), (Stage.MERGED, merged.run), (Stage.FORWARD, forward.run)):
+        # the forward stage leaves the adapter merged, so it comes last
+        stages = (
+            (Stage.ADAPTER, adapter.run),
+            (Stage.MERGED, merged.run),
+            (Stage.GRADIENT, gradient.run),
+            (Stage.FORWARD, forward.run),
+        )
+        for stage, look in stages:
             if stage not in wanted:
                 continue
             if job.case.adapter is None and stage is not Stage.FORWARD:
@@ -100,7 +111,7 @@ class Session:
                 )
                 continue
             self._begin(stage)
-            if stage is Stage.FORWARD:
+            if stage in (Stage.GRADIENT, Stage.FORWARD):
                 inputs, _ = fixed_inputs(job.case, loaded.model)
                 self._update(inputs_digest=None if inputs is None else digest_of(inputs))
             look(context)
