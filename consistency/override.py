@@ -147,4 +147,4 @@ def _number(text: str, *, where: str, name: str) -> float:
 
 
 def _or(names: Sequence[str]) -> str:
-    return " or ".join(names)
+    return " or ".join([", ".join(names[:-1]), names[-1]])

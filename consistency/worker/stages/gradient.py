@@ -35,7 +35,15 @@ from consistency.worker.job import GRADIENT_FILE
 from consistency.worker.reference import Reference, publish, wait_for
 from consistency.worker.stages import adamw
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.forward import first_line, is_of_the_model, model_on_cpu, outputs, why_not
+from consistency.worker.stages.forward import (
+    activations,
+    first_line,
+    is_of_the_model,
+    model_on_cpu,
+    outputs,
+    refusal,
+    why_not,
+)
 from consistency.worker.stages.given import Given
 from consistency.worker.stages.relative import Truth, judge_relative
 
@@ -189,6 +197,9 @@ def _weights(output: torch.Tensor) -> torch.Tensor:
 
 def _backward(context: Context, model: torch.nn.Module, names: list[str], inputs: Tensors, *, exact: bool) -> Backward:
     found = Backward()
+    # rounded once, before parameters are held in float64: what the model casts its inputs to follows them
+    dtype = next(model.parameters()).dtype
+    inputs = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
     context.events.step("backward", 0, 2)
     try:
         for _ in range(context.job.case.repeat):
@@ -199,7 +210,7 @@ def _backward(context: Context, model: torch.nn.Module, names: list[str], inputs
     except Exception as error:  # model code of any kind may raise anything
         if not is_of_the_model(error, model):
             raise
-        found.refused = f"no gradient comes back through this model: {first_line(error)}"
+        found.refused = _refusal(context, model, inputs, error)
         return found
     if exact:
         context.events.step("backward, float64", 1, 2)
@@ -212,6 +223,17 @@ def _backward(context: Context, model: torch.nn.Module, names: list[str], inputs
                 raise
             found.failure = first_line(error)
     return found
+
+
+def _refusal(context: Context, model: torch.nn.Module, inputs: Tensors, error: Exception) -> str:
+    """Tell a model that does not run on the inputs from one through which no gradient comes back."""
+    try:
+        activations(model, inputs)
+    except Exception as failure:  # model code of any kind may raise anything
+        if not is_of_the_model(failure, model):
+            raise
+        return refusal(context, failure)
+    return f"no gradient comes back through this model: {first_line(error)}"
 
 
 def _publish(context: Context, found: Backward) -> Reference:
