@@ -248,7 +248,9 @@ def independent_lines(actual: torch.Tensor, exact: torch.Tensor) -> int:
 
     The gradient of a matrix is a sum over tokens of products of two vectors. Elements of a row share one of them,
     those of a column the other, so it has no more independent errors than the fewer of both; each is itself a sum over
-    all tokens. A vector has as many as it has elements that carry the error. Gradients of separate passes share none.
+    all tokens. A vector is one row: its elements may be off by one common factor. Gradients of separate passes share
+    none. Measured on healthy kernel variants, 20 methods: up to 2.3 times the CPU's error, where at least 8 times it is
+    allowed.
 
     Parameters
     ----------
@@ -256,7 +258,5 @@ def independent_lines(actual: torch.Tensor, exact: torch.Tensor) -> int:
         `(passes, *shape)` of one parameter.
     """
     error, none = actual.detach().to(torch.float64) - exact.detach(), torch.zeros(())
-    if actual.dim() < 3:
-        return independent_rows(error.reshape(-1), none)
-    error = error.flatten(2)
+    error = error.reshape(len(error), -1, 1) if actual.dim() < 3 else error.flatten(2)
     return min(independent_rows(part.reshape(-1, part.shape[-1]), none) for part in (error, error.transpose(1, 2)))
