@@ -26,10 +26,12 @@ DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
 class Stage(enum.StrEnum):
     """What is looked at, in the order in which the numbers depend on one another."""
 
+    OPERATORS = "operators"
     BASE = "base"
     ADAPTER = "adapter"
     MERGED = "merged"
     FORWARD = "forward"
+    GRADIENT = "gradient"
     MEMORY = "memory"
 
 
@@ -66,13 +68,19 @@ class LevelPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 LEVELS: dict[Level, LevelPlan] = {
     Level.QUICK: LevelPlan(
-        stages=(Stage.BASE, Stage.ADAPTER, Stage.MERGED),
+        stages=(Stage.OPERATORS, Stage.BASE, Stage.ADAPTER, Stage.MERGED),
         safe_merge=False,
         reload=False,
         sequences=1,
         tokens=16,
         repeat=1,
-        not_looked_at=("forward", "safe_merge", "the adapter loaded again over NaN", "a second run on the same device"),
+        not_looked_at=(
+            "most operators",
+            "large operators",
+            "safe_merge",
+            "the adapter loaded again over NaN",
+            "a second run on the same device",
+        ),
     ),
     Level.STANDARD: LevelPlan(
         stages=tuple(Stage),
@@ -81,7 +89,7 @@ LEVELS: dict[Level, LevelPlan] = {
         sequences=8,  # a classifier answers once per sequence, and few answers tell little: `tolerance.luck`
         tokens=16,
         repeat=1,
-        not_looked_at=("a second run on the same device",),
+        not_looked_at=("large operators", "a second run on the same device"),
     ),
     Level.THOROUGH: LevelPlan(
         stages=tuple(Stage), safe_merge=True, reload=True, sequences=16, tokens=64, repeat=2, not_looked_at=()
@@ -151,6 +159,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Name what this run left out, for the report."""
         skipped = [f"stage {s}" for s in Stage if s not in self.stages]
         rest = [text for text in self.plan.not_looked_at if text not in list(Stage)]
+        if Stage.OPERATORS not in self.stages:
+            rest = [text for text in rest if "operators" not in text]
         if self.repeat > 1:
             rest = [text for text in rest if "again" not in text and "second run" not in text]
         return (*skipped, *rest)

@@ -143,7 +143,7 @@ def _only_here(causes: Set[tuple[str, str, str]], stage: str, road: str, word: s
 
 def _follows(wrong: Mapping[str, Set[str]], stage: str, road: str, workers: Sequence[str]) -> str:
     """Say where a computed stage is wrong on workers whose bytes were wrong before it."""
-    if stage not in ("merged", "forward"):
+    if stage not in ("merged", "forward", "gradient"):
         return ""
     return ": it follows from the wrong bytes above" if set(workers) <= wrong.get(road, set()) else ""
 

@@ -55,6 +55,7 @@ class Trial:
 
 
 _ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
+_OPERATORS, _GRADIENT = (Stage.OPERATORS,), (Stage.GRADIENT,)
 
 TRIALS: tuple[Trial, ...] = (
     Trial(fault="adapter-zeros", expected="zeros", stages=_ADAPTER, case="C1"),
@@ -82,6 +83,12 @@ TRIALS: tuple[Trial, ...] = (
     Trial(fault="merge-fails", expected="missing", stages=_MERGED),
     Trial(fault="forward-off", expected="wrong-scale", stages=(Stage.FORWARD,)),
     Trial(fault="forward-fails", expected="missing", stages=(Stage.FORWARD,)),
+    Trial(fault="operator-off", expected="wrong-scale", stages=_OPERATORS),
+    Trial(fault="operator-in-tf32", expected="tf32-products", stages=_OPERATORS),
+    Trial(fault="operator-fails", expected="missing", stages=_OPERATORS),
+    Trial(fault="gradient-off", expected="wrong-scale", stages=_GRADIENT),
+    Trial(fault="gradient-zeros", expected="zeros", stages=_GRADIENT),
+    Trial(fault="optimizer-off", expected="wrong-scale", stages=_GRADIENT),
     Trial(fault="merge-not-repeatable", expected="not-repeatable", stages=_MERGED, repeat=2),
     Trial(fault="setting-flipped", expected="setting-changed", stages=_MERGED),
     Trial(fault="placed-elsewhere", expected="wrong-device", stages=_MEMORY, case="C2"),

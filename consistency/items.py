@@ -64,7 +64,7 @@ def places(case: Case) -> tuple[Place, ...]:
     """Return every place of a case, in the order of its stages."""
     found: list[Place] = []
     for stage in case.stages:
-        if case.adapter is None and stage in (Stage.ADAPTER, Stage.MERGED):
+        if case.adapter is None and stage in (Stage.ADAPTER, Stage.MERGED, Stage.GRADIENT):
             continue
         found += (Place(stage=stage, layer=layer, tensor=tensor) for layer, tensor in _of_stage(case, stage))
         found.append(Place(stage=stage, layer="", tensor=EVERYTHING_ELSE))

@@ -9,7 +9,7 @@ from consistency.capture import unpack_blocks
 from consistency.comparison import Row, Status
 from consistency.errors import CaptureError
 from consistency.kept import measure_kept
-from consistency.naming import SETTINGS_LAYER
+from consistency.naming import SETTINGS_LAYER, UNSUPPORTED
 from consistency.numbers import Real
 from consistency.participants import Key, Participant
 from consistency.records import TensorMeasure, TensorRecord
@@ -30,7 +30,9 @@ def judge(subject: Participant, reference: Participant, key: Key) -> Row:
     if record is None:
         return _unseen(subject, reference)
     made_there = expected is not None and expected.status not in _ABSENT
-    if record.status == "skipped" and made_there and record.rule != Rule.LIMIT:  # a fact is nobody else's to make
+    # a fact is nobody else's to make, and what a device has no kernel for is no failure of it
+    owed = record.rule != Rule.LIMIT and UNSUPPORTED not in record.evidence
+    if record.status == "skipped" and made_there and owed:
         # what the reference worker could make, this device failed to make: no reason of its own excuses it
         return Row(
             worker=subject.label,
@@ -163,7 +165,7 @@ def _relative(subject: Participant, reference: Participant, record: TensorRecord
 def _idle(dtype: str, draws: int, own: float, magnitude: float) -> str:
     """Say why an allowance is so wide that a tensor of zeros would pass; no figure of one tensor, so that it groups."""
     if relative_allowance(own, magnitude, dtype) < magnitude:  # it is luck that makes it so wide
-        numbers = "one independent number" if draws == 1 else f"{draws} independent numbers"
+        numbers = "one independent number" if draws == 1 else "few independent numbers"
         return (
             f"the CPU's error is the largest of {numbers}: what luck allows beside it would let a tensor of zeros pass"
         )

@@ -29,6 +29,12 @@ PLACEMENT, MERGE_PEAK, SAFE_MERGE_PEAK = "placement", "merge_peak", "safe_merge_
 ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED = "adapter_on", "adapter_off", "adapter_merged"
 """Modes of the stage `forward`, per activation."""
 
+GRADIENT, UPDATED = "gradient", "updated"
+"""What follows the name of an adapter's tensor in the stage `gradient`: `lora_A.gradient`, `lora_A.updated`."""
+
+UNSUPPORTED = "unsupported"
+"""Evidence of a skipped row: the device has no such dtype or kernel at all, so that it failed at nothing."""
+
 TOLERANCE = "tolerance"
 """Evidence of a row that a user's tolerance judged: that tolerance, as the command line takes it."""
 

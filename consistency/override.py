@@ -19,7 +19,7 @@ import msgspec
 from consistency.errors import UsageError
 from consistency.tolerance import UNIT_ROUNDOFF
 
-COMPUTED: tuple[str, ...] = ("merged", "forward")
+COMPUTED: tuple[str, ...] = ("operators", "merged", "forward", "gradient")
 """Stages that compute, and so may round; all others only move bytes."""
 
 HELP = (
@@ -43,7 +43,7 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rtol : float
         Share of the exact element's magnitude; finite, 0 or more.
     stage : str or None
-        `merged` or `forward`; None is both.
+        One of those that compute; None is all of them.
     layer : str or None
         Pattern of `fnmatch` on the layer's name as reports show it, upper and lower case told apart; `*` matches dots
         too. None is every layer.
@@ -147,4 +147,4 @@ def _number(text: str, *, where: str, name: str) -> float:
 
 
 def _or(names: Sequence[str]) -> str:
-    return " or ".join(names)
+    return " or ".join([", ".join(names[:-1]), names[-1]])

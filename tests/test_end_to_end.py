@@ -61,7 +61,7 @@ def test_computed_stages_differ_in_bits_and_stay_within(finished_run: FinishedRu
     report = read(finished_run.folder)
     if len(report["architectures"]) < 2:
         pytest.skip("this processor has one kernel variant")
-    for stage in ("merged", "forward"):
+    for stage in ("operators", "merged", "forward", "gradient"):
         assert {row["status"] for row in rows(report, stage)} <= {"within", "equal"}
         assert any(len(tensor["classes"]) > 1 for tensor in report["tensors"] if tensor["stage"] == stage)
         ratios = [row["bound_ratio"] for row in rows(report, stage)]
@@ -69,7 +69,10 @@ def test_computed_stages_differ_in_bits_and_stay_within(finished_run: FinishedRu
 
 
 def test_second_run_on_a_device_repeats_the_bits(finished_run: FinishedRun) -> None:
-    repeated = [row["repeated"] for row in rows(read(finished_run.folder), "adapter", "merged", "forward")]
+    repeated = [
+        row["repeated"]
+        for row in rows(read(finished_run.folder), "operators", "adapter", "merged", "forward", "gradient")
+    ]
     assert repeated.count(True) > 100
     assert False not in repeated
 
@@ -82,7 +85,7 @@ def test_bfloat16_and_other_models(cli: Cli, tmp_path: Path) -> None:
         report = read(out)
         assert report["dtype"] == dtype
         assert {row["status"] for row in rows(report, "base", "adapter")} == {"equal"}
-        assert not any(row["status"] in BAD for row in rows(report, "merged", "forward"))
+        assert not any(row["status"] in BAD for row in rows(report, "operators", "merged", "forward", "gradient"))
 
 
 def test_one_token_is_too_little_to_judge_by(cli: Cli, tmp_path: Path) -> None:

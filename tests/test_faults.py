@@ -51,6 +51,12 @@ NAMED = {
     "forward-fails": ("forward", "missing"),
     "placed-elsewhere": ("memory", "wrong-device"),
     "merge-third-copy": ("memory", "third-copy"),
+    "operator-off": ("operators", "wrong-scale"),
+    "operator-in-tf32": ("operators", "tf32-products"),
+    "operator-fails": ("operators", "missing"),
+    "gradient-off": ("gradient", "wrong-scale"),
+    "gradient-zeros": ("gradient", "zeros"),
+    "optimizer-off": ("gradient", "wrong-scale"),
 }
 LOST = {
     "killed": "SIGKILL",
@@ -61,7 +67,14 @@ LOST = {
 STALL_S = 15.0
 LOSABLE = [info.spec.name for info in discover() if info.spec.name in (FAULTY, "cpu@avx2")]
 # a scaling is in no file, a merge that no device makes is no fault of one, and the forward pass needs a CPU's own error
-NEED_ANOTHER = {"adapter-wrong-scaling", "merge-fails", "forward-off", "forward-fails"}
+NEED_ANOTHER = {
+    "adapter-wrong-scaling",
+    "merge-fails",
+    "forward-off",
+    "forward-fails",
+    "gradient-off",
+    "gradient-zeros",
+}
 NEED_RELOAD = {"adapter-copy-dropped-later"}
 OTHERS = {"merge-not-repeatable", "setting-flipped"}
 ON_SEVERAL_DEVICES = {"bytes-elsewhere"}  # tests/accelerator/inside_memory.py
@@ -80,7 +93,8 @@ def look_at_fault(tmp_path: Path) -> Run:
     """Run the session of a worker in this process with a fault planted, and compare what it saw."""
 
     def run(fault: str, stage: str) -> Comparison:
-        level = Level.STANDARD if fault in NEED_RELOAD else Level.QUICK
+        # of one sequence's gradient luck leaves little to tell
+        level = Level.STANDARD if fault in NEED_RELOAD or stage == "gradient" else Level.QUICK
         case = prepare_case(Options(base="builtin:llama", stages=(stage,), level=level))
         workers = {"cpu": None, FAULTY: fault} if fault in NEED_ANOTHER else {FAULTY: fault}
         slugs: list[str] = []
@@ -121,7 +135,7 @@ def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: str) -> No
     assert {d.worker for d in found.first_divergence} == {FAULTY}
 
 
-@pytest.mark.parametrize("stage", ["base", "adapter", "merged", "memory"])
+@pytest.mark.parametrize("stage", ["operators", "base", "adapter", "merged", "gradient", "memory"])
 def test_without_a_fault_nothing_is_found(look_at_fault: Run, stage: str) -> None:
     with plant("merge-off"):
         pass  # and a fault that was taken away is gone
@@ -149,7 +163,7 @@ def test_wrong_bytes_show_in_what_is_computed_from_them(run_with_faults: Run) ->
     found = run_with_faults({FAULTY: "adapter-zeros"})
     kinds = [(f.message.split(" · ")[0], f.kind) for f in errors(found)]
     assert kinds[0] == ("adapter", "zeros")
-    assert {stage for stage, _ in kinds} == {"adapter", "merged", "forward"}
+    assert {stage for stage, _ in kinds} == {"adapter", "merged", "forward", "gradient"}
     assert all("follows from the wrong bytes" in f.message for f in errors(found)[1:])
     (divergence,) = found.first_divergence
     assert (divergence.stage, divergence.tensor) == ("adapter", "lora_B")

@@ -97,7 +97,10 @@ def test_a_case_from_elsewhere_is_checked_alike(what: str) -> None:
         ({"atol": "1", "rtol": 0}, "Expected `float`"),
         ({"atol": 1, "rtol": 1, "stage": "base"}, "the stage base only moves bytes, and no byte may differ"),
         ({"atol": 1, "rtol": 1, "stage": "adapter"}, "the stage adapter only moves bytes"),
-        ({"atol": 1, "rtol": 1, "stage": "merge"}, "unknown stage: merge; a tolerance is for merged or forward"),
+        (
+            {"atol": 1, "rtol": 1, "stage": "merge"},
+            "unknown stage: merge; a tolerance is for operators, merged, forward or gradient",
+        ),
         ({"atol": 1, "rtol": 1, "stage": 3}, "$.tolerance[0].stage"),
         ({"atol": 1, "rtol": 1, "dtype": "bf16"}, "no dtype that has a tolerance: bf16"),
         ({"atol": 1, "rtol": 1, "dtype": "int8"}, "one of float64, float32, float16, bfloat16"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from consistency.case import Level, Options, Road, Stage
+from consistency.case import LEVELS, Level, Options, Road, Stage
 from consistency.errors import ConsistencyError, InputError, UsageError
 from consistency.preflight import check_files, prepare_case, read_adapter
 
@@ -81,7 +81,7 @@ def test_the_level_chooses_what_the_options_leave_open(tmp_path: Path) -> None:
     base = str(make_base(tmp_path / "llama"))
     quick = prepare_case(Options(base=base, level=Level.QUICK))
     assert (quick.stages, quick.repeat, quick.roads, quick.adapter) == (
-        (Stage.BASE, Stage.ADAPTER, Stage.MERGED),
+        LEVELS[Level.QUICK].stages,
         1,
         None,
         None,

@@ -96,4 +96,4 @@ def test_no_allowance_is_wide_enough_for_what_is_not_finite(error: float) -> Non
 
 
 def test_rules_are_written_by_their_names() -> None:
-    assert [str(rule) for rule in Rule] == ["bitwise", "bound", "relative", "user", "peer"]
+    assert [str(rule) for rule in Rule] == ["bitwise", "bound", "relative", "user", "peer", "limit"]

@@ -92,16 +92,29 @@ def low_rank_chunks(
         )
 
 
-def exact_chunks(actual: torch.Tensor, exact: torch.Tensor, allowed: float | GivenAllowance) -> Iterator[Chunk]:
-    """Yield a tensor beside its float64 value, each element of which may be off as much."""
+def exact_chunks(
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    allowed: float | GivenAllowance | torch.Tensor,
+    *,
+    base: torch.Tensor | None = None,
+) -> Iterator[Chunk]:
+    """Yield a tensor beside its float64 value: what all elements may be off alike, or each (float64, of its shape).
+
+    `base` is what the computation added to, if to anything.
+    """
     flat, reference = actual.detach().reshape(-1), exact.detach().reshape(-1)
+    below = None if base is None else base.detach().reshape(-1)
     for start in range(0, flat.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         if isinstance(allowed, GivenAllowance):
             limit = torch.from_numpy(allowed.around(reference[part].numpy()))
+        elif isinstance(allowed, torch.Tensor):
+            limit = allowed.reshape(-1)[part]
         else:
             limit = torch.full_like(reference[part], allowed)
-        yield Chunk(start=start, actual=flat[part], exact=reference[part], allowed=limit)
+        under = None if below is None else below[part].to(torch.float64)
+        yield Chunk(start=start, actual=flat[part], exact=reference[part], allowed=limit, base=under)
 
 
 def diagnose_computed(

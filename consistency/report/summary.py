@@ -142,8 +142,12 @@ def _merged(many: Iterable[dict[str, Cell]]) -> dict[str, Cell]:
 
 
 def worst_ratio(comparison: Comparison) -> float | None:
-    """Return the largest `bound_ratio` of what was computed, NaN before any number; None where nothing has one."""
-    computed = [t for t in comparison.tensors if t.rule != "limit"]
+    """Return the largest `bound_ratio` of the model's tensors, NaN before any number; None where nothing has one.
+
+    Single operators are left out: one rounding to a half type uses up the bound of that operator, on any device. So are
+    facts, whose limits are of another kind.
+    """
+    computed = [t for t in comparison.tensors if t.stage != Stage.OPERATORS and t.rule != "limit"]
     ratios = [float(r.bound_ratio) for t in computed for r in t.rows if r.bound_ratio is not None]
     if not ratios:
         return None

@@ -19,6 +19,9 @@ EventKind = Literal["stage", "step", "wait", "done", "failed"]
 REFERENCE_FILE = "reference.safetensors"
 """Name of the float64 activations in the scratch folder that all workers of a run share."""
 
+GRADIENT_FILE = "gradient.safetensors"
+"""Name of the float64 gradients there."""
+
 REFERENCE_LOST = "reference.lost"
 """Name of the note that the launcher leaves there when the worker that makes them is gone."""
 

@@ -1,4 +1,4 @@
-"""The float64 activations of the forward stage: made by one worker on the CPU, read by all.
+"""The float64 activations and gradients: made by one worker on the CPU, read by all.
 
 They lie in a scratch folder that is gone after the run; a capture keeps the measures against them.
 """
@@ -23,7 +23,7 @@ NOTE_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Exact activations by name, and what the CPU makes of them in the tested dtype.
+    """Exact tensors by name, and what the CPU makes of them in the tested dtype.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class Reference:
     draws : dict
         How many independent errors that is the largest of.
     failures : dict
-        By mode, why there are no exact activations.
+        By mode, why there are none.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class Reference:
     failures: dict[str, str]
 
     def read(self, name: str) -> torch.Tensor | None:
-        """Return an exact activation on the CPU; None where the reference has none of that name."""
+        """Return an exact tensor on the CPU; None where the reference has none of that name."""
         with safe_open(self.path, framework="pt", device="cpu") as file:
             if name not in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 return None
@@ -58,27 +58,28 @@ def publish(
     errors: dict[str, float],
     draws: dict[str, int],
     failures: dict[str, str],
+    file: str = REFERENCE_FILE,
 ) -> Reference:
     """Write the reference whole, so that a worker that finds it can read it."""
-    partial = scratch / f"{REFERENCE_FILE}.tmp"
+    partial = scratch / f"{file}.tmp"
     told = {"errors": errors, "draws": draws, "failures": failures}
     save_file(
         {name: t.contiguous().clone() for name, t in exact.items()},
         partial,
         metadata={name: json.dumps(table) for name, table in told.items()},
     )
-    os.replace(partial, scratch / REFERENCE_FILE)
-    return Reference(path=scratch / REFERENCE_FILE, errors=errors, draws=draws, failures=failures)
+    os.replace(partial, scratch / file)
+    return Reference(path=scratch / file, errors=errors, draws=draws, failures=failures)
 
 
-def wait_for(scratch: Path, events: EventLog) -> Reference | str:
+def wait_for(scratch: Path, events: EventLog, file: str = REFERENCE_FILE) -> Reference | str:
     """Return the reference once it is there, or the reason why it never will be."""
     noted = 0.0
     while True:
-        path = scratch / REFERENCE_FILE
+        path = scratch / file
         if path.exists():
-            with safe_open(path, framework="pt", device="cpu") as file:
-                told = {name: json.loads(text) for name, text in file.metadata().items()}
+            with safe_open(path, framework="pt", device="cpu") as opened:
+                told = {name: json.loads(text) for name, text in opened.metadata().items()}
             return Reference(path=path, errors=told["errors"], draws=told["draws"], failures=told["failures"])
         lost = scratch / REFERENCE_LOST
         if lost.exists():

@@ -25,7 +25,7 @@ from consistency.worker.loading import expected_adapter, load_adapter, load_base
 from consistency.worker.placement import Placement
 from consistency.worker.record import Recorder
 from consistency.worker.stage_memory import StageMemoryLog
-from consistency.worker.stages import adapter, base, forward, memory, merged
+from consistency.worker.stages import adapter, base, forward, gradient, memory, merged, operators
 from consistency.worker.stages.context import Context
 
 
@@ -58,6 +58,10 @@ class Session:
     def _run(self, record: Recorder) -> None:
         job, events = self._job, self._events
         wanted = job.case.stages
+        if Stage.OPERATORS in wanted:  # they need no model
+            self._begin(Stage.OPERATORS)
+            operators.run(operators.Trials.of(job.case, job.device, job.settings), record, events)
+            self._end(Stage.OPERATORS)
         self._begin("load base")
         loaded = load_base(job.case, job.device)
         self._update(
@@ -96,12 +100,15 @@ class Session:
             placement=self._placement,
             memory=self._memory,
         )
-        for stage, look in (
+        # the forward stage leaves the adapter merged, so whatever looks at the model as it was comes before it
+        stages = (
             (Stage.ADAPTER, adapter.run),
             (Stage.MERGED, merged.run),
+            (Stage.GRADIENT, gradient.run),
             (Stage.FORWARD, forward.run),
             (Stage.MEMORY, memory.run),
-        ):
+        )
+        for stage, look in stages:
             if stage not in wanted:
                 continue
             if job.case.adapter is None and stage in (Stage.ADAPTER, Stage.MERGED):
@@ -114,7 +121,7 @@ class Session:
                 )
                 continue
             self._begin(stage)
-            if stage is Stage.FORWARD:
+            if stage in (Stage.GRADIENT, Stage.FORWARD):
                 inputs, _ = fixed_inputs(job.case, loaded.model)
                 self._update(inputs_digest=None if inputs is None else digest_of(inputs))
             look(context)

@@ -263,10 +263,35 @@ def test_a_model_that_does_not_run_on_the_inputs_is_skipped_with_its_words(llama
     found = {r.tensor: r for r in look(llama, adapter) if r.stage == "forward"}
     assert found["adapter_on"].status == "skipped"
     assert "task_ids" in (found["adapter_on"].reason or "")
+    (gradient,) = (r for r in look(llama, adapter, stages=("gradient",)))
+    assert gradient.status == "skipped"
+    assert "task_ids" in (gradient.reason or "")
     inputs = llama.parent / "inputs.safetensors"
     save_file({"input_ids": torch.zeros(1, 4, dtype=torch.int64)}, inputs)
     with pytest.raises(InputError, match="does not run on these inputs"):
         look(llama, adapter, inputs=str(inputs))
+    with pytest.raises(InputError, match="does not run on these inputs"):
+        look(llama, adapter, inputs=str(inputs), stages=("gradient",))
+
+
+def test_gradients_come_before_the_merge_and_change_nothing(llama: Path, look: Look) -> None:
+    adapter = on_llama(llama, peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    found = look(llama, adapter)
+    gradients = {r.tensor: r for r in found if r.stage == "gradient"}
+    vector = "lora_magnitude_vector"
+    assert set(gradients) == {f"{t}.{what}" for t in ("lora_A", "lora_B", vector) for what in ("gradient", "updated")}
+    assert {r.rule for r in gradients.values()} == {"relative", "bound"}
+    assert {r.status for r in gradients.values()} == {"within"}
+    without = {r.key: r.digest for r in look(llama, adapter, stages=("forward",))}
+    assert {r.key: r.digest for r in found if r.stage == "forward"} == without
+
+
+def test_a_tensor_that_nothing_depends_on_has_no_gradient(llama: Path, look: Look) -> None:
+    adapter = on_llama(llama, peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    found = look(llama, adapter, stages=("gradient",))
+    assert found
+    assert {r.status for r in found} <= {"within", "skipped"}
+    assert all(r.reason for r in found if r.status == "skipped")
 
 
 def test_a_model_with_two_encoders_gets_both_inputs(tmp_path: Path, look: Look) -> None:

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from consistency.errors import UsageError
-from consistency.worker.faults import adapter, base, computed, memory, process
+from consistency.worker.faults import adapter, base, compute, computed, memory, process
 from consistency.worker.faults.planting import Install
 
 FAULTS: dict[str, Install] = {
     **adapter.FAULTS,
     **base.FAULTS,
+    **compute.FAULTS,
     **computed.FAULTS,
     **memory.FAULTS,
     **process.FAULTS,

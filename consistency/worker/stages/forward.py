@@ -20,19 +20,17 @@ from consistency.naming import ADAPTER_OFF as OFF
 from consistency.naming import ADAPTER_ON as ON
 from consistency.naming import WHOLE_MODEL
 from consistency.numerics.bound import independent_rows, measure_against_exact
-from consistency.numerics.computed import diagnose_computed, exact_chunks
 from consistency.numerics.digest import TensorDigest, digest
-from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.exact import in_float64
 from consistency.records import RecordStatus
-from consistency.tolerance import Rule, passes, ratio, relative_allowance
+from consistency.tolerance import Rule
 from consistency.worker.inputs import fixed_inputs
 from consistency.worker.loading import load_adapter, load_base
 from consistency.worker.memory import is_out_of_memory
 from consistency.worker.reference import Reference, publish, wait_for
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.given import Given
 from consistency.worker.stages.merged import adapted_layers
+from consistency.worker.stages.relative import Truth, judge_relative
 
 Activations = dict[str, torch.Tensor]
 
@@ -65,9 +63,9 @@ class Exact:
 
 
 def run(context: Context) -> None:
-    """Record every hidden state and the logits in every mode. The adapter stays merged: this is the last stage."""
+    """Record every hidden state and the logits in every mode. The adapter stays merged: this runs last."""
     inputs, reason = fixed_inputs(context.job.case, context.base.model)
-    reason = reason or _why_not(context.base.model)
+    reason = reason or why_not(context.base.model)
     if inputs is None or reason:
         _not_run(context, _modes(context), "skipped", reason)
         return
@@ -80,7 +78,7 @@ def run(context: Context) -> None:
         answer = _publish(context, found, exact)
     else:
         found = _pass(context, context.model, inputs, exact=None)
-        on_cpu = _pass(context, _on_cpu(context), inputs, exact=exact)
+        on_cpu = _pass(context, model_on_cpu(context), inputs, exact=exact)
         answer = _publish(context, on_cpu, exact)
     for mode, reason in found.refused.items():
         _not_run(context, [mode], "skipped", reason)
@@ -112,9 +110,9 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
                     found.digests.setdefault((mode, name), []).append(digest(tensor))
                 found.outputs.setdefault(mode, outputs)
         except Exception as error:  # model code of any kind may raise anything
-            if not _is_of_the_model(error, model):
+            if not is_of_the_model(error, model):
                 raise
-            found.refused[mode] = _refusal(context, error)
+            found.refused[mode] = refusal(context, error)
             continue
         if exact is not None and mode != MERGED:
             context.events.step(f"{mode}, float64", done, len(modes))
@@ -122,15 +120,15 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
                 with _without_adapter(model) if off else nullcontext():
                     truth = in_float64(activations, model, inputs)
             except Exception as error:  # code that insists on its own dtype
-                if not _is_of_the_model(error, model):
+                if not is_of_the_model(error, model):
                     raise
-                exact.failures[mode] = _text(error)
+                exact.failures[mode] = first_line(error)
                 continue
             exact.outputs.update((f"{mode}::{name}", tensor.to(torch.float64)) for name, tensor in truth.items())
     return found
 
 
-def _is_of_the_model(error: Exception, model: torch.nn.Module) -> bool:
+def is_of_the_model(error: Exception, model: torch.nn.Module) -> bool:
     """Tell an error that the model's code raises on every device from a failure of this device or of its memory.
 
     Torch tells both as `RuntimeError`, so of an accelerator's errors only Python's own are the model's.
@@ -141,15 +139,16 @@ def _is_of_the_model(error: Exception, model: torch.nn.Module) -> bool:
     return on_cpu or not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError)
 
 
-def _refusal(context: Context, error: Exception) -> str:
+def refusal(context: Context, error: Exception) -> str:
     """Say that the model does not run on the inputs; those of the user's own are an error of the user's."""
     if context.job.case.inputs is not None:
         where = context.job.case.inputs
-        raise InputError("the model does not run on these inputs", where=where, got=_text(error)) from error
-    return f"the model does not run on inputs made from its config: {_text(error)}: give --inputs FILE.safetensors"
+        raise InputError("the model does not run on these inputs", where=where, got=first_line(error)) from error
+    return f"the model does not run on inputs made from its config: {first_line(error)}: give --inputs FILE.safetensors"
 
 
-def _text(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Name an error and say its first sentence."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"[:300]
 
 
@@ -183,11 +182,11 @@ def _merge(model: Any) -> str:
     except (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError) as failure:
         if is_out_of_memory(failure):
             raise
-        return _text(failure)
+        return first_line(failure)
     return ""
 
 
-def _on_cpu(context: Context) -> torch.nn.Module:
+def model_on_cpu(context: Context) -> torch.nn.Module:
     """Load base and adapter once more, onto the CPU, for a run that has no CPU worker."""
     base = load_base(context.job.case, "cpu")
     return base.model if context.job.case.adapter is None else load_adapter(base, context.job.case)
@@ -199,23 +198,28 @@ def activations(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict
     Names are `hidden_states.0` (the embeddings) onwards, with `encoder_` or `decoder_` before them where the model has
     both, then `logits`, or whatever the bare model ends with.
     """
+    with torch.no_grad():
+        hidden, last = outputs(model, inputs)
+    return {name: t.detach().to("cpu") for name, t in (hidden | last).items()}
+
+
+def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Activations, Activations]:
+    """Run the model and return, on its device, its hidden states and what it ends with, by name."""
     parameter = next(model.parameters())
     moved = {
         name: t.to(parameter.device, parameter.dtype if t.is_floating_point() else None) for name, t in inputs.items()
     }
-    with torch.no_grad():
-        output = model(**moved, **_extras(model))
-    found: dict[str, torch.Tensor] = {}
+    output = model(**moved, **_extras(model))
     if isinstance(output, torch.Tensor):
-        return {"output": output.detach().to("cpu")}
-    last: dict[str, torch.Tensor] = {}
+        return {}, {"output": output}
+    hidden: Activations = {}
+    last: Activations = {}
     for key, value in dict(output).items():
         if key.endswith("hidden_states") and isinstance(value, (tuple, list)):
-            found.update((f"{key}.{i}", t) for i, t in enumerate(value) if isinstance(t, torch.Tensor))
+            hidden.update((f"{key}.{i}", t) for i, t in enumerate(value) if isinstance(t, torch.Tensor))
         elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0:
             last[key] = value
-    found.update(last)
-    return {name: t.detach().to("cpu") for name, t in found.items()}
+    return hidden, last
 
 
 def _extras(model: torch.nn.Module) -> dict[str, Any]:
@@ -229,7 +233,8 @@ def _extras(model: torch.nn.Module) -> dict[str, Any]:
     return extras
 
 
-def _why_not(model: torch.nn.Module) -> str:
+def why_not(model: torch.nn.Module) -> str:
+    """Say why no bound on errors covers a model, nothing where one does."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     for count in ("num_local_experts", "num_experts", "n_routed_experts"):
@@ -243,51 +248,19 @@ def _why_not(model: torch.nn.Module) -> str:
 def _judge(
     context: Context, mode: str, name: str, tensor: torch.Tensor, digests: list[TensorDigest], reference: Reference
 ) -> None:
-    exact = reference.read(_exact_name(mode, name))
-    error = reference.errors.get(f"{mode}::{name}")
-    draws = reference.draws.get(f"{mode}::{name}", 1)
-    given = Given.of(context, stage="forward", layer=name, dtype=tensor.dtype)
-    known = exact is not None and exact.shape == tensor.shape and tensor.dtype in UNIT_ROUNDOFF
-    if exact is None or not known or (error is None and given is None):
-        context.record.computed(
-            stage="forward", layer=name, tensor=mode, actual=tensor, rule=Rule.PEER, found=None, status="measured",
-            diagnosis=None, digests=digests, keep=context.job.case.keep,
-            reason=reference.failures.get(_exact_mode(mode)),
-        )  # fmt: skip
-        return
-    if given is not None:
-        found = measure_against_exact(tensor, exact, given.allowance)
-        status = given.status(found)
-        tolerance = given.allowance
-        # inside a tolerance that nobody derived there is nothing to say of its cause
-        why = diagnose_computed(found, lambda: exact_chunks(tensor, exact, tolerance)) if status == "outside" else None
-        context.record.computed(
-            stage="forward", layer=name, tensor=mode, actual=tensor, rule=Rule.USER, found=found, status=status,
-            diagnosis=None if why is None else why.word, digests=digests, reference_error=error,
-            evidence={**given.evidence, **({} if why is None else why.evidence)}, keep=context.job.case.keep,
-            exact=exact,
-        )  # fmt: skip
-        return
-    assert error is not None
-    found = measure_against_exact(tensor, exact)
-    allowed = relative_allowance(error, float(found.magnitude), name_of(tensor.dtype), draws=draws)
-    inside = passes(ratio(float(found.max_abs), allowed))
-    cause = None if inside else diagnose_computed(found, lambda: exact_chunks(tensor, exact, allowed))
-    context.record.computed(
+    judge_relative(
+        context,
         stage="forward",
         layer=name,
         tensor=mode,
         actual=tensor,
-        rule=Rule.RELATIVE,
-        found=found,
-        status="within" if inside else "outside",
-        diagnosis="accumulation-order" if cause is None else cause.word,
-        evidence=None if cause is None else {**cause.evidence, "allowed": allowed},
         digests=digests,
-        reference_error=error,
-        reference_draws=draws,
-        keep=context.job.case.keep,
-        exact=exact,
+        truth=Truth(
+            exact=reference.read(_exact_name(mode, name)),
+            error=reference.errors.get(f"{mode}::{name}"),
+            draws=reference.draws.get(f"{mode}::{name}", 1),
+            why_not=reference.failures.get(_exact_mode(mode)),
+        ),
     )
 
 

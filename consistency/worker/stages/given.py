@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,12 @@ class Given:
     @classmethod
     def of(cls, context: Context, *, stage: str, layer: str, dtype: torch.dtype) -> Given | None:
         """Return what the user allows for a tensor, None where that is left to the derived rules."""
-        found = choose(context.job.case.tolerance, stage=stage, layer=layer, dtype=name_of(dtype))
+        return cls.among(context.job.case.tolerance, stage=stage, layer=layer, dtype=dtype)
+
+    @classmethod
+    def among(cls, tolerance: Sequence[Override], *, stage: str, layer: str, dtype: torch.dtype) -> Given | None:
+        """Return what the user allows for a tensor by these overrides."""
+        found = choose(tolerance, stage=stage, layer=layer, dtype=name_of(dtype))
         return None if found is None else cls(override=found)
 
     @property

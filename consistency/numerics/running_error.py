@@ -1,0 +1,236 @@
+r"""Exact values with the error that a device may have made on the way: running error analysis in float64.
+
+A `Tracked` array holds the exact value of every element, in float64, beside a bound on what a device that does the same
+steps in its own arithmetic may be off by then (Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed.,
+section 3.3, with the terms of second order kept). So the bound of a softmax or of an attention follows step by step
+from those of its parts, and no step of it is guessed:
+
+* A sum, product or quotient is off by what its operands are off, and by one rounding.
+* An inner product or a sum of n terms, in any order, by :math:`\gamma_n` times the sum of the magnitudes (lemma 3.1);
+  units that truncate when they accumulate have twice the unit roundoff, and operands in TF32 add
+  :math:`2t + t^2`, :math:`t = 2^{-10}` (see `consistency.numerics.bound`).
+* A function of the mathematical library by its derivative times what its argument is off, and by `ULPS` units in the
+  last place of its own.
+* bfloat16 and float16 are computed in float32 and rounded where a library stores them: `Tracked.store`. A library that
+  stores less often is off less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from consistency.numerics.bound import TF32_ROUNDOFF, gamma
+from consistency.numerics.distance import Measure
+from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
+from consistency.numerics.error import CHUNK, ErrorTally
+
+ULPS = {"exp": 3.0, "log": 3.0, "tanh": 5.0, "sin": 4.0, "cos": 4.0, "sqrt": 3.0, "rsqrt": 2.0, "/": 2.5}
+"""What a function of the mathematical library may be off, in units in the last place.
+
+They are what OpenCL allows a device in single precision (*The OpenCL C Specification*, "Relative error as ULPs", full
+profile), the widest of the documents that libraries on our devices keep to: SLEEF's functions on the CPU promise 1.0
+and 3.5 (its names end in `u10` and `u35`), MKL's 1 (`VML_HA`), CUDA's 1 or 2 (*CUDA C++ Programming Guide*, appendix
+on mathematical functions).
+"""
+
+ERF_UNITS = 32.0
+"""What erf may be off, in units of roundoff of 1: OpenCL allows 16 ULP, each of two such; the polynomial that CPU
+kernels take (Abramowitz and Stegun, 7.1.26) is off by 1.5e-7, some 2.5 of them, and by what is rounded in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """How a device computes with numbers of one dtype.
+
+    Attributes
+    ----------
+    unit, floor : float
+        Unit roundoff of what is computed in, and half its smallest subnormal.
+    product : float
+        Unit roundoff of what inner products accumulate in.
+    operand : float
+        Largest relative error of an operand of a product before it is multiplied.
+    stored, stored_floor : float
+        Unit roundoff of the dtype, and half its smallest subnormal, where it is narrower than what is computed in;
+        else 0.
+    shares : int
+        2 where the reference is of no wider dtype, and may be off as much; else 1.
+    """
+
+    unit: float
+    floor: float
+    product: float
+    operand: float = 0.0
+    stored: float = 0.0
+    stored_floor: float = 0.0
+    shares: int = 1
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, *, truncating: bool = False, tf32: bool = False) -> Arithmetic:
+        """Return the arithmetic of a dtype.
+
+        Parameters
+        ----------
+        dtype : torch.dtype
+        truncating : bool
+            Whether bfloat16 and float16 are multiplied on units that truncate when they accumulate.
+        tf32 : bool
+            Whether float32 products may run in TF32, on units that truncate too.
+        """
+        if dtype == torch.float64:
+            unit, floor = UNIT_ROUNDOFF[dtype], HALF_SMALLEST_SUBNORMAL[dtype]
+            return cls(unit=unit, floor=floor, product=unit, shares=2)
+        narrow = dtype in (torch.bfloat16, torch.float16)
+        unit, floor = UNIT_ROUNDOFF[torch.float32], HALF_SMALLEST_SUBNORMAL[torch.float32]
+        in_tf32 = tf32 and not narrow
+        return cls(
+            unit=unit,
+            floor=floor,
+            product=2 * unit if in_tf32 or (truncating and narrow) else unit,
+            operand=TF32_ROUNDOFF if in_tf32 else 0.0,
+            stored=UNIT_ROUNDOFF[dtype] if narrow else 0.0,
+            stored_floor=HALF_SMALLEST_SUBNORMAL[dtype] if narrow else 0.0,
+        )
+
+    def known(self, values: np.ndarray) -> Tracked:
+        """Return numbers that the device is given: nothing is off."""
+        return Tracked(value=values, error=np.zeros_like(values), by=self)
+
+    def constant(self, value: float) -> Tracked:
+        """Return a number of the program's own, which is rounded once."""
+        exact = np.asarray(value, dtype=np.float64)
+        return Tracked(value=exact, error=np.abs(exact) * self.unit, by=self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracked:
+    """Exact values, and what a device may be off from them by now.
+
+    Attributes
+    ----------
+    value, error : np.ndarray
+        Float64 of one shape.
+    by : Arithmetic
+        Of the device.
+    """
+
+    value: np.ndarray
+    error: np.ndarray
+    by: Arithmetic
+
+    @property
+    def allowed(self) -> np.ndarray:
+        """Return what each element may be off from the value."""
+        return self.error * self.by.shares
+
+    def moved(self, move: Callable[[np.ndarray], np.ndarray]) -> Tracked:
+        """Move elements: nothing is computed."""
+        return Tracked(value=move(self.value), error=move(self.error), by=self.by)
+
+    def __neg__(self) -> Tracked:
+        return Tracked(value=-self.value, error=self.error, by=self.by)
+
+    def __add__(self, other: Tracked) -> Tracked:
+        return self._rounded(self.value + other.value, self.error + other.error)
+
+    def __sub__(self, other: Tracked) -> Tracked:
+        return self + -other
+
+    def __mul__(self, other: Tracked) -> Tracked:
+        error = np.abs(self.value) * other.error + self.error * (np.abs(other.value) + other.error)
+        return self._rounded(self.value * other.value, error)
+
+    def __truediv__(self, other: Tracked) -> Tracked:
+        value = self.value / other.value
+        least = np.abs(other.value) - other.error
+        error = np.divide(
+            self.error + np.abs(value) * other.error, least, out=np.full(np.shape(value), np.inf), where=least > 0
+        )
+        return self._rounded(value, error, ulps=ULPS["/"])
+
+    def exp(self) -> Tracked:
+        value = np.exp(self.value)
+        return self._rounded(value, value * np.expm1(np.minimum(self.error, 700.0)), ulps=ULPS["exp"])
+
+    def log(self) -> Tracked:
+        least = self.value - self.error
+        error = np.divide(self.error, least, out=np.full(np.shape(self.value), np.inf), where=least > 0)
+        return self._rounded(np.log(self.value), error, ulps=ULPS["log"])
+
+    def sqrt(self) -> Tracked:
+        value = np.sqrt(self.value)
+        # the square roots of x and of x - e differ by no more than that of e, and near x by e over their sum
+        error = np.divide(self.error, value, out=np.full(np.shape(value), np.inf), where=value > 0)
+        return self._rounded(value, np.minimum(error, np.sqrt(self.error)), ulps=ULPS["sqrt"])
+
+    def rsqrt(self) -> Tracked:
+        value, least = 1 / np.sqrt(self.value), self.value - self.error
+        most = np.divide(1, np.sqrt(np.maximum(least, 0)), out=np.full(np.shape(value), np.inf), where=least > 0)
+        return self._rounded(value, most - value, ulps=ULPS["rsqrt"])
+
+    def tanh(self) -> Tracked:
+        return self._rounded(np.tanh(self.value), self.error, ulps=ULPS["tanh"])
+
+    def sin(self) -> Tracked:
+        return self._rounded(np.sin(self.value), self.error, ulps=ULPS["sin"])
+
+    def cos(self) -> Tracked:
+        return self._rounded(np.cos(self.value), self.error, ulps=ULPS["cos"])
+
+    def erf(self) -> Tracked:
+        value = np.reshape([math.erf(x) for x in self.value.ravel()], self.value.shape)
+        return Tracked(value=value, error=self.error * 2 / math.sqrt(math.pi) + ERF_UNITS * self.by.unit, by=self.by)
+
+    def max(self, *, axis: int = -1) -> Tracked:
+        """Return the largest along an axis, which stays, with one element."""
+        return self.moved(lambda x: x.max(axis=axis, keepdims=True))
+
+    def sum(self, *, axis: int = -1) -> Tracked:
+        """Add up along an axis, which stays, with one element; in any order."""
+        size = np.abs(self.value) + self.error
+        error = self.error + gamma(self.value.shape[axis], self.by.unit) * size
+        return Tracked(
+            value=self.value.sum(axis=axis, keepdims=True), error=error.sum(axis=axis, keepdims=True), by=self.by
+        )
+
+    def cumsum(self, *, axis: int = -1) -> Tracked:
+        """Add up along an axis as far as each element; in any order."""
+        size = np.abs(self.value) + self.error
+        error = self.error + gamma(self.value.shape[axis], self.by.unit) * size
+        return Tracked(value=self.value.cumsum(axis=axis), error=error.cumsum(axis=axis), by=self.by)
+
+    def matmul(self, other: Tracked) -> Tracked:
+        """Multiply matrices, or stacks of them."""
+        terms = self.value.shape[-1]
+        mine, its = np.abs(self.value) + self.error, np.abs(other.value) + other.error
+        factor = gamma(terms, self.by.product) + 2 * self.by.operand + self.by.operand**2
+        error = factor * np.matmul(mine, its) + terms * self.by.floor
+        if self.error.any() or other.error.any():  # of exact operands there is no more to say
+            error = error + np.matmul(mine, other.error) + np.matmul(self.error, np.abs(other.value))
+        return Tracked(value=np.matmul(self.value, other.value), error=error, by=self.by)
+
+    def store(self) -> Tracked:
+        """Round to the dtype, where that is narrower than what is computed in."""
+        by = self.by
+        error = self.error + by.stored * (np.abs(self.value) + self.error) + by.stored_floor
+        return Tracked(value=self.value, error=error, by=by)
+
+    def _rounded(self, value: np.ndarray, error: np.ndarray, *, ulps: float = 0.5) -> Tracked:
+        """Add what one step rounds; a unit in the last place is two unit roundoffs of the number at most."""
+        unit = 2 * ulps * self.by.unit
+        return Tracked(value=value, error=error + unit * (np.abs(value) + error) + 2 * ulps * self.by.floor, by=self.by)
+
+
+def measure_tracked(actual: torch.Tensor, exact: Tracked) -> Measure:
+    """Measure how far a tensor on the CPU is from exact values of its shape, by what each element may be off."""
+    flat, values, allowed = actual.detach().reshape(-1), exact.value.reshape(-1), exact.allowed.reshape(-1)
+    tally = ErrorTally(shape=tuple(actual.shape), dtype=actual.dtype)
+    for start in range(0, flat.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        tally.add(flat[part], values[part], allowed=allowed[part], start=start)
+    return tally.result()
