@@ -16,6 +16,7 @@ FLAGS = (
     *("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"),
     # kernel.c says why: the same bits from every variant, and loops that become vectors
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    "-Wno-psabi",  # how vectors are passed to functions: none is, they are all inlined
 )
 
 
