@@ -6,7 +6,8 @@ Writes two float32 state dicts of safetensors (1 GiB, 200 tensors), once with th
 with every element off by rounding. Each way to compare runs in a process of its own, several rounds that take turns.
 What is timed is from the files to the answer, the imports apart, with the files in the page cache. The floor is
 comparing the two memory-mapped files block by block with NumPy: it says whether they differ, and in which block. Also
-printed: the largest anonymous memory of each process, torch's own included where it is used.
+printed: the largest anonymous memory of each process, torch's own included where it is used. With CONSISTENCY_NO_KERNEL
+set, NumPy measures in place of the compiled kernel.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+
+from consistency.numerics import kernel
 
 BLOCK = 2**20
 
@@ -42,6 +45,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         files = _make(Path(folder), arguments.mib, arguments.tensors)
         print(f"{arguments.mib} MiB in {arguments.tensors} float32 tensors, {os.cpu_count()} processors")
+        print(f"numerics by {kernel.state()}")
         for case, pair in files.items():
             _report(case, pair, arguments.rounds)
 

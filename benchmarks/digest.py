@@ -4,7 +4,8 @@
 
 Prints the rate of `consistency.numerics.digest.digest` over a state dict as GB/s, and as a share of the rate at which
 the same bytes are copied: the faster of torch's `copy_` and NumPy's `copyto`. Each is the best of several rounds that
-take turns, so that a busy machine slows all.
+take turns, so that a busy machine slows all. With CONSISTENCY_NO_KERNEL set, NumPy digests in place of the compiled
+kernel.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from consistency.numerics import kernel
 from consistency.numerics.digest import digest
 
 
@@ -32,6 +34,7 @@ def main() -> None:
     target = [torch.zeros_like(t) for t in source]
     total = sum(t.nbytes for t in source)
     print(f"{total / 2**20:.0f} MiB in {len(source)} float32 tensors, one thread, best of {arguments.rounds} rounds")
+    print(f"digests by {kernel.state()}")
     print(f"{'':28}{'GB/s':>8}{'of a copy':>12}")
     jobs: dict[str, Callable[[], object]] = {
         "torch copy_": lambda: [t.copy_(s) for s, t in zip(source, target, strict=True)],

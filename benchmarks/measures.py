@@ -4,7 +4,8 @@
 
 Such is a merged weight on another architecture: all elements some units in the last place off. Both state dicts are in
 memory. The loop that reporters write takes three measures and `torch.equal`; ours takes eleven. Each figure is the best
-of several rounds that take turns, on as many threads as torch takes.
+of several rounds that take turns, on as many threads as torch takes. With CONSISTENCY_NO_KERNEL set, NumPy measures in
+place of the compiled kernel.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from consistency.numerics import kernel
 from consistency.numerics.distance import measure
 
 State = list[tuple[torch.Tensor, torch.Tensor]]
@@ -46,6 +48,7 @@ def main() -> None:
     total = sum(e.nbytes for _, e in state)
     ours = best["consistency, all measures"]
     print(f"{total / 2**20:.0f} MiB in {len(state)} float32 tensors, {torch.get_num_threads()} threads, all differ")
+    print(f"measures by {kernel.state()}")
     print(f"{'':28}{'s':>8}{'GB/s':>8}{'over ours':>12}")
     for name, seconds in best.items():
         print(f"{name:28}{seconds:8.2f}{total / seconds / 1e9:8.2f}{seconds / ours:12.2f}")

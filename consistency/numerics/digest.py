@@ -14,8 +14,8 @@ levels, because the weights of one row stay in a level-1 cache: twice the speed 
 
 Integer sums wrap and do not depend on the order of reduction, so a CPU, a GPU and any other backend agree. Position
 matters. With :math:`x_{2i} + 2^{32} x_{2i+1}` the signed 64-bit word :math:`X_i`, the sum is computed as
-:math:`\sum_i w_i X_i + (v_i - 2^{32} w_i)\,(X_i \gg 32)`: two dot products and one shift. On the CPU NumPy does it,
-whose integer arithmetic is vectorised; torch's is not.
+:math:`\sum_i w_i X_i + (v_i - 2^{32} w_i)\,(X_i \gg 32)`: two dot products and one shift. On the CPU the compiled
+kernel does it (`kernel.py`), or NumPy, whose integer arithmetic is vectorised; torch's is not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from consistency.numerics import digest_triton
+from consistency.numerics import digest_triton, kernel
 
 BLOCK_BYTES = 256 * 1024
 """Bytes per block, the unit in which a digest says where two tensors differ."""
@@ -110,28 +110,36 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _rows_on_cpu(raw: np.ndarray) -> np.ndarray:
     """Return the digest of each row of flat bytes as int64, the last row possibly short."""
-    words = raw[: len(raw) // 8 * 8].view("<i8")  # NumPy reads unaligned words too
-    whole = len(words) // _WORDS * _WORDS
-    rows = words[:whole].reshape(-1, _WORDS)
-    w, v = _weights_of_row()
-    low, high = np.empty((2, -(-len(raw) // ROW_BYTES)), np.int64)
+    whole = len(raw) // ROW_BYTES
+    found = np.empty(-(-len(raw) // ROW_BYTES), np.int64)
+    compiled = kernel.trusted(kernel.DIGEST) if whole and raw.flags.c_contiguous else None
+    if compiled is None:
+        sum_rows_by_numpy(raw[: whole * ROW_BYTES], found)
+    else:
+        compiled.digest(raw.ctypes.data, whole, *weights_of_row(), found)
+    if len(raw) > whole * ROW_BYTES:
+        found[-1] = _short_row(raw[whole * ROW_BYTES :])
+    return found
+
+
+def sum_rows_by_numpy(raw: np.ndarray, out: np.ndarray) -> None:
+    """Digest whole rows into the first elements of an int64 array."""
+    rows = raw.view("<i8").reshape(-1, _WORDS)  # NumPy reads unaligned words too
+    w, v = weights_of_row()
     scratch = _scratch()
+    high = np.empty(_CHUNK_ROWS, np.int64)
     for start in range(0, len(rows), _CHUNK_ROWS):
         x = rows[start : start + _CHUNK_ROWS]
-        shifted, stop = scratch[: len(x)], start + len(x)
-        np.einsum("ri,i->r", x, w, out=low[start:stop])
+        shifted, low = scratch[: len(x)], out[start : start + len(x)]
+        np.einsum("ri,i->r", x, w, out=low)
         np.right_shift(x, 32, out=shifted)
-        np.einsum("ri,i->r", shifted, v, out=high[start:stop])
-    if len(raw) > whole * 8:
-        low[-1], high[-1] = _short_row(raw[whole * 8 :]), 0
-    low += high
-    return low
+        low += np.einsum("ri,i->r", shifted, v, out=high[: len(x)])
 
 
 def _short_row(raw: np.ndarray) -> np.int64:
     """Return the digest of the bytes that do not fill a row, padded with zeros to whole words."""
     words = np.frombuffer(raw.tobytes().ljust(-(-len(raw) // 8) * 8, b"\0"), "<i8")
-    w, v = _weights_of_row()
+    w, v = weights_of_row()
     with np.errstate(over="ignore"):
         found: np.int64 = np.dot(words, w[: len(words)]) + np.dot(words >> 32, v[: len(words)])
     return found
@@ -194,7 +202,8 @@ def _weight_arrays() -> np.ndarray:
 
 
 @functools.cache
-def _weights_of_row() -> tuple[np.ndarray, np.ndarray]:
+def weights_of_row() -> tuple[np.ndarray, np.ndarray]:
+    """Return the weights of a row's words, `(ROW_BYTES / 8,)` int64 each: `w`, and `v - 2**32 w`."""
     table = _weight_arrays()
     return table[0, :_WORDS].copy(), table[1, :_WORDS].copy()
 
@@ -207,5 +216,5 @@ def _weights_of_block() -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _weights_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    w, v = _weights_of_row()
+    w, v = weights_of_row()
     return torch.from_numpy(w).to(device), torch.from_numpy(v).to(device)

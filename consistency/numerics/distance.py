@@ -1,7 +1,9 @@
 """How far one tensor is from another that should have the same bits, in one pass over chunks that stay in cache.
 
-Equal stretches are recognised by comparing memory. Where bits differ, NumPy measures on the CPU: its reductions are
-vectorised and can write into buffers that are used again, so nothing of the size of a tensor is allocated.
+Nothing of the size of a tensor is allocated. The common floats are measured by the compiled kernel, on as many threads
+as torch uses, where it may be trusted (`kernel.py`). What else there is, and everything where there is no kernel, NumPy
+measures: equal stretches are recognised by comparing memory, and its reductions are vectorised and write into buffers
+that are used again.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ import torch
 
 from consistency.errors import StructureError
 from consistency.numbers import Real
+from consistency.numerics import kernel
 from consistency.numerics.bitcount import BitCount
 from consistency.numerics.dtype import bit_patterns, name_of, real_view
 from consistency.numerics.memory import same_memory
+from consistency.numerics.seen import Seen
 from consistency.numerics.steps import Steps, farthest
 
 CHUNK = 1 << 15
 """Elements per chunk: what is live at a time, some 700 KiB for float32, fits in a level-2 cache of 1 MiB, and a call of
-NumPy costs a tenth of what it does. Threads are no help: each call is so short that they wait for the interpreter."""
+NumPy costs a tenth of what it does. Threads are no help here: a call is so short that they wait for the interpreter."""
 
 _STRETCH = 8
 """Chunks that are compared as memory at once: of float32 1 MiB, so that a call costs little beside it."""
@@ -99,28 +103,47 @@ def measure(actual: torch.Tensor, expected: torch.Tensor) -> Measure:
     _same_structure(actual, expected)
     a, e = real_view(actual), real_view(expected)
     parts = 2 if actual.is_complex() else 1
-    return _result(_look(a, e, parts), tuple(actual.shape), parts)
+    return _result(_look(a, e, parts), a, e, tuple(actual.shape), parts)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Seen:
-    """What was seen of two tensors so far."""
-
-    mismatched: int = 0
-    max_abs: float = 0.0
-    max_rel: float = 0.0
-    max_ulp: int | None = 0
-    sums: list[float] = field(default_factory=list)
-    squares: list[float] = field(default_factory=list)
-    bits: BitCount
-    first: int | None = None
-    last: int | None = None
-    worst: tuple[float, int, float, float, str, str] | None = None
+def _look(a: torch.Tensor, e: torch.Tensor, parts: int) -> Seen:
+    name = name_of(a.dtype)
+    compiled = kernel.trusted(name) if name in kernel.KINDS and a.is_contiguous() and e.is_contiguous() else None
+    if compiled is None:
+        return look_by_numpy(a, e, parts)
+    return look_compiled(compiled, a, e, parts, threads=torch.get_num_threads())
 
 
-def _look(a: torch.Tensor, e: torch.Tensor, parts: int) -> _Seen:
+def look_compiled(
+    compiled: kernel.Kernel, a: torch.Tensor, e: torch.Tensor, parts: int, *, threads: int, chunk: int = kernel.CHUNK
+) -> Seen:
+    """Look at flat, contiguous tensors of a dtype of `kernel.KINDS`."""
+    ranges, sums = compiled.measure(
+        name_of(a.dtype), a.data_ptr(), e.data_ptr(), a.numel(), parts=parts, threads=threads, chunk=chunk
+    )  # fmt: skip
+    found = Seen(sums=sums[0].tolist(), squares=sums[1].tolist())
+    flips = np.zeros(64, np.int64)
+    for start, seen in ranges:
+        if not seen.mismatched:
+            continue
+        found.mismatched += seen.mismatched
+        found.max_abs, found.max_rel = worse(found.max_abs, seen.max_abs), worse(found.max_rel, seen.max_rel)
+        found.max_ulp = max(found.max_ulp or 0, seen.max_ulp)
+        found.first = start + seen.first if found.first is None else found.first
+        found.last = start + seen.last
+        if found.worst is None or is_worse(seen.max_abs, found.worst[0]):
+            found.worst = (seen.max_abs, start + seen.worst)
+        flips += np.ctypeslib.as_array(seen.flips)
+    if math.isnan(found.max_abs):  # NaN on one side alone has no place in the order
+        found.max_ulp = None
+    found.flipped = {bit: count for bit, count in enumerate(flips.tolist()) if count}
+    return found
+
+
+def look_by_numpy(a: torch.Tensor, e: torch.Tensor, parts: int) -> Seen:
+    """Look at flat real tensors of any dtype."""
     stop = a.numel()
-    found = _Seen(bits=BitCount(8 * a.element_size()))
+    found, bits = Seen(), BitCount(8 * a.element_size())
     x, y = bit_patterns(a).numpy(), bit_patterns(e).numpy()
     differing = -1
     with np.errstate(all="ignore"):  # NaN and infinities are settled below
@@ -130,15 +153,25 @@ def _look(a: torch.Tensor, e: torch.Tensor, parts: int) -> _Seen:
                 continue
             for chunk in range(stretch, end, CHUNK):
                 part = slice(chunk, min(end, chunk + CHUNK))
-                if _see(found, a[part], e[part], x[part], y[part], chunk, parts):
+                if _see(found, bits, a[part], e[part], x[part], y[part], chunk, parts):
                     differing = chunk
         if differing >= 0:
             part = slice(differing, min(stop, differing + CHUNK))
             found.last = differing + int(np.flatnonzero(x[part] != y[part])[-1])
+    found.flipped = bits.result()
     return found
 
 
-def _see(found: _Seen, a: torch.Tensor, e: torch.Tensor, x: np.ndarray, y: np.ndarray, start: int, parts: int) -> bool:
+def _see(
+    found: Seen,
+    flipped: BitCount,
+    a: torch.Tensor,
+    e: torch.Tensor,
+    x: np.ndarray,
+    y: np.ndarray,
+    start: int,
+    parts: int,
+) -> bool:
     """Add a chunk, `x` and `y` the bits of `a` and `e`; tell whether it has a difference."""
     differs = np.not_equal(x, y)
     count = int(np.count_nonzero(differs))
@@ -165,13 +198,13 @@ def _see(found: _Seen, a: torch.Tensor, e: torch.Tensor, x: np.ndarray, y: np.nd
         # argmax takes the first NaN; where bits differ and no number does, the first of them is shown
         i = int(np.argmax(difference if largest != 0 else differs))
         where = start + (i if places is None else int(places[i]))
-        found.worst = (largest, where, float(a[i]), float(e[i]), hexadecimal(a[i]), hexadecimal(e[i]))
-    found.bits.add(flips)  # takes the array over
+        found.worst = (largest, where)
+    flipped.add(flips)  # takes the array over
     return True
 
 
 def _exact_in_float32(
-    found: _Seen, numbers: np.ndarray, reference: np.ndarray, apart: int, eps: float
+    found: Seen, numbers: np.ndarray, reference: np.ndarray, apart: int, eps: float
 ) -> np.ndarray | None:
     """Add a chunk in which each pair is within a factor of two, and return |a - e| in float32; else None.
 
@@ -202,7 +235,7 @@ def _exact_in_float32(
     return difference
 
 
-def _in_float64(found: _Seen, numbers: np.ndarray, reference: np.ndarray, steps: Steps | None) -> np.ndarray:
+def _in_float64(found: Seen, numbers: np.ndarray, reference: np.ndarray, steps: Steps | None) -> np.ndarray:
     """Add a chunk of any numbers, and return |a - e|: 0 for equal infinities and for paired NaNs."""
     difference: np.ndarray = np.subtract(numbers, reference, dtype=np.float64)
     np.abs(difference, out=difference)
@@ -246,29 +279,30 @@ def _largest_relative(difference: np.ndarray, reference: np.ndarray) -> float:
     return largest
 
 
-def _result(seen: _Seen, shape: tuple[int, ...], parts: int) -> Measure:
+def _result(seen: Seen, a: torch.Tensor, e: torch.Tensor, shape: tuple[int, ...], parts: int) -> Measure:
     elements = math.prod(shape)
-    size, worst = seen.bits.bits // 8, seen.worst
+    size, worst = a.element_size(), None if seen.worst is None else seen.worst[1]
     return Measure(
         elements=elements,
         mismatched=seen.mismatched,
         max_abs=Real(seen.max_abs),
-        mean_abs=Real(_sum(seen.sums) / max(1, elements)),
-        rms=Real(math.sqrt(_sum(seen.squares) / max(1, elements))),
+        mean_abs=Real(total(seen.sums) / max(1, elements)),
+        rms=Real(math.sqrt(total(seen.squares) / max(1, elements))),
         max_rel=Real(seen.max_rel),
         max_ulp=seen.max_ulp,
-        worst_index=None if worst is None else unravel(worst[1] // parts, shape),
-        worst_actual=None if worst is None else Real(worst[2]),
-        worst_expected=None if worst is None else Real(worst[3]),
-        worst_actual_bits=None if worst is None else worst[4],
-        worst_expected_bits=None if worst is None else worst[5],
-        flipped_bits=seen.bits.result(),
+        worst_index=None if worst is None else unravel(worst // parts, shape),
+        worst_actual=None if worst is None else Real(float(a[worst])),
+        worst_expected=None if worst is None else Real(float(e[worst])),
+        worst_actual_bits=None if worst is None else hexadecimal(a[worst]),
+        worst_expected_bits=None if worst is None else hexadecimal(e[worst]),
+        flipped_bits=seen.flipped,
         first_byte=None if seen.first is None else seen.first * size,
         last_byte=None if seen.last is None else seen.last * size,
     )
 
 
-def _sum(values: list[float]) -> float:
+def total(values: list[float]) -> float:
+    """Add sums that are not negative; NaN and infinity stay what they are."""
     if any(math.isnan(v) for v in values):
         return math.nan
     return math.inf if math.inf in values else math.fsum(values)

@@ -41,6 +41,9 @@ DTYPES = (
 SHAPES = ((), (1,), (3,), (7, 1), (5, 3), (1, 1, 1), (2, 0, 3), (33, 17))
 
 
+pytestmark = pytest.mark.usefixtures("numerics_path")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

@@ -20,6 +20,9 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NAN, INF = math.nan, math.inf
 
 
+pytestmark = pytest.mark.usefixtures("numerics_path")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -333,7 +336,7 @@ def test_the_size_of_the_chunks_changes_nothing(dtype: torch.dtype, monkeypatch:
         y[13, 7], x[20, 20] = INF, -INF
     found = []
     for size in (1 << 14, 64, 2):
-        monkeypatch.setattr(distance, "CHUNK", size)
+        monkeypatch.setattr(distance, "CHUNK", size)  # of NumPy's path; test_kernel.py has the other's
         found.append(measure(y, x))
     one = dataclasses.asdict(found[0])
     for other in found[1:]:

@@ -1,0 +1,66 @@
+"""Compile the optional kernel when the package is built; without a compiler the package is built all the same.
+
+A wheel that holds it is one for this platform, one without it for any. The library has nothing of Python's interface,
+so one serves every version. In an editable installation it lies beside its source, in the working tree.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FOLDER = "consistency/numerics"
+SOURCE, LIBRARY, RECIPE = (f"{FOLDER}/{name}" for name in ("kernel.c", "_kernel.so", "kernel_build.py"))
+
+
+class KernelHook(BuildHookInterface):  # type: ignore[misc]  # hatchling is not there where types are checked
+    """Put the kernel into the wheel where it can be compiled."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and tell the builder."""
+        self._scratch = tempfile.TemporaryDirectory(prefix="consistency-kernel-")
+        in_tree, built = Path(self.root, LIBRARY), Path(self._scratch.name, "_kernel.so")
+        reason = _compile(Path(self.root), built)
+        if version == "editable":
+            in_tree.unlink(missing_ok=True)
+            if reason is None:
+                shutil.copyfile(built, in_tree)
+        elif reason is None:
+            build_data["force_include"][str(built)] = LIBRARY
+        if reason is None:
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{_platform()}"
+        else:
+            self.app.display_warning(f"without the compiled kernel, NumPy does its work: {reason}")
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+        """Remove what was compiled aside."""
+        self._scratch.cleanup()
+
+
+def _compile(root: Path, target: Path) -> str | None:
+    """Compile by the package's own recipe; the package cannot be imported here, for its dependencies are not there."""
+    spec = importlib.util.spec_from_file_location("kernel_build", root / RECIPE)
+    assert spec is not None
+    assert spec.loader is not None
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    reason: str | None = recipe.compile_kernel(root / SOURCE, target)
+    return reason
+
+
+def _platform() -> str:
+    if sys.platform == "darwin":  # a Python for two architectures would name both, and the compiler serves one
+        from packaging.tags import platform_tags
+
+        return next(iter(platform_tags()))
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
