@@ -26,10 +26,15 @@ DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
 class Stage(enum.StrEnum):
     """What is looked at, in the order in which the numbers depend on one another."""
 
+    TRANSFER = "transfer"
     BASE = "base"
     ADAPTER = "adapter"
     MERGED = "merged"
     FORWARD = "forward"
+
+
+MODEL_LESS: tuple[Stage, ...] = (Stage.TRANSFER,)
+"""Stages that look at the machine and need no model: where no other is asked for, none is loaded."""
 
 
 class Road(enum.StrEnum):
@@ -63,15 +68,23 @@ class LevelPlan(msgspec.Struct, frozen=True, kw_only=True):
     not_looked_at: tuple[str, ...]
 
 
+LARGE_COPIES = "copies of 256 MiB and more"
+
 LEVELS: dict[Level, LevelPlan] = {
     Level.QUICK: LevelPlan(
-        stages=(Stage.BASE, Stage.ADAPTER, Stage.MERGED),
+        stages=(Stage.TRANSFER, Stage.BASE, Stage.ADAPTER, Stage.MERGED),
         safe_merge=False,
         reload=False,
         sequences=1,
         tokens=16,
         repeat=1,
-        not_looked_at=("forward", "safe_merge", "the adapter loaded again over NaN", "a second run on the same device"),
+        not_looked_at=(
+            "forward",
+            LARGE_COPIES,
+            "safe_merge",
+            "the adapter loaded again over NaN",
+            "a second run on the same device",
+        ),
     ),
     Level.STANDARD: LevelPlan(
         stages=tuple(Stage),
@@ -80,7 +93,7 @@ LEVELS: dict[Level, LevelPlan] = {
         sequences=8,  # a classifier answers once per sequence, and few answers tell little: `tolerance.luck`
         tokens=16,
         repeat=1,
-        not_looked_at=("a second run on the same device",),
+        not_looked_at=(LARGE_COPIES, "a second run on the same device"),
     ),
     Level.THOROUGH: LevelPlan(
         stages=tuple(Stage), safe_merge=True, reload=True, sequences=16, tokens=64, repeat=2, not_looked_at=()
@@ -96,7 +109,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name : str
         Short name for titles and test items.
     base : str
-        A folder, or `python:package.module:function`, a factory without arguments that returns a module.
+        A folder, or `python:package.module:function`, a factory without arguments that returns a module. Empty where
+        the machine alone is looked at: every stage is then one of `MODEL_LESS`.
     adapter : str or None
         A folder saved by PEFT; None looks at the base alone.
     dtype : str
@@ -142,6 +156,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.base.removeprefix("python:") if self.base.startswith("python:") else None
 
     @property
+    def needs_model(self) -> bool:
+        """Tell whether any stage looks at a model."""
+        return any(stage not in MODEL_LESS for stage in self.stages)
+
+    @property
     def reloads(self) -> bool:
         """Tell whether the adapter is loaded again over poison."""
         return self.plan.reload or self.repeat > 1
@@ -150,6 +169,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Name what this run left out, for the report."""
         skipped = [f"stage {s}" for s in Stage if s not in self.stages]
         rest = [text for text in self.plan.not_looked_at if text not in list(Stage)]
+        if Stage.TRANSFER not in self.stages:
+            rest = [text for text in rest if text != LARGE_COPIES]
         if self.repeat > 1:
             rest = [text for text in rest if "again" not in text and "second run" not in text]
         return (*skipped, *rest)

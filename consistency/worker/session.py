@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from consistency.capture import write_json
-from consistency.case import Stage
+from consistency.case import Road, Stage
 from consistency.errors import UsageError
 from consistency.naming import WHOLE_MODEL
 from consistency.numerics.digest import digest
@@ -24,7 +24,7 @@ from consistency.worker.job import TOLD_FILE, EventLog, Job, Told
 from consistency.worker.loading import expected_adapter, load_adapter, load_base
 from consistency.worker.memory import peak_bytes
 from consistency.worker.record import Recorder
-from consistency.worker.stages import adapter, base, forward, merged
+from consistency.worker.stages import adapter, base, forward, merged, transfer
 from consistency.worker.stages.context import Context
 
 
@@ -52,6 +52,27 @@ class Session:
             self._run(record)
 
     def _run(self, record: Recorder) -> None:
+        case, wanted = self._job.case, self._job.case.stages
+        # The stage `transfer` opens every device that it sees, and leaves right bytes in memory that is used again:
+        # beside other devices it comes last, so that what the model's loading touches is looked at untouched.
+        late = case.needs_model and self._sees_others()
+        if not late:
+            self._transfer(record, wanted)
+        if case.needs_model:
+            self._look_at_model(record)
+        if late:
+            self._transfer(record, wanted)
+
+    def _sees_others(self) -> bool:
+        return self._job.device != "cpu" and self._job.road == Road.SHARED
+
+    def _transfer(self, record: Recorder, wanted: tuple[Stage, ...]) -> None:
+        if Stage.TRANSFER in wanted:
+            self._begin(Stage.TRANSFER)
+            transfer.run(self._job, self._events, record)
+            self._end(Stage.TRANSFER)
+
+    def _look_at_model(self, record: Recorder) -> None:
         job, events = self._job, self._events
         wanted = job.case.stages
         self._begin("load base")
@@ -151,10 +172,11 @@ def _import_libraries() -> ModuleType:
 
 def run(job: Job, events: EventLog) -> None:
     """Run a job with every setting pinned."""
-    events.stage("import libraries")  # from a cold network disk this takes a while: a sign of life
-    transformers = _import_libraries()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    if job.case.needs_model:
+        events.stage("import libraries")  # from a cold network disk this takes a while: a sign of life
+        transformers = _import_libraries()
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
     if torch.get_num_interop_threads() != 1:  # torch takes this once in the life of a process
         torch.set_num_interop_threads(1)
     with _fault(job.fault), determinism.deterministic(threads=job.threads, **job.settings) as asked:
