@@ -79,6 +79,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         first_other_bits=_first(tensors, _other_bits),
         not_looked_at=first.not_looked_at(),
         simulated=any(p.info.simulated for p in participants),
+        boxes=tuple(box for capture in captures if (box := capture.manifest.box) is not None),
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from consistency.box.facts import Box
 from consistency.numbers import Real
 
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked"]
@@ -189,6 +190,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         Per worker, where its bits first differ from the reference worker's, inside the bound or not.
     not_looked_at : tuple of str
         What the level and the options left out.
+    boxes : tuple of Box
+        The machines, one per capture that tells of its own.
     """
 
     case: str
@@ -207,6 +210,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     base: str = ""
     adapter: str | None = None
     simulated: bool = False
+    boxes: tuple[Box, ...] = ()
 
     @property
     def exit_status(self) -> int:

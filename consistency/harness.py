@@ -13,6 +13,7 @@ from pathlib import Path
 
 from consistency import __version__
 from consistency.agreement import compare
+from consistency.box import read_box, since
 from consistency.capture import (
     SCHEMA,
     Capture,
@@ -106,6 +107,7 @@ def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) 
         `target`; a folder that was there is replaced only where `replace` says so.
     """
     with CaptureWriter(target, replace=replace) as writer:
+        before = read_box(plan.devices)
         slugs = run_workers(
             plan.case, plan_waves(plan.case, plan.devices), writer, limits=plan.limits, watch=watch, faults=plan.faults
         )
@@ -116,6 +118,7 @@ def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) 
             host=platform.node(),
             case=plan.case,
             workers=slugs,
+            box=since(before, read_box(plan.devices)),
         )
         return writer.commit(manifest)
 

@@ -1,0 +1,321 @@
+"""Rows of the stage `transfer` -> a matrix of pairs, one sentence per kind of fault, and what explains it.
+
+*copies cuda:0→cuda:1 and cuda:0→cuda:3 deliver nothing; cuda:0→cuda:2 is fine; the IOMMU translates (no iommu=pt).*
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from consistency.box.facts import Box, Gpu
+from consistency.box.pci import REDIRECTS
+from consistency.case import Stage
+from consistency.causes import describe, names
+from consistency.comparison import BAD, Finding, Row, TensorComparison
+from consistency.naming import (
+    CASTING,
+    CHAIN,
+    DIRECT,
+    HOST,
+    HOST_STAGED,
+    OVERLAPPED,
+    STRIDED,
+    split_pair,
+)
+from consistency.participants import Participant
+
+Pair = tuple[str, str]
+
+_STAGED = (HOST_STAGED, CHAIN)
+_ORDER = (DIRECT, STRIDED, CASTING, OVERLAPPED)
+_MOST_PAIRS, _MOST_DETAILS, _MOST_LOG = 4, 5, 5
+
+_DELIVER = {
+    "never-written": "deliver nothing: what was there before is still there",
+    "zeros": "deliver zeros",
+    "stale": "deliver the bytes of an earlier copy",
+    "swapped": "deliver the bytes of another copy that was under way",
+    "bit-flip": "flip single bits",
+    "block": "lose one contiguous range",
+    "missing": "fail",
+}
+_ONLY = {
+    STRIDED: "when they are strided",
+    CASTING: "when they cast",
+    OVERLAPPED: "beside running work",
+    HOST_STAGED: "by way of the host",
+    CHAIN: "by way of a third device",
+}
+
+_WORKER = re.compile(r"^(?:(?P<home>.*):)?(?P<device>[a-z][a-z0-9_]*(?::\d+)?)(?:@.*)?$", re.DOTALL)
+"""A worker's name: the device, and before it the capture where several are compared."""
+
+
+@dataclass(slots=True)
+class Cell:
+    """What was seen of one ordered pair of devices.
+
+    Attributes
+    ----------
+    tried : set of str
+        Kinds of copy that were looked at.
+    wrong : dict of str to list
+        By kind, the tensor and the rows of the workers that saw it go wrong.
+    explained : set of str
+        Kinds that go wrong for one of their hops does, which is told as that pair.
+    gb_per_s : float or None
+        Of the largest direct copy.
+    no_peer_access : bool
+        Whether torch says that one device cannot reach the other's memory.
+    """
+
+    tried: set[str] = field(default_factory=set)
+    wrong: dict[str, list[tuple[TensorComparison, Row]]] = field(default_factory=dict)
+    explained: set[str] = field(default_factory=set)
+    gb_per_s: float | None = None
+    no_peer_access: bool = False
+
+    @property
+    def own(self) -> list[str]:
+        """Return the kinds that go wrong here and nowhere on their way, the plainest first."""
+        kinds = [kind for kind in self.wrong if kind not in self.explained]
+        return sorted(kinds, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else len(_ORDER))
+
+    @property
+    def word(self) -> str:
+        """Return the diagnosis of the plainest kind that goes wrong."""
+        row = self.wrong[self.own[0]][0][1]
+        return row.diagnosis or row.status
+
+    @property
+    def is_fine(self) -> bool:
+        return bool(self.tried) and not self.own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """All pairs of one machine.
+
+    Attributes
+    ----------
+    home : str
+        Name of the capture, empty where there is one.
+    places : tuple of str
+        The host first.
+    cells : dict
+        By source and destination.
+    """
+
+    home: str
+    places: tuple[str, ...]
+    cells: Mapping[Pair, Cell]
+
+    @property
+    def wrong(self) -> list[Pair]:
+        return [pair for pair, cell in self.cells.items() if cell.own]
+
+
+def matrices(tensors: Iterable[TensorComparison]) -> list[Matrix]:
+    """Gather the rows of the stage `transfer`, of all roads, by machine and pair."""
+    homes: dict[str, dict[Pair, Cell]] = {}
+    vias: dict[tuple[str, Pair, str], str] = {}
+    for tensor in tensors:
+        pair = split_pair(tensor.layer) if tensor.stage == Stage.TRANSFER else None
+        for row in tensor.rows if pair is not None else ():
+            assert pair is not None
+            home = home_of(row.worker)
+            cell = homes.setdefault(home, {}).setdefault(pair, Cell())
+            _take(cell, tensor, row)
+            via = row.evidence.get("via")
+            if isinstance(via, str):
+                vias[home, pair, tensor.tensor] = via
+    for (home, (source, destination), kind), via in vias.items():
+        cells = homes[home]
+        hops = [cells.get(hop) for hop in ((source, via), (via, destination))]
+        if any(hop is not None and set(hop.wrong) - set(_STAGED) for hop in hops):
+            cells[source, destination].explained.add(kind)
+    return [Matrix(home=home, places=_places(cells), cells=cells) for home, cells in homes.items()]
+
+
+def home_of(worker: str) -> str:
+    """Return the name of the capture that a worker's name begins with, empty where it begins with none."""
+    match = _WORKER.match(worker)
+    return (match["home"] or "") if match else ""
+
+
+def _take(cell: Cell, tensor: TensorComparison, row: Row) -> None:
+    if row.status in BAD:
+        cell.wrong.setdefault(tensor.tensor, []).append((tensor, row))
+    if row.status in BAD or row.status == "equal":
+        cell.tried.add(tensor.tensor)
+    speed = row.evidence.get("gb_per_s")
+    if isinstance(speed, int | float) and tensor.tensor == DIRECT:
+        cell.gb_per_s = max(float(speed), cell.gb_per_s or 0.0)
+    cell.no_peer_access = cell.no_peer_access or row.evidence.get("peer_access") is False
+
+
+def _places(cells: Iterable[Pair]) -> tuple[str, ...]:
+    def order(name: str) -> tuple[bool, str, int]:
+        kind, _, index = name.partition(":")
+        return (name != HOST, kind, int(index) if index.isdigit() else 0)
+
+    return tuple(sorted({name for pair in cells for name in pair}, key=order))
+
+
+def find_transfer(participants: Sequence[Participant], tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
+    """Say of each machine which copies go wrong, which do not, and what explains it."""
+    boxes = {home_of(p.label): p.capture.manifest.box for p in participants}
+    for matrix in matrices(tensors):
+        by_word: dict[str, list[Pair]] = {}
+        for pair in matrix.wrong:
+            by_word.setdefault(matrix.cells[pair].word, []).append(pair)
+        for word, pairs in by_word.items():
+            yield _finding(matrix, word, pairs, boxes.get(matrix.home))
+
+
+def _finding(matrix: Matrix, word: str, pairs: Sequence[Pair], box: Box | None) -> Finding:
+    cells = matrix.cells
+    seen = [entry for pair in pairs for kind in cells[pair].own for entry in cells[pair].wrong[kind]]
+    # what goes wrong for a hop of it does belongs to that hop's finding
+    for pair, cell in cells.items():
+        for kind in cell.explained & set(cell.wrong):
+            via = cell.wrong[kind][0][1].evidence.get("via")
+            if (pair[0], via) in pairs or (via, pair[1]) in pairs:
+                seen += cell.wrong[kind]
+    workers = tuple(dict.fromkeys(row.worker for _, row in seen))
+    why = reasons(box, pairs, no_peer_access=[pair for pair in pairs if cells[pair].no_peer_access])
+    parts = [f"{_copies(pairs)} {_DELIVER.get(word, f'deliver wrong bytes ({word})')}{_when(cells, pairs)}"]
+    parts += [text for text in (_fine(matrix, pairs),) if text]
+    parts += [reason.text for reason in why]
+    return Finding(
+        kind=word,
+        severity="error",
+        message=f"{Stage.TRANSFER} · {names(workers)} · {'; '.join(parts)}",
+        workers=workers,
+        tensors=tuple(dict.fromkeys(tensor.name for tensor, _ in seen)),
+        detail=(*(_describe(*entry) for entry in seen[:_MOST_DETAILS]), *_about(box)),
+        next=next(
+            (reason.mend for reason in why if reason.mend), "consistency doctor --out DIR, before and after a reboot"
+        ),
+    )
+
+
+def _copies(pairs: Sequence[Pair]) -> str:
+    texts = [arrow(pair) for pair in pairs]
+    if len(texts) > _MOST_PAIRS:
+        texts = [*texts[: _MOST_PAIRS - 1], f"{len(texts) - _MOST_PAIRS + 1} more"]
+    return "copies " + _and(texts)
+
+
+def arrow(pair: Pair) -> str:
+    """Return a pair for people: `cuda:0→cuda:1`, `within cuda:1`."""
+    return f"within {'the host' if pair[0] == HOST else pair[0]}" if pair[0] == pair[1] else f"{pair[0]}→{pair[1]}"
+
+
+def _when(cells: Mapping[Pair, Cell], pairs: Sequence[Pair]) -> str:
+    """Say where only some kinds of copy go wrong."""
+    kinds = [set(cells[pair].own) for pair in pairs]
+    if any(found - set(_ONLY) for found in kinds):
+        return ""
+    return ", but only " + _and([_ONLY[kind] for kind in _ONLY if any(kind in found for found in kinds)])
+
+
+def _fine(matrix: Matrix, pairs: Sequence[Pair]) -> str:
+    """Say which pairs of the same kind are fine: those between devices, from the same sources first."""
+    between = any(HOST not in pair for pair in pairs)
+    fine = [
+        pair
+        for pair, cell in matrix.cells.items()
+        if cell.is_fine and pair[0] != pair[1] and (HOST not in pair) == between
+    ]
+    fine.sort(key=lambda pair: pair[0] not in {source for source, _ in pairs})
+    if not fine:
+        return ""
+    if len(fine) > _MOST_PAIRS:
+        return f"{arrow(fine[0])} and {len(fine) - 1} others are fine"
+    return f"{_and([arrow(pair) for pair in fine])} {'is' if len(fine) == 1 else 'are'} fine"
+
+
+def _describe(tensor: TensorComparison, row: Row) -> str:
+    parts = [describe(tensor, row)]
+    if row.evidence.get("copy"):
+        parts.append(f"first wrong: {row.evidence['copy']}")
+    if row.evidence.get("copies"):
+        parts.append(f"{row.evidence.get('wrong_copies')} of {row.evidence['copies']} copies")
+    if row.evidence.get("read_back") not in (None, "agree"):
+        parts.append(str(row.evidence["read_back"]))
+    return " · ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """What explains that copies go wrong, and what mends it."""
+
+    text: str
+    mend: str | None = None
+
+
+def reasons(box: Box | None, pairs: Sequence[Pair], *, no_peer_access: Sequence[Pair] = ()) -> list[Reason]:
+    """Return what of a machine explains that copies of these pairs go wrong."""
+    found: list[Reason] = []
+    between = [pair for pair in pairs if HOST not in pair and pair[0] != pair[1]]
+    gpus = [gpu for name in dict.fromkeys(name for pair in pairs for name in pair) if box and (gpu := box.gpu(name))]
+    if box is not None and between:
+        found += _addresses(box, gpus)
+        found += _redirected(gpus)
+    if no_peer_access:
+        found.append(
+            Reason(text=f"there is no peer access {_and([arrow(pair) for pair in no_peer_access[:_MOST_PAIRS]])}")
+        )
+    for gpu in gpus:
+        if gpu.after:
+            found.append(Reason(text=f"on {gpu.name} {_counters(gpu.after)} rose", mend=f"have {gpu.name} tested"))
+    if box is not None and box.log:
+        word = "line" if len(box.log) == 1 else "lines"
+        found.append(
+            Reason(text=f"the kernel wrote {len(box.log)} {word} of Xid, page faults or bus errors since boot")
+        )
+    return found
+
+
+def _addresses(box: Box, gpus: Sequence[Gpu]) -> Iterator[Reason]:
+    translated = [gpu for gpu in gpus if gpu.is_translated]
+    if translated:
+        kinds = _and(sorted({gpu.iommu_type or "" for gpu in translated}))
+        given = " ".join(box.iommu_options) or "no iommu=pt"
+        yield Reason(
+            text=f"the IOMMU translates (group type {kinds}; {given})",
+            mend="boot with iommu=pt on the kernel's command line, then: consistency doctor",
+        )
+
+
+def _redirected(gpus: Sequence[Gpu]) -> Iterator[Reason]:
+    bridges = sorted({bridge for gpu in gpus for bridge, on in gpu.acs.items() if REDIRECTS & set(on)})
+    if bridges:
+        yield Reason(
+            text=f"ACS sends peer traffic up to the root at {_and(bridges[:_MOST_PAIRS])}",
+            mend="switch ACS off on the bridges above the GPUs (in the firmware, or with setpci), then: "
+            "consistency doctor",
+        )
+
+
+def _about(box: Box | None) -> Iterator[str]:
+    """Say what else is known of the machine, and what could not be read."""
+    if box is None:
+        return
+    if box.boot_id is not None:
+        up = "" if box.uptime_s is None else f", up {box.uptime_s / 3600:.1f} h"
+        yield f"boot {box.boot_id}{up}: a reboot may hide it; keep this capture and compare it with one from after"
+    yield from (f"kernel: {line}" for line in box.log[-_MOST_LOG:])
+    if box.unread:
+        yield "not known: " + "; ".join(f"{name} ({why})" for name, why in box.unread.items())
+
+
+def _counters(risen: Mapping[str, int]) -> str:
+    return _and([f"{name} (now {value})" for name, value in risen.items()])
+
+
+def _and(texts: Sequence[str]) -> str:
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
