@@ -51,7 +51,7 @@ class Trial:
     repeat: int = 1
 
 
-_ADAPTER, _MERGED = (Stage.ADAPTER,), (Stage.MERGED,)
+_TRANSFER, _ADAPTER, _MERGED = (Stage.TRANSFER,), (Stage.ADAPTER,), (Stage.MERGED,)
 
 TRIALS: tuple[Trial, ...] = (
     Trial(fault="adapter-zeros", expected="zeros", stages=_ADAPTER, case="C1"),
@@ -70,6 +70,16 @@ TRIALS: tuple[Trial, ...] = (
     Trial(fault="adapter-nan", expected="non-finite", stages=_ADAPTER),
     Trial(fault="adapter-inactive", expected="inactive", stages=_ADAPTER),
     Trial(fault="adapter-wrong-scaling", expected="settings", stages=_ADAPTER),
+    Trial(fault="transfer-dropped", expected="never-written", stages=_TRANSFER, case="C1"),
+    Trial(fault="transfer-zeros", expected="zeros", stages=_TRANSFER, case="C1"),
+    Trial(fault="transfer-corrupt", expected="bit-flip", stages=_TRANSFER, case="C1"),
+    Trial(
+        fault="transfer-stale-beside-work",
+        expected="stale",
+        stages=_TRANSFER,
+        case="C1",
+        words="only beside running work",
+    ),
     Trial(fault="base-bit-flip", expected="bit-flip", stages=(Stage.BASE,)),
     Trial(fault="base-through-bfloat16", expected="rounded-to-bf16", stages=(Stage.BASE,)),
     Trial(fault="merge-bit-flip", expected="bit-flip", stages=_MERGED),

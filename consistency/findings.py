@@ -205,6 +205,8 @@ def _next(participants: Sequence[Participant], reference: Participant | None, wo
         return None
     case = reference.case
     devices = dict.fromkeys([reference.info.name, *workers])
+    if not case.base:
+        return f"consistency doctor --devices {','.join(devices)}"
     parts = ["consistency run", f"--base {case.base}"]
     parts += [f"--adapter {case.adapter}"] if case.adapter else []
     parts += [f"--dtype {case.dtype}"] if case.dtype != "auto" else []

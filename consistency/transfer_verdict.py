@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from consistency.box.facts import Box, Gpu
+from consistency.box.kernel_log import LOGGED
 from consistency.box.pci import REDIRECTS
 from consistency.case import Stage
 from consistency.causes import describe, names
@@ -18,9 +19,11 @@ from consistency.naming import (
     CASTING,
     CHAIN,
     DIRECT,
+    FILLING,
     HOST,
     HOST_STAGED,
     OVERLAPPED,
+    READING,
     STRIDED,
     split_pair,
 )
@@ -40,6 +43,7 @@ _DELIVER = {
     "bit-flip": "flip single bits",
     "block": "lose one contiguous range",
     "missing": "fail",
+    "unknown": "deliver other bytes",
 }
 _ONLY = {
     STRIDED: "when they are strided",
@@ -84,9 +88,14 @@ class Cell:
         return sorted(kinds, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else len(_ORDER))
 
     @property
+    def plain(self) -> list[str]:
+        """Return those of them that are this pair's own worker's to tell, or all where it told nothing."""
+        return [kind for kind in self.own if kind not in (FILLING, READING)] or self.own
+
+    @property
     def word(self) -> str:
         """Return the diagnosis of the plainest kind that goes wrong."""
-        row = self.wrong[self.own[0]][0][1]
+        row = self.wrong[self.plain[0]][0][1]
         return row.diagnosis or row.status
 
     @property
@@ -157,11 +166,13 @@ def _take(cell: Cell, tensor: TensorComparison, row: Row) -> None:
 
 
 def _places(cells: Iterable[Pair]) -> tuple[str, ...]:
-    def order(name: str) -> tuple[bool, str, int]:
-        kind, _, index = name.partition(":")
-        return (name != HOST, kind, int(index) if index.isdigit() else 0)
+    return tuple(sorted({name for pair in cells for name in pair}, key=_by_number))
 
-    return tuple(sorted({name for pair in cells for name in pair}, key=order))
+
+def _by_number(name: str) -> tuple[bool, str, int]:
+    """Order devices: the host first, and `cuda:2` before `cuda:10`."""
+    kind, _, index = name.rpartition(":")
+    return (name != HOST, kind or name, int(index) if index.isdigit() else 0)
 
 
 def find_transfer(participants: Sequence[Participant], tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
@@ -177,14 +188,14 @@ def find_transfer(participants: Sequence[Participant], tensors: Sequence[TensorC
 
 def _finding(matrix: Matrix, word: str, pairs: Sequence[Pair], box: Box | None) -> Finding:
     cells = matrix.cells
-    seen = [entry for pair in pairs for kind in cells[pair].own for entry in cells[pair].wrong[kind]]
-    # what goes wrong for a hop of it does belongs to that hop's finding
+    seen = [entry for pair in pairs for kind in cells[pair].plain for entry in cells[pair].wrong[kind]]
+    workers = tuple(sorted({row.worker for _, row in seen}, key=_by_number))
+    # what goes wrong for one of its hops does belongs to the finding of that hop
     for pair, cell in cells.items():
         for kind in cell.explained & set(cell.wrong):
             via = cell.wrong[kind][0][1].evidence.get("via")
             if (pair[0], via) in pairs or (via, pair[1]) in pairs:
                 seen += cell.wrong[kind]
-    workers = tuple(dict.fromkeys(row.worker for _, row in seen))
     why = reasons(box, pairs, no_peer_access=[pair for pair in pairs if cells[pair].no_peer_access])
     parts = [f"{_copies(pairs)} {_DELIVER.get(word, f'deliver wrong bytes ({word})')}{_when(cells, pairs)}"]
     parts += [text for text in (_fine(matrix, pairs),) if text]
@@ -274,9 +285,7 @@ def reasons(box: Box | None, pairs: Sequence[Pair], *, no_peer_access: Sequence[
             found.append(Reason(text=f"on {gpu.name} {_counters(gpu.after)} rose", mend=f"have {gpu.name} tested"))
     if box is not None and box.log:
         word = "line" if len(box.log) == 1 else "lines"
-        found.append(
-            Reason(text=f"the kernel wrote {len(box.log)} {word} of Xid, page faults or bus errors since boot")
-        )
+        found.append(Reason(text=f"the kernel wrote {len(box.log)} {word} of {LOGGED} since boot"))
     return found
 
 

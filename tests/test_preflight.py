@@ -81,7 +81,7 @@ def test_the_level_chooses_what_the_options_leave_open(tmp_path: Path) -> None:
     base = str(make_base(tmp_path / "llama"))
     quick = prepare_case(Options(base=base, level=Level.QUICK))
     assert (quick.stages, quick.repeat, quick.roads, quick.adapter) == (
-        (Stage.BASE, Stage.ADAPTER, Stage.MERGED),
+        (Stage.TRANSFER, Stage.BASE, Stage.ADAPTER, Stage.MERGED),
         1,
         None,
         None,

@@ -26,7 +26,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     acs : dict
         By PCI bus id of each bridge above the device that has ACS: the names of the controls that are on.
     link : dict of str to int or str
-        `width`, `max_width`, `speed`, `max_speed`; a link that idles runs below its greatest speed.
+        `width`, `max_width`, `slot_width`, `speed`, `max_speed`; a link that idles runs below its greatest speed, and
+        not every slot is as wide as the device.
     counters, after : dict of str to int
         ECC, row remapping and PCIe replay counters when the run began, and those that had risen when it ended.
     nvlinks : int or None
@@ -46,6 +47,15 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     counters: dict[str, int] = {}
     after: dict[str, int] = {}
     nvlinks: int | None = None
+
+    @property
+    def lanes_lost(self) -> tuple[int, int] | None:
+        """Return how many lanes the link has and how many device and slot are made for; None where none is missing."""
+        width = self.link.get("width")
+        widest = [value for key in ("max_width", "slot_width") if isinstance(value := self.link.get(key), int)]
+        if not isinstance(width, int) or not widest or not 0 < width < min(widest):
+            return None
+        return width, min(widest)
 
     @property
     def is_translated(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from consistency.box.facts import Box, Gpu
+from consistency.box.kernel_log import LOGGED
 from consistency.comparison import Finding
 
 _MOST_LINES = 8
@@ -28,7 +29,7 @@ def find_box(boxes: Sequence[Box], *, workers: Sequence[str] = ()) -> Iterator[F
             yield Finding(
                 kind="kernel-log",
                 severity="warning",
-                message=f"{box.host}: while it ran the kernel wrote of Xid, page faults or bus errors",
+                message=f"{box.host}: while it ran the kernel wrote of {LOGGED}",
                 detail=box.new_log[-_MOST_LINES:],
             )
     yield from _reboots(boxes)

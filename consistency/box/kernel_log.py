@@ -14,6 +14,9 @@ WORTH = re.compile(
 )
 """Xid is what NVIDIA's driver calls an error; the other words are those of AMD's and Intel's IOMMU and of the bus."""
 
+LOGGED = "Xid, page faults or bus errors"
+"""What such lines are about, for people."""
+
 MOST_LINES = 50
 _TIMEOUT_S = 0.25  # of journalctl, whose journal may be large and on a slow disk: reading the box takes half a second
 _RECORD = 8192  # the largest that /dev/kmsg gives at once (Linux, CONSOLE_EXT_LOG_MAX)

@@ -56,14 +56,17 @@ def group_of(device: Path) -> tuple[str | None, str | None]:
     return group.name, read_text(group / "type")
 
 
-def link_of(device: Path) -> dict[str, int | str]:
-    """Return width and speed of a device's link, and the greatest that it is made for."""
+def link_of(device: Path, port: Path | None) -> dict[str, int | str]:
+    """Return width and speed of a device's link, the greatest that it is made for, and the width of its slot."""
     found: dict[str, int | str] = {}
     for name in ("width", "speed"):
         for prefix, key in (("current", name), ("max", f"max_{name}")):
             text = read_text(device / f"{prefix}_link_{name}")
             if text is not None and not text.startswith("Unknown"):
                 found[key] = int(text) if text.isdigit() else text
+    slot = None if port is None else number_of(port, "max_link_width")
+    if slot is not None:
+        found["slot_width"] = slot
     return found
 
 

@@ -117,7 +117,7 @@ def _gpu(root: Path, name: str, address: str, info: DeviceInfo, unread: dict[str
         numa_node=pci.number_of(device, "numa_node"),
         path=path,
         acs=acs,
-        link=pci.link_of(device),
+        link=pci.link_of(device, home / path[-2] if len(path) > 1 else None),
     )
 
 
