@@ -22,7 +22,8 @@ from consistency.harness import Plan
 from consistency.launch.plan import default_roads
 from consistency.launch.process import Limits
 from consistency.naming import HOST
-from consistency.transfer_verdict import Matrix, arrow, matrices
+from consistency.transfer_reasons import arrow
+from consistency.transfer_verdict import Matrix, matrices
 
 MOST_ADVICE = 8
 

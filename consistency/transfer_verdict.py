@@ -9,9 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from consistency.box.facts import Box, Gpu
-from consistency.box.kernel_log import LOGGED
-from consistency.box.pci import REDIRECTS
+from consistency.box.facts import Box
 from consistency.case import Stage
 from consistency.causes import describe, names
 from consistency.comparison import BAD, Finding, Row, TensorComparison
@@ -28,12 +26,11 @@ from consistency.naming import (
     split_pair,
 )
 from consistency.participants import Participant
-
-Pair = tuple[str, str]
+from consistency.transfer_reasons import Pair, about, arrow, listed, reasons
 
 _STAGED = (HOST_STAGED, CHAIN)
 _ORDER = (DIRECT, STRIDED, CASTING, OVERLAPPED)
-_MOST_PAIRS, _MOST_DETAILS, _MOST_LOG = 4, 5, 5
+_MOST_PAIRS, _MOST_DETAILS = 4, 5
 
 _DELIVER = {
     "never-written": "deliver nothing: what was there before is still there",
@@ -206,7 +203,7 @@ def _finding(matrix: Matrix, word: str, pairs: Sequence[Pair], box: Box | None) 
         message=f"{Stage.TRANSFER} · {names(workers)} · {'; '.join(parts)}",
         workers=workers,
         tensors=tuple(dict.fromkeys(tensor.name for tensor, _ in seen)),
-        detail=(*(_describe(*entry) for entry in seen[:_MOST_DETAILS]), *_about(box)),
+        detail=(*(_describe(*entry) for entry in seen[:_MOST_DETAILS]), *about(box)),
         next=next(
             (reason.mend for reason in why if reason.mend), "consistency doctor --out DIR, before and after a reboot"
         ),
@@ -217,12 +214,7 @@ def _copies(pairs: Sequence[Pair]) -> str:
     texts = [arrow(pair) for pair in pairs]
     if len(texts) > _MOST_PAIRS:
         texts = [*texts[: _MOST_PAIRS - 1], f"{len(texts) - _MOST_PAIRS + 1} more"]
-    return "copies " + _and(texts)
-
-
-def arrow(pair: Pair) -> str:
-    """Return a pair for people: `cuda:0→cuda:1`, `within cuda:1`."""
-    return f"within {'the host' if pair[0] == HOST else pair[0]}" if pair[0] == pair[1] else f"{pair[0]}→{pair[1]}"
+    return "copies " + listed(texts)
 
 
 def _when(cells: Mapping[Pair, Cell], pairs: Sequence[Pair]) -> str:
@@ -230,7 +222,7 @@ def _when(cells: Mapping[Pair, Cell], pairs: Sequence[Pair]) -> str:
     kinds = [set(cells[pair].own) for pair in pairs]
     if any(found - set(_ONLY) for found in kinds):
         return ""
-    return ", but only " + _and([_ONLY[kind] for kind in _ONLY if any(kind in found for found in kinds)])
+    return ", but only " + listed([_ONLY[kind] for kind in _ONLY if any(kind in found for found in kinds)])
 
 
 def _fine(matrix: Matrix, pairs: Sequence[Pair]) -> str:
@@ -246,7 +238,7 @@ def _fine(matrix: Matrix, pairs: Sequence[Pair]) -> str:
         return ""
     if len(fine) > _MOST_PAIRS:
         return f"{arrow(fine[0])} and {len(fine) - 1} others are fine"
-    return f"{_and([arrow(pair) for pair in fine])} {'is' if len(fine) == 1 else 'are'} fine"
+    return f"{listed([arrow(pair) for pair in fine])} {'is' if len(fine) == 1 else 'are'} fine"
 
 
 def _describe(tensor: TensorComparison, row: Row) -> str:
@@ -258,73 +250,3 @@ def _describe(tensor: TensorComparison, row: Row) -> str:
     if row.evidence.get("read_back") not in (None, "agree"):
         parts.append(str(row.evidence["read_back"]))
     return " · ".join(parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reason:
-    """What explains that copies go wrong, and what mends it."""
-
-    text: str
-    mend: str | None = None
-
-
-def reasons(box: Box | None, pairs: Sequence[Pair], *, no_peer_access: Sequence[Pair] = ()) -> list[Reason]:
-    """Return what of a machine explains that copies of these pairs go wrong."""
-    found: list[Reason] = []
-    between = [pair for pair in pairs if HOST not in pair and pair[0] != pair[1]]
-    gpus = [gpu for name in dict.fromkeys(name for pair in pairs for name in pair) if box and (gpu := box.gpu(name))]
-    if box is not None and between:
-        found += _addresses(box, gpus)
-        found += _redirected(gpus)
-    if no_peer_access:
-        found.append(
-            Reason(text=f"there is no peer access {_and([arrow(pair) for pair in no_peer_access[:_MOST_PAIRS]])}")
-        )
-    for gpu in gpus:
-        if gpu.after:
-            found.append(Reason(text=f"on {gpu.name} {_counters(gpu.after)} rose", mend=f"have {gpu.name} tested"))
-    if box is not None and box.log:
-        word = "line" if len(box.log) == 1 else "lines"
-        found.append(Reason(text=f"the kernel wrote {len(box.log)} {word} of {LOGGED} since boot"))
-    return found
-
-
-def _addresses(box: Box, gpus: Sequence[Gpu]) -> Iterator[Reason]:
-    translated = [gpu for gpu in gpus if gpu.is_translated]
-    if translated:
-        kinds = _and(sorted({gpu.iommu_type or "" for gpu in translated}))
-        given = " ".join(box.iommu_options) or "no iommu=pt"
-        yield Reason(
-            text=f"the IOMMU translates (group type {kinds}; {given})",
-            mend="boot with iommu=pt on the kernel's command line, then: consistency doctor",
-        )
-
-
-def _redirected(gpus: Sequence[Gpu]) -> Iterator[Reason]:
-    bridges = sorted({bridge for gpu in gpus for bridge, on in gpu.acs.items() if REDIRECTS & set(on)})
-    if bridges:
-        yield Reason(
-            text=f"ACS sends peer traffic up to the root at {_and(bridges[:_MOST_PAIRS])}",
-            mend="switch ACS off on the bridges above the GPUs (in the firmware, or with setpci), then: "
-            "consistency doctor",
-        )
-
-
-def _about(box: Box | None) -> Iterator[str]:
-    """Say what else is known of the machine, and what could not be read."""
-    if box is None:
-        return
-    if box.boot_id is not None:
-        up = "" if box.uptime_s is None else f", up {box.uptime_s / 3600:.1f} h"
-        yield f"boot {box.boot_id}{up}: a reboot may hide it; keep this capture and compare it with one from after"
-    yield from (f"kernel: {line}" for line in box.log[-_MOST_LOG:])
-    if box.unread:
-        yield "not known: " + "; ".join(f"{name} ({why})" for name, why in box.unread.items())
-
-
-def _counters(risen: Mapping[str, int]) -> str:
-    return _and([f"{name} (now {value})" for name, value in risen.items()])
-
-
-def _and(texts: Sequence[str]) -> str:
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
