@@ -23,9 +23,10 @@ from consistency.comparison import (
 )
 from consistency.errors import UsageError
 from consistency.findings import find
-from consistency.judge import KEPT, judge
+from consistency.judge import KEPT, PAYLOAD, is_as_sent, judge
 from consistency.naming import WHOLE_MODEL
 from consistency.participants import Key, Participant, choose_reference, gather
+from consistency.records import TensorRecord
 from consistency.tolerance import Rule
 
 _STAGE_ORDER = {stage.value: place for place, stage in enumerate(Stage)}
@@ -79,6 +80,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         first_other_bits=_first(tensors, _other_bits),
         not_looked_at=first.not_looked_at(),
         simulated=any(p.info.simulated for p in participants),
+        boxes=tuple(box for capture in captures if (box := capture.manifest.box) is not None),
     )
 
 
@@ -144,6 +146,8 @@ def _judge_all(
 
 def _should_have(member: Participant, reference: Participant, key: Key) -> bool:
     """Tell whether a worker without a record of a tensor owes one: its case asked for the stage at the same level."""
+    if key[0] == Stage.TRANSFER:  # each worker answers for the copies into its own device
+        return False
     if key[1] == WHOLE_MODEL or not member.could_have_seen(key):  # what stands for a stage that others skipped
         return False
     return member.capture is reference.capture or member.case.level == reference.case.level
@@ -151,15 +155,20 @@ def _should_have(member: Participant, reference: Participant, key: Key) -> bool:
 
 def _classes(members: Sequence[Participant], reference: Participant, key: Key) -> tuple[tuple[str, ...], ...]:
     """Group the workers that saw the tensor by its digest, the reference's class first."""
-    classes: dict[str, list[str]] = {}
+    classes: dict[str | None, list[str]] = {}
     own = reference.records.get(key)
     if own is not None and own.digest is not None:
-        classes[own.digest] = [reference.label]
+        classes[_bits(own)] = [reference.label]
     for member in members:
         record = member.records.get(key)
         if record is not None and record.digest is not None and member is not reference:
-            classes.setdefault(record.digest, []).append(member.label)
+            classes.setdefault(_bits(record), []).append(member.label)
     return tuple(tuple(names) for names in classes.values())
+
+
+def _bits(record: TensorRecord) -> str | None:
+    """Return what workers that agree have in common: their bits, and of copies that they arrived as they were sent."""
+    return PAYLOAD if record.stage == Stage.TRANSFER and is_as_sent(record) else record.digest
 
 
 def _verdict(

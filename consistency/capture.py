@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from consistency.box.facts import Box
 from consistency.case import Case
 from consistency.errors import CaptureError
 from consistency.numbers import decode_json, encode_json
@@ -40,7 +41,13 @@ T = TypeVar("T")
 
 
 class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The commit mark of a capture."""
+    """The commit mark of a capture.
+
+    Attributes
+    ----------
+    box : Box or None
+        The machine that it was made on; captures of earlier versions have none.
+    """
 
     schema: str
     tool: str
@@ -48,6 +55,7 @@ class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     case: Case
     workers: tuple[str, ...]
+    box: Box | None = None
 
 
 class WorkerCapture(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
 class Stage(enum.StrEnum):
     """What is looked at, in the order in which the numbers depend on one another."""
 
+    TRANSFER = "transfer"
     OPERATORS = "operators"
     BASE = "base"
     ADAPTER = "adapter"
@@ -33,6 +34,10 @@ class Stage(enum.StrEnum):
     FORWARD = "forward"
     GRADIENT = "gradient"
     MEMORY = "memory"
+
+
+MODEL_LESS: tuple[Stage, ...] = (Stage.TRANSFER, Stage.OPERATORS, Stage.MEMORY)
+"""Stages that say something of the machine alone. Of these `memory` looks at the model too, where there is one."""
 
 
 class Road(enum.StrEnum):
@@ -66,15 +71,18 @@ class LevelPlan(msgspec.Struct, frozen=True, kw_only=True):
     not_looked_at: tuple[str, ...]
 
 
+LARGE_COPIES = "copies of 256 MiB and more"
+
 LEVELS: dict[Level, LevelPlan] = {
     Level.QUICK: LevelPlan(
-        stages=(Stage.OPERATORS, Stage.BASE, Stage.ADAPTER, Stage.MERGED),
+        stages=(Stage.TRANSFER, Stage.OPERATORS, Stage.BASE, Stage.ADAPTER, Stage.MERGED),
         safe_merge=False,
         reload=False,
         sequences=1,
         tokens=16,
         repeat=1,
         not_looked_at=(
+            LARGE_COPIES,
             "most operators",
             "large operators",
             "safe_merge",
@@ -89,7 +97,7 @@ LEVELS: dict[Level, LevelPlan] = {
         sequences=8,  # a classifier answers once per sequence, and few answers tell little: `tolerance.luck`
         tokens=16,
         repeat=1,
-        not_looked_at=("large operators", "a second run on the same device"),
+        not_looked_at=(LARGE_COPIES, "large operators", "a second run on the same device"),
     ),
     Level.THOROUGH: LevelPlan(
         stages=tuple(Stage), safe_merge=True, reload=True, sequences=16, tokens=64, repeat=2, not_looked_at=()
@@ -105,7 +113,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name : str
         Short name for titles and test items.
     base : str
-        A folder, or `python:package.module:function`, a factory without arguments that returns a module.
+        A folder, or `python:package.module:function`, a factory without arguments that returns a module. Empty where
+        the machine alone is looked at: every stage is then one of `MODEL_LESS`.
     adapter : str or None
         A folder saved by PEFT; None looks at the base alone.
     dtype : str
@@ -151,6 +160,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.base.removeprefix("python:") if self.base.startswith("python:") else None
 
     @property
+    def needs_model(self) -> bool:
+        """Tell whether any stage looks at the model; else it is not even loaded."""
+        return bool(self.base) and any(stage not in (Stage.TRANSFER, Stage.OPERATORS) for stage in self.stages)
+
+    @property
     def reloads(self) -> bool:
         """Tell whether the adapter is loaded again over poison."""
         return self.plan.reload or self.repeat > 1
@@ -161,6 +175,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         rest = [text for text in self.plan.not_looked_at if text not in list(Stage)]
         if Stage.OPERATORS not in self.stages:
             rest = [text for text in rest if "operators" not in text]
+        if Stage.TRANSFER not in self.stages:
+            rest = [text for text in rest if text != LARGE_COPIES]
         if self.repeat > 1:
             rest = [text for text in rest if "again" not in text and "second run" not in text]
         return (*skipped, *rest)

@@ -18,6 +18,7 @@ from consistency.case import DTYPES, Level, Options, Road, Stage, make_options, 
 from consistency.commands import bisect, nights, reproduce
 from consistency.discovery import discover
 from consistency.errors import ConsistencyError, InterruptedRunError, UsageError
+from consistency.launch.process import Limits
 from consistency.override import HELP as OVERRIDE_HELP
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ examples:
   consistency capture --base ./llama --adapter ./my-lora --out box-a      on each machine, then
   consistency compare box-a box-b                                         anywhere
   consistency diff ./my-lora ./my-lora-copy                               two files or folders, no model code
+  consistency doctor                                          this machine, without any model
 """
 
 
@@ -121,6 +123,17 @@ def _parser() -> argparse.ArgumentParser:
 
     devices = _command(commands, "devices", _devices, "list the devices of this machine")
     devices.add_argument("--json", action="store_true", help="print JSON")
+
+    doctor = _command(commands, "doctor", _doctor, "look at this machine without any model, and say what to mend first")
+    doctor.add_argument(
+        "--devices", type=split_list, default=("auto",), metavar="LIST", help="auto (default), or a list"
+    )
+    doctor.add_argument("--level", choices=list(Level), default=Level.STANDARD, help="how much is copied and computed")
+    doctor.add_argument("--out", type=Path, metavar="DIR", help="folder for report.json and captures/")
+    doctor.add_argument("--force", action="store_true", help="replace an earlier run's results in --out")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument("--timeout", type=float, metavar="S", help="seconds a worker may take (default: no limit)")
+    doctor.add_argument("--stall", type=float, default=300.0, metavar="S", help="seconds a worker may be silent")
 
     drill = _command(commands, "drill", _drill, "plant one fault at a time, and see that each is found and named")
     drill.add_argument("--only", action="append", default=[], metavar="FAULT", help="this fault alone; may be repeated")
@@ -283,6 +296,26 @@ def _diff(parsed: argparse.Namespace) -> int:
         folder = None if parsed.out is None else str(parsed.out)
         print_diff(comparison, make_console(), elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
     return comparison.exit_status
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from consistency.doctor import as_table, doctor_plan
+    from consistency.numbers import encode_json
+    from consistency.report.doctor import print_doctor
+    from consistency.report.progress import progress
+    from consistency.report.terminal import make_console
+
+    options = make_options({name: getattr(parsed, name) for name in ("devices", "level", "timeout", "stall")})
+    limits = Limits(timeout_s=options.timeout, stall_s=options.stall)
+    plan = doctor_plan(options.devices, limits=limits, level=options.level)
+    with progress(make_console(sys.stderr)) as watch:
+        report = harness.run(plan, parsed.out, watch=watch, replace=parsed.force)
+    if parsed.json:
+        sys.stdout.buffer.write(encode_json(as_table(report.comparison), indent=1) + b"\n")
+    else:
+        folder = None if parsed.out is None else str(parsed.out)
+        print_doctor(report.comparison, make_console(), elapsed_s=report.elapsed_s, folder=folder)
+    return report.exit_status
 
 
 def _drill(parsed: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from consistency.box.facts import Box
 from consistency.numbers import Real
 from consistency.records import StageMemory
 
@@ -204,6 +205,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         What the level and the options left out.
     captures : tuple of str
         Folders that were compared, where they do not lie beside the report.
+    boxes : tuple of Box
+        The machines, one per capture that tells of its own.
     """
 
     case: str
@@ -223,6 +226,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     simulated: bool = False
     captures: tuple[str, ...] = ()
+    boxes: tuple[Box, ...] = ()
 
     @property
     def exit_status(self) -> int:

@@ -55,7 +55,7 @@ class Trial:
 
 
 _ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
-_OPERATORS, _GRADIENT = (Stage.OPERATORS,), (Stage.GRADIENT,)
+_TRANSFER, _OPERATORS, _GRADIENT = (Stage.TRANSFER,), (Stage.OPERATORS,), (Stage.GRADIENT,)
 
 TRIALS: tuple[Trial, ...] = (
     Trial(fault="adapter-zeros", expected="zeros", stages=_ADAPTER, case="C1"),
@@ -74,6 +74,16 @@ TRIALS: tuple[Trial, ...] = (
     Trial(fault="adapter-nan", expected="non-finite", stages=_ADAPTER),
     Trial(fault="adapter-inactive", expected="inactive", stages=_ADAPTER),
     Trial(fault="adapter-wrong-scaling", expected="settings", stages=_ADAPTER),
+    Trial(fault="transfer-dropped", expected="never-written", stages=_TRANSFER, case="C1"),
+    Trial(fault="transfer-zeros", expected="zeros", stages=_TRANSFER, case="C1"),
+    Trial(fault="transfer-corrupt", expected="bit-flip", stages=_TRANSFER, case="C1"),
+    Trial(
+        fault="transfer-stale-beside-work",
+        expected="stale",
+        stages=_TRANSFER,
+        case="C1",
+        words="only beside running work",
+    ),
     Trial(fault="base-bit-flip", expected="bit-flip", stages=(Stage.BASE,)),
     Trial(fault="base-through-bfloat16", expected="rounded-to-bf16", stages=(Stage.BASE,)),
     Trial(fault="merge-bit-flip", expected="bit-flip", stages=_MERGED),

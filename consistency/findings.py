@@ -10,11 +10,15 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from consistency.box.facts import Box
+from consistency.box.findings import find_box
+from consistency.case import Stage
 from consistency.causes import find_causes, names
 from consistency.comparison import BAD, WEIGHT, Finding, TensorComparison, tensor_name
 from consistency.given import find_tolerances
 from consistency.participants import Key, Participant
 from consistency.touched import find_touched
+from consistency.transfer_verdict import find_transfer
 
 _SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
 
@@ -32,16 +36,26 @@ def find(
         *_lost(participants),
         *_software(participants),
         *_inputs(participants),
-        *find_causes(tensors, next_step=functools.partial(_next, participants, reference)),
+        *find_transfer(participants, tensors),
+        *find_causes(
+            [t for t in tensors if t.stage != Stage.TRANSFER],
+            next_step=functools.partial(_next, participants, reference),
+        ),
         *find_touched(tensors),
         *_not_repeatable(tensors),
         *_same_program(participants, tensors),
+        *find_box(_boxes(participants), workers=[p.label for p in participants]),
         *_settings(participants),
         *find_tolerances(participants),
         *_planted(participants),
         *_skipped(tensors),
     ]
     return tuple(sorted(found, key=lambda finding: WEIGHT[finding.severity]))
+
+
+def _boxes(participants: Sequence[Participant]) -> list[Box]:
+    captures = {id(p.capture): p.capture for p in participants}
+    return [box for capture in captures.values() if (box := capture.manifest.box) is not None]
 
 
 def _lost(participants: Sequence[Participant]) -> Iterable[Finding]:
@@ -207,6 +221,8 @@ def _next(participants: Sequence[Participant], reference: Participant | None, wo
         return None
     case = reference.case
     devices = dict.fromkeys([reference.info.name, *workers])
+    if not case.base:
+        return f"consistency doctor --devices {','.join(devices)}"
     parts = ["consistency run", f"--base {case.base}"]
     parts += [f"--adapter {case.adapter}"] if case.adapter else []
     parts += [f"--dtype {case.dtype}"] if case.dtype != "auto" else []

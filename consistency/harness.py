@@ -16,6 +16,7 @@ import msgspec
 from consistency import __version__
 from consistency.agreement import compare
 from consistency.baseline import Baseline, apply
+from consistency.box import read_box, since
 from consistency.capture import (
     SCHEMA,
     Capture,
@@ -130,6 +131,8 @@ def capture_plans(
 ) -> Path:
     """Run workers that were planned, and leave a capture at `target`."""
     with CaptureWriter(target, replace=replace) as writer:
+        devices = list({plan.info.spec.name: plan.info for wave in waves for plan in wave}.values())
+        before = read_box(devices)
         slugs = run_workers(case, waves, writer, limits=limits, watch=watch, faults=faults)
         manifest = CaptureManifest(
             schema=SCHEMA,
@@ -138,6 +141,7 @@ def capture_plans(
             host=platform.node(),
             case=case,
             workers=slugs,
+            box=since(before, read_box(devices)),
         )
         return writer.commit(manifest)
 

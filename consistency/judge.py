@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from consistency.capture import unpack_blocks
+from consistency.case import Stage
 from consistency.comparison import Row, Status
 from consistency.errors import CaptureError
 from consistency.kept import measure_kept
@@ -16,7 +17,7 @@ from consistency.records import TensorMeasure, TensorRecord
 from consistency.tolerance import UNIT_ROUNDOFF, Rule, passes, ratio, relative_allowance
 
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})
-FILE, FLOAT64 = "file", "float64"
+FILE, FLOAT64, PAYLOAD = "file", "float64", "payload"
 
 KEPT = "kept"
 """Evidence: why a kept tensor could not be read."""
@@ -59,6 +60,8 @@ def judge(subject: Participant, reference: Participant, key: Key) -> Row:
             reason=f"nothing is known of how {record.dtype or 'a dtype without a name'} rounds",
         )
     match Rule(record.rule):
+        case Rule.BITWISE if record.stage == Stage.TRANSFER:
+            return _sent(subject, record)
         case Rule.BITWISE:
             return _moved(subject, reference, record, expected)
         case Rule.RELATIVE:
@@ -114,6 +117,18 @@ def _moved(subject: Participant, reference: Participant, record: TensorRecord, e
     return _measured(
         subject, record, found, status="outside", reference=reference.label, diagnosis=word or "unknown", more=evidence
     )
+
+
+def _sent(subject: Participant, record: TensorRecord) -> Row:
+    """Judge copies between devices: what they had to deliver was made by the worker, and is no other one's business."""
+    if record.status == "equal" and is_as_sent(record):
+        return _equal(subject, record, reference=PAYLOAD)
+    return _measured(subject, record, record.measure, status="outside", reference=PAYLOAD)
+
+
+def is_as_sent(record: TensorRecord) -> bool:
+    """Tell whether copies delivered what was sent; how much that is differs from level to level."""
+    return record.digest is not None and record.digest == record.reference_digest
 
 
 def _relative(subject: Participant, reference: Participant, record: TensorRecord, expected: TensorRecord | None) -> Row:

@@ -34,6 +34,20 @@ GRADIENT, UPDATED = "gradient", "updated"
 
 UNSUPPORTED = "unsupported"
 """Evidence of a skipped row: the device has no such dtype or kernel at all, so that it failed at nothing."""
+DIRECT, STRIDED, CASTING = "direct", "strided", "casting"
+"""Tensors of the stage `transfer`, per ordered pair of devices: one memory to another as it lies, between layouts with
+gaps, and with a cast inside the copy."""
+
+HOST_STAGED, CHAIN, OVERLAPPED = "host_staged", "chain", "overlapped"
+"""The same: by way of the host, by way of a third device, and several at once beside running work."""
+
+FILLING, READING = "filling", "reading"
+"""Where a device could not be filled with what it was to send, and where not even what it made itself can be read."""
+
+HOST = "cpu"
+"""What the host is called at either end of a copy, whatever kernels its processor runs."""
+
+_TO = "->"
 
 TOLERANCE = "tolerance"
 """Evidence of a row that a user's tolerance judged: that tolerance, as the command line takes it."""
@@ -60,3 +74,19 @@ def is_method_tensor(key: str) -> bool:
 def module_place(name: str) -> str:
     """Return the base's name for a module of the adapted model."""
     return name.removeprefix(_PREFIX)
+
+
+def pair_name(source: str, destination: str) -> str:
+    """Return the layer of the stage `transfer` for copies between two devices: `cuda:0->cuda:1`."""
+    return f"{source}{_TO}{destination}"
+
+
+def split_pair(layer: str) -> tuple[str, str] | None:
+    """Return source and destination of a layer of the stage `transfer`, None where it names no pair."""
+    source, arrow, destination = layer.partition(_TO)
+    return (source, destination) if arrow and source and destination else None
+
+
+def large_copy(size: int) -> str:
+    """Return the tensor that a copy too large for every machine is recorded as: `direct_256MiB`."""
+    return f"{DIRECT}_{size >> 20}MiB"

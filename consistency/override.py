@@ -28,7 +28,7 @@ HELP = (
 )
 """What the command line says of the option; the pytest plugin imports nothing of the package and has its own words."""
 
-_MOVING: tuple[str, ...] = ("base", "adapter")
+_MOVING: tuple[str, ...] = ("transfer", "base", "adapter")
 _KEYS = ("stage", "layer", "dtype", "atol", "rtol")
 _EXAMPLE = "stage=merged,layer=*.q_proj,dtype=bfloat16,atol=1e-3,rtol=1e-2"
 

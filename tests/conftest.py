@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from consistency import harness
+from consistency.box import Box
 from consistency.capture import SCHEMA, CaptureManifest, CaptureWriter, worker_slug
 from consistency.case import Case, Options
 from consistency.comparison import Comparison
@@ -81,6 +82,7 @@ def make_capture(tmp_path: Path) -> MakeCapture:
         *,
         info: dict[str, dict[str, Any]] | None = None,
         case: dict[str, Any] | None = None,
+        box: Box | None = None,
     ) -> Path:
         full_case = Case(**{"name": "made-up", "base": "base", "adapter": "adapter", **(case or {})})
         with CaptureWriter(tmp_path / name) as writer:
@@ -102,7 +104,13 @@ def make_capture(tmp_path: Path) -> MakeCapture:
                 slugs.append(slug)
             return writer.commit(
                 CaptureManifest(
-                    schema=SCHEMA, tool="0", created="2026-01-01", host=name, case=full_case, workers=tuple(slugs)
+                    schema=SCHEMA,
+                    tool="0",
+                    created="2026-01-01",
+                    host=name,
+                    case=full_case,
+                    workers=tuple(slugs),
+                    box=box,
                 )
             )
 

@@ -169,16 +169,16 @@ def test_a_bad_option_is_refused(table: dict[str, Any], what: str) -> None:
 def test_an_unknown_stage_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(UsageError) as caught:
         parse_stages(["forwards"])
-    assert caught.value.wanted == "one of operators, base, adapter, merged, forward, gradient, memory"
+    assert caught.value.wanted == "one of " + ", ".join(Stage)
     with pytest.raises(UsageError) as caught:
         parse_roads(["forwards"])
     assert caught.value.wanted == "one of isolated, shared"
 
 
 def test_stages_run_in_the_order_in_which_the_numbers_depend_on_one_another() -> None:
-    for order in itertools.permutations(Stage):
-        assert parse_stages(order) == tuple(Stage)
-        assert parse_stages(order[:2]) == tuple(sorted(order[:2], key=list(Stage).index))
+    assert parse_stages(reversed(Stage)) == tuple(Stage)
+    for order in itertools.permutations(Stage, 3):
+        assert parse_stages(order) == tuple(sorted(order, key=list(Stage).index))
     assert parse_stages(["forward", "base", "base"]) == (Stage.BASE, Stage.FORWARD)
     assert parse_stages(None) is None
 
@@ -216,7 +216,8 @@ def test_the_factory_is_what_comes_after_python() -> None:
 def test_a_report_names_what_was_not_looked_at() -> None:
     quick = Case(name="x", base="/b", level=Level.QUICK, stages=LEVELS[Level.QUICK].stages)
     again = "the adapter loaded again over NaN"
-    rest = ("most operators", "large operators", "safe_merge", again, "a second run on the same device")
+    large = "copies of 256 MiB and more"
+    rest = (large, "most operators", "large operators", "safe_merge", again, "a second run on the same device")
     assert quick.not_looked_at() == ("stage forward", "stage gradient", "stage memory", *rest)
     widened = Case(name="x", base="/b", level=Level.QUICK)
     assert widened.not_looked_at() == rest

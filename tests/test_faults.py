@@ -40,6 +40,10 @@ NAMED = {
     "adapter-bit-flip-in-a": ("adapter", "bit-flip"),
     "adapter-through-float16": ("adapter", "rounded-to-fp16"),
     "adapter-through-tf32": ("adapter", "rounded-to-tf32"),
+    "transfer-dropped": ("transfer", "never-written"),
+    "transfer-zeros": ("transfer", "zeros"),
+    "transfer-corrupt": ("transfer", "bit-flip"),
+    "transfer-stale-beside-work": ("transfer", "stale"),
     "base-bit-flip": ("base", "bit-flip"),
     "base-through-bfloat16": ("base", "rounded-to-bf16"),
     "merge-bit-flip": ("merged", "bit-flip"),
@@ -135,7 +139,7 @@ def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: str) -> No
     assert {d.worker for d in found.first_divergence} == {FAULTY}
 
 
-@pytest.mark.parametrize("stage", ["operators", "base", "adapter", "merged", "gradient", "memory"])
+@pytest.mark.parametrize("stage", ["transfer", "operators", "base", "adapter", "merged", "gradient", "memory"])
 def test_without_a_fault_nothing_is_found(look_at_fault: Run, stage: str) -> None:
     with plant("merge-off"):
         pass  # and a fault that was taken away is gone

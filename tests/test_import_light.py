@@ -26,6 +26,7 @@ LIGHT = {
     "public names": "from consistency import Case, Comparison, ConsistencyError, Options, Report, compare, run",
     "plugin": "import consistency.plugin",
     "reading and comparing": "import consistency.agreement, consistency.findings, consistency.report.json",
+    "looking at the machine": "import consistency.doctor, consistency.box\nassert consistency.box.read_box([]).kernel",
     "command line": (
         "from consistency.cli import main\ntry:\n    main(['run', '--help'])\nexcept SystemExit as error:\n"
         "    assert not error.code"

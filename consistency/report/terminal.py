@@ -12,8 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from consistency.case import MODEL_LESS, Stage
 from consistency.comparison import BAD, Comparison, Finding, Row, TensorComparison, Verdict
 from consistency.device import DeviceInfo
+from consistency.report.matrix import draw, legend, worth_showing
 from consistency.report.summary import (
     Cell,
     Group,
@@ -25,6 +27,7 @@ from consistency.report.summary import (
     stages,
     worst_ratio,
 )
+from consistency.transfer_verdict import Matrix
 
 if TYPE_CHECKING:
     from consistency.drill import DrillRow
@@ -73,6 +76,8 @@ def _print_report(
         if len(comparison.roads) > 1:
             write.line(f"road: {road}", style="bold")
         write.table(groups(comparison, road), stages(comparison), comparison.reference)
+    for matrix in worth_showing(comparison.tensors):
+        write.matrix(matrix)
     write.first_bits(comparison)
     write.layers(comparison, verbose=verbose)
     for finding in comparison.findings:
@@ -191,6 +196,13 @@ class Writer:
         )
         self._console.print()
 
+    def matrix(self, matrix: Matrix) -> None:
+        """Print what copies between devices deliver."""
+        self._console.print(Padding(draw(matrix, self.text, self._marks), (0, 0, 0, 2), expand=False))
+        for text in legend(matrix):
+            self.line(text, style="dim")
+        self._console.print()
+
     def first_bits(self, comparison: Comparison) -> None:
         for found, workers in divergences(comparison.first_other_bits):
             where = f" (road {found.road})" if len(comparison.roads) > 1 else ""
@@ -203,7 +215,8 @@ class Writer:
 
     def layers(self, comparison: Comparison, *, verbose: bool) -> None:
         """Print the tensors that are not what they should be; all of them where `verbose` says so."""
-        shown = [t for t in comparison.tensors if verbose or any(row.status in BAD for row in t.rows)]
+        bad = [t for t in comparison.tensors if verbose or any(row.status in BAD for row in t.rows)]
+        shown = [t for t in bad if verbose or t.stage != Stage.TRANSFER]  # the matrix shows these
         if not shown:
             return
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
@@ -272,6 +285,7 @@ class Writer:
             .replace("×", "x")
             .replace("–", "-")
             .replace("…", "...")
+            .replace("→", "->")
             .encode(self._encoding, "replace")
             .decode(self._encoding)
         )
@@ -297,6 +311,8 @@ def _verdict_sentence(comparison: Comparison) -> str:
         limit = (
             "its bound, or of the tolerance given" if any(t.rule == "user" for t in comparison.tensors) else "its bound"
         )
+        if comparison.tensors and all(t.stage in MODEL_LESS for t in comparison.tensors):
+            text = f"nothing that was looked at is wrong on {workers}"
         return text if ratio is None else f"{text}; what was computed stays within {ratio:.2f} of {limit}"
     if comparison.verdict == "incomplete":
         what = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def peak_bytes() -> int:
@@ -53,3 +54,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     # torch's allocator of host memory raises a plain RuntimeError (c10/core/impl/alloc_cpu.cpp)
     text = str(error)
     return isinstance(error, RuntimeError) and ("not enough memory" in text or "can't allocate memory" in text)
+
+
+def free_bytes(device: Any) -> int | None:
+    """Return how much memory is free on a device, a `torch.device`, or on the host; None where nobody tells."""
+    if device.type == "cpu":
+        return _free_on_host()
+    import torch
+
+    module = torch.get_device_module(device.type)
+    return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else None
+
+
+def _free_on_host() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

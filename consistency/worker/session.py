@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from consistency.capture import write_json
-from consistency.case import Stage
+from consistency.case import Road, Stage
 from consistency.errors import UsageError
 from consistency.naming import WHOLE_MODEL
 from consistency.numerics.digest import digest
@@ -25,7 +25,7 @@ from consistency.worker.loading import expected_adapter, load_adapter, load_base
 from consistency.worker.placement import Placement
 from consistency.worker.record import Recorder
 from consistency.worker.stage_memory import StageMemoryLog
-from consistency.worker.stages import adapter, base, forward, gradient, memory, merged, operators
+from consistency.worker.stages import adapter, base, forward, gradient, memory, merged, operators, transfer
 from consistency.worker.stages.context import Context
 
 
@@ -56,12 +56,37 @@ class Session:
             self._run(record)
 
     def _run(self, record: Recorder) -> None:
-        job, events = self._job, self._events
-        wanted = job.case.stages
+        case, wanted = self._job.case, self._job.case.stages
+        # The stage `transfer` opens every device that it sees, and leaves right bytes in memory that is used again:
+        # beside other devices it comes last, so that what loading touches is looked at untouched.
+        late = self._sees_others()
+        if not late:
+            self._transfer(record, wanted)
         if Stage.OPERATORS in wanted:  # they need no model
             self._begin(Stage.OPERATORS)
-            operators.run(operators.Trials.of(job.case, job.device, job.settings), record, events)
+            operators.run(operators.Trials.of(case, self._job.device, self._job.settings), record, self._events)
             self._end(Stage.OPERATORS)
+        if case.needs_model:
+            self._look_at_model(record)
+        elif Stage.MEMORY in wanted:
+            self._begin(Stage.MEMORY)
+            memory.devices(record, self._placement)
+            self._end(Stage.MEMORY)
+        if late:
+            self._transfer(record, wanted)
+
+    def _sees_others(self) -> bool:
+        return self._job.device != "cpu" and self._job.road == Road.SHARED
+
+    def _transfer(self, record: Recorder, wanted: tuple[Stage, ...]) -> None:
+        if Stage.TRANSFER in wanted:
+            self._begin(Stage.TRANSFER)
+            transfer.run(self._job, self._events, record)
+            self._end(Stage.TRANSFER)
+
+    def _look_at_model(self, record: Recorder) -> None:
+        job, events = self._job, self._events
+        wanted = job.case.stages
         self._begin("load base")
         loaded = load_base(job.case, job.device)
         self._update(
@@ -183,10 +208,11 @@ def _import_libraries() -> ModuleType:
 
 def run(job: Job, events: EventLog) -> None:
     """Run a job with every setting pinned."""
-    events.stage("import libraries")  # from a cold network disk this takes a while: a sign of life
-    transformers = _import_libraries()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    if job.case.needs_model:
+        events.stage("import libraries")  # from a cold network disk this takes a while: a sign of life
+        transformers = _import_libraries()
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
     if torch.get_num_interop_threads() != 1:  # torch takes this once in the life of a process
         torch.set_num_interop_threads(1)
     with _fault(job.fault), determinism.deterministic(threads=job.threads, **job.settings) as asked:

@@ -1,0 +1,116 @@
+"""The facts of a machine, as values."""
+
+from __future__ import annotations
+
+import msgspec
+
+TRANSLATING: frozenset[str] = frozenset({"DMA", "DMA-FQ"})
+"""Types of an IOMMU group under which a device's addresses are translated: Linux, `sysfs-kernel-iommu_groups`. Under
+`identity` they are not, which is what `iommu=pt` asks for."""
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One accelerator as the host sees it.
+
+    Attributes
+    ----------
+    name : str
+        As the user knows it: `cuda:1`.
+    pci_bus_id : str
+        As sysfs writes it: `0000:17:00.0`.
+    iommu_group, iommu_type : str or None
+        `DMA` and `DMA-FQ` translate, `identity` does not.
+    numa_node : int or None
+    path : tuple of str
+        PCI bus ids from the root down to the device itself.
+    acs : dict
+        By PCI bus id of each bridge above the device that has ACS: the names of the controls that are on.
+    link : dict of str to int or str
+        `width`, `max_width`, `slot_width`, `speed`, `max_speed`; a link that idles runs below its greatest speed, and
+        not every slot is as wide as the device.
+    counters, after : dict of str to int
+        ECC, row remapping and PCIe replay counters when the run began, and those that had risen when it ended.
+    nvlinks : int or None
+        How many are up.
+    """
+
+    name: str
+    pci_bus_id: str
+    uuid: str | None = None
+    driver: str | None = None
+    iommu_group: str | None = None
+    iommu_type: str | None = None
+    numa_node: int | None = None
+    path: tuple[str, ...] = ()
+    acs: dict[str, tuple[str, ...]] = {}
+    link: dict[str, int | str] = {}
+    counters: dict[str, int] = {}
+    after: dict[str, int] = {}
+    nvlinks: int | None = None
+
+    @property
+    def lanes_lost(self) -> tuple[int, int] | None:
+        """Return how many lanes the link has and how many device and slot are made for; None where none is missing."""
+        width = self.link.get("width")
+        widest = [value for key in ("max_width", "slot_width") if isinstance(value := self.link.get(key), int)]
+        if not isinstance(width, int) or not widest or not 0 < width < min(widest):
+            return None
+        return width, min(widest)
+
+    @property
+    def is_translated(self) -> bool:
+        return self.iommu_type in TRANSLATING
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What two accelerators have in common.
+
+    Attributes
+    ----------
+    ancestor : str or None
+        PCI bus id of the last bridge above both, `host bridge` where only the root complex is.
+    topology : str or None
+        NVML's word for it, as `nvidia-smi topo -m` writes it: PIX, PXB, PHB, NODE, SYS.
+    peer : str or None
+        What the driver says of reads and writes from one to the other.
+    """
+
+    a: str
+    b: str
+    ancestor: str | None = None
+    topology: str | None = None
+    peer: str | None = None
+
+
+class Box(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One machine during one run.
+
+    Attributes
+    ----------
+    boot_id : str or None
+        Another one after each boot: a reboot "cures" such faults, so two boots have to be told apart.
+    uptime_s : float or None
+    iommu_options : tuple of str
+        Those of the kernel's command line that are about the IOMMU.
+    iommu : str or None
+        `none` where the kernel drives none, else the names of its units.
+    log, new_log : tuple of str
+        Lines of the kernel with Xid, IO_PAGE_FAULT or an error of the PCI bus: since boot, and those of the run itself.
+    unread : dict
+        Why a fact is not here.
+    """
+
+    host: str
+    kernel: str = ""
+    boot_id: str | None = None
+    uptime_s: float | None = None
+    iommu_options: tuple[str, ...] = ()
+    iommu: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    links: tuple[Link, ...] = ()
+    log: tuple[str, ...] = ()
+    new_log: tuple[str, ...] = ()
+    unread: dict[str, str] = {}
+
+    def gpu(self, name: str) -> Gpu | None:
+        return next((gpu for gpu in self.gpus if gpu.name == name), None)

@@ -1,0 +1,76 @@
+"""Lines of the kernel's log that are about a GPU or the bus between devices."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+WORTH = re.compile(
+    r"NVRM: Xid|IO_PAGE_FAULT|DMAR: .*\bfault\b|PCIe Bus Error|AER: .*\berror\b|\bGPU has fallen off the bus\b",
+    re.IGNORECASE,
+)
+"""Xid is what NVIDIA's driver calls an error; the other words are those of AMD's and Intel's IOMMU and of the bus."""
+
+LOGGED = "Xid, page faults or bus errors"
+"""What such lines are about, for people."""
+
+MOST_LINES = 50
+_TIMEOUT_S = 0.25  # of journalctl, whose journal may be large and on a slow disk: reading the box takes half a second
+_RECORD = 8192  # the largest that /dev/kmsg gives at once (Linux, CONSOLE_EXT_LOG_MAX)
+
+Run = Callable[[Sequence[str]], str | None]
+
+
+def read_log(root: Path, run: Run | None = None) -> tuple[tuple[str, ...], str | None]:
+    """Return the last lines worth reading since boot, and why there are none where the log cannot be read."""
+    text = _kmsg(root / "dev/kmsg")
+    if text is None:
+        text = (run or _run)(["journalctl", "--dmesg", "--boot", "--no-pager", "--quiet", "--output=short-monotonic"])
+    if text is None:
+        return (), "the kernel's log is not readable without root"
+    return tuple(line.strip() for line in text.splitlines() if WORTH.search(line))[-MOST_LINES:], None
+
+
+def _kmsg(path: Path) -> str | None:
+    """Read the kernel's ring buffer, one record per read, until it has no more."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    lines: list[str] = []
+    try:
+        while True:
+            try:
+                record = os.read(file, _RECORD)
+            except BrokenPipeError:  # overwritten while it was read: the next one is there
+                continue
+            except OSError:  # nothing more for now; or nothing for us at all
+                break
+            if not record:
+                break
+            lines += (_line(text) for text in record.decode("utf-8", errors="replace").splitlines())
+    finally:
+        os.close(file)
+    return "\n".join(lines) if lines else None
+
+
+def _line(record: str) -> str:
+    """Write `6,339,5140900,-;text` as `[5.140900] text`, as dmesg does; the time tells two equal lines apart."""
+    prefix, mark, text = record.partition(";")
+    fields = prefix.split(",")
+    if not mark or len(fields) < 3 or not fields[2].isdigit():
+        return record
+    return f"[{int(fields[2]) / 1e6:.6f}] {text}"
+
+
+def _run(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    # without the right to read it journalctl ends with 0 and writes nothing; a kernel always wrote something
+    text = done.stdout.decode("utf-8", errors="replace")
+    return text if done.returncode == 0 and text.strip() else None

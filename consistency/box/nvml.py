@@ -1,0 +1,108 @@
+"""What NVIDIA's management library tells of a machine: counters, NVLink, and how two GPUs reach each other."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import Any
+
+# nvml.h: nvmlGpuTopologyLevel_t, in the words of `nvidia-smi topo -m`
+_TOPOLOGY = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+
+# the driver's words for nvmlGpuP2PStatus_t of nvml.h
+_PEER = {
+    0: "ok", 1: "the chipset does not support it", 2: "the GPU does not support it",
+    3: "no path in the topology", 4: "switched off by a registry key", 5: "not supported", 6: "unknown",
+}  # fmt: skip
+
+_READ_WRITE = (0, 1)
+"""nvml.h: nvmlGpuP2PCapsIndex_t. In `pynvml` a stray comma makes the first of the two a tuple, so not by its names."""
+
+_COUNTERS: dict[str, tuple[str, str]] = {
+    "ecc corrected, since boot": ("CORRECTED", "VOLATILE"),
+    "ecc uncorrected, since boot": ("UNCORRECTED", "VOLATILE"),
+    "ecc corrected, ever": ("CORRECTED", "AGGREGATE"),
+    "ecc uncorrected, ever": ("UNCORRECTED", "AGGREGATE"),
+}
+_REMAPPED = ("rows remapped after corrected errors", "rows remapped after uncorrected errors")
+
+REMAP_PENDING, REMAP_FAILED = "row remapping pending", "row remapping failed"
+REPLAYS = "pcie replays"
+
+
+@contextmanager
+def library() -> Iterator[ModuleType | None]:
+    """Yield NVML, ready to be asked, or None where there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        yield None
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def handle_of(nvml: Any, pci_bus_id: str) -> Any:
+    """Return NVML's handle of the device at a PCI address, None where it knows none."""
+    return _ask(nvml, "nvmlDeviceGetHandleByPciBusId", pci_bus_id)
+
+
+def counters(nvml: Any, handle: Any) -> dict[str, int]:
+    """Return every counter of errors that a GPU has; many have no ECC."""
+    found: dict[str, int] = {}
+    for name, (kind, since) in _COUNTERS.items():
+        constants = (f"NVML_MEMORY_ERROR_TYPE_{kind}", f"NVML_{since}_ECC")
+        value = _ask(nvml, "nvmlDeviceGetTotalEccErrors", handle, *(getattr(nvml, c, None) for c in constants))
+        if value is not None:
+            found[name] = int(value)
+    rows = _ask(nvml, "nvmlDeviceGetRemappedRows", handle)
+    if rows is not None:
+        found.update(zip((*_REMAPPED, REMAP_PENDING, REMAP_FAILED), map(int, rows), strict=False))
+    replays = _ask(nvml, "nvmlDeviceGetPcieReplayCounter", handle)
+    if replays is not None:
+        found[REPLAYS] = int(replays)
+    return found
+
+
+def nvlinks(nvml: Any, handle: Any) -> int | None:
+    """Return how many of a GPU's NVLinks are up, None where it has none."""
+    most = int(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18))
+    states = [_ask(nvml, "nvmlDeviceGetNvLinkState", handle, link) for link in range(most)]
+    known = [int(state) for state in states if state is not None]
+    return sum(known) if known else None
+
+
+def topology(nvml: Any, a: Any, b: Any) -> str | None:
+    """Return how far apart two GPUs are, as `nvidia-smi topo -m` writes it."""
+    level = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", a, b)
+    return None if level is None else _TOPOLOGY.get(int(level), str(level))
+
+
+def peer(nvml: Any, a: Any, b: Any) -> str | None:
+    """Return what the driver says of reading and writing from one GPU to another."""
+    found = [_ask(nvml, "nvmlDeviceGetP2PStatus", a, b, index) for index in _READ_WRITE]
+    return " / ".join(dict.fromkeys(_PEER.get(int(s), str(s)) for s in found if s is not None)) or None
+
+
+def driver(nvml: Any) -> str | None:
+    """Return the driver's version."""
+    found = _ask(nvml, "nvmlSystemGetDriverVersion")
+    return None if found is None else str(found)
+
+
+def _ask(nvml: Any, function: str, *arguments: Any) -> Any:
+    """Return the answer; None where this library or this device has none."""
+    try:
+        return getattr(nvml, function)(*arguments)
+    except (nvml.NVMLError, ctypes.ArgumentError, AttributeError, TypeError, ValueError):
+        return None

@@ -1,0 +1,101 @@
+"""What sysfs tells of a PCI device: the bridges above it, its IOMMU group, its link, and ACS on the way."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+_ADDRESS = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
+
+_EXTENDED = 0x100  # where the extended capabilities begin (PCI Express Base Specification, 7.6.1)
+_ACS = 0x000D  # the ID of Access Control Services there (7.7.11); its control register is 6 bytes further on
+_CONTROLS = (
+    "source validation",
+    "translation blocking",
+    "request redirect",
+    "completion redirect",
+    "upstream forwarding",
+    "egress control",
+    "direct translated",
+)
+
+REDIRECTS: frozenset[str] = frozenset({"request redirect", "completion redirect"})
+"""ACS controls that send what one device writes to another up to the root complex, and so through the IOMMU."""
+
+
+def address(pci_bus_id: str) -> str:
+    """Return a PCI bus id as sysfs writes it: NVML's has eight digits for the domain, `00000000:17:00.0`."""
+    domain, _, rest = pci_bus_id.lower().partition(":")
+    return f"{domain[-4:]}:{rest}"
+
+
+def path_of(device: Path) -> tuple[str, ...]:
+    """Return the PCI addresses from the root down to a device, by the place of its folder in sysfs."""
+    try:
+        parts = device.resolve(strict=True).parts
+    except OSError:
+        return ()
+    return tuple(part for part in parts if _ADDRESS.match(part))
+
+
+def read_text(path: Path) -> str | None:
+    """Return a file's text without blanks around it, None where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def group_of(device: Path) -> tuple[str | None, str | None]:
+    """Return number and type of a device's IOMMU group."""
+    try:
+        group = (device / "iommu_group").resolve(strict=True)
+    except OSError:
+        return None, None
+    return group.name, read_text(group / "type")
+
+
+def link_of(device: Path, port: Path | None) -> dict[str, int | str]:
+    """Return width and speed of a device's link, the greatest that it is made for, and the width of its slot."""
+    found: dict[str, int | str] = {}
+    for name in ("width", "speed"):
+        for prefix, key in (("current", name), ("max", f"max_{name}")):
+            text = read_text(device / f"{prefix}_link_{name}")
+            if text is not None and not text.startswith("Unknown"):
+                found[key] = int(text) if text.isdigit() else text
+    slot = None if port is None else number_of(port, "max_link_width")
+    if slot is not None:
+        found["slot_width"] = slot
+    return found
+
+
+def number_of(device: Path, name: str) -> int | None:
+    """Return a number that sysfs holds, None where it holds none; a NUMA node of -1 is none."""
+    text = read_text(device / name)
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def acs_of(bridge: Path) -> tuple[str, ...] | None:
+    """Return the ACS controls of a bridge that are on; None where it has no ACS.
+
+    Raises
+    ------
+    PermissionError
+        Who is not root gets the first 64 bytes of a device's configuration, and ACS is not among them.
+    """
+    try:
+        raw = (bridge / "config").read_bytes()
+    except OSError:
+        raise PermissionError from None
+    if len(raw) <= 64:
+        raise PermissionError
+    at, seen = _EXTENDED, set()
+    while at >= _EXTENDED and at + 8 <= len(raw) and at not in seen:
+        seen.add(at)
+        (header,) = struct.unpack_from("<I", raw, at)
+        if header & 0xFFFF == _ACS:
+            (control,) = struct.unpack_from("<H", raw, at + 6)
+            return tuple(name for bit, name in enumerate(_CONTROLS) if control >> bit & 1)
+        at = header >> 20
+    return None
