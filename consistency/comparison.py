@@ -146,6 +146,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         What to know beside the sentence: the worst element, the signal, the stack.
     next : str or None
         What to type or do next.
+    roads : tuple of str
+        The roads on which the tensors are not what they should be.
     """
 
     kind: str
@@ -155,6 +157,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[str, ...] = ()
     detail: tuple[str, ...] = ()
     next: str | None = None
+    roads: tuple[str, ...] = ()
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,8 @@ from consistency.causes import find_causes, names
 from consistency.comparison import BAD, Finding, TensorComparison, tensor_name
 from consistency.given import find_tolerances
 from consistency.participants import Key, Participant
+from consistency.road import is_side_road
+from consistency.road_verdict import find_casts
 
 _SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
 _WEIGHT = {"error": 0, "warning": 1, "note": 2}
@@ -33,6 +35,7 @@ def find(
         *_software(participants),
         *_inputs(participants),
         *find_causes(tensors, next_step=functools.partial(_next, participants, reference)),
+        *find_casts(tensors),
         *_not_repeatable(tensors),
         *_same_program(participants, tensors),
         *_settings(participants),
@@ -136,7 +139,8 @@ def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
 
 def _same_program(participants: Sequence[Participant], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     """Devices of one model that run one program on the same bytes are expected to agree to the bit."""
-    off = {row.worker for t in tensors if t.stage in ("base", "adapter") for row in t.rows if row.status in BAD}
+    carried = [t for t in tensors if t.stage in ("base", "adapter") and not is_side_road(t.road)]
+    off = {row.worker for t in carried for row in t.rows if row.status in BAD}
     groups: dict[tuple[Any, ...], list[Participant]] = {}
     for p in participants:
         if p.program is not None and p.label not in off and p.info.status == "ok":

@@ -26,6 +26,9 @@ DELTA, WEIGHT, SAFE_WEIGHT = "delta", "weight", "weight_safe_merge"
 ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED = "adapter_on", "adapter_off", "adapter_merged"
 """Modes of the stage `forward`, per activation."""
 
+CAST_ON_THE_WAY = "cast_on_the_way"
+"""Evidence of a row whose bytes are the file's after a cast that only its road makes: the dtype it goes through."""
+
 TOLERANCE = "tolerance"
 """Evidence of a row that a user's tolerance judged: that tolerance, as the command line takes it."""
 

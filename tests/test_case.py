@@ -12,7 +12,6 @@ from consistency.case import (
     Case,
     Level,
     Options,
-    Road,
     Stage,
     make_options,
     parse_roads,
@@ -22,6 +21,7 @@ from consistency.case import (
 )
 from consistency.errors import UsageError
 from consistency.numbers import decode_json, encode_json
+from consistency.road import Road
 
 
 def toml(folder: Path, text: str) -> Path:

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from consistency.case import Level, Options, Road, Stage
+from consistency.case import Level, Options, Stage
 from consistency.errors import ConsistencyError, InputError, UsageError
 from consistency.preflight import check_files, prepare_case, read_adapter
+from consistency.road import Road
 
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")
 PREFIX = "base_model.model."

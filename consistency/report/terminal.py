@@ -18,13 +18,16 @@ from consistency.report.summary import (
     Cell,
     Group,
     Line,
+    SideRoad,
     class_text,
     divergences,
     groups,
+    side_roads,
     some_names,
     stages,
     worst_ratio,
 )
+from consistency.road import is_side_road
 
 if TYPE_CHECKING:
     from consistency.drill import DrillRow
@@ -69,10 +72,12 @@ def _print_report(
         write.finding(number, finding)
     if len(errors) > len(shown):
         write.line(f"and {_count(len(errors) - len(shown), 'more finding')}: -v shows all")
-    for road in comparison.roads:
-        if len(comparison.roads) > 1:
+    mains = [road for road in comparison.roads if not is_side_road(road)]
+    for road in mains:
+        if len(mains) > 1:
             write.line(f"road: {road}", style="bold")
         write.table(groups(comparison, road), stages(comparison), comparison.reference)
+    write.side_roads(side_roads(comparison))
     write.first_bits(comparison)
     write.layers(comparison, verbose=verbose)
     for finding in comparison.findings:
@@ -193,12 +198,30 @@ class Writer:
 
     def first_bits(self, comparison: Comparison) -> None:
         for found, workers in divergences(comparison.first_other_bits):
-            where = f" (road {found.road})" if len(comparison.roads) > 1 else ""
+            where = f" (road {found.road})" if found.road != comparison.roads[0] else ""
             self.line(
                 f"{', '.join(some_names(workers))}{where}: other bits than {comparison.reference} from {found.stage}, "
                 f"{found.layer}.{found.tensor} on ({found.status})"
             )
         if comparison.first_other_bits:
+            self._console.print()
+
+    def side_roads(self, found: Sequence[SideRoad]) -> None:
+        """Print in one line the side roads on which all is equal, and those apart on which something is not."""
+        equal = [side.road for side in found if not side.bad and not side.skipped]
+        if equal:
+            count = f"{len(equal)} more, all equal" if len(equal) > 1 else "1 more, equal"
+            self.line(f"roads: {count} ({', '.join(equal)})")
+        for side in found:
+            if side.bad:
+                self.line(
+                    f"road {side.road}: {self._marks['✗']} {side.bad}/{side.total} on "
+                    f"{', '.join(some_names(side.workers))}",
+                    style="bold red",
+                )
+            elif side.skipped:
+                self.line(f"road {side.road}: skipped", style="dim")
+        if found:
             self._console.print()
 
     def layers(self, comparison: Comparison, *, verbose: bool) -> None:
@@ -211,7 +234,8 @@ class Writer:
             table.add_column(title, header_style="bold", overflow="fold")
         limit = len(shown) if verbose else _MOST_TENSORS
         for tensor in shown[:limit]:
-            cells = (tensor.stage, tensor.layer, tensor.tensor, class_text(tensor.classes), self._worst(tensor))
+            stage = tensor.stage if tensor.road == comparison.roads[0] else f"{tensor.stage} ({tensor.road})"
+            cells = (stage, tensor.layer, tensor.tensor, class_text(tensor.classes), self._worst(tensor))
             table.add_row(*(self.text(cell) for cell in cells))
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
         if len(shown) > limit:

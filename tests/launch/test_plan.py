@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from consistency.case import Case, Road
+from consistency.case import Case
 from consistency.device import DeviceInfo, parse_device
 from consistency.launch.plan import default_roads, plan_waves
+from consistency.road import Road
 
 CASE = Case(name="x", base="base", adapter="adapter")
 
