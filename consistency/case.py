@@ -16,6 +16,7 @@ import msgspec
 from consistency.device import parse_devices
 from consistency.errors import UsageError
 from consistency.override import Override, as_tables
+from consistency.road import GRAMMAR as ROADS
 from consistency.road import SIDES, Road
 
 E = TypeVar("E", bound=enum.StrEnum)
@@ -243,9 +244,13 @@ def parse_roads(names: Iterable[str] | None) -> tuple[Road, ...] | None:
     wanted = list(names)
     if wanted == ["all"]:
         return tuple(Road)
-    chosen = {_member(Road, name, "--roads") for name in wanted}
+    known = set(Road)
+    for name in wanted:
+        if name not in known:
+            raise UsageError(f"unknown road: {name}", where="--roads", wanted=ROADS)
+    chosen = {Road(name) for name in wanted}
     if not chosen:
-        raise UsageError("no road given", where="--roads", wanted=", ".join((*Road, "all")))
+        raise UsageError("no road given", where="--roads", wanted=ROADS)
     return tuple(r for r in Road if r in chosen)
 
 

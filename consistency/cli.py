@@ -17,7 +17,7 @@ from consistency.case import DTYPES, Level, Options, Stage, make_options, read_o
 from consistency.discovery import discover
 from consistency.errors import ConsistencyError, InterruptedRunError, UsageError
 from consistency.override import HELP as OVERRIDE_HELP
-from consistency.road import HELP as ROADS_HELP
+from consistency.road import GRAMMAR as ROADS
 
 EPILOG = """\
 exit status: 0 consistent, 1 inconsistent, 2 bad usage or bad input, 3 incomplete (a worker was lost)
@@ -140,7 +140,7 @@ def _case_options(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=split_list, metavar="LIST", help="auto (default), or cpu,cuda:0,cpu@avx2,…")
     add("--dtype", choices=DTYPES, help="what the base is loaded as (default: what its config says)")
     add("--stages", type=split_list, metavar="LIST", help=f"of {','.join(Stage)} (default: the level's)")
-    add("--roads", type=split_list, metavar="LIST", help=ROADS_HELP)
+    add("--roads", type=split_list, metavar="LIST", help=f"{ROADS} (default: by level and devices)")
     add("--level", choices=list(Level), help="about a minute, some minutes, or a night (default: standard)")
     add("--inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
     add("--repeat", type=int, metavar="N", help="runs per device, to see whether the bits repeat")

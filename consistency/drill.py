@@ -20,6 +20,7 @@ from consistency.device import DeviceInfo
 from consistency.discovery import select
 from consistency.errors import UsageError
 from consistency.launch.local import Watcher
+from consistency.road import Road
 
 STALL_S = 30.0  # a worker that hangs is given up after this; importing torch from a slow disk is quicker
 
@@ -41,6 +42,8 @@ class Trial:
     words : str
         What the finding's sentence has to hold, beside its kind.
     repeat : int
+    roads : tuple of Road or None
+        Those that tell it from other causes, where the level's do not.
     """
 
     fault: str
@@ -49,6 +52,7 @@ class Trial:
     case: str | None = None
     words: str = ""
     repeat: int = 1
+    roads: tuple[Road, ...] | None = None
 
 
 _ADAPTER, _MERGED = (Stage.ADAPTER,), (Stage.MERGED,)
@@ -62,6 +66,29 @@ TRIALS: tuple[Trial, ...] = (
     Trial(fault="adapter-copy-dropped", expected="fresh-init", stages=_ADAPTER, case="C1"),
     Trial(fault="adapter-copy-dropped-later", expected="never-written", stages=_ADAPTER, case="C1"),
     Trial(fault="adapter-old-bytes", expected="stale", stages=_ADAPTER, case="C1"),
+    Trial(
+        fault="road-copies-dropped",
+        expected="zeros",
+        stages=_ADAPTER,
+        case="C1",
+        words="the right bytes with torch_device=cpu: copies by way of the device",
+        roads=(Road.ISOLATED, Road.ISOLATED_CPU, Road.ISOLATED_LOW_MEMORY),
+    ),
+    Trial(
+        fault="road-low-memory-rounds",
+        expected="rounded-to-bf16",
+        stages=_ADAPTER,
+        case="C1",
+        words="with low_cpu_mem_usage=True, and the right bytes without: the dtype on the way",
+    ),
+    Trial(
+        fault="road-transformers-zeros",
+        expected="zeros",
+        stages=_ADAPTER,
+        case="C1",
+        words="transformers' loader",
+        roads=(Road.ISOLATED, Road.ISOLATED_TRANSFORMERS),
+    ),
     Trial(fault="adapter-bit-flip", expected="bit-flip", stages=_ADAPTER),
     Trial(fault="adapter-bit-flip-in-a", expected="bit-flip", stages=_ADAPTER),
     Trial(fault="adapter-through-bfloat16", expected="rounded-to-bf16", stages=_ADAPTER, case="C1"),
@@ -151,6 +178,7 @@ def drill(
             devices=tuple(info.spec.name for info in devices),
             stages=tuple(stage.value for stage in trial.stages),
             repeat=trial.repeat,
+            roads=trial.roads,
             stall=STALL_S,
         )
         worker = devices[-1].spec.name

@@ -33,7 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("devices", metavar="LIST", help="auto (default), or cpu,cuda:0,cpu@avx2,…")
     add("dtype", metavar="DTYPE", help="auto, float32, bfloat16, float16")
     add("stages", metavar="LIST", help="of base,adapter,merged,forward")
-    add("roads", metavar="LIST", help="isolated, shared, either with +cpu, +target, +low-memory, +transformers, or all")
+    add(
+        "roads",
+        metavar="LIST",
+        help="isolated or shared, with +cpu, +target or +transformers, with +low-memory; or all",
+    )
     add("level", metavar="LEVEL", help="quick, standard, thorough")
     add("inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
     add("repeat", type=int, metavar="N", help="runs per device")

@@ -81,10 +81,8 @@ class Road(enum.StrEnum):
         return Road(f"{main.main.value}+{self.side}") if self.side else main.main
 
 
-HELP = (
-    "isolated, shared, either with +cpu or +target (torch_device), +low-memory, +transformers (its loader), or all "
-    "(default: by level and devices)"
-)
+GRAMMAR = "isolated or shared, with +cpu, +target or +transformers, with +low-memory; or all"
+"""What the name of a road can be, in words."""
 
 SIDES: tuple[str, ...] = tuple(road.side for road in Road if road.main is Road.ISOLATED and road.side)
 """What can be different from the default road, whichever devices are visible."""

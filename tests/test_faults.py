@@ -15,6 +15,7 @@ from consistency.comparison import Comparison, Finding
 from consistency.discovery import discover
 from consistency.preflight import prepare_case
 from consistency.records import WorkerInfo
+from consistency.road import Road
 from consistency.worker import session
 from consistency.worker.faults import FAULTS, plant
 from consistency.worker.job import EventLog, Job
@@ -40,6 +41,9 @@ NAMED = {
     "adapter-bit-flip-in-a": ("adapter", "bit-flip"),
     "adapter-through-float16": ("adapter", "rounded-to-fp16"),
     "adapter-through-tf32": ("adapter", "rounded-to-tf32"),
+    "road-copies-dropped": ("adapter", "zeros"),
+    "road-low-memory-rounds": ("adapter", "rounded-to-bf16"),
+    "road-transformers-zeros": ("adapter", "zeros"),
     "base-bit-flip": ("base", "bit-flip"),
     "base-through-bfloat16": ("base", "rounded-to-bf16"),
     "merge-bit-flip": ("merged", "bit-flip"),
@@ -61,6 +65,14 @@ LOSABLE = [info.spec.name for info in discover() if info.spec.name in (FAULTY, "
 # a scaling is in no file, a merge that no device makes is no fault of one, and the forward pass needs a CPU's own error
 NEED_ANOTHER = {"adapter-wrong-scaling", "merge-fails", "forward-off", "forward-fails"}
 NEED_RELOAD = {"adapter-copy-dropped-later"}
+SIDE_ROADS = (Road.ISOLATED_CPU, Road.ISOLATED_LOW_MEMORY, Road.ISOLATED_TRANSFORMERS)
+# fault: what the roads say of it
+BY_ROAD = {
+    "road-copies-dropped": "the right bytes with torch_device=cpu: copies by way of the device that PEFT chooses",
+    "road-low-memory-rounds": "with low_cpu_mem_usage=True, and the right bytes without: the dtype on the way",
+    "road-transformers-zeros": "and the right bytes with PEFT's: transformers' loader",
+    "adapter-zeros": "with PEFT's loader, and the right bytes with transformers': PEFT's loader",
+}
 OTHERS = {"merge-not-repeatable", "setting-flipped"}
 
 
@@ -76,7 +88,7 @@ def errors(comparison: Comparison) -> list[Finding]:
 def look_at_fault(tmp_path: Path) -> Run:
     """Run the session of a worker in this process with a fault planted, and compare what it saw."""
 
-    def run(fault: str, stage: str) -> Comparison:
+    def run(fault: str, stage: str, side_roads: tuple[Road, ...] = ()) -> Comparison:
         level = Level.STANDARD if fault in NEED_RELOAD else Level.QUICK
         case = prepare_case(Options(base="builtin:llama", stages=(stage,), level=level))
         workers = {"cpu": None, FAULTY: fault} if fault in NEED_ANOTHER else {FAULTY: fault}
@@ -88,7 +100,7 @@ def look_at_fault(tmp_path: Path) -> Run:
                 job = Job(
                     case=case, name=name, device="cpu", road="isolated", folder=str(folder), blobs=str(writer.blobs),
                     scratch=str(tmp_path), settings={}, makes_reference=not slugs, threads=1, parent_pid=os.getpid(),
-                    fault=planted,
+                    fault=planted, side_roads=side_roads,
                 )  # fmt: skip
                 with EventLog(folder / "events.jsonl") as events:
                     session.run(job, events)
@@ -107,7 +119,7 @@ def look_at_fault(tmp_path: Path) -> Run:
 @pytest.mark.parametrize("fault", NAMED)
 def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: str) -> None:
     stage, kind = NAMED[fault]
-    found = look_at_fault(fault, stage)
+    found = look_at_fault(fault, stage, SIDE_ROADS if fault in BY_ROAD else ())
     assert found.verdict == "inconsistent"
     assert found.exit_status == 1
     first = errors(found)[0]
@@ -116,6 +128,8 @@ def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: str) -> No
     assert first.message.startswith(f"{stage} · {FAULTY} · ")
     assert all(name.startswith(f"{stage}::") for name in first.tensors)
     assert {d.worker for d in found.first_divergence} == {FAULTY}
+    assert BY_ROAD.get(fault, "") in first.message
+    assert len(errors(found)) == 1 or fault not in BY_ROAD, "one cause is one finding, on however many roads it shows"
 
 
 @pytest.mark.parametrize("stage", ["base", "adapter", "merged"])

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
 _MOST_TENSORS = 20
 _MOST_FINDINGS = 20
+_MOST_ROADS = 4  # names of roads that fit a line
 _STYLES = {"consistent": "bold green", "inconsistent": "bold red", "incomplete": "bold yellow"}
 
 
@@ -211,7 +212,7 @@ class Writer:
         equal = [side.road for side in found if not side.bad and not side.skipped]
         if equal:
             count = f"{len(equal)} more, all equal" if len(equal) > 1 else "1 more, equal"
-            self.line(f"roads: {count} ({', '.join(equal)})")
+            self.line(f"roads: {count}" + (f" ({', '.join(equal)})" if len(equal) <= _MOST_ROADS else ""))
         for side in found:
             if side.bad:
                 self.line(
