@@ -170,8 +170,8 @@ def _put_back(held: dict[str, Any], before: dict[str, Any]) -> None:
 def stand_in(model: torch.nn.Module) -> Any:
     """Return a model of the same modules, whose tensors have the shape, dtype and device but not the numbers.
 
-    All elements of a tensor lie in one place, so it needs no memory, and nothing that is done to it can reach the
-    model: what writes into such a tensor raises an error.
+    All elements of a tensor lie in one place of its own, so it needs no memory, and whatever is written into it while an
+    adapter is put in place cannot reach the model.
 
     Raises
     ------
