@@ -10,7 +10,7 @@ from consistency.comparison import BAD, Finding, Row, TensorComparison
 from consistency.judge import KEPT, OWN_FILE
 from consistency.naming import SETTINGS_LAYER, WHOLE_MODEL
 from consistency.road import is_side_road
-from consistency.road_verdict import Verdict, copies, judge_roads, roads_taken
+from consistency.road_verdict import Verdict, copies, is_software, judge_roads, roads_taken
 
 _MOST_DETAILS = 5
 
@@ -119,9 +119,12 @@ def find_causes(
             phrase = " or ".join(dict.fromkeys(f"outside {_LIMITS.get(t.rule, 'the bound')}" for t in group.tensors))
         what = _how_many(group.tensors, totals.get((stage, group.tensors[0].road), {}))
         why = copies(word, workers, _fine(by_name, group, workers)) if verdict.hops else verdict.why
+        everywhere = [by_name[t.name][road] for t in group.tensors for road in group.roads if road in by_name[t.name]]
+        software = is_software(everywhere, workers)
+        why += ", on every device alike: no fault of a device" if software else ""
         yield Finding(
             kind=word,
-            severity="error",
+            severity="warning" if software else "error",
             message=(
                 f"{stage} · {names(workers)} · {phrase} in {what}{verdict.where}{f': {why}' if why else ''}"
                 f"{_files_differ(group.samples)}{_follows(wrong, stage, group.roads, workers)}"

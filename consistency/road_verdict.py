@@ -150,6 +150,27 @@ def copies(word: str, workers: Sequence[str], fine: Iterable[str]) -> str:
     return text + (f"; {_and([f'0→{index}' for index in unhurt])} {verb} fine" if unhurt else "")
 
 
+def is_software(tensors: Iterable[TensorComparison], workers: Sequence[str]) -> bool:
+    """Tell whether what is wrong on side roads is the software's doing: the CPU too is wrong, and all to the bit alike.
+
+    Parameters
+    ----------
+    tensors : iterable of TensorComparison
+        What is wrong, on every road on which it is.
+    workers : sequence of str
+        Those on which it is.
+    """
+    if len(workers) < 2 or not any(_type(label) == "cpu" for label in workers):
+        return False
+    hurt = set(workers)
+    return all(
+        is_side_road(tensor.road)
+        and len(tensor.classes) == 1
+        and all(row.worker in hurt for row in tensor.rows if row.status not in ("skipped", "blocked"))
+        for tensor in tensors
+    )
+
+
 def roads_taken(label: str, rows: Mapping[str, Row]) -> tuple[frozenset[str], frozenset[str]]:
     """Return on which roads a worker's tensor is wrong, and on which it was looked at.
 

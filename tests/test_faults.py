@@ -206,6 +206,19 @@ def test_bits_that_do_not_repeat(run_with_faults: Run) -> None:
     assert run_with_faults({}, stages=("merged",), repeat=2).verdict == "consistent"
 
 
+def test_the_default_run_tells_a_fault_of_one_road(run_with_faults: Run) -> None:
+    """The default road is right, so that no other stage of the run can see it."""
+    found = run_with_faults({FAULTY: "road-low-memory-rounds"}, stages=("adapter",))
+    (finding,) = errors(found)
+    assert (finding.kind, finding.workers) == ("rounded-to-bf16", (FAULTY,))
+    assert BY_ROAD["road-low-memory-rounds"] in finding.message
+    assert finding.roads == ("isolated+low-memory",)
+    wrong = [t for t in found.tensors if any(row.status == "outside" for row in t.rows)]
+    assert {t.road for t in wrong} == {"isolated+low-memory"}
+    assert len(wrong) == 56
+    assert found.exit_status == 1
+
+
 def test_setting_that_was_flipped_in_mid_run(run_with_faults: Run) -> None:
     found = run_with_faults({FAULTY: "setting-flipped"}, stages=("merged",))
     changed = [f for f in found.findings if f.kind == "setting-changed"]

@@ -11,6 +11,7 @@ from consistency.agreement import compare
 from consistency.capture import read_capture
 from consistency.comparison import Comparison, Finding
 from consistency.naming import CAST_ON_THE_WAY
+from consistency.pytest_items import _beside
 from consistency.records import TensorRecord
 from consistency.road import Road
 from consistency.road_verdict import copies, judge_roads
@@ -119,6 +120,33 @@ def test_wrong_with_peft_alone_is_pefts_loader(make_capture: MakeCapture) -> Non
     wrong = {road: "zeros" for road in on(BOTH, sides) if "transformers" not in road}
     finding = only_error(seen(make_capture, {"cpu": CPU, "cuda:1": on(BOTH, sides, wrong)}))
     assert finding.message.endswith("with PEFT's loader, and the right bytes with transformers': PEFT's loader")
+
+
+def test_what_the_cpu_does_too_to_the_bit_is_the_softwares_doing(make_capture: MakeCapture) -> None:
+    """A loader that leaves a tensor out does so everywhere: to be told, and no reason to take a machine out of use."""
+    wrong = on(["isolated"], ("", "transformers"), {"isolated+transformers": "never-written"})
+    found = seen(make_capture, {"cpu": wrong, "cuda:0": wrong})
+    (finding,) = found.findings
+    assert (finding.severity, finding.workers) == ("warning", ("cpu", "cuda:0"))
+    assert finding.message.endswith("transformers' loader, on every device alike: no fault of a device")
+    assert found.exit_status == 0
+
+
+@pytest.mark.parametrize("case", ["another device is right", "no CPU", "other bits", "the default road too"])
+def test_what_is_not_everywhere_alike_is_an_error(make_capture: MakeCapture, case: str) -> None:
+    sides = ("", "transformers")
+    wrong = on(["isolated"], sides, {"isolated+transformers": "never-written"})
+    workers = {
+        "another device is right": {"cpu": wrong, "cuda:0": wrong, "cuda:1": on(["isolated"], sides)},
+        "no CPU": {"cuda:0": wrong, "cuda:1": wrong},
+        "other bits": {"cpu": wrong, "cuda:0": on(["isolated"], sides, {"isolated+transformers": "zeros"})},
+        "the default road too": dict.fromkeys(
+            ("cpu", "cuda:0"), on(["isolated"], sides, dict.fromkeys(wrong, "zeros"))
+        ),
+    }[case]
+    found = seen(make_capture, workers)
+    assert {f.severity for f in found.findings} == {"error"}
+    assert found.exit_status == 1
 
 
 def test_two_causes_stay_two_findings(make_capture: MakeCapture) -> None:
@@ -255,6 +283,25 @@ def test_a_road_that_one_device_alone_cannot_take_is_one_finding(make_capture: M
     assert (finding.kind, finding.workers) == ("missing", ("cuda:0",))
     assert "KeyError" in finding.detail[0]
     assert finding.tensors == ("adapter::adapter_settings.loaded_again",)
+
+
+def test_roads_that_were_not_taken_are_said(make_capture: MakeCapture) -> None:
+    found = compare([read_capture(make_capture("a", {"cpu": [held("layers.0.q", road) for road in CPU]}))])
+    assert found.not_looked_at[-1] == (
+        "the side roads +target +cpu+low-memory +target+low-memory +transformers +transformers+low-memory"
+    )
+    none = compare([read_capture(make_capture("b", {"cpu": [held("layers.0.q", "isolated")]}))])
+    assert none.not_looked_at[-1] == "the adapter's side roads"
+    base = compare([read_capture(make_capture("c", {"cpu": [merged("a")]}, case={"adapter": None}))])
+    assert not any("side road" in text for text in base.not_looked_at)
+
+
+def test_an_item_that_is_no_tensors_own_fails_for_side_roads_alone() -> None:
+    """Every other tensor has an item of its own, on the default road of its device."""
+    fields: dict[str, Any] = {"kind": "zeros", "severity": "error", "message": "x"}
+    assert _beside(Finding(**fields, roads=("isolated+cpu", "shared+cpu")))
+    assert not _beside(Finding(**fields, roads=("isolated", "isolated+cpu")))
+    assert not _beside(Finding(**fields))
 
 
 def test_what_is_wrong_beside_a_road_leaves_its_computed_stages_alone(make_capture: MakeCapture) -> None:

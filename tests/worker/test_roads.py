@@ -182,6 +182,7 @@ class Made:
         self.record = self.events = Recorder()
         self.model, self.base, self.job, self.case = model, self, self, self
         self.side_roads, self.adapter, self.device = sides, adapter, "cpu"
+        self.rewritten: frozenset[str] = frozenset()
         self.expected = {name: None for name in model.state_dict() if "lora_" in name}
 
     def take(self) -> list[dict[str, Any]]:
@@ -204,6 +205,22 @@ def test_a_road_that_cannot_be_taken_says_why(tiny: Any, road: Road, reason: str
     assert (said["tensor"], said["status"]) == (LOADED_AGAIN, "skipped")
     assert said["reason"].startswith(reason)
     assert fingerprint(tiny) == before
+
+
+def test_a_method_that_rewrites_the_base_needs_its_numbers(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OLoRA subtracts from the base's weight in place; of a stand-in all elements lie in one place."""
+
+    def subtract(model: Any, *_: object, **__: object) -> None:
+        model.lm_head.weight.data.sub_(torch.ones(16, 8))
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "load_adapter", subtract)
+    made = Made(tiny, Road.ISOLATED_TRANSFORMERS)
+    made.base = tiny.base_model
+    made.rewritten = frozenset({"lm_head.weight"})
+    (said,) = made.take()
+    assert said["reason"].endswith(
+        "its method computes from the base's numbers, which what stands in for the base has not"
+    )
 
 
 def test_transformers_loader_needs_a_transformers_model(tiny: Any) -> None:

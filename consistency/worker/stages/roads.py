@@ -93,7 +93,10 @@ def _by_transformers(context: Context, road: Road, by_digest: Mapping[str, str])
     except _REFUSED as error:
         if is_out_of_memory(error):
             raise
-        _skip(context, f"transformers cannot load this adapter: {type(error).__name__}: {error}")
+        why = f"{type(error).__name__}: {error}"
+        if context.rewritten:
+            why = "its method computes from the base's numbers, which what stands in for the base has not"
+        _skip(context, f"transformers cannot load this adapter: {why}")
         return
     # the names that PEFT's own model around it would have
     state = shell.state_dict(keep_vars=True)
@@ -170,8 +173,8 @@ def _put_back(held: dict[str, Any], before: dict[str, Any]) -> None:
 def stand_in(model: torch.nn.Module) -> Any:
     """Return a model of the same modules, whose tensors have the shape, dtype and device but not the numbers.
 
-    All elements of a tensor lie in one place of its own, so it needs no memory, and whatever is written into it while an
-    adapter is put in place cannot reach the model.
+    All elements of a tensor lie in one place of its own, so it needs no memory, and whatever is written into it while
+    an adapter is put in place cannot reach the model.
 
     Raises
     ------
