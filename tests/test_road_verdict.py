@@ -28,10 +28,11 @@ def digest(text: str) -> str:
 
 
 def held(layer: str, road: str, word: str | None = None, **changes: Any) -> TensorRecord:
-    """Make the record of one lora_B that is right, or wrong in a word."""
+    """Make the record of one lora_B that is right, or wrong in a word, to which `/` adds whose bits they are."""
+    bits, word = word, word and word.partition("/")[0]
     fields: dict[str, Any] = {
         "stage": "adapter", "layer": layer, "tensor": "lora_B", "shape": (2, 2), "dtype": "float32",
-        "digest": digest(word or "file"), "reference_digest": digest("file"), "reference": "file",
+        "digest": digest(bits or "file"), "reference_digest": digest("file"), "reference": "file",
         "status": "outside" if word else "equal", "diagnosis": word, "road": road if "+" in road else "",
     }  # fmt: skip
     return TensorRecord(**{**fields, **changes})
@@ -139,7 +140,7 @@ def test_what_is_not_everywhere_alike_is_an_error(make_capture: MakeCapture, cas
     workers = {
         "another device is right": {"cpu": wrong, "cuda:0": wrong, "cuda:1": on(["isolated"], sides)},
         "no CPU": {"cuda:0": wrong, "cuda:1": wrong},
-        "other bits": {"cpu": wrong, "cuda:0": on(["isolated"], sides, {"isolated+transformers": "zeros"})},
+        "other bits": {"cpu": wrong, "cuda:0": on(["isolated"], sides, {"isolated+transformers": "never-written/2"})},
         "the default road too": dict.fromkeys(
             ("cpu", "cuda:0"), on(["isolated"], sides, dict.fromkeys(wrong, "zeros"))
         ),
@@ -147,6 +148,14 @@ def test_what_is_not_everywhere_alike_is_an_error(make_capture: MakeCapture, cas
     found = seen(make_capture, workers)
     assert {f.severity for f in found.findings} == {"error"}
     assert found.exit_status == 1
+
+
+def test_a_cpu_that_is_wrong_is_not_told_by_a_road_that_it_cannot_take(make_capture: MakeCapture) -> None:
+    """It stands on the shared road for the others to be held against, and no copy between devices leads to it."""
+    wrong = on(["isolated"], ("", "cpu"), dict.fromkeys(("isolated", "isolated+cpu"), "bit-flip"))
+    finding = only_error(seen(make_capture, {"cpu": wrong, "cuda:1": on(BOTH, ("", "cpu"))}))
+    assert finding.workers == ("cpu",)
+    assert finding.roads == ("isolated", "isolated+cpu")
 
 
 def test_two_causes_stay_two_findings(make_capture: MakeCapture) -> None:
