@@ -198,6 +198,7 @@ def _next(participants: Sequence[Participant], reference: Participant | None, wo
     parts = ["consistency run", f"--base {case.base}"]
     parts += [f"--adapter {case.adapter}"] if case.adapter else []
     parts += [f"--dtype {case.dtype}"] if case.dtype != "auto" else []
+    parts += [f"--roads {','.join(case.roads)}"] if case.roads else []
     parts += [f"--tolerance {shlex.quote(str(override))}" for override in case.tolerance]
     return " ".join([*parts, f"--devices {','.join(devices)}", "--repeat 2"])
 
