@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import msgspec
 
 from consistency.capture import Capture
-from consistency.case import Stage
+from consistency.case import Case, Stage
 from consistency.comparison import (
     BAD,
     ArchitectureGroup,
@@ -25,8 +25,9 @@ from consistency.errors import UsageError
 from consistency.findings import find
 from consistency.judge import KEPT, PAYLOAD, is_as_sent, judge
 from consistency.naming import WHOLE_MODEL
-from consistency.participants import Key, Participant, choose_reference, gather
+from consistency.participants import Key, Participant, choose_reference, gather, on_road, roads_of
 from consistency.records import TensorRecord
+from consistency.road import SIDES, is_side_road
 from consistency.tolerance import Rule
 
 _STAGE_ORDER = {stage.value: place for place, stage in enumerate(Stage)}
@@ -53,13 +54,10 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
     participants = gather(captures)
     reference = choose_reference(participants)
     tensors: list[TensorComparison] = []
-    roads = tuple(dict.fromkeys(p.road for p in participants))
-    for road in roads:
-        members = [p for p in participants if p.road == road]
-        if reference is not None:
-            if not any(member is reference for member in members):
-                members.insert(0, reference)
-            tensors += _compare_road(road, members, reference)
+    roads = roads_of(participants)
+    for road in roads if reference is not None else ():
+        assert reference is not None
+        tensors += _compare_road(road, *on_road(participants, reference, road))
     first = captures[0].manifest.case
     damage = (*unread, *(text for capture in captures for text in capture.damage))
     findings = find(participants, reference, tensors, damage=damage)
@@ -78,10 +76,19 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         findings=findings,
         first_divergence=_first(tensors, _bad),
         first_other_bits=_first(tensors, _other_bits),
-        not_looked_at=first.not_looked_at(),
+        not_looked_at=(*first.not_looked_at(), *_roads_left_out(first, roads)),
         simulated=any(p.info.simulated for p in participants),
         boxes=tuple(box for capture in captures if (box := capture.manifest.box) is not None),
     )
+
+
+def _roads_left_out(case: Case, taken: Sequence[str]) -> Iterable[str]:
+    """Name the side roads that were not taken, where there was an adapter to take them with."""
+    if case.adapter is None or Stage.ADAPTER not in case.stages:
+        return
+    left = [f"+{side}" for side in SIDES if not any(road.partition("+")[2] == side for road in taken)]
+    if left:
+        yield "the adapter's side roads" if len(left) == len(SIDES) else f"the side roads {' '.join(left)}"
 
 
 def _dtype(asked: str, reference: Participant | None) -> str:
@@ -192,7 +199,10 @@ def _other_bits(tensor: TensorComparison) -> Collection[str]:
 def _first(
     tensors: Sequence[TensorComparison], leave: Callable[[TensorComparison], Collection[str]]
 ) -> tuple[Divergence, ...]:
-    """Return, per worker and road, the first tensor at which it is among those that leave the others."""
+    """Return, per worker and road, the first tensor at which it is among those that leave the others.
+
+    A side road is told of a worker that leaves them on no default road.
+    """
     found: dict[tuple[str, str], Divergence] = {}
     for tensor in tensors:
         names = leave(tensor)
@@ -208,7 +218,8 @@ def _first(
                     tensor=tensor.tensor,
                     status=row.status,
                 )
-    return tuple(found.values())
+    on_default = {worker for worker, road in found if not is_side_road(road)}
+    return tuple(d for (worker, road), d in found.items() if not is_side_road(road) or worker not in on_default)
 
 
 def _architectures(participants: Sequence[Participant]) -> tuple[ArchitectureGroup, ...]:

@@ -16,7 +16,7 @@ import msgspec
 
 from consistency import harness
 from consistency.capture import Capture, read_capture
-from consistency.case import Case, Road, Stage
+from consistency.case import Case, Stage
 from consistency.comparison import BAD
 from consistency.device import DeviceInfo, Variant, parse_device
 from consistency.discovery import select
@@ -27,6 +27,7 @@ from consistency.launch.plan import WorkerPlan
 from consistency.launch.process import Limits
 from consistency.participants import Key, Participant, gather
 from consistency.reproduce.evidence import find_evidence, find_tensor
+from consistency.road import Road
 
 _PINNED_ALTERNATIVES: dict[str, tuple[object, str]] = {
     "matmul_allow_tf32": (True, "TF32 in matrix products"),

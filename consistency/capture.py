@@ -192,7 +192,18 @@ class RecordPool:
         return record
 
 
-_REPEATED_TEXTS = ("stage", "layer", "tensor", "dtype", "rule", "reference", "reference_digest", "diagnosis", "reason")
+_REPEATED_TEXTS = (
+    "stage",
+    "layer",
+    "tensor",
+    "dtype",
+    "rule",
+    "reference",
+    "reference_digest",
+    "diagnosis",
+    "reason",
+    "road",
+)
 
 
 def read_capture(folder: Path, pool: RecordPool | None = None) -> Capture:
@@ -297,17 +308,18 @@ def read_records(path: Path, pool: RecordPool | None = None, *, whole: bool = Fa
 
 def _refuse_doubles(records: Sequence[TensorRecord], path: Path) -> None:
     """Raise where a tensor was recorded twice: nobody can tell which of the two holds."""
-    if len({record.key for record in records}) == len(records):
+    if len({(record.road, *record.key) for record in records}) == len(records):
         return
-    first: dict[tuple[str, str, str], int] = {}
+    first: dict[tuple[str, ...], int] = {}
     for number, record in enumerate(records, start=1):
-        if record.key in first:
+        place = (record.road, *record.key)
+        if place in first:
             raise CaptureError(
-                f"line {number} is about the same tensor as line {first[record.key]}",
+                f"line {number} is about the same tensor as line {first[place]}",
                 where=path,
                 got=f"{record.stage}::{record.layer}.{record.tensor}",
             )
-        first[record.key] = number
+        first[place] = number
 
 
 def _read(path: Path, kind: type[T], *, schema: bool = False) -> T:

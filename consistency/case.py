@@ -16,6 +16,8 @@ import msgspec
 from consistency.device import parse_devices
 from consistency.errors import UsageError
 from consistency.override import Override, as_tables
+from consistency.road import GRAMMAR as ROADS
+from consistency.road import SIDES, Road
 
 E = TypeVar("E", bound=enum.StrEnum)
 
@@ -40,17 +42,6 @@ MODEL_LESS: tuple[Stage, ...] = (Stage.TRANSFER, Stage.OPERATORS, Stage.MEMORY)
 """Stages that say something of the machine alone. Of these `memory` looks at the model too, where there is one."""
 
 
-class Road(enum.StrEnum):
-    """How the adapter's bytes reach the device.
-
-    With one visible device per worker (`isolated`) no copy between devices can happen, which hides a broken one;
-    with all of them visible (`shared`) PEFT's default loading goes through device 0.
-    """
-
-    ISOLATED = "isolated"
-    SHARED = "shared"
-
-
 class Level(enum.StrEnum):
     """How much is looked at: about a minute, some minutes, or a night."""
 
@@ -60,11 +51,12 @@ class Level(enum.StrEnum):
 
 
 class LevelPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a level means."""
+    """What a level means; `sides` are the roads that it takes beside each default road."""
 
     stages: tuple[Stage, ...]
     safe_merge: bool
     reload: bool
+    sides: tuple[str, ...]
     sequences: int
     tokens: int
     repeat: int
@@ -78,6 +70,7 @@ LEVELS: dict[Level, LevelPlan] = {
         stages=(Stage.TRANSFER, Stage.OPERATORS, Stage.BASE, Stage.ADAPTER, Stage.MERGED),
         safe_merge=False,
         reload=False,
+        sides=(),
         sequences=1,
         tokens=16,
         repeat=1,
@@ -94,13 +87,21 @@ LEVELS: dict[Level, LevelPlan] = {
         stages=tuple(Stage),
         safe_merge=True,
         reload=True,  # the adapter again, over poison: some tenths of a second
+        sides=("cpu", "low-memory"),  # with the default road, enough to tell copy path, device and dtype apart
         sequences=8,  # a classifier answers once per sequence, and few answers tell little: `tolerance.luck`
         tokens=16,
         repeat=1,
         not_looked_at=(LARGE_COPIES, "large operators", "a second run on the same device"),
     ),
     Level.THOROUGH: LevelPlan(
-        stages=tuple(Stage), safe_merge=True, reload=True, sequences=16, tokens=64, repeat=2, not_looked_at=()
+        stages=tuple(Stage),
+        safe_merge=True,
+        reload=True,
+        sides=SIDES,
+        sequences=16,
+        tokens=64,
+        repeat=2,
+        not_looked_at=(),
     ),
 }
 
@@ -120,7 +121,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dtype : str
         What the base is loaded as; `auto` is what its file declares.
     roads : tuple of Road or None
-        None leaves the choice to the devices at hand: isolated, and shared too where there are several accelerators.
+        None leaves the choice to the level and the devices at hand: isolated, and shared too where there are several
+        accelerators, each with the level's side roads. A side road brings the default road that it is beside with it.
     inputs : str or None
         A safetensors file with the model's keyword arguments; None makes them from the model's config.
     repeat : int
@@ -269,9 +271,13 @@ def parse_roads(names: Iterable[str] | None) -> tuple[Road, ...] | None:
     wanted = list(names)
     if wanted == ["all"]:
         return tuple(Road)
-    chosen = {_member(Road, name, "--roads") for name in wanted}
+    known = set(Road)
+    for name in wanted:
+        if name not in known:
+            raise UsageError(f"unknown road: {name}", where="--roads", wanted=ROADS)
+    chosen = {Road(name) for name in wanted}
     if not chosen:
-        raise UsageError("no road given", where="--roads", wanted=", ".join((*Road, "all")))
+        raise UsageError("no road given", where="--roads", wanted=ROADS)
     return tuple(r for r in Road if r in chosen)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from consistency.comparison import BAD, Finding, Row, TensorComparison
 from consistency.judge import KEPT, OWN_FILE
 from consistency.naming import SETTINGS_LAYER, WHOLE_MODEL
+from consistency.road import is_side_road
+from consistency.road_verdict import Verdict, copies, is_software, judge_roads, roads_taken
 
 _MOST_DETAILS = 5
 
@@ -76,12 +78,13 @@ class _Group:
 
     tensors: list[TensorComparison] = field(default_factory=list)
     samples: list[Row] = field(default_factory=list)
+    roads: dict[str, None] = field(default_factory=dict)
 
 
 def find_causes(
     tensors: Sequence[TensorComparison], *, next_step: Callable[[Sequence[str]], str | None]
 ) -> Iterable[Finding]:
-    """Group what is not as it should be by stage, road, diagnosis and the workers that it hit.
+    """Group what is not as it should be by stage, diagnosis, the workers that it hit, and what the roads say of it.
 
     Parameters
     ----------
@@ -89,42 +92,54 @@ def find_causes(
     next_step : callable
         Given the workers concerned, what to type next.
     """
-    groups: dict[tuple[str, str, str, tuple[str, ...]], _Group] = {}
-    totals: dict[tuple[str, str], dict[str, int]] = {}
+    groups: dict[tuple[str, str, Verdict, tuple[str, ...]], _Group] = {}
+    by_name: dict[str, dict[str, TensorComparison]] = {}
+    tensors = [t for t in tensors if not any(row.diagnosis == TOUCHED for row in t.rows)]  # these have a sentence apart
+    bad_names = dict.fromkeys(t.name for t in tensors if any(row.status in BAD for row in t.rows))
     for tensor in tensors:
-        if tensor.layer not in (SETTINGS_LAYER, WHOLE_MODEL):  # these stand for no tensor of the model
-            count = totals.setdefault((tensor.stage, tensor.road), {})
-            count[tensor.tensor] = count.get(tensor.tensor, 0) + 1
-        by_word: dict[str, list[Row]] = {}
-        for row in tensor.rows:
-            if row.status in BAD and row.diagnosis != TOUCHED:
-                by_word.setdefault(row.diagnosis or row.status, []).append(row)
-        for word, rows in by_word.items():
-            key = (tensor.stage, tensor.road, word, tuple(row.worker for row in rows))
-            group = groups.setdefault(key, _Group())
-            group.tensors.append(tensor)
-            group.samples.append(rows[0])
-    roads = {tensor.road for tensor in tensors}
-    causes = {(stage, road, word) for stage, road, word, _ in groups}
+        if tensor.name in bad_names:
+            by_name.setdefault(tensor.name, {})[tensor.road] = tensor
+    many = len({tensor.road for tensor in tensors if not is_side_road(tensor.road)}) > 1
     wrong: dict[str, set[str]] = {}  # by road, the workers that do not hold the right bytes
-    for stage, road, _, workers in groups:
-        if stage in ("base", "adapter"):
-            wrong.setdefault(road, set()).update(workers)
-    for (stage, road, word, workers), group in groups.items():
+    for name in bad_names:
+        alike: dict[tuple[str, str, Verdict], list[tuple[Row, frozenset[str]]]] = {}
+        for worker, rows in _by_worker(by_name[name]).items():
+            bad, taken = roads_taken(worker, rows)
+            if not bad:
+                continue
+            home = next(road for road in rows if road in bad)
+            row, stage = rows[home], by_name[name][home].stage
+            word = row.diagnosis or row.status
+            verdict = judge_roads(word, bad, taken, stage=stage, many=many)
+            alike.setdefault((home, word, verdict), []).append((row, bad))
+            if stage in ("base", "adapter"):
+                for road in bad:
+                    wrong.setdefault(road, set()).add(worker)
+        for (home, word, verdict), hit in alike.items():
+            tensor = by_name[name][home]
+            workers = tuple(row.worker for row, _ in hit)
+            group = groups.setdefault((tensor.stage, word, verdict, workers), _Group())
+            group.tensors.append(tensor)
+            group.samples.append(hit[0][0])
+            group.roads.update(dict.fromkeys(road for _, bad in hit for road in sorted(bad)))
+    totals = _totals(tensors)
+    for (stage, word, verdict, workers), group in groups.items():
         computed = group.tensors[0].rule in _LIMITS and group.tensors[0].rule != "limit"
         phrase = (_COMPUTED if computed else {}).get(word) or _PHRASES.get(word, word)
         if word == "unknown" and computed:
             phrase = " or ".join(dict.fromkeys(f"outside {_LIMITS.get(t.rule, 'the bound')}" for t in group.tensors))
-        facts = group.tensors[0].rule == "limit"
-        what = _how_many(group.tensors, totals.get((stage, road), {}))
-        where = f" on the road {road}" if len(roads) > 1 else ""
+        what = _how_many(group.tensors, totals.get((stage, group.tensors[0].road), {}))
+        why = copies(word, workers, _fine(by_name, group, workers)) if verdict.hops else verdict.why
+        everywhere = [by_name[t.name][road] for t in group.tensors for road in group.roads if road in by_name[t.name]]
+        software = is_software(everywhere, workers)
+        why += ", on every device alike: no fault of a device" if software else ""
+        why = "" if group.tensors[0].rule == "limit" else why  # no bytes that could have taken a road
         yield Finding(
             kind=word,
-            severity="error",
+            severity="warning" if software else "error",
             message=(
-                f"{stage} · {names(workers)} · {phrase} in {what}{where}"
-                f"{'' if facts else _only_here(causes, stage, road, word)}{_files_differ(group.samples)}"
-                f"{_follows(wrong, stage, road, workers)}"
+                f"{stage} · {names(workers)} · {phrase} in {what}{verdict.where}{f': {why}' if why else ''}"
+                f"{_files_differ(group.samples)}{_follows(wrong, stage, group.roads, workers)}"
             ),
             workers=workers,
             tensors=tuple(t.name for t in group.tensors),
@@ -132,20 +147,51 @@ def find_causes(
                 describe(t, row) for t, row in zip(group.tensors[:_MOST_DETAILS], group.samples, strict=False)
             ),
             next=next_step(workers),
+            roads=tuple(group.roads),
         )
 
 
-def _only_here(causes: Set[tuple[str, str, str]], stage: str, road: str, word: str) -> str:
-    """Say what the other road tells of the cause: alone right and together wrong is the copy between devices."""
-    is_alone = road == "shared" and (stage, "isolated", word) not in causes
-    return ", right bytes when alone: a copy between devices" if is_alone else ""
+def _by_worker(roads: Mapping[str, TensorComparison]) -> dict[str, dict[str, Row]]:
+    """Return the rows of one tensor by worker and road, the default roads first."""
+    found: dict[str, dict[str, Row]] = {}
+    for road in sorted(roads, key=is_side_road):
+        for row in roads[road].rows:
+            found.setdefault(row.worker, {})[road] = row
+    return found
 
 
-def _follows(wrong: Mapping[str, Set[str]], stage: str, road: str, workers: Sequence[str]) -> str:
+def _totals(tensors: Sequence[TensorComparison]) -> dict[tuple[str, str], dict[str, int]]:
+    """Count the tensors of each name by stage and road."""
+    totals: dict[tuple[str, str], dict[str, int]] = {}
+    for tensor in tensors:
+        if tensor.layer not in (SETTINGS_LAYER, WHOLE_MODEL):  # these stand for no tensor of the model
+            count = totals.setdefault((tensor.stage, tensor.road), {})
+            count[tensor.tensor] = count.get(tensor.tensor, 0) + 1
+    return totals
+
+
+def _fine(
+    by_name: Mapping[str, Mapping[str, TensorComparison]], group: _Group, workers: Sequence[str]
+) -> dict[str, None]:
+    """Return the workers to which the same bytes came on the same roads, and came right."""
+    right: dict[str, None] = {}
+    hurt = set(workers)
+    for tensor in group.tensors:
+        for road in group.roads:
+            for row in by_name[tensor.name][road].rows if road in by_name[tensor.name] else ():
+                if row.status == "equal":
+                    right[row.worker] = None
+                else:
+                    hurt.add(row.worker)
+    return {worker: None for worker in right if worker not in hurt}
+
+
+def _follows(wrong: Mapping[str, Set[str]], stage: str, roads: Iterable[str], workers: Sequence[str]) -> str:
     """Say where a computed stage is wrong on workers whose bytes were wrong before it."""
     if stage not in ("merged", "forward", "gradient"):
         return ""
-    return ": it follows from the wrong bytes above" if set(workers) <= wrong.get(road, set()) else ""
+    follows = all(set(workers) <= wrong.get(road, set()) for road in roads)
+    return ": it follows from the wrong bytes above" if follows else ""
 
 
 def _files_differ(rows: Sequence[Row]) -> str:

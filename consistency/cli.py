@@ -14,12 +14,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from consistency import __version__, harness
-from consistency.case import DTYPES, Level, Options, Road, Stage, make_options, read_options, split_list
+from consistency.case import DTYPES, Level, Options, Stage, make_options, read_options, split_list
 from consistency.commands import bisect, nights, reproduce
 from consistency.discovery import discover
 from consistency.errors import ConsistencyError, InterruptedRunError, UsageError
 from consistency.launch.process import Limits
 from consistency.override import HELP as OVERRIDE_HELP
+from consistency.road import GRAMMAR as ROADS
 
 if TYPE_CHECKING:
     from consistency.baseline import Baseline
@@ -168,7 +169,7 @@ def _case_options(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=split_list, metavar="LIST", help="auto (default), or cpu,cuda:0,cpu@avx2,…")
     add("--dtype", choices=DTYPES, help="what the base is loaded as (default: what its config says)")
     add("--stages", type=split_list, metavar="LIST", help=f"of {','.join(Stage)} (default: the level's)")
-    add("--roads", type=split_list, metavar="LIST", help=f"of {','.join(Road)}, or all (default: by the devices)")
+    add("--roads", type=split_list, metavar="LIST", help=f"{ROADS} (default: by level and devices)")
     add("--level", choices=list(Level), help="about a minute, some minutes, or a night (default: standard)")
     add("--inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
     add("--repeat", type=int, metavar="N", help="runs per device, to see whether the bits repeat")

@@ -158,6 +158,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         Digest of the bits that it is about, where other bits would be another finding.
     accepted : str or None
         Where a baseline accepts it: what its severity was, when, and why.
+    roads : tuple of str
+        The roads on which the tensors are not what they should be.
     """
 
     kind: str
@@ -169,6 +171,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     next: str | None = None
     state: str | None = None
     accepted: str | None = None
+    roads: tuple[str, ...] = ()
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):

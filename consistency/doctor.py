@@ -15,13 +15,14 @@ import msgspec
 from consistency.box.facts import Box, Gpu
 from consistency.box.kernel_log import LOGGED
 from consistency.box.nvml import REMAP_FAILED, REMAP_PENDING
-from consistency.case import MODEL_LESS, Case, Level, Road
+from consistency.case import MODEL_LESS, Case, Level
 from consistency.comparison import Comparison, Finding
 from consistency.discovery import select
 from consistency.harness import Plan
 from consistency.launch.plan import default_roads
 from consistency.launch.process import Limits
 from consistency.naming import HOST
+from consistency.road import Road
 from consistency.transfer_reasons import arrow
 from consistency.transfer_verdict import Matrix, matrices
 

@@ -14,12 +14,13 @@ from pathlib import Path
 import msgspec
 
 from consistency import harness
-from consistency.case import Options, Road, Stage
+from consistency.case import Options, Stage
 from consistency.comparison import Comparison
 from consistency.device import DeviceInfo
 from consistency.discovery import accelerators, select
 from consistency.errors import UsageError
 from consistency.launch.local import Watcher
+from consistency.road import Road
 
 STALL_S = 30.0  # a worker that hangs is given up after this; importing torch from a slow disk is quicker
 
@@ -43,6 +44,8 @@ class Trial:
     repeat : int
     two_devices : bool
         Whether it needs a second accelerator, and a worker that sees both.
+    roads : tuple of Road or None
+        Those that tell it from other causes, where the level's do not.
     """
 
     fault: str
@@ -52,6 +55,7 @@ class Trial:
     words: str = ""
     repeat: int = 1
     two_devices: bool = False
+    roads: tuple[Road, ...] | None = None
 
 
 _ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
@@ -66,6 +70,29 @@ TRIALS: tuple[Trial, ...] = (
     Trial(fault="adapter-copy-dropped", expected="fresh-init", stages=_ADAPTER, case="C1"),
     Trial(fault="adapter-copy-dropped-later", expected="never-written", stages=_ADAPTER, case="C1"),
     Trial(fault="adapter-old-bytes", expected="stale", stages=_ADAPTER, case="C1"),
+    Trial(
+        fault="road-copies-dropped",
+        expected="zeros",
+        stages=_ADAPTER,
+        case="C1",
+        words="the right bytes with torch_device=cpu: copies by way of the device",
+        roads=(Road.ISOLATED, Road.ISOLATED_CPU, Road.ISOLATED_LOW_MEMORY),
+    ),
+    Trial(
+        fault="road-low-memory-rounds",
+        expected="rounded-to-bf16",
+        stages=_ADAPTER,
+        case="C1",
+        words="with low_cpu_mem_usage=True, and the right bytes without: the dtype on the way",
+    ),
+    Trial(
+        fault="road-transformers-zeros",
+        expected="zeros",
+        stages=_ADAPTER,
+        case="C1",
+        words="transformers' loader",
+        roads=(Road.ISOLATED, Road.ISOLATED_TRANSFORMERS),
+    ),
     Trial(fault="adapter-bit-flip", expected="bit-flip", stages=_ADAPTER),
     Trial(fault="adapter-bit-flip-in-a", expected="bit-flip", stages=_ADAPTER),
     Trial(fault="adapter-through-bfloat16", expected="rounded-to-bf16", stages=_ADAPTER, case="C1"),
@@ -182,10 +209,10 @@ def drill(
     for trial in trials:
         devices = _devices(two=trial.two_devices)
         options = Options(
-            roads=(Road.SHARED.value,) if trial.two_devices else None,
             devices=tuple(info.spec.name for info in devices),
             stages=tuple(stage.value for stage in trial.stages),
             repeat=trial.repeat,
+            roads=(Road.SHARED,) if trial.two_devices else trial.roads,
             stall=STALL_S,
         )
         worker = devices[-1].spec.name

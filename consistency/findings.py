@@ -17,6 +17,8 @@ from consistency.causes import find_causes, names
 from consistency.comparison import BAD, WEIGHT, Finding, TensorComparison, tensor_name
 from consistency.given import find_tolerances
 from consistency.participants import Key, Participant
+from consistency.road import is_side_road
+from consistency.road_verdict import find_casts
 from consistency.touched import find_touched
 from consistency.transfer_verdict import find_transfer
 
@@ -42,6 +44,7 @@ def find(
             next_step=functools.partial(_next, participants, reference),
         ),
         *find_touched(tensors),
+        *find_casts(tensors),
         *_not_repeatable(tensors),
         *_same_program(participants, tensors),
         *find_box(_boxes(participants), workers=[p.label for p in participants]),
@@ -164,7 +167,8 @@ def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
 
 def _same_program(participants: Sequence[Participant], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     """Devices of one model that run one program on the same bytes are expected to agree to the bit."""
-    off = {row.worker for t in tensors if t.stage in ("base", "adapter") for row in t.rows if row.status in BAD}
+    carried = [t for t in tensors if t.stage in ("base", "adapter") and not is_side_road(t.road)]
+    off = {row.worker for t in carried for row in t.rows if row.status in BAD}
     groups: dict[tuple[Any, ...], list[Participant]] = {}
     for p in participants:
         if p.program is not None and p.label not in off and p.info.status == "ok":
@@ -226,6 +230,7 @@ def _next(participants: Sequence[Participant], reference: Participant | None, wo
     parts = ["consistency run", f"--base {case.base}"]
     parts += [f"--adapter {case.adapter}"] if case.adapter else []
     parts += [f"--dtype {case.dtype}"] if case.dtype != "auto" else []
+    parts += [f"--roads {','.join(case.roads)}"] if case.roads else []
     parts += [f"--tolerance {shlex.quote(str(override))}" for override in case.tolerance]
     return " ".join([*parts, f"--devices {','.join(devices)}", "--repeat 2"])
 

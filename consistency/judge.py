@@ -10,7 +10,7 @@ from consistency.case import Stage
 from consistency.comparison import Row, Status
 from consistency.errors import CaptureError
 from consistency.kept import measure_kept
-from consistency.naming import SETTINGS_LAYER, UNSUPPORTED
+from consistency.naming import CAST_ON_THE_WAY, SETTINGS_LAYER, UNSUPPORTED
 from consistency.numbers import Real
 from consistency.participants import Key, Participant
 from consistency.records import TensorMeasure, TensorRecord
@@ -94,6 +94,9 @@ def _moved(subject: Participant, reference: Participant, record: TensorRecord, e
         if expected is None or expected.reference_digest is None
         else (expected.reference_digest)
     )
+    if CAST_ON_THE_WAY in {*record.evidence, *(() if expected is None else expected.evidence)}:
+        # each is right or wrong about the casts of its own road; whether all make the same is the verdict over roads
+        right = record.reference_digest
     if record.digest == right and record.status == "outside" and record.reference_digest not in (None, right):
         # not what its own file holds, and what another capture's file did: bytes of an earlier run
         return _measured(

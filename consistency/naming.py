@@ -48,6 +48,8 @@ HOST = "cpu"
 """What the host is called at either end of a copy, whatever kernels its processor runs."""
 
 _TO = "->"
+CAST_ON_THE_WAY = "cast_on_the_way"
+"""Evidence of a row whose bytes are the file's after a cast that only its road makes: the dtype it goes through."""
 
 TOLERANCE = "tolerance"
 """Evidence of a row that a user's tolerance judged: that tolerance, as the command line takes it."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from consistency.capture import Capture
+import msgspec
+
+from consistency.capture import Capture, WorkerCapture
 from consistency.case import Case
+from consistency.naming import LOADED_AGAIN, SETTINGS_LAYER
 from consistency.numbers import encode_json
 from consistency.records import TensorRecord, WorkerInfo
+from consistency.road import is_side_road, main_road
 
 Key = tuple[str, str, str]
 
@@ -27,12 +31,15 @@ class Participant:
     info : WorkerInfo
     records : dict
         What it saw, by stage, layer and tensor, in the model's order.
+    sides : dict
+        The same by side road, for the roads that it took beside its own.
     """
 
     label: str
     capture: Capture
     info: WorkerInfo
     records: dict[Key, TensorRecord]
+    sides: dict[str, dict[Key, TensorRecord]] = field(default_factory=dict)
 
     @property
     def road(self) -> str:
@@ -69,10 +76,24 @@ class Participant:
         facts = (info.architecture, info.model, info.driver, info.capability, info.status, info.kernel_key)
         return encode_json((self.is_cpu, *facts, info.environment, info.in_force, self.case.dtype))
 
+    def on(self, road: str) -> Participant | None:
+        """Return this worker as it stands on a road: itself, what it saw on a side road, or None."""
+        if road == self.road:
+            return self
+        if road not in self.sides:
+            return None
+        return replace(self, info=msgspec.structs.replace(self.info, road=road), records=self.sides[road], sides={})
+
+    @property
+    def gave_up(self) -> bool:
+        """Tell whether this worker could not take the side road that it stands on: it owes no tensor there."""
+        record = self.records.get(("adapter", SETTINGS_LAYER, LOADED_AGAIN))
+        return is_side_road(self.road) and record is not None and record.status == "skipped"
+
     def could_have_seen(self, key: Key) -> bool:
         """Tell whether this worker's own case asked for a tensor that it has no record of."""
         case, stage = self.case, key[0]
-        return stage in case.stages and not case.only
+        return stage in case.stages and not case.only and not self.gave_up
 
 
 def gather(captures: Sequence[Capture]) -> tuple[Participant, ...]:
@@ -82,15 +103,58 @@ def gather(captures: Sequence[Capture]) -> tuple[Participant, ...]:
     seen = Counter((worker.info.name, worker.info.road) for capture in captures for worker in capture.workers)
     prefixed = any(count > 1 for count in seen.values())
     return tuple(
-        Participant(
-            label=f"{label}:{worker.info.name}" if prefixed else worker.info.name,
-            capture=capture,
-            info=worker.info,
-            records={keys.setdefault(record.key, record.key): record for record in worker.records},
-        )
+        _participant(f"{label}:{worker.info.name}" if prefixed else worker.info.name, capture, worker, keys)
         for label, capture in zip(labels, captures, strict=True)
         for worker in capture.workers
     )
+
+
+def _participant(label: str, capture: Capture, worker: WorkerCapture, keys: dict[Key, Key]) -> Participant:
+    by_road: dict[str, dict[Key, TensorRecord]] = {"": {}}
+    for record in worker.records:
+        by_road.setdefault(record.road, {})[keys.setdefault(record.key, record.key)] = record
+    own = by_road.pop("")
+    return Participant(label=label, capture=capture, info=worker.info, records=own, sides=by_road)
+
+
+def roads_of(participants: Sequence[Participant]) -> tuple[str, ...]:
+    """Return the roads that were taken: those that workers were started for, then what lies beside them."""
+    mains = dict.fromkeys(p.road for p in participants)
+    return (*mains, *dict.fromkeys(side for p in participants for side in p.sides))
+
+
+def on_road(
+    participants: Sequence[Participant], reference: Participant, road: str
+) -> tuple[list[Participant], Participant]:
+    """Return the workers of a road, and the reference among them as it stands there.
+
+    The reference worker stands on every default road, for the other workers are held against it. On a side road it
+    stands where it took that road, with other devices visible or without; where it did not, another worker that took it
+    stands for it: every one was held against the file. A worker that was lost before a side road that its neighbours
+    took owes it.
+    """
+    if not is_side_road(road):
+        members = [p for p in participants if p.road == road]
+        if not any(member is reference for member in members):
+            members.insert(0, reference)
+        return members, reference
+    took = {id(p.capture) for p in participants if road in p.sides}
+    here: Participant | None = None
+    members = []
+    for p in participants:
+        view = p.on(road)
+        if view is None and p.info.status != "ok" and p.road == main_road(road) and id(p.capture) in took:
+            view = replace(p, info=msgspec.structs.replace(p.info, road=road), records={}, sides={})
+        if view is not None:
+            members.append(view)
+            here = view if p is reference else here
+    if here is None:
+        beside = road.removeprefix(main_road(road))
+        elsewhere = next((side for side in reference.sides if side.removeprefix(main_road(side)) == beside), None)
+        here = None if elsewhere is None else reference.on(elsewhere)
+        if here is not None:
+            members.insert(0, here)
+    return members, here or next((m for m in members if m.records and not m.gave_up), members[0])
 
 
 def choose_reference(participants: Sequence[Participant]) -> Participant | None:

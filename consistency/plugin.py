@@ -32,8 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("name", metavar="TEXT", help="name of the case in item names")
     add("devices", metavar="LIST", help="auto (default), or cpu,cuda:0,cpu@avx2,…")
     add("dtype", metavar="DTYPE", help="auto, float32, bfloat16, float16")
-    add("stages", metavar="LIST", help="of transfer,base,adapter,merged,forward")
-    add("roads", metavar="LIST", help="of isolated,shared, or all")
+    add("stages", metavar="LIST", help="of transfer,operators,base,adapter,merged,forward,gradient,memory")
+    add(
+        "roads",
+        metavar="LIST",
+        help="isolated or shared, with +cpu, +target or +transformers, with +low-memory; or all",
+    )
     add("level", metavar="LEVEL", help="quick, standard, thorough")
     add("inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
     add("repeat", type=int, metavar="N", help="runs per device")

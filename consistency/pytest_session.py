@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from consistency import harness
-from consistency.case import Options, Road, Stage, make_options, read_options, split_list
+from consistency.case import Options, Stage, make_options, read_options, split_list
 from consistency.comparison import Comparison
 from consistency.device import parse_devices
 from consistency.errors import CaptureError, ConsistencyError
@@ -28,6 +28,7 @@ from consistency.items import Place, RowFinder, places
 from consistency.launch.plan import WorkerPlan, plan_waves
 from consistency.numbers import decode_json, encode_json
 from consistency.report.terminal import clean, sentence
+from consistency.road import Road
 
 _ARGUMENT = "consistency::"
 _COMPARISON, _ERROR, _STARTED = "comparison.json", "error.json", "started"
@@ -203,14 +204,15 @@ class Session:
         chosen_workers = [worker for _, worker in self._selected]
         names = {worker.name for worker in chosen_workers}
         maker = next(worker for worker in self.workers if worker.makes_reference)
-        roads = [r for r in Road if any(w.road is r for w in chosen_workers if not w.info.spec.is_cpu)]
+        taken = {r for w in chosen_workers if not w.info.spec.is_cpu for r in (w.road, *w.side_roads)}
+        taken = taken or {r for w in chosen_workers for r in (Road.ISOLATED, *w.side_roads)}
         whole = len(self._selected) == len(self.places) * len(self.workers)
         return dataclasses.replace(
             self.plan,
             case=msgspec.structs.replace(
                 case,
                 stages=tuple(s for s in case.stages if any(place.stage is s for place in chosen_places)),
-                roads=tuple(roads) or (Road.ISOLATED,),
+                roads=tuple(r for r in Road if r in taken),
                 only=() if whole else tuple(sorted({_prefix(place) for place in chosen_places})),
             ),
             devices=tuple(i for i in self.plan.devices if i.spec.name in names or i is maker.info),

@@ -98,6 +98,8 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Place in the model's own order, for "the first layer that differs".
     limit_ratio : float or None
         What was seen over what is allowed, for the `limit` rule.
+    road : str
+        The side road that this was seen on; empty on the worker's own.
     """
 
     stage: str
@@ -123,6 +125,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ingredients: dict[str, str] = {}
     order: int = 0
     limit_ratio: Real | None = None
+    road: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:

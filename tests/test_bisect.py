@@ -98,9 +98,9 @@ def test_variant_with_tf32_has_it_put_back(make_capture: MakeCapture) -> None:
 
 
 def test_change_has_the_last_word_in_the_environment() -> None:
-    from consistency.case import Road
     from consistency.device import parse_device
     from consistency.discovery import cpu_info
+    from consistency.road import Road
 
     info = cpu_info(parse_device("cpu@baseline"))
     found = worker_environment(info, Road.ISOLATED, threads=1, change={"MKL_CBWR": None, "EXTRA": "1"})

@@ -25,10 +25,11 @@ from consistency.capture import (
     worker_slug,
     write_json,
 )
-from consistency.case import Case, Level, Road
+from consistency.case import Case, Level
 from consistency.errors import CaptureError
 from consistency.numbers import Real, encode_json
 from consistency.records import SettingChange, TensorMeasure, TensorRecord, WorkerInfo
+from consistency.road import Road
 
 SLUG = "cuda_1@tf32.shared"
 BLOB = "ab" * 32

@@ -12,7 +12,6 @@ from consistency.case import (
     Case,
     Level,
     Options,
-    Road,
     Stage,
     make_options,
     parse_roads,
@@ -22,6 +21,7 @@ from consistency.case import (
 )
 from consistency.errors import UsageError
 from consistency.numbers import decode_json, encode_json
+from consistency.road import Road
 
 
 def toml(folder: Path, text: str) -> Path:
@@ -172,7 +172,7 @@ def test_an_unknown_stage_is_refused_with_those_that_there_are() -> None:
     assert caught.value.wanted == "one of " + ", ".join(Stage)
     with pytest.raises(UsageError) as caught:
         parse_roads(["forwards"])
-    assert caught.value.wanted == "one of isolated, shared"
+    assert caught.value.wanted == "isolated or shared, with +cpu, +target or +transformers, with +low-memory; or all"
 
 
 def test_stages_run_in_the_order_in_which_the_numbers_depend_on_one_another() -> None:
@@ -184,9 +184,10 @@ def test_stages_run_in_the_order_in_which_the_numbers_depend_on_one_another() ->
 
 
 def test_all_is_every_road() -> None:
-    assert parse_roads(["all"]) == (Road.ISOLATED, Road.SHARED)
+    assert parse_roads(["all"]) == tuple(Road)
     assert parse_roads(["shared"]) == (Road.SHARED,)
     assert parse_roads(["shared", "isolated"]) == (Road.ISOLATED, Road.SHARED)
+    assert parse_roads(["shared+target+low-memory", "isolated"]) == (Road.ISOLATED, Road.SHARED_TARGET_LOW_MEMORY)
     assert parse_roads(None) is None
 
 

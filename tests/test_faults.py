@@ -15,6 +15,7 @@ from consistency.comparison import Comparison, Finding
 from consistency.discovery import discover
 from consistency.preflight import prepare_case
 from consistency.records import WorkerInfo
+from consistency.road import Road
 from consistency.worker import session
 from consistency.worker.faults import FAULTS, plant
 from consistency.worker.job import EventLog, Job
@@ -44,6 +45,9 @@ NAMED = {
     "transfer-zeros": ("transfer", "zeros"),
     "transfer-corrupt": ("transfer", "bit-flip"),
     "transfer-stale-beside-work": ("transfer", "stale"),
+    "road-copies-dropped": ("adapter", "zeros"),
+    "road-low-memory-rounds": ("adapter", "rounded-to-bf16"),
+    "road-transformers-zeros": ("adapter", "zeros"),
     "base-bit-flip": ("base", "bit-flip"),
     "base-through-bfloat16": ("base", "rounded-to-bf16"),
     "merge-bit-flip": ("merged", "bit-flip"),
@@ -80,6 +84,14 @@ NEED_ANOTHER = {
     "gradient-zeros",
 }
 NEED_RELOAD = {"adapter-copy-dropped-later"}
+SIDE_ROADS = (Road.ISOLATED_CPU, Road.ISOLATED_LOW_MEMORY, Road.ISOLATED_TRANSFORMERS)
+# fault: what the roads say of it
+BY_ROAD = {
+    "road-copies-dropped": "the right bytes with torch_device=cpu: copies by way of the device that PEFT chooses",
+    "road-low-memory-rounds": "with low_cpu_mem_usage=True, and the right bytes without: the dtype on the way",
+    "road-transformers-zeros": "and the right bytes with PEFT's: transformers' loader",
+    "adapter-zeros": "with PEFT's loader, and the right bytes with transformers': PEFT's loader",
+}
 OTHERS = {"merge-not-repeatable", "setting-flipped"}
 ON_SEVERAL_DEVICES = {"bytes-elsewhere"}  # tests/accelerator/inside_memory.py
 
@@ -96,7 +108,7 @@ def errors(comparison: Comparison) -> list[Finding]:
 def look_at_fault(tmp_path: Path) -> Run:
     """Run the session of a worker in this process with a fault planted, and compare what it saw."""
 
-    def run(fault: str, stage: str) -> Comparison:
+    def run(fault: str, stage: str, side_roads: tuple[Road, ...] = ()) -> Comparison:
         # of one sequence's gradient luck leaves little to tell
         level = Level.STANDARD if fault in NEED_RELOAD or stage == "gradient" else Level.QUICK
         case = prepare_case(Options(base="builtin:llama", stages=(stage,), level=level))
@@ -109,7 +121,7 @@ def look_at_fault(tmp_path: Path) -> Run:
                 job = Job(
                     case=case, name=name, device="cpu", road="isolated", folder=str(folder), blobs=str(writer.blobs),
                     scratch=str(tmp_path), settings={}, makes_reference=not slugs, threads=1, parent_pid=os.getpid(),
-                    fault=planted,
+                    fault=planted, side_roads=side_roads,
                 )  # fmt: skip
                 with EventLog(folder / "events.jsonl") as events:
                     session.run(job, events)
@@ -128,7 +140,7 @@ def look_at_fault(tmp_path: Path) -> Run:
 @pytest.mark.parametrize("fault", NAMED)
 def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: str) -> None:
     stage, kind = NAMED[fault]
-    found = look_at_fault(fault, stage)
+    found = look_at_fault(fault, stage, SIDE_ROADS if fault in BY_ROAD else ())
     assert found.verdict == "inconsistent"
     assert found.exit_status == 1
     first = errors(found)[0]
@@ -137,6 +149,8 @@ def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: str) -> No
     assert first.message.startswith(f"{stage} · {FAULTY} · ")
     assert all(name.startswith(f"{stage}::") for name in first.tensors)
     assert {d.worker for d in found.first_divergence} == {FAULTY}
+    assert BY_ROAD.get(fault, "") in first.message
+    assert len(errors(found)) == 1 or fault not in BY_ROAD, "one cause is one finding, on however many roads it shows"
 
 
 @pytest.mark.parametrize("stage", ["transfer", "operators", "base", "adapter", "merged", "gradient", "memory"])
@@ -211,6 +225,19 @@ def test_bits_that_do_not_repeat(run_with_faults: Run) -> None:
     assert {f.kind for f in errors(found)} == {"not-repeatable"}
     assert errors(found)[0].workers == (FAULTY,)
     assert run_with_faults({}, stages=("merged",), repeat=2).verdict == "consistent"
+
+
+def test_the_default_run_tells_a_fault_of_one_road(run_with_faults: Run) -> None:
+    """The default road is right, so that no other stage of the run can see it."""
+    found = run_with_faults({FAULTY: "road-low-memory-rounds"}, stages=("adapter",))
+    (finding,) = errors(found)
+    assert (finding.kind, finding.workers) == ("rounded-to-bf16", (FAULTY,))
+    assert BY_ROAD["road-low-memory-rounds"] in finding.message
+    assert finding.roads == ("isolated+low-memory",)
+    wrong = [t for t in found.tensors if any(row.status == "outside" for row in t.rows)]
+    assert {t.road for t in wrong} == {"isolated+low-memory"}
+    assert len(wrong) == 56
+    assert found.exit_status == 1
 
 
 def test_setting_that_was_flipped_in_mid_run(run_with_faults: Run) -> None:

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from consistency.case import LEVELS, Level, Options, Road, Stage
+from consistency.case import LEVELS, Level, Options, Stage
 from consistency.errors import ConsistencyError, InputError, UsageError
 from consistency.preflight import check_files, prepare_case, read_adapter
+from consistency.road import Road
 
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")
 PREFIX = "base_model.model."
@@ -72,7 +73,7 @@ def test_a_base_and_its_adapter_make_a_case(tmp_path: Path) -> None:
     )
     assert (case.base, case.adapter, case.name) == (str(base), str(adapter), "llama + mine")
     assert case.stages == (Stage.ADAPTER, Stage.MERGED)
-    assert case.roads == (Road.ISOLATED, Road.SHARED)
+    assert case.roads == tuple(Road)
     assert case.dtype == "float16"
     assert case.inputs is None
 

@@ -1,4 +1,7 @@
-"""Which workers a case needs: one per device and road, in waves that leave each device to one process at a time."""
+"""Which workers a case needs: one per device and default road, in waves that leave a device to one process at a time.
+
+A worker takes the side roads of its default road itself: starting one costs seconds, loading the adapter again little.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from consistency.capture import worker_slug
-from consistency.case import Case, Road
+from consistency.case import Case, Stage
 from consistency.device import DeviceInfo
 from consistency.launch.change import Change
+from consistency.road import Road
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +23,9 @@ class WorkerPlan:
     ----------
     info : DeviceInfo
     road : Road
+        The default road that it is started for.
+    side_roads : tuple of Road
+        What it takes beside that.
     makes_reference : bool
         Whether it computes the float64 activations for all.
     change : Change or None
@@ -27,6 +34,7 @@ class WorkerPlan:
 
     info: DeviceInfo
     road: Road
+    side_roads: tuple[Road, ...] = ()
     makes_reference: bool = False
     change: Change | None = None
 
@@ -45,19 +53,21 @@ class WorkerPlan:
 
 
 def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPlan]]:
-    """Return the workers of a case, one list per road; the next wave starts when the one before has ended.
+    """Return the workers of a case, one list per default road; the next wave starts when the one before has ended.
 
     The CPU goes with the first wave only: no road leads past it. The worker that makes the float64 activations is the
     plain CPU where there is one.
     """
-    roads = case.roads or default_roads(devices)
+    roads = case.roads or default_roads(devices, sides=case.plan.sides)
     maker = _reference_maker(devices)
     waves = []
-    for number, road in enumerate(roads):
+    for number, main in enumerate(dict.fromkeys(road.main for road in roads)):
+        sides = tuple(road for road in roads if road.main is main and not road.is_main) if _loads(case) else ()
         wave = [
             WorkerPlan(
                 info=info,
-                road=Road.ISOLATED if info.spec.is_cpu else road,
+                road=Road.ISOLATED if info.spec.is_cpu else main,
+                side_roads=_on_cpu(sides, chosen=case.roads is not None) if info.spec.is_cpu else sides,
                 makes_reference=number == 0 and info is maker,
             )
             for info in devices
@@ -69,13 +79,29 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
     return waves
 
 
-def default_roads(devices: Sequence[DeviceInfo]) -> tuple[Road, ...]:
+def default_roads(devices: Sequence[DeviceInfo], *, sides: Sequence[str] = ()) -> tuple[Road, ...]:
     """Return the roads that a fault of the copies can be told from a fault of the device by.
 
     Alone on its device a worker cannot meet a broken copy between devices; with one accelerator there is no such copy.
+
+    Parameters
+    ----------
+    devices : sequence of DeviceInfo
+    sides : sequence of str
+        What each default road is taken with beside.
     """
     accelerators = {(info.spec.type, info.spec.index) for info in devices if not info.spec.is_cpu}
-    return tuple(Road) if len(accelerators) > 1 else (Road.ISOLATED,)
+    mains = (Road.ISOLATED, Road.SHARED) if len(accelerators) > 1 else (Road.ISOLATED,)
+    return tuple(road for road in Road if road.main in mains and (road.is_main or road.side in sides))
+
+
+def _loads(case: Case) -> bool:
+    return case.adapter is not None and Stage.ADAPTER in case.stages
+
+
+def _on_cpu(sides: Sequence[Road], *, chosen: bool) -> tuple[Road, ...]:
+    """Return what the CPU takes beside its default road: to name `cpu` to PEFT there is to say what it does anyway."""
+    return tuple(road.beside(Road.ISOLATED) for road in sides if chosen or road.torch_device is None)
 
 
 def _reference_maker(devices: Sequence[DeviceInfo]) -> DeviceInfo:

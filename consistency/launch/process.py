@@ -103,6 +103,7 @@ class WorkerProcess:
             settings={**({} if variant is None else variant.settings), **change.settings},
             makes_reference=plan.makes_reference,
             threads=threads,
+            side_roads=plan.side_roads,
             parent_pid=os.getpid(),
             fault=fault,
         )

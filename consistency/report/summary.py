@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from consistency.case import Stage
 from consistency.comparison import BAD, Comparison, Divergence, TensorComparison
+from consistency.road import is_side_road
 
 MOST_LINES = 8
 """Lines of one architecture: a person takes in that many; a fleet may have as many kinds of bits as workers."""
@@ -74,6 +75,17 @@ class Group:
     lines: tuple[Line, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideRoad:
+    """How a side road ended: the workers and tensors that are not as they should be, or that nobody could take it."""
+
+    road: str
+    workers: tuple[str, ...]
+    bad: int
+    total: int
+    skipped: bool
+
+
 def stages(comparison: Comparison) -> list[str]:
     """Return the stages that were looked at, in order."""
     seen = {tensor.stage for tensor in comparison.tensors}
@@ -106,6 +118,20 @@ def groups(comparison: Comparison, road: str) -> list[Group]:
                 lines=_shortened(full, comparison.reference),
             )
         )
+    return found
+
+
+def side_roads(comparison: Comparison) -> list[SideRoad]:
+    """Return what every side road gave, of which few say anything new."""
+    found = []
+    for road in comparison.roads:
+        if not is_side_road(road):
+            continue
+        tensors = [tensor for tensor in comparison.tensors if tensor.road == road]
+        bad = [tensor for tensor in tensors if any(row.status in BAD for row in tensor.rows)]
+        workers = dict.fromkeys(row.worker for tensor in bad for row in tensor.rows if row.status in BAD)
+        looked = any(row.status not in ("skipped", "blocked") for tensor in tensors for row in tensor.rows)
+        found.append(SideRoad(road=road, workers=tuple(workers), bad=len(bad), total=len(tensors), skipped=not looked))
     return found
 
 

@@ -20,13 +20,16 @@ from consistency.report.summary import (
     Cell,
     Group,
     Line,
+    SideRoad,
     class_text,
     divergences,
     groups,
+    side_roads,
     some_names,
     stages,
     worst_ratio,
 )
+from consistency.road import is_side_road
 from consistency.transfer_verdict import Matrix
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
 _MOST_TENSORS = 20
 _MOST_FINDINGS = 20
+_MOST_ROADS = 4  # names of roads that fit a line
 _STYLES = {"consistent": "bold green", "inconsistent": "bold red", "incomplete": "bold yellow"}
 
 
@@ -72,12 +76,14 @@ def _print_report(
         write.finding(number, finding)
     if len(errors) > len(shown):
         write.line(f"and {_count(len(errors) - len(shown), 'more finding')}: -v shows all")
-    for road in comparison.roads:
-        if len(comparison.roads) > 1:
+    mains = [road for road in comparison.roads if not is_side_road(road)]
+    for road in mains:
+        if len(mains) > 1:
             write.line(f"road: {road}", style="bold")
         write.table(groups(comparison, road), stages(comparison), comparison.reference)
     for matrix in worth_showing(comparison.tensors):
         write.matrix(matrix)
+    write.side_roads(side_roads(comparison))
     write.first_bits(comparison)
     write.layers(comparison, verbose=verbose)
     for finding in comparison.findings:
@@ -205,12 +211,30 @@ class Writer:
 
     def first_bits(self, comparison: Comparison) -> None:
         for found, workers in divergences(comparison.first_other_bits):
-            where = f" (road {found.road})" if len(comparison.roads) > 1 else ""
+            where = f" (road {found.road})" if found.road != comparison.roads[0] else ""
             self.line(
                 f"{', '.join(some_names(workers))}{where}: other bits than {comparison.reference} from {found.stage}, "
                 f"{found.layer}.{found.tensor} on ({found.status})"
             )
         if comparison.first_other_bits:
+            self._console.print()
+
+    def side_roads(self, found: Sequence[SideRoad]) -> None:
+        """Print in one line the side roads on which all is equal, and those apart on which something is not."""
+        equal = [side.road for side in found if not side.bad and not side.skipped]
+        if equal:
+            count = f"{len(equal)} more, all equal" if len(equal) > 1 else "1 more, equal"
+            self.line(f"roads: {count}" + (f" ({', '.join(equal)})" if len(equal) <= _MOST_ROADS else ""))
+        for side in found:
+            if side.bad:
+                self.line(
+                    f"road {side.road}: {self._marks['✗']} {side.bad}/{side.total} on "
+                    f"{', '.join(some_names(side.workers))}",
+                    style="bold red",
+                )
+            elif side.skipped:
+                self.line(f"road {side.road}: skipped", style="dim")
+        if found:
             self._console.print()
 
     def layers(self, comparison: Comparison, *, verbose: bool) -> None:
@@ -224,7 +248,8 @@ class Writer:
             table.add_column(title, header_style="bold", overflow="fold")
         limit = len(shown) if verbose else _MOST_TENSORS
         for tensor in shown[:limit]:
-            cells = (tensor.stage, tensor.layer, tensor.tensor, class_text(tensor.classes), self._worst(tensor))
+            stage = tensor.stage if tensor.road == comparison.roads[0] else f"{tensor.stage} ({tensor.road})"
+            cells = (stage, tensor.layer, tensor.tensor, class_text(tensor.classes), self._worst(tensor))
             table.add_row(*(self.text(cell) for cell in cells))
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
         if len(shown) > limit:

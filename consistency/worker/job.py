@@ -13,6 +13,7 @@ import msgspec
 from consistency.case import Case
 from consistency.numbers import decode_json, encode_json
 from consistency.records import SettingChange, StageMemory
+from consistency.road import Road
 
 EventKind = Literal["stage", "step", "wait", "done", "failed"]
 
@@ -43,6 +44,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     device : str
         The device as torch numbers it in this worker: `cuda:0` where only one is visible.
     road : str
+    side_roads : tuple of Road
+        What the stage `adapter` takes beside it.
     folder, blobs, scratch : str
         The worker's own folder, the capture's tensors, and a folder shared with the other workers of this run.
     settings : dict
@@ -66,6 +69,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     makes_reference: bool
     threads: int
     parent_pid: int
+    side_roads: tuple[Road, ...] = ()
     fault: str | None = None
 
 

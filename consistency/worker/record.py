@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from consistency.numerics.digest import TensorDigest, as_bytes, differing_blocks
 from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import name_of
 from consistency.records import RecordStatus, TensorMeasure, TensorRecord
+from consistency.road import Road
 from consistency.tolerance import Rule
 
 KEEP_BYTES = 64 * 2**20
@@ -45,6 +47,7 @@ class Recorder:
         self._blobs = blobs
         self._only = tuple(only)
         self._order = 0
+        self._road = ""
 
     def __enter__(self) -> Recorder:
         return self
@@ -59,9 +62,18 @@ class Recorder:
             key == prefix or key.startswith((prefix + ".", prefix + "::")) or prefix == stage for prefix in self._only
         )
 
+    @contextmanager
+    def on_road(self, road: Road) -> Iterator[None]:
+        """Record what follows as seen on a side road."""
+        self._road = road.value
+        try:
+            yield
+        finally:
+            self._road = ""
+
     def write(self, record: TensorRecord) -> None:
         self._order += 1
-        line = encode_json(msgspec.structs.replace(record, order=self._order)) + b"\n"
+        line = encode_json(msgspec.structs.replace(record, order=self._order, road=self._road)) + b"\n"
         try:
             os.write(self._file.fileno(), line)
         except OSError as error:

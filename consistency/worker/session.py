@@ -12,11 +12,12 @@ import msgspec
 import torch
 
 from consistency.capture import write_json
-from consistency.case import Road, Stage
+from consistency.case import Stage
 from consistency.errors import UsageError
 from consistency.naming import WHOLE_MODEL
 from consistency.numerics.digest import digest
 from consistency.records import SettingChange
+from consistency.road import Road
 from consistency.worker import determinism, environment
 from consistency.worker.files import WeightFiles
 from consistency.worker.inputs import digest_of, fixed_inputs

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from consistency.case import Case, Road
+from consistency.case import Case, Level, Stage
 from consistency.device import DeviceInfo, parse_device
 from consistency.launch.plan import default_roads, plan_waves
+from consistency.road import Road
 
 CASE = Case(name="x", base="base", adapter="adapter")
 
@@ -52,3 +53,44 @@ def test_labels_name_the_road_where_it_is_not_the_usual_one() -> None:
     assert first[0].label == "cuda:0"
     assert second[0].label == "cuda:0 (shared)"
     assert first[0].slug != second[0].slug
+
+
+def sides(case: Case, *names: str) -> list[tuple[str, list[str]]]:
+    return [
+        (plan.label, [road.value for road in plan.side_roads])
+        for wave in plan_waves(case, devices(*names))
+        for plan in wave
+    ]
+
+
+def test_a_level_takes_roads_beside_each_default_road() -> None:
+    """On a CPU, where PEFT has one device to choose, `+cpu` says what it does anyway."""
+    assert sides(CASE, "cpu", "cuda:0", "cuda:1") == [
+        ("cpu", ["isolated+low-memory"]),
+        ("cuda:0", ["isolated+cpu", "isolated+low-memory"]),
+        ("cuda:1", ["isolated+cpu", "isolated+low-memory"]),
+        ("cuda:0 (shared)", ["shared+cpu", "shared+low-memory"]),
+        ("cuda:1 (shared)", ["shared+cpu", "shared+low-memory"]),
+    ]
+    quick = Case(name="x", base="base", adapter="adapter", level=Level.QUICK)
+    assert sides(quick, "cpu", "cuda:0") == [("cpu", []), ("cuda:0", [])]
+    thorough = Case(name="x", base="base", adapter="adapter", level=Level.THOROUGH)
+    assert [len(found) for _, found in sides(thorough, "cuda:0", "cuda:1")] == [7, 7, 7, 7]
+
+
+def test_a_side_road_brings_its_default_road_with_it() -> None:
+    alone = Case(name="x", base="base", adapter="adapter", roads=(Road.SHARED_TARGET,))
+    assert sides(alone, "cpu", "cuda:1") == [
+        ("cpu", ["isolated+target"]),
+        ("cuda:1 (shared)", ["shared+target"]),
+    ]
+    every = Case(name="x", base="base", adapter="adapter", roads=tuple(Road))
+    assert [len(found) for _, found in sides(every, "cpu", "cuda:1")] == [7, 7, 7]
+    plain = Case(name="x", base="base", adapter="adapter", roads=(Road.ISOLATED,))
+    assert sides(plain, "cuda:1") == [("cuda:1", [])]
+
+
+def test_without_an_adapter_or_its_stage_there_is_nothing_to_take() -> None:
+    assert sides(Case(name="x", base="base"), "cuda:0") == [("cuda:0", [])]
+    merged = Case(name="x", base="base", adapter="adapter", stages=(Stage.MERGED,))
+    assert sides(merged, "cuda:0") == [("cuda:0", [])]

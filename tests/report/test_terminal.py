@@ -151,3 +151,35 @@ def test_piped_output_has_no_trailing_blanks() -> None:
 def test_sentence_counts_other_findings() -> None:
     findings = tuple(Finding(kind="zeros", severity="error", message=f"m{i}") for i in range(3))
     assert sentence(comparison([], verdict="inconsistent", findings=findings)) == "m0 (and 2 other findings)"
+
+
+def test_side_roads_that_say_nothing_new_share_a_line() -> None:
+    roads = ("isolated", "isolated+cpu", "isolated+low-memory")
+    text = printed(comparison([tensor([ALL], road=road) for road in roads], roads=roads))
+    assert "roads: 2 more, all equal (isolated+cpu, isolated+low-memory)" in text
+    assert text.count("Ampere sm_86") == 1, "one table, not one per side road"
+    assert "road: isolated" not in text
+    five = (*roads, "isolated+target", "isolated+transformers", "isolated+cpu+low-memory")
+    text = printed(comparison([tensor([ALL], road=road) for road in five], roads=five))
+    assert "roads: 5 more, all equal\n" in text
+
+
+def test_a_side_road_with_something_to_say_has_a_line_of_its_own() -> None:
+    roads = ("isolated", "isolated+cpu", "isolated+low-memory", "isolated+transformers")
+    wrong = tensor([["cpu", "cuda:0"], ["cuda:1"]], road=roads[2], statuses={"cuda:1": "outside"})
+    skipped = tensor([ALL], road=roads[3], statuses=dict.fromkeys(ALL, "skipped"))
+    found = comparison([tensor([ALL]), tensor([ALL], road=roads[1]), wrong, skipped], roads=roads)
+    text = printed(found)
+    assert "roads: 1 more, equal (isolated+cpu)" in text
+    assert "road isolated+low-memory: ✗ 1/1 on cuda:1" in text
+    assert "road isolated+transformers: skipped" in text
+    assert "adapter (isolated+low-memory)   layers.0" in text, "whose tensor it is stands beside it"
+
+
+def test_default_roads_have_a_table_each() -> None:
+    workers = (worker("cpu", "x86-64"), worker("cuda:0"), worker("cuda:0", road="shared"))
+    tensors = [tensor([["cpu", "cuda:0"]]), tensor([["cpu", "cuda:0"]], road="shared")]
+    text = printed(comparison(tensors, workers=workers, roads=("isolated", "shared")))
+    assert "road: isolated" in text
+    assert "road: shared" in text
+    assert "more" not in text

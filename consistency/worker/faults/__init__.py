@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from consistency.errors import UsageError
-from consistency.worker.faults import adapter, base, compute, computed, memory, process, transfer
+from consistency.worker.faults import adapter, base, compute, computed, memory, process, roads, transfer
 from consistency.worker.faults.planting import Install
 
 FAULTS: dict[str, Install] = {
@@ -21,6 +21,7 @@ FAULTS: dict[str, Install] = {
     **computed.FAULTS,
     **memory.FAULTS,
     **process.FAULTS,
+    **roads.FAULTS,
     **transfer.FAULTS,
 }
 """Every fault by its name."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,14 +19,15 @@ from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.tolerance import Rule
 from consistency.worker.loading import ADAPTER_NAME
+from consistency.worker.stages import roads
 from consistency.worker.stages.base import PEER_KEEP_BYTES
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.leftover import leftover
+from consistency.worker.stages.leftover import file_of_another, leftover
 from consistency.worker.stages.reload import POISON, Loads, reload
 
 
 def run(context: Context) -> None:
-    """Record every tensor of the adapter's file, what is missing or left over, and the adapter's settings."""
+    """Record the adapter's file tensor by tensor, what is missing or left over, its settings, and its side roads."""
     model, record = context.model, context.record
     state = model.state_dict(keep_vars=True)
     again = reload(context, state) if context.job.case.reloads else {}
@@ -64,7 +64,7 @@ def run(context: Context) -> None:
         else:
             known = Known(
                 initial=context.initial.get(name),
-                swapped=functools.partial(_file_of_another, by_digest, own),
+                swapped=functools.partial(file_of_another, by_digest, own),
                 stale=functools.partial(leftover, context.base.tensors),
             )
         record.moved(
@@ -82,11 +82,7 @@ def run(context: Context) -> None:
     _made_on_loading(context, state, missing)
     if record.wants("adapter", SETTINGS_LAYER):
         _settings(context)
-
-
-def _file_of_another(by_digest: Mapping[str, str], own: str, tensor: torch.Tensor) -> str | None:
-    value = digest(tensor).value
-    return by_digest.get(value) if value != own else None
+    roads.run(context, by_digest)
 
 
 def _missing(context: Context, state: dict[str, Any]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Recognise bytes that lay in memory before: what a copy leaves in recycled memory when it never arrives."""
+"""Recognise bytes that belong elsewhere: another tensor's, or what a copy that never arrives leaves in old memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from consistency.numerics.digest import as_bytes
+from consistency.numerics.digest import as_bytes, digest
 from consistency.numerics.memory import same_memory
 
 _GRANULARITY = 512
@@ -16,6 +16,12 @@ _GRANULARITY = 512
 _LEAST_BYTES = 64  # fewer bytes may agree by chance
 
 _WIDEST = 8  # bytes of the widest number: every narrower one repeats at such a distance too
+
+
+def file_of_another(by_digest: Mapping[str, str], own: str, tensor: torch.Tensor) -> str | None:
+    """Return the key of another tensor of the adapter's file whose bytes these are; `own` is the right one's digest."""
+    value = digest(tensor).value
+    return by_digest.get(value) if value != own else None
 
 
 def leftover(tensors: Mapping[str, torch.Tensor], tensor: torch.Tensor) -> str | None:

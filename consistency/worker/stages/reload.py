@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +47,7 @@ def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
     saved = {n: state[n].detach().clone() for n in names}
     found: dict[str, Loads] = {}
     for _ in range(max(1, context.job.case.repeat - 1)):
-        with torch.no_grad():
-            for name in names:
-                data = state[name].data
-                data.view(_INTEGERS[data.element_size()]).fill_(POISON[data.element_size()])
+        poison(state[name] for name in names)
         try:
             context.model.load_adapter(context.job.case.adapter, ADAPTER_NAME)  # type: ignore[operator]
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -81,6 +79,14 @@ def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
         status="measured", diagnosis=None, digests=[digest(done)],
     )  # fmt: skip
     return found
+
+
+def poison(tensors: Iterable[torch.Tensor]) -> None:
+    """Fill tensors of numbers with NaN of a payload that no computation makes."""
+    with torch.no_grad():
+        for tensor in tensors:
+            data = tensor.data
+            data.view(_INTEGERS[data.element_size()]).fill_(POISON[data.element_size()])
 
 
 def _restore(state: dict[str, Any], saved: dict[str, torch.Tensor]) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from consistency.case import Level, Road, Stage
+from consistency.case import Level, Stage
 from consistency.naming import CASTING, CHAIN, DIRECT, HOST, HOST_STAGED, OVERLAPPED, STRIDED, large_copy, pair_name
 from consistency.numerics.diagnosis import Diagnosis, Known, diagnose_moved
 from consistency.numerics.digest import as_bytes, combine
 from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import name_of
 from consistency.records import RecordStatus, TensorMeasure, TensorRecord
+from consistency.road import Road
 from consistency.tolerance import Rule
 from consistency.worker.job import EventLog, Job
 from consistency.worker.memory import free_bytes, is_out_of_memory
