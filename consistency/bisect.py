@@ -141,7 +141,7 @@ def bisect(
     """
     with tempfile.TemporaryDirectory(prefix="consistency-bisect-") as scratch:
         subject = _subject(report, number, tensor, worker, Path(scratch), dict(faults or {}))
-        changes = candidates(subject.participant, subject.reference)
+        changes = candidates(subject.participant, subject.reference, subject.key[0])
         run = _Runner(subject, Path(scratch))
         trials: list[Trial] = []
 
@@ -188,7 +188,7 @@ def smallest(changes: Sequence[Change], gone: Callable[[Sequence[Sequence[Change
     return tuple(kept)
 
 
-def candidates(subject: Participant, reference: Participant) -> tuple[Change, ...]:
+def candidates(subject: Participant, reference: Participant, stage: str) -> tuple[Change, ...]:
     """Return what could explain a difference of a worker, each to be switched alone.
 
     What the worker's variant sets is put back, each variable by itself; threads become the reference worker's; on an
@@ -212,9 +212,26 @@ def candidates(subject: Participant, reference: Participant) -> tuple[Change, ..
             if name in pinned and name not in variant.settings:
                 found.append(Change(name=text, settings={name: value}))
         found += [Change(name=name, settings=settings) for name, settings in _SDPA.items()]
-        if subject.info.road != Road.ISOLATED:
-            found.append(Change(name="the other devices hidden", road=Road.ISOLATED))
-    return tuple(found)
+    return (*found, *_roads(subject, stage))
+
+
+def _roads(subject: Participant, stage: str) -> Iterable[Change]:
+    """Yield the roads that the adapter's bytes, or else the whole worker, could have taken instead."""
+    road = Road(subject.road)
+    if road.main is Road.SHARED:
+        yield Change(name="the other devices hidden", road=road.beside(Road.ISOLATED))
+    if stage != Stage.ADAPTER:
+        return
+    others = [("the default road", road.main), ("torch_device='cpu'", Road(f"{road.main}+cpu"))]
+    if not parse_device(subject.info.name).is_cpu:
+        others.append(("torch_device=target", Road(f"{road.main}+target")))
+    others.append(
+        ("low_cpu_mem_usage=False", road.without_low_memory)
+        if road.low_memory
+        else ("low_cpu_mem_usage=True", Road(f"{road}+low-memory"))
+    )
+    others.append(("transformers' loader", Road(f"{road.main}+transformers")))
+    yield from (Change(name=name, road=other) for name, other in dict(others).items() if other is not road)
 
 
 _PINNED: dict[str, object] = {
@@ -282,6 +299,7 @@ class _Runner:
     def _trial(self, changes: Sequence[Change]) -> Trial:
         found = self._capture(self._subject.participant, changes)
         names = tuple(change.name for change in changes)
+        road = Change.together(changes).road or Road(self._subject.participant.road)
         (worker,) = found.workers
         if worker.info.status != "ok":
             return Trial(changes=names, gone=False, detail=f"the worker was lost: {worker.info.reason}")
@@ -289,7 +307,7 @@ class _Runner:
         label = gather([self._reference, found])[-1].label
         for tensor in comparison.tensors:
             row = tensor.row(label)
-            if (tensor.stage, tensor.layer, tensor.tensor) != self._subject.key or row is None:
+            if (tensor.stage, tensor.layer, tensor.tensor) != self._subject.key or tensor.road != road or row is None:
                 continue
             if self._subject.bad:
                 ratio = "" if row.bound_ratio is None else f", {float(row.bound_ratio):.3g} of the bound"
@@ -303,7 +321,9 @@ class _Runner:
         self._count += 1
         target = self._scratch / f"trial-{self._count}"
         merged = Change.together(changes)
-        plan = WorkerPlan(info=info, road=merged.road or Road(who.info.road), makes_reference=True, change=merged)
+        road = merged.road or Road(who.info.road)
+        sides = () if road.is_main else (road,)
+        plan = WorkerPlan(info=info, road=road.main, side_roads=sides, makes_reference=True, change=merged)
         threads = merged.threads or int(who.info.environment.get("threads") or 1)
         harness.capture_plans(
             self._case,

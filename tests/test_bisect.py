@@ -74,7 +74,7 @@ def participant(make_capture: MakeCapture, name: str, **info: Any) -> Participan
 def test_variant_is_taken_apart_into_its_variables(make_capture: MakeCapture) -> None:
     environment = {"environment": {"threads": 2}}
     subject = participant(make_capture, "cpu@baseline", **environment)
-    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}))
+    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "merged")
     assert [change.name for change in found] == [
         "ATEN_CPU_CAPABILITY unset", "MKL_CBWR unset", "ONEDNN_MAX_CPU_ISA unset", "1 thread"
     ]  # fmt: skip
@@ -83,7 +83,9 @@ def test_variant_is_taken_apart_into_its_variables(make_capture: MakeCapture) ->
 def test_accelerator_has_its_switches_tried(make_capture: MakeCapture) -> None:
     asked = {"matmul_allow_tf32": False, "cudnn_allow_tf32": False, "bf16_reduced_precision_reduction": False}
     subject = participant(make_capture, "cuda:1", asked=asked, road="shared", environment={"threads": 1})
-    names = [c.name for c in candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}))]
+    names = [
+        c.name for c in candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "merged")
+    ]
     assert "TF32 in matrix products" in names
     assert "bfloat16 sums in reduced precision" in names
     assert "SDPA flash" in names
@@ -92,9 +94,22 @@ def test_accelerator_has_its_switches_tried(make_capture: MakeCapture) -> None:
 
 def test_variant_with_tf32_has_it_put_back(make_capture: MakeCapture) -> None:
     subject = participant(make_capture, "cuda:0@tf32", asked={"matmul_allow_tf32": True}, environment={"threads": 1})
-    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}))
+    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "merged")
     assert Change(name="matmul_allow_tf32 = False", settings={"matmul_allow_tf32": False}) in found
     assert "TF32 in matrix products" not in [change.name for change in found]
+
+
+def test_adapter_has_its_roads_tried(make_capture: MakeCapture) -> None:
+    subject = participant(make_capture, "cuda:1", road="shared", environment={"threads": 1})
+    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "adapter")
+    roads = {change.name: change.road for change in found if change.road}
+    assert roads == {
+        "the other devices hidden": "isolated",
+        "torch_device='cpu'": "shared+cpu",
+        "torch_device=target": "shared+target",
+        "low_cpu_mem_usage=True": "shared+low-memory",
+        "transformers' loader": "shared+transformers",
+    }
 
 
 def test_change_has_the_last_word_in_the_environment() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,12 +182,21 @@ def _captures(head: ReportHead, folder: Path, scratch: Path) -> list[Capture]:
 def _seen(finding: Finding, participants: tuple[Participant, ...]) -> list[tuple[Participant, TensorRecord]]:
     wanted, workers = set(finding.tensors), set(finding.workers)
     return [
-        (participant, record)
+        (view, record)
         for participant in participants
         if participant.label in workers
-        for key, record in participant.records.items()
+        for view in _views(participant, finding.roads)
+        for key, record in view.records.items()
         if tensor_name(*key) in wanted
     ]
+
+
+def _views(participant: Participant, roads: Sequence[str]) -> Iterator[Participant]:
+    """Yield a worker as it stands on each road that a finding is about, on its default road where it names none."""
+    for road in roads or (participant.road,):
+        view = participant.on(road)
+        if view is not None:
+            yield view
 
 
 def _rank(record: TensorRecord) -> tuple[bool, bool, int, int]:

@@ -19,6 +19,7 @@ from consistency.device import KERNEL_VARIABLES, parse_device
 from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.report.terminal import clean
 from consistency.reproduce.evidence import Evidence, find_evidence
+from consistency.road import Road
 
 if TYPE_CHECKING:
     import torch
@@ -177,8 +178,26 @@ def _via(evidence: Evidence) -> str | None:
     """Return the device that PEFT's default loading goes by, where all devices were visible."""
     device = _device(evidence)
     kind, _, index = device.partition(":")
-    shared = evidence.participant.road.startswith("shared")
-    return f"{kind}:0" if evidence.record.stage == "adapter" and shared and index not in ("", "0") else None
+    road = _road(evidence)
+    hops = road is not None and road.main is Road.SHARED and road.chooses_device
+    return f"{kind}:0" if evidence.record.stage == "adapter" and hops and index not in ("", "0") else None
+
+
+def _road(evidence: Evidence) -> Road | None:
+    """Return the road that the worker stands on; None for one that this version does not know."""
+    name = evidence.participant.road
+    return Road(name) if name in list(Road) else None
+
+
+def _load_arguments(evidence: Evidence) -> dict[str, Any]:
+    """Return the arguments with which PEFT takes the road of the finding."""
+    road = _road(evidence)
+    if road is None or road.by_transformers:
+        return {}
+    found: dict[str, Any] = {"low_cpu_mem_usage": True} if road.low_memory else {}
+    if road.torch_device is not None:
+        found["torch_device"] = "cpu" if road.torch_device == "cpu" else _device(evidence)
+    return found
 
 
 def _write(folder: Path, evidence: Evidence, parts: _Parts) -> None:
@@ -219,7 +238,7 @@ def _write(folder: Path, evidence: Evidence, parts: _Parts) -> None:
             adapter=case.adapter,
             dtype=str(info.environment.get("dtype", "float32")),
             **{"class": info.environment.get("model_class")},
-            load_arguments={},
+            load_arguments=_load_arguments(evidence),
         )
     save_file(dict(parts.tensors), folder / "tensors.safetensors")
     write_json(folder / "finding.json", facts)
