@@ -11,6 +11,7 @@ from consistency.judge import KEPT, OWN_FILE
 from consistency.naming import SETTINGS_LAYER, WHOLE_MODEL
 
 _MOST_DETAILS = 5
+_MOST_SAID = 3
 
 _PHRASES = {
     "zeros": "zeros where the file is not zero",
@@ -36,6 +37,19 @@ _PHRASES = {
     "inactive": "not active",
     "unknown": "other bits",
     "settings": "another rank or scaling",
+    "ids-past-vocabulary": "ids past the vocabulary",
+    "labels-past-vocabulary": "labels past the vocabulary",
+    "ids-changed": "ids changed on the way to a device",
+    "labels-changed": "labels changed on the way to a device",
+    "changed-on-the-way": "other bits after the way to a device",
+    "other-answer": "another answer than on one device",
+    "does-not-run": "the model does not run",
+    "layers-missed": "adapter layers that PEFT does not find through the wrapper",
+    "hidden": "hidden by the wrapper",
+    "keys": "other keys through the wrapper",
+    "held-twice": "storages held twice",
+    "more-bytes": "more bytes than the plain model holds",
+    "more-memory": "more memory in a training step than without the wrapper",
 }
 _EVIDENCE = {
     "ratio": "{} times what it should be",
@@ -111,7 +125,7 @@ def find_causes(
             kind=word,
             severity="error",
             message=(
-                f"{stage} · {names(workers)} · {phrase} in {what}{where}"
+                f"{stage} · {names(workers)} · {_said(group) or f'{phrase} in {what}'}{where}"
                 f"{_only_here(causes, stage, road, word)}{_files_differ(group.samples)}"
                 f"{_follows(wrong, stage, road, workers)}"
             ),
@@ -122,6 +136,15 @@ def find_causes(
             ),
             next=next_step(workers),
         )
+
+
+def _said(group: _Group) -> str:
+    """Return the workers' own sentences of facts, which say more than a word and a count do."""
+    if group.tensors[0].rule != "limit":
+        return ""
+    said = list(dict.fromkeys(row.reason for row in group.samples if row.reason))
+    more = f"; and {len(said) - _MOST_SAID} more" if len(said) > _MOST_SAID else ""
+    return "; ".join(said[:_MOST_SAID]) + more
 
 
 def _only_here(causes: Set[tuple[str, str, str]], stage: str, road: str, word: str) -> str:

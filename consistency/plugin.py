@@ -32,10 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("name", metavar="TEXT", help="name of the case in item names")
     add("devices", metavar="LIST", help="auto (default), or cpu,cuda:0,cpu@avx2,…")
     add("dtype", metavar="DTYPE", help="auto, float32, bfloat16, float16")
-    add("stages", metavar="LIST", help="of base,adapter,merged,forward")
+    add("stages", metavar="LIST", help="of base,adapter,merged,forward,sharding,wrapping")
     add("roads", metavar="LIST", help="of isolated,shared, or all")
     add("level", metavar="LEVEL", help="quick, standard, thorough")
     add("inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
+    add("device-map", metavar="MAP", help="auto, balanced, sequential, or a JSON file, for the stage sharding")
+    add("wrapper", metavar="FACTORY", help="python:package.module:function that wraps the base, for the stage wrapping")
     add("repeat", type=int, metavar="N", help="runs per device")
     add(
         "tolerance",

@@ -14,6 +14,7 @@ import torch
 
 from consistency.case import Case
 from consistency.errors import InputError
+from consistency.worker.ids import IGNORE_INDEX, LABELS, Tables
 
 SEED = 2520
 
@@ -34,6 +35,8 @@ def fixed_inputs(case: Case, model: torch.nn.Module) -> tuple[dict[str, torch.Te
     vocabulary = getattr(text, "vocab_size", None)
     if name != "input_ids" or not isinstance(vocabulary, int):
         return None, f"inputs for {name} cannot be made from the config: give --inputs FILE.safetensors"
+    rows = Tables.of(model).embedding_rows
+    vocabulary = vocabulary if rows is None else min(vocabulary, rows)
     longest = getattr(text, "max_position_embeddings", None) or plan.tokens
     shape = (plan.sequences, min(plan.tokens, int(longest)))
     inputs = {
@@ -47,6 +50,25 @@ def fixed_inputs(case: Case, model: torch.nn.Module) -> tuple[dict[str, torch.Te
         pixels, reason = _pixels(config, generator, plan.sequences)
         return (None, reason) if pixels is None else ({**inputs, **pixels}, "")
     return inputs, ""
+
+
+def with_labels(inputs: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the inputs with labels, where they have none and the model has a head of words.
+
+    The labels of a model that continues a text are the text, the first token of each sequence left out of the loss.
+    """
+    ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    rows, wanted = Tables.of(model).head_rows, inspect.signature(model.forward).parameters
+    if LABELS in inputs or ids is None or rows is None or LABELS not in wanted or _answers_once(model):
+        return inputs
+    labels = ids % rows
+    labels[:, 0] = IGNORE_INDEX
+    return {**inputs, LABELS: labels}
+
+
+def _answers_once(model: torch.nn.Module) -> bool:
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    return output is None
 
 
 def _has_two_encoders(model: torch.nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -19,12 +20,13 @@ from consistency.numerics.digest import digest
 from consistency.records import SettingChange
 from consistency.worker import determinism, environment
 from consistency.worker.files import WeightFiles
+from consistency.worker.ids import KernelAssertedError
 from consistency.worker.inputs import digest_of, fixed_inputs
 from consistency.worker.job import TOLD_FILE, EventLog, Job, Told
 from consistency.worker.loading import expected_adapter, load_adapter, load_base
 from consistency.worker.memory import peak_bytes
 from consistency.worker.record import Recorder
-from consistency.worker.stages import adapter, base, forward, merged
+from consistency.worker.stages import adapter, base, forward, merged, sharding, wrapping
 from consistency.worker.stages.context import Context
 
 
@@ -87,10 +89,17 @@ class Session:
             initial=initial,
             rewritten=frozenset(changed),
         )
-        for stage, look in ((Stage.ADAPTER, adapter.run), (Stage.MERGED, merged.run), (Stage.FORWARD, forward.run)):
+        stages = (
+            (Stage.ADAPTER, adapter.run),
+            (Stage.MERGED, merged.run),
+            (Stage.FORWARD, forward.run),
+            (Stage.SHARDING, sharding.run),
+            (Stage.WRAPPING, wrapping.run),
+        )
+        for stage, look in stages:
             if stage not in wanted:
                 continue
-            if job.case.adapter is None and stage is not Stage.FORWARD:
+            if job.case.adapter is None and stage in (Stage.ADAPTER, Stage.MERGED):
                 record.absent(
                     stage=stage,
                     layer=WHOLE_MODEL,
@@ -103,7 +112,11 @@ class Session:
             if stage is Stage.FORWARD:
                 inputs, _ = fixed_inputs(job.case, loaded.model)
                 self._update(inputs_digest=None if inputs is None else digest_of(inputs))
-            look(context)
+            try:
+                look(context)
+            except KernelAssertedError as lost:
+                _tell_of_assert(record, stage, wanted, str(lost))
+                return
             self._end(stage)
 
     def _begin(self, stage: str) -> None:
@@ -133,6 +146,26 @@ class Session:
 
     def _save(self) -> None:
         write_json(self._path, self._told)
+
+
+def _tell_of_assert(record: Recorder, stage: Stage, wanted: Sequence[Stage], sentence: str) -> None:
+    """Record why the worker stops here: the device's context went with the kernel, and nothing runs on it any more."""
+    record.fact(
+        stage=stage,
+        layer=WHOLE_MODEL,
+        tensor="kernels",
+        status="outside",
+        diagnosis="ids-changed",
+        reason=sentence,
+    )
+    for later in [s for s in wanted if list(Stage).index(s) > list(Stage).index(stage)]:
+        record.absent(
+            stage=later,
+            layer=WHOLE_MODEL,
+            tensor="everything",
+            status="skipped",
+            reason="a kernel asserted before, and took the device's context with it",
+        )
 
 
 def _import_libraries() -> ModuleType:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from consistency.errors import UsageError
-from consistency.worker.faults import adapter, base, computed, process
+from consistency.worker.faults import adapter, base, computed, process, sharding
 from consistency.worker.faults.planting import Install
 
 FAULTS: dict[str, Install] = {
@@ -19,6 +19,7 @@ FAULTS: dict[str, Install] = {
     **base.FAULTS,
     **computed.FAULTS,
     **process.FAULTS,
+    **sharding.FAULTS,
 }
 """Every fault by its name."""
 
