@@ -26,6 +26,7 @@ from consistency.findings import find
 from consistency.judge import KEPT, judge
 from consistency.naming import WHOLE_MODEL
 from consistency.participants import Key, Participant, choose_reference, gather
+from consistency.tolerance import Rule
 
 _STAGE_ORDER = {stage.value: place for place, stage in enumerate(Stage)}
 
@@ -96,11 +97,11 @@ def _compare_road(road: str, members: Sequence[Participant], reference: Particip
     kinds = [numbers.setdefault(member.kind(), len(numbers)) for member in members]
     equal: dict[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]] = {}  # one tuple for all tensors of a stage
     for key in sorted(order, key=lambda k: (_STAGE_ORDER.get(k[0], len(_STAGE_ORDER)), order[k])):
-        rows = _judge_all(members, kinds, reference, key)
+        record = reference.records.get(key) or next(m.records[key] for m in members if key in m.records)
+        rows = _judge_all(members, kinds, reference, key, owed=record.rule != Rule.LIMIT)
         if not rows:
             continue
         classes = _classes(members, reference, key)
-        record = reference.records.get(key) or next(m.records[key] for m in members if key in m.records)
         yield TensorComparison(
             stage=key[0],
             road=road,
@@ -116,15 +117,18 @@ def _compare_road(road: str, members: Sequence[Participant], reference: Particip
 
 
 def _judge_all(
-    members: Sequence[Participant], kinds: Sequence[int], reference: Participant, key: Key
+    members: Sequence[Participant], kinds: Sequence[int], reference: Participant, key: Key, *, owed: bool
 ) -> tuple[Row, ...]:
-    """Judge each worker's record of a tensor; of workers of one kind that share a record, one is judged for all."""
+    """Judge each worker's record of a tensor; of workers of one kind that share a record, one is judged for all.
+
+    A worker without one is `owed` one, unless it is a fact of the workers that have it: the others have other devices.
+    """
     judged: dict[tuple[int, int], Row] = {}
     rows = []
     for member, kind in zip(members, kinds, strict=True):
         record = member.records.get(key)
         if record is None:
-            if _should_have(member, reference, key):
+            if owed and _should_have(member, reference, key):
                 rows.append(judge(member, reference, key))
             continue
         alike = judged.get((id(record), kind))

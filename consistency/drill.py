@@ -41,6 +41,8 @@ class Trial:
     words : str
         What the finding's sentence has to hold, beside its kind.
     repeat : int
+    wrapper : str or None
+        What the base is wrapped with on every worker.
     """
 
     fault: str
@@ -49,7 +51,10 @@ class Trial:
     case: str | None = None
     words: str = ""
     repeat: int = 1
+    wrapper: str | None = None
 
+
+HARMLESS_WRAPPER = "python:consistency.worker.faults.wrapping:harmless"
 
 _ADAPTER, _MERGED = (Stage.ADAPTER,), (Stage.MERGED,)
 
@@ -80,6 +85,35 @@ TRIALS: tuple[Trial, ...] = (
     Trial(fault="forward-off", expected="wrong-scale", stages=(Stage.FORWARD,)),
     Trial(fault="forward-fails", expected="missing", stages=(Stage.FORWARD,)),
     Trial(fault="merge-not-repeatable", expected="not-repeatable", stages=_MERGED, repeat=2),
+    Trial(
+        fault="wrapper-hides-model",
+        expected="hidden",
+        stages=(Stage.WRAPPING,),
+        case="C3",
+        words="hides config",
+        wrapper=HARMLESS_WRAPPER,
+    ),
+    Trial(
+        fault="wrapper-holds-twice",
+        expected="held-twice",
+        stages=(Stage.WRAPPING,),
+        case="C3",
+        wrapper=HARMLESS_WRAPPER,
+    ),
+    Trial(
+        fault="labels-changed-on-hop",
+        expected="labels-changed",
+        stages=(Stage.SHARDING,),
+        case="C4",
+        words="labels changed on the way to device",
+    ),
+    Trial(
+        fault="ids-past-vocabulary",
+        expected="ids-past-vocabulary",
+        stages=(Stage.SHARDING,),
+        case="C4",
+        words="ids past the vocabulary: largest id",
+    ),
     Trial(fault="setting-flipped", expected="setting-changed", stages=_MERGED),
     Trial(fault="killed", expected="lost-worker", stages=_MERGED, words="SIGKILL"),
     Trial(fault="hung", expected="lost-worker", stages=_MERGED, words="no sign of life"),
@@ -152,6 +186,7 @@ def drill(
             stages=tuple(stage.value for stage in trial.stages),
             repeat=trial.repeat,
             stall=STALL_S,
+            wrapper=trial.wrapper,
         )
         worker = devices[-1].spec.name
         plan = dataclasses.replace(harness.prepare(options), faults={worker: trial.fault})

@@ -29,7 +29,8 @@ def judge(subject: Participant, reference: Participant, key: Key) -> Row:
     record, expected = subject.records.get(key), reference.records.get(key)
     if record is None:
         return _unseen(subject, reference)
-    if record.status == "skipped" and expected is not None and expected.status not in _ABSENT:
+    made_there = expected is not None and expected.status not in _ABSENT
+    if record.status == "skipped" and made_there and record.rule != Rule.LIMIT:  # a fact is nobody else's to make
         # what the reference worker could make, this device failed to make: no reason of its own excuses it
         return Row(
             worker=subject.label,

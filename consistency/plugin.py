@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from consistency.comparison import Comparison
     from consistency.harness import Report
     from consistency.pytest_session import Session
+    from consistency.wrapping import WrapperReport
 
 _SESSION: pytest.StashKey[Session] = pytest.StashKey()
 
@@ -165,6 +166,20 @@ def consistency_run() -> Callable[..., Report]:
     from consistency.api import run
 
     return run
+
+
+@pytest.fixture(scope="session")
+def consistency_check_wrapped() -> Callable[..., WrapperReport]:
+    """`consistency.check_wrapped`, failing the test with what it found, one sentence each."""
+    from consistency.wrapping import check_wrapped
+
+    def check(wrapped: Any, plain: Any, **options: Any) -> WrapperReport:
+        report = check_wrapped(wrapped, plain, **options)
+        if not report.passed:
+            pytest.fail(str(report), pytrace=False)
+        return report
+
+    return check
 
 
 @pytest.fixture(scope="session")

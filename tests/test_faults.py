@@ -13,6 +13,7 @@ from consistency.capture import SCHEMA, CaptureManifest, CaptureWriter, read_cap
 from consistency.case import Level, Options
 from consistency.comparison import Comparison, Finding
 from consistency.discovery import discover
+from consistency.drill import HARMLESS_WRAPPER
 from consistency.preflight import prepare_case
 from consistency.records import WorkerInfo
 from consistency.worker import session
@@ -49,6 +50,16 @@ NAMED = {
     "merge-fails": ("merged", "missing"),
     "forward-off": ("forward", "wrong-scale"),
     "forward-fails": ("forward", "missing"),
+    "labels-changed-on-hop": ("sharding", "labels-changed"),
+    "ids-past-vocabulary": ("sharding", "ids-past-vocabulary"),
+    "wrapper-hides-model": ("wrapping", "hidden"),
+    "wrapper-holds-twice": ("wrapping", "held-twice"),
+}
+SENTENCES = {
+    "labels-changed-on-hop": "labels changed on the way to device cpu: labels[0, 3] was",
+    "ids-past-vocabulary": "ids past the vocabulary: largest id 515, embedding has 512 rows",
+    "wrapper-hides-model": "the wrapper hides config",
+    "wrapper-holds-twice": "39 storages are held twice: 2888192 bytes",
 }
 LOST = {
     "killed": "SIGKILL",
@@ -78,7 +89,8 @@ def look_at_fault(tmp_path: Path) -> Run:
 
     def run(fault: str, stage: str) -> Comparison:
         level = Level.STANDARD if fault in NEED_RELOAD else Level.QUICK
-        case = prepare_case(Options(base="builtin:llama", stages=(stage,), level=level))
+        wrapper = HARMLESS_WRAPPER if stage == "wrapping" else None
+        case = prepare_case(Options(base="builtin:llama", stages=(stage,), level=level, wrapper=wrapper))
         workers = {"cpu": None, FAULTY: fault} if fault in NEED_ANOTHER else {FAULTY: fault}
         slugs: list[str] = []
         with CaptureWriter(tmp_path / "capture") as writer:
@@ -113,12 +125,12 @@ def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: str) -> No
     first = errors(found)[0]
     assert first.kind == kind
     assert first.workers == (FAULTY,)
-    assert first.message.startswith(f"{stage} · {FAULTY} · ")
+    assert first.message.startswith(f"{stage} · {FAULTY} · {SENTENCES.get(fault, '')}")
     assert all(name.startswith(f"{stage}::") for name in first.tensors)
     assert {d.worker for d in found.first_divergence} == {FAULTY}
 
 
-@pytest.mark.parametrize("stage", ["base", "adapter", "merged"])
+@pytest.mark.parametrize("stage", ["base", "adapter", "merged", "sharding", "wrapping"])
 def test_without_a_fault_nothing_is_found(look_at_fault: Run, stage: str) -> None:
     with plant("merge-off"):
         pass  # and a fault that was taken away is gone

@@ -57,7 +57,7 @@ def layouts(case: Case, device: torch.device, model: torch.nn.Module) -> list[La
         # one device: layers that come from the disk when they are computed are shards all the same
         return [*found, Layout(name="cpu and disk", device_map=spread(model, [HOST, DISK]))]
     visible = _visible(device)
-    if len(visible) > 1:
+    if len(visible) > 1 and (device.index or 0) == 0:  # one worker is enough for ways that take all devices
         over = spread(model, visible)
         found += [Layout(name=name, device_map=name) for name in MADE_BY_TRANSFORMERS]
         found.append(Layout(name="layers in turn", device_map=over))

@@ -1,9 +1,9 @@
 """What moves between the shards of a model, held against itself before and after every move.
 
 accelerate moves a module's arguments to the module's device in `AlignDevicesHook.pre_forward`, and the model's output
-back in `post_forward`; transformers' losses move the labels to the logits. Nothing else is replaced, and what is replaced
-calls the real one. The first tensor that a move has changed ends the forward pass there: an id that a broken copy made
-out of nothing would assert in the next kernel, and take the device's context with it.
+back in `post_forward`; transformers' losses move the labels to the logits. Nothing else is replaced, and what is
+replaced calls the real one. The first tensor that a move has changed ends the forward pass there: an id that a broken
+copy made out of nothing would assert in the next kernel, and take the device's context with it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ class ChangedOnTheWayError(Exception):
         self.word = word
         self.sentence = sentence
         self.evidence = evidence
+
+    def __str__(self) -> str:
+        return self.sentence
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,9 +80,19 @@ class Hops:
             if before is not after:  # where nothing had to move, nothing was
                 self._look_at(name, before, after, where)
         elif isinstance(before, Mapping) and isinstance(after, Mapping):
-            for key, value in before.items():
-                if key in after:
-                    self.look(str(key), value, after[key], where=where)
+            changes = []
+            for key in (key for key in before if key in after):
+                try:
+                    self.look(str(key), before[key], after[key], where=where)
+                except ChangedOnTheWayError as change:
+                    changes.append((str(key), change))
+            if changes:
+                first = changes[0][1]
+                others = [name for name, _ in changes[1:]]
+                if others:
+                    first.sentence += f"; so have {', '.join(others)}"
+                    first.evidence["also"] = others
+                raise first
         elif isinstance(before, (tuple, list)) and isinstance(after, (tuple, list)):
             for one, other in zip(before, after, strict=False):
                 self.look(name, one, other, where=where)

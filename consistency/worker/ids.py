@@ -1,4 +1,4 @@
-"""Ids and labels of a batch, looked at on the CPU: are they inside the tables that the model will look them up in?
+"""Ids and labels of a batch, looked at on the CPU: whether they are inside the tables that they index.
 
 A device that is asked for a row past the end of a table says "index out of bounds", or its kernel asserts and takes the
 whole context with it. So they are held against the tables before any device sees them.
@@ -177,8 +177,8 @@ def asserted(inputs: Mapping[str, torch.Tensor], device: torch.device, error: Ba
     named = [name for name in (*TOKEN_IDS, LABELS) if name in inputs]
     line = (str(error).strip().splitlines() or ["no message"])[0][:200]
     return (
-        f"ids or labels changed on the way to device {device}: {', '.join(named) or 'the inputs'} are inside every table "
-        f"on the CPU, and a kernel was asked for a row past an end ({type(error).__name__}: {line})"
+        f"ids or labels changed on the way to device {device}: {', '.join(named) or 'the inputs'} are inside every "
+        f"table on the CPU, and a kernel was asked for a row past an end ({type(error).__name__}: {line})"
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from consistency.errors import UsageError
-from consistency.worker.faults import adapter, base, computed, process, sharding
+from consistency.worker.faults import adapter, base, computed, process, sharding, wrapping
 from consistency.worker.faults.planting import Install
 
 FAULTS: dict[str, Install] = {
@@ -20,6 +20,7 @@ FAULTS: dict[str, Install] = {
     **computed.FAULTS,
     **process.FAULTS,
     **sharding.FAULTS,
+    **wrapping.FAULTS,
 }
 """Every fault by its name."""
 

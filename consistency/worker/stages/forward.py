@@ -26,7 +26,7 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.exact import in_float64
 from consistency.records import RecordStatus
 from consistency.tolerance import Rule, passes, ratio, relative_allowance
-from consistency.worker.ids import KernelAssertedError, Tables, asserted, context_is_lost
+from consistency.worker.ids import KernelAssertedError, asserted, context_is_lost
 from consistency.worker.inputs import fixed_inputs
 from consistency.worker.loading import load_adapter, load_base
 from consistency.worker.memory import is_out_of_memory
@@ -73,8 +73,7 @@ def run(context: Context) -> None:
     if inputs is None or reason:
         _not_run(context, _modes(context), "skipped", reason)
         return
-    tables = Tables.of(context.base.model, context.base_folder)
-    if not inputs_fit(context, "forward", inputs, tables):
+    if not inputs_fit(context, "forward", inputs):
         _not_run(context, _modes(context), "skipped", "ids or labels are past the end of a table")
         return
     exact = Exact()

@@ -13,14 +13,17 @@ INPUTS = "inputs"
 """Layer name of the rows about what a stage feeds the model."""
 
 
-def inputs_fit(context: Context, stage: str, inputs: Mapping[str, torch.Tensor], tables: Tables) -> bool:
+def inputs_fit(context: Context, stage: str, inputs: Mapping[str, torch.Tensor]) -> bool:
     """Record what the CPU sees of ids and labels; tell whether a device may be asked.
 
     The stage `forward` says only what is wrong; `sharding` is about them.
     """
-    seen = look(inputs, tables)
+    model, told = context.base.model, stage == "sharding"
+    seen = look(inputs, Tables.of(model))
+    if told or any(one.word for one in seen):  # else the tokenizer's file, which may be large, has nothing to say
+        seen = look(inputs, Tables.of(model, context.base_folder))
     for one in seen:
-        if one.word or stage == "sharding":
+        if one.word or told:
             context.record.fact(
                 stage=stage,
                 layer=INPUTS,

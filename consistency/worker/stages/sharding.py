@@ -2,9 +2,9 @@
 
 Ids and labels are held against the tables on the CPU first; where they are past an end, no device is asked, for its
 kernel would assert and take the context with it. Then the model runs on the worker's device alone, and laid out in each
-way that the devices at hand suggest; everything that moves between shards is looked at on both sides (`worker/hops.py`).
-Logits and loss are held against those of the one device: bit by bit where the same kernels compute, and by the rule of
-the stage `forward` elsewhere.
+way that the devices at hand suggest; everything that moves between shards is looked at on both sides
+(`worker/hops.py`). Logits and loss are held against those of the one device: bit by bit where the same kernels compute,
+and by the rule of the stage `forward` elsewhere.
 
 The base is loaded once more for each way, beside the one that the other stages hold.
 """
@@ -34,7 +34,6 @@ from consistency.worker.device_maps import Layout, layouts, load, same_model
 from consistency.worker.hops import ChangedOnTheWayError, Hops, watched
 from consistency.worker.ids import (
     KernelAssertedError,
-    Tables,
     asserted,
     context_is_lost,
     is_kernel_assert,
@@ -79,7 +78,7 @@ class _Exact:
 
 
 def run(context: Context) -> None:
-    """Record ids, labels and what moves between shards, and hold every way of laying the model out against one device."""
+    """Record ids, labels and what moves between shards; hold every way of laying the model out against one device."""
     model, case = context.base.model, context.job.case
     inputs, reason = fixed_inputs(case, model)
     if case.factory is not None:
@@ -88,8 +87,7 @@ def run(context: Context) -> None:
         _skip(context, WHOLE_MODEL, reason)
         return
     inputs = with_labels(inputs, model)
-    tables = Tables.of(model, context.base_folder)
-    if not inputs_fit(context, STAGE, inputs, tables):
+    if not inputs_fit(context, STAGE, inputs):
         return
     reason = _no_room(context)
     if reason:
@@ -123,8 +121,11 @@ def _answer(context: Context, way: Layout, inputs: Inputs, make: Callable[[], to
         model = make()
         laid_out = getattr(model, "hf_device_map", None) or getattr(_base_of(model), "hf_device_map", None)
         places = dict(laid_out or {"": str(context.device)})
+        if context.device.type != "cpu" and all(p.device.type == "cpu" for p in model.parameters()):
+            _skip(context, way.name, "it puts the whole model on the CPU")
+            return None
         with watched(model, hops):
-            moved = {name: hops.move(name, tensor, _door(model, context)) for name, tensor in inputs.items()}
+            moved = {name: hops.move(name, tensor, _door(model)) for name, tensor in inputs.items()}
             tensors = _outputs(model, moved)
     except ChangedOnTheWayError as change:
         _record_way(context, way, hops, "outside", change.word, change.sentence, change.evidence)
@@ -251,10 +252,9 @@ def _outputs(model: torch.nn.Module, inputs: Inputs) -> Inputs:
     }
 
 
-def _door(model: torch.nn.Module, context: Context) -> torch.device:
+def _door(model: torch.nn.Module) -> torch.device:
     """Return where a user would put the inputs: on the device of the first parameter."""
-    first = next(p for p in model.parameters() if not p.is_meta)
-    return first.device if first.device.type != "cpu" else torch.device(context.device)
+    return next(p for p in model.parameters() if not p.is_meta).device
 
 
 def _base_of(model: Any) -> Any:
