@@ -169,7 +169,7 @@ def test_a_bad_option_is_refused(table: dict[str, Any], what: str) -> None:
 def test_an_unknown_stage_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(UsageError) as caught:
         parse_stages(["forwards"])
-    assert caught.value.wanted == "one of base, adapter, merged, forward"
+    assert caught.value.wanted == "one of base, adapter, merged, forward, sharding, wrapping"
     with pytest.raises(UsageError) as caught:
         parse_roads(["forwards"])
     assert caught.value.wanted == "one of isolated, shared"
@@ -216,12 +216,14 @@ def test_the_factory_is_what_comes_after_python() -> None:
 def test_a_report_names_what_was_not_looked_at() -> None:
     quick = Case(name="x", base="/b", level=Level.QUICK, stages=LEVELS[Level.QUICK].stages)
     again = "the adapter loaded again over NaN"
-    assert quick.not_looked_at() == ("stage forward", "safe_merge", again, "a second run on the same device")
+    later = ("stage sharding", "stage wrapping")
+    assert quick.not_looked_at() == ("stage forward", *later, "safe_merge", again, "a second run on the same device")
     widened = Case(name="x", base="/b", level=Level.QUICK)
-    assert widened.not_looked_at() == ("safe_merge", again, "a second run on the same device")
+    assert widened.not_looked_at() == (*later, "safe_merge", again, "a second run on the same device")
     narrowed = Case(name="x", base="/b", level=Level.STANDARD, stages=(Stage.ADAPTER,), repeat=2)
-    assert narrowed.not_looked_at() == ("stage base", "stage merged", "stage forward")
-    assert Case(name="x", base="/b", level=Level.THOROUGH, repeat=2).not_looked_at() == ()
+    assert narrowed.not_looked_at() == ("stage base", "stage merged", "stage forward", *later)
+    thorough = Case(name="x", base="/b", level=Level.THOROUGH, repeat=2, stages=LEVELS[Level.THOROUGH].stages)
+    assert thorough.not_looked_at() == ("stage wrapping",), "which needs a wrapper of the user's own"
 
 
 def test_a_higher_level_looks_at_no_less() -> None:

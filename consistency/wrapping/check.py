@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from consistency.worker.inputs import made_inputs, with_labels
 from consistency.worker.memory import is_out_of_memory
 from consistency.wrapping.held import Held, held_twice
-from consistency.wrapping.keys import other_keys, prefix_of, state_names
+from consistency.wrapping.keys import other_keys, prefix_of
 from consistency.wrapping.peft_view import (
     Layers,
     adapted_layers,
@@ -61,7 +62,10 @@ def check_wrapped(
     WrapperReport
         `findings` is empty where the wrapper hides nothing. A mismatch is never raised.
     """
-    return _Look(wrapped=wrapped, plain=plain).run(adapter, inputs, step)
+    with warnings.catch_warnings():
+        # what libraries warn of is not about the wrapper, and where warnings are errors it would look like one
+        warnings.simplefilter("ignore")
+        return _Look(wrapped=wrapped, plain=plain).run(adapter, inputs, step)
 
 
 @dataclass(kw_only=True)
@@ -74,7 +78,8 @@ class _Look:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def run(self, adapter: Any, inputs: Mapping[str, torch.Tensor] | None, step: bool) -> WrapperReport:
-        names, plain_names = state_names(self.wrapped), state_names(self.plain)
+        # tied weights are under both their names in a state dict, through the wrapper and without it
+        names, plain_names = self.wrapped.state_dict(keep_vars=True), self.plain.state_dict(keep_vars=True)
         self.prefix = prefix_of(names, plain_names)
         self.findings += hidden(self.wrapped, self.plain)
         self.figures["reach"] = {}

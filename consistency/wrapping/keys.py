@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ def prefix_of(wrapped: Collection[str], plain: Collection[str]) -> str | None:
     return min(found, key=lambda prefix: (-found[prefix], len(prefix))) if found else None
 
 
-def other_keys(wrapped: Collection[str], plain: Collection[str], prefix: str | None) -> Iterator[WrapperFinding]:
+def other_keys(wrapped: Mapping[str, Any], plain: Collection[str], prefix: str | None) -> Iterator[WrapperFinding]:
     """Yield the keys that are missing through the wrapper, and those that are there twice."""
     names = set(wrapped)
     missing = [key for key in plain if prefix is None or prefix + key not in names]
@@ -46,7 +47,8 @@ def other_keys(wrapped: Collection[str], plain: Collection[str], prefix: str | N
     if prefix is None:
         return
     expected = {prefix + key for key in plain}
-    doubled = [name for name in wrapped if name not in expected and any(name.endswith(f".{key}") for key in plain)]
+    addresses = {_address(wrapped[name]) for name in expected & names} - {None}
+    doubled = [name for name in wrapped if name not in expected and _address(wrapped[name]) in addresses]
     if doubled:
         yield WrapperFinding(
             check="keys",
@@ -59,9 +61,9 @@ def other_keys(wrapped: Collection[str], plain: Collection[str], prefix: str | N
         )
 
 
-def state_names(module: torch.nn.Module) -> list[str]:
-    """Return the keys of a state dict, those that PEFT and torch would write to a file."""
-    return list(module.state_dict(keep_vars=True))
+def _address(value: Any) -> int | None:
+    has_one = isinstance(value, torch.Tensor) and value.numel() > 0 and not value.is_meta
+    return value.data_ptr() or None if has_one else None
 
 
 def _some(names: list[str]) -> str:

@@ -30,7 +30,7 @@ def look(tmp_path: Path) -> Look:
     def run(**options: Any) -> Comparison:
         case = prepare_case(Options(base="builtin:gpt2", stages=("sharding",), level="quick", **options))  # type: ignore[arg-type]
         slug = worker_slug("cpu", "isolated")
-        with CaptureWriter(tmp_path / "capture") as writer:
+        with CaptureWriter(tmp_path / "capture", replace=True) as writer:
             folder = writer.worker_folder(slug)
             job = Job(
                 case=case, name="cpu", device="cpu", road="isolated", folder=str(folder), blobs=str(writer.blobs),
@@ -148,10 +148,10 @@ def test_tied_weights_stay_together() -> None:
 
 
 def test_one_worker_takes_the_ways_over_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consistency.worker.device_maps._visible", lambda _: ["npu:0", "npu:1"])
+    monkeypatch.setattr("consistency.worker.device_maps._visible", lambda _: ["cuda:0", "cuda:1"])
     case, model = prepare_case(Options(base="builtin:gpt2")), torch.nn.Sequential(torch.nn.Linear(1, 1))
-    names = [way.name for way in layouts(case, torch.device("npu:0"), model)]
+    names = [way.name for way in layouts(case, torch.device("cuda:0"), model)]
     assert names == [
-        "auto", "balanced", "sequential", "layers in turn", "layers in turn, by way of the host", "npu and cpu",
+        "auto", "balanced", "sequential", "layers in turn", "layers in turn, by way of the host", "cuda and cpu",
     ]  # fmt: skip
-    assert [way.name for way in layouts(case, torch.device("npu:1"), model)] == ["npu and cpu"]
+    assert [way.name for way in layouts(case, torch.device("cuda:1"), model)] == ["cuda and cpu"]

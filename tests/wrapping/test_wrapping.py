@@ -17,8 +17,6 @@ from consistency.worker.faults.wrapping import Harmless, Hiding, HoldingTwice
 from consistency.wrapping import WrapperReport, check_wrapped
 from consistency.wrapping.keys import prefix_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
 
 def llama(**options: Any) -> LlamaForCausalLM:
     config = LlamaConfig(
