@@ -13,10 +13,23 @@ if TYPE_CHECKING:
     from consistency.case import Case, Options
     from consistency.errors import ConsistencyError
     from consistency.override import Override
+    from consistency.wrapping import WrapperReport, check_wrapped
 
 __version__ = "0.1.0"
 
-__all__ = ["Case", "Comparison", "ConsistencyError", "Options", "Override", "Report", "__version__", "compare", "run"]
+__all__ = [
+    "Case",
+    "Comparison",
+    "ConsistencyError",
+    "Options",
+    "Override",
+    "Report",
+    "WrapperReport",
+    "__version__",
+    "check_wrapped",
+    "compare",
+    "run",
+]
 
 _HOMES = {
     "Case": "consistency.case",
@@ -27,6 +40,9 @@ _HOMES = {
     "Report": "consistency.api",
     "compare": "consistency.api",
     "run": "consistency.api",
+    # these two import torch when they are asked for
+    "WrapperReport": "consistency.wrapping",
+    "check_wrapped": "consistency.wrapping",
 }
 
 

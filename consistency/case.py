@@ -36,6 +36,8 @@ class Stage(enum.StrEnum):
     FORWARD = "forward"
     GRADIENT = "gradient"
     MEMORY = "memory"
+    SHARDING = "sharding"
+    WRAPPING = "wrapping"
 
 
 MODEL_LESS: tuple[Stage, ...] = (Stage.TRANSFER, Stage.OPERATORS, Stage.MEMORY)
@@ -84,7 +86,8 @@ LEVELS: dict[Level, LevelPlan] = {
         ),
     ),
     Level.STANDARD: LevelPlan(
-        stages=tuple(Stage),
+        # sharding loads the base twice more, which takes a large one out of "some minutes"
+        stages=tuple(s for s in Stage if s not in (Stage.SHARDING, Stage.WRAPPING)),
         safe_merge=True,
         reload=True,  # the adapter again, over poison: some tenths of a second
         sides=("cpu", "low-memory"),  # with the default road, enough to tell copy path, device and dtype apart
@@ -94,7 +97,7 @@ LEVELS: dict[Level, LevelPlan] = {
         not_looked_at=(LARGE_COPIES, "large operators", "a second run on the same device"),
     ),
     Level.THOROUGH: LevelPlan(
-        stages=tuple(Stage),
+        stages=tuple(s for s in Stage if s is not Stage.WRAPPING),  # which needs a wrapper of the user's own
         safe_merge=True,
         reload=True,
         sides=SIDES,
@@ -133,6 +136,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Keep every computed tensor in full, not only where something is to be said.
     tolerance : tuple of Override
         What the user allows instead of the derived bounds; the last one that matches a tensor wins.
+    wrapper : str or None
+        `python:package.module:function`, which takes the plain base and returns it wrapped.
+    device_map : str or None
+        How the base is sharded beside the ways that the devices at hand suggest: `auto`, `balanced`, `sequential`, or a
+        JSON file of module names to devices.
     allow_pickle, trust_remote_code : bool
         Off unless asked for.
     """
@@ -141,7 +149,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     base: str
     adapter: str | None = None
     dtype: Dtype = "auto"
-    stages: tuple[Stage, ...] = tuple(Stage)
+    stages: tuple[Stage, ...] = LEVELS[Level.STANDARD].stages
     roads: tuple[Road, ...] | None = None
     level: Level = Level.STANDARD
     inputs: str | None = None
@@ -149,6 +157,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     only: tuple[str, ...] = ()
     keep: bool = False
     tolerance: tuple[Override, ...] = ()
+    wrapper: str | None = None
+    device_map: str | None = None
     allow_pickle: bool = False
     trust_remote_code: bool = False
 
@@ -200,6 +210,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     only: tuple[str, ...] = ()
     keep: bool = False
     tolerance: tuple[Override, ...] = ()
+    wrapper: str | None = None
+    device_map: str | None = None
     allow_pickle: bool = False
     trust_remote_code: bool = False
     timeout: float | None = None
@@ -227,7 +239,7 @@ def read_options(path: Path) -> dict[str, Any]:
         if isinstance(table.get(key), str):
             table[key] = _split(table[key])
     make_options(table, where=str(path))
-    for key in ("base", "adapter", "inputs"):
+    for key in ("base", "adapter", "inputs", "device_map"):
         value = table.get(key)
         if value and not value.startswith(("python:", "builtin:")) and (path.parent / value).exists():
             table[key] = str(path.parent / value)

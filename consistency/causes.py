@@ -13,6 +13,7 @@ from consistency.road import is_side_road
 from consistency.road_verdict import Verdict, copies, is_software, judge_roads, roads_taken
 
 _MOST_DETAILS = 5
+_MOST_SAID = 3
 
 TOUCHED = "touched"
 """Word of a device that a worker touched beside its own: `consistency.touched` has the sentences."""
@@ -43,6 +44,19 @@ _PHRASES = {
     "settings": "another rank or scaling",
     "wrong-device": "adapter tensors on another device than their model",
     "third-copy": "a new weight made beside the old one and the delta",
+    "ids-past-vocabulary": "ids past the vocabulary",
+    "labels-past-vocabulary": "labels past the vocabulary",
+    "ids-changed": "ids changed on the way to a device",
+    "labels-changed": "labels changed on the way to a device",
+    "changed-on-the-way": "other bits after the way to a device",
+    "other-answer": "another answer than on one device",
+    "does-not-run": "the model does not run",
+    "layers-missed": "adapter layers that PEFT does not find through the wrapper",
+    "hidden": "hidden by the wrapper",
+    "keys": "other keys through the wrapper",
+    "held-twice": "storages held twice",
+    "more-bytes": "more bytes than the plain model holds",
+    "more-memory": "more memory in a training step than without the wrapper",
 }
 _EVIDENCE = {
     "ratio": "{} times what it should be",
@@ -138,8 +152,9 @@ def find_causes(
             kind=word,
             severity="warning" if software else "error",
             message=(
-                f"{stage} · {names(workers)} · {phrase} in {what}{verdict.where}{f': {why}' if why else ''}"
-                f"{_files_differ(group.samples)}{_follows(wrong, stage, group.roads, workers)}"
+                f"{stage} · {names(workers)} · {_said(group) or f'{phrase} in {what}'}{verdict.where}"
+                f"{f': {why}' if why else ''}{_files_differ(group.samples)}"
+                f"{_follows(wrong, stage, group.roads, workers)}"
             ),
             workers=workers,
             tensors=tuple(t.name for t in group.tensors),
@@ -149,6 +164,15 @@ def find_causes(
             next=next_step(workers),
             roads=tuple(group.roads),
         )
+
+
+def _said(group: _Group) -> str:
+    """Return the workers' own sentences of facts, which say more than a word and a count do."""
+    if group.tensors[0].rule != "limit":
+        return ""
+    said = list(dict.fromkeys(row.reason for row in group.samples if row.reason))
+    more = f"; and {len(said) - _MOST_SAID} more" if len(said) > _MOST_SAID else ""
+    return "; ".join(said[:_MOST_SAID]) + more
 
 
 def _by_worker(roads: Mapping[str, TensorComparison]) -> dict[str, dict[str, Row]]:

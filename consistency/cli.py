@@ -172,6 +172,8 @@ def _case_options(parser: argparse.ArgumentParser) -> None:
     add("--roads", type=split_list, metavar="LIST", help=f"{ROADS} (default: by level and devices)")
     add("--level", choices=list(Level), help="about a minute, some minutes, or a night (default: standard)")
     add("--inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
+    add("--device-map", metavar="MAP", help="how the stage sharding splits the base too: auto, balanced, FILE.json")
+    add("--wrapper", metavar="FACTORY", help="python:package.module:function that wraps the base: the stage wrapping")
     add("--repeat", type=int, metavar="N", help="runs per device, to see whether the bits repeat")
     add("--tolerance", action="append", metavar="LIST", help=OVERRIDE_HELP)
     add("--keep", action="store_true", default=None, help="keep every computed tensor in the capture")

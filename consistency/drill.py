@@ -46,6 +46,8 @@ class Trial:
         Whether it needs a second accelerator, and a worker that sees both.
     roads : tuple of Road or None
         Those that tell it from other causes, where the level's do not.
+    wrapper : str or None
+        What the base is wrapped with on every worker.
     """
 
     fault: str
@@ -56,7 +58,10 @@ class Trial:
     repeat: int = 1
     two_devices: bool = False
     roads: tuple[Road, ...] | None = None
+    wrapper: str | None = None
 
+
+HARMLESS_WRAPPER = "python:consistency.worker.faults.wrapping:harmless"
 
 _ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
 _TRANSFER, _OPERATORS, _GRADIENT = (Stage.TRANSFER,), (Stage.OPERATORS,), (Stage.GRADIENT,)
@@ -127,6 +132,35 @@ TRIALS: tuple[Trial, ...] = (
     Trial(fault="gradient-zeros", expected="zeros", stages=_GRADIENT),
     Trial(fault="optimizer-off", expected="wrong-scale", stages=_GRADIENT),
     Trial(fault="merge-not-repeatable", expected="not-repeatable", stages=_MERGED, repeat=2),
+    Trial(
+        fault="wrapper-hides-model",
+        expected="hidden",
+        stages=(Stage.WRAPPING,),
+        case="C3",
+        words="hides config",
+        wrapper=HARMLESS_WRAPPER,
+    ),
+    Trial(
+        fault="wrapper-holds-twice",
+        expected="held-twice",
+        stages=(Stage.WRAPPING,),
+        case="C3",
+        wrapper=HARMLESS_WRAPPER,
+    ),
+    Trial(
+        fault="labels-changed-on-hop",
+        expected="labels-changed",
+        stages=(Stage.SHARDING,),
+        case="C4",
+        words="labels changed on the way to device",
+    ),
+    Trial(
+        fault="ids-past-vocabulary",
+        expected="ids-past-vocabulary",
+        stages=(Stage.SHARDING,),
+        case="C4",
+        words="ids past the vocabulary: largest id",
+    ),
     Trial(fault="setting-flipped", expected="setting-changed", stages=_MERGED),
     Trial(fault="placed-elsewhere", expected="wrong-device", stages=_MEMORY, case="C2"),
     Trial(fault="bytes-elsewhere", expected="touched", stages=_MEMORY, case="C2", words="stay there", two_devices=True),
@@ -214,6 +248,7 @@ def drill(
             repeat=trial.repeat,
             roads=(Road.SHARED,) if trial.two_devices else trial.roads,
             stall=STALL_S,
+            wrapper=trial.wrapper,
         )
         worker = devices[-1].spec.name
         plan = dataclasses.replace(harness.prepare(options), faults={worker: trial.fault})

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from consistency.comparison import Comparison
     from consistency.harness import Report
     from consistency.pytest_session import Session
+    from consistency.wrapping import WrapperReport
 
 _SESSION: pytest.StashKey[Session] = pytest.StashKey()
 
@@ -32,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("name", metavar="TEXT", help="name of the case in item names")
     add("devices", metavar="LIST", help="auto (default), or cpu,cuda:0,cpu@avx2,…")
     add("dtype", metavar="DTYPE", help="auto, float32, bfloat16, float16")
-    add("stages", metavar="LIST", help="of transfer,operators,base,adapter,merged,forward,gradient,memory")
+    add("stages", metavar="LIST", help="of those that `consistency run --help` lists")
     add(
         "roads",
         metavar="LIST",
@@ -40,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     add("level", metavar="LEVEL", help="quick, standard, thorough")
     add("inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
+    add("device-map", metavar="MAP", help="auto, balanced, sequential, or a JSON file, for the stage sharding")
+    add("wrapper", metavar="FACTORY", help="python:package.module:function that wraps the base, for the stage wrapping")
     add("repeat", type=int, metavar="N", help="runs per device")
     add(
         "tolerance",
@@ -167,6 +170,20 @@ def consistency_run() -> Callable[..., Report]:
     from consistency.api import run
 
     return run
+
+
+@pytest.fixture(scope="session")
+def consistency_check_wrapped() -> Callable[..., WrapperReport]:
+    """`consistency.check_wrapped`, failing the test with what it found, one sentence each."""
+    from consistency.wrapping import check_wrapped
+
+    def check(wrapped: Any, plain: Any, **options: Any) -> WrapperReport:
+        report = check_wrapped(wrapped, plain, **options)
+        if not report.passed:
+            pytest.fail(str(report), pytrace=False)
+        return report
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from consistency.case import LEVELS, Case, Options, parse_roads, parse_stages
+from consistency.case import LEVELS, Case, Options, Stage, parse_roads, parse_stages
 from consistency.checkpoint import Checkpoint, TensorHeader, read_checkpoint, read_header, read_json
 from consistency.errors import InputError, UsageError
 
 BUILTIN_CASES = ("llama", "gpt2", "bert")
+DEVICE_MAPS = ("auto", "balanced", "sequential")
+"""Device maps that transformers makes itself."""
+
+_FACTORY = re.compile(r"python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _LORA_KEY = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.weight)?$")
 
@@ -36,18 +40,20 @@ def prepare_case(options: Options) -> Case:
     base_folder = None
     if not base.startswith("python:"):
         base_folder = _local_folder(base, what="base", options=options)
-    elif not re.fullmatch(r"python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", base):
+    elif not _FACTORY.fullmatch(base):
         raise UsageError("not a model factory", where="--base", got=base, wanted="python:package.module:function")
     adapter_folder = None if adapter is None else _local_folder(adapter, what="adapter", options=options)
     check_files(base_folder, adapter_folder, allow_pickle=options.allow_pickle)
     inputs = None if options.inputs is None else _inputs_file(options.inputs)
+    device_map = None if options.device_map is None else _device_map(options.device_map)
+    stages = _stages(options)
     plan = LEVELS[options.level]
     return Case(
         name=options.name or _case_name(base, adapter),
         base=base if base_folder is None else str(base_folder),
         adapter=None if adapter_folder is None else str(adapter_folder),
         dtype=options.dtype,
-        stages=parse_stages(options.stages) or plan.stages,
+        stages=stages,
         roads=parse_roads(options.roads),
         level=options.level,
         inputs=inputs,
@@ -55,6 +61,8 @@ def prepare_case(options: Options) -> Case:
         only=options.only,
         keep=options.keep,
         tolerance=options.tolerance,
+        wrapper=options.wrapper,
+        device_map=device_map,
         allow_pickle=options.allow_pickle,
         trust_remote_code=options.trust_remote_code,
     )
@@ -157,6 +165,51 @@ def _inputs_file(text: str) -> str:
         )
     if not read_header(path):
         raise InputError("the inputs file holds no tensor", where=path)
+    return str(path.resolve())
+
+
+def _stages(options: Options) -> tuple[Stage, ...]:
+    """Return the stages asked for, or the level's, with the stage that an option alone makes possible."""
+    if options.wrapper is not None and not _FACTORY.fullmatch(options.wrapper):
+        raise UsageError(
+            "not a wrapper", where="--wrapper", got=options.wrapper, wanted="python:package.module:function"
+        )
+    asked = parse_stages(options.stages)
+    if asked is not None and Stage.WRAPPING in asked and options.wrapper is None:
+        raise UsageError(
+            "nothing wraps the base",
+            where="--stages wrapping",
+            wanted="--wrapper python:package.module:function",
+            hint="the function takes the plain model and returns it wrapped",
+        )
+    if asked is not None:
+        return asked
+    stages = set(LEVELS[options.level].stages)
+    stages |= {Stage.WRAPPING} if options.wrapper is not None else set()
+    stages |= {Stage.SHARDING} if options.device_map is not None else set()
+    return tuple(stage for stage in Stage if stage in stages)
+
+
+def _device_map(text: str) -> str:
+    """Check a device map that transformers makes, or the JSON file of one that a user made."""
+    if text in DEVICE_MAPS:
+        return text
+    path = Path(text).expanduser()
+    if path.suffix != ".json":
+        raise UsageError(
+            "not a device map", where="--device-map", got=text, wanted=f"{', '.join(DEVICE_MAPS)}, or FILE.json"
+        )
+    table = read_json(path)
+    for module, device in table.items():
+        if isinstance(device, bool) or not isinstance(device, (int, str)):
+            raise InputError(
+                "a device map maps modules to devices",
+                where=f"{module} in {path}",
+                got=device,
+                wanted='a number, or a name such as "cpu", "disk", "cuda:1"',
+            )
+    if not table:
+        raise InputError("the device map is empty", where=path)
     return str(path.resolve())
 
 

@@ -219,13 +219,15 @@ def test_a_report_names_what_was_not_looked_at() -> None:
     again = "the adapter loaded again over NaN"
     large = "copies of 256 MiB and more"
     rest = (large, "most operators", "large operators", "safe_merge", again, "a second run on the same device")
-    assert quick.not_looked_at() == ("stage forward", "stage gradient", "stage memory", *rest)
+    later = ("stage sharding", "stage wrapping")
+    assert quick.not_looked_at() == ("stage forward", "stage gradient", "stage memory", *later, *rest)
     widened = Case(name="x", base="/b", level=Level.QUICK)
-    assert widened.not_looked_at() == rest
+    assert widened.not_looked_at() == (*later, *rest)
     narrowed = Case(name="x", base="/b", level=Level.STANDARD, stages=(Stage.ADAPTER,), repeat=2)
     others = [stage for stage in Stage if stage is not Stage.ADAPTER]
     assert narrowed.not_looked_at() == tuple(f"stage {stage}" for stage in others)
-    assert Case(name="x", base="/b", level=Level.THOROUGH, repeat=2).not_looked_at() == ()
+    thorough = Case(name="x", base="/b", level=Level.THOROUGH, repeat=2, stages=LEVELS[Level.THOROUGH].stages)
+    assert thorough.not_looked_at() == ("stage wrapping",), "which needs a wrapper of the user's own"
 
 
 def test_a_higher_level_looks_at_no_less() -> None:

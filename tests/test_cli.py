@@ -254,9 +254,10 @@ def test_inputs_from_a_file(cli: Cli, tmp_path: Path) -> None:
     logits = next(t for t in json.loads(done.stdout)["tensors"] if t["layer"] == "logits")
     assert logits["shape"][:2] == [2, 6]
     done = cli(*run, bad)
-    assert done.returncode == 2, done.stdout
-    assert "the model does not run on these inputs" in done.stderr
-    assert str(bad) in done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
+    (finding,) = [f for f in json.loads(done.stdout)["findings"] if f["severity"] == "error"]
+    assert finding["kind"] == "ids-past-vocabulary"
+    assert "ids past the vocabulary: largest id 1000000, embedding has 512 rows" in finding["message"]
 
 
 def test_libraries_that_do_not_fit_one_another(cli: Cli, tmp_path: Path) -> None:

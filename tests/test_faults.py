@@ -13,6 +13,7 @@ from consistency.capture import SCHEMA, CaptureManifest, CaptureWriter, read_cap
 from consistency.case import Level, Options
 from consistency.comparison import Comparison, Finding
 from consistency.discovery import discover
+from consistency.drill import HARMLESS_WRAPPER
 from consistency.preflight import prepare_case
 from consistency.records import WorkerInfo
 from consistency.road import Road
@@ -65,6 +66,16 @@ NAMED = {
     "gradient-off": ("gradient", "wrong-scale"),
     "gradient-zeros": ("gradient", "zeros"),
     "optimizer-off": ("gradient", "wrong-scale"),
+    "labels-changed-on-hop": ("sharding", "labels-changed"),
+    "ids-past-vocabulary": ("sharding", "ids-past-vocabulary"),
+    "wrapper-hides-model": ("wrapping", "hidden"),
+    "wrapper-holds-twice": ("wrapping", "held-twice"),
+}
+SENTENCES = {
+    "labels-changed-on-hop": "labels changed on the way to device cpu: labels[0, 3] was",
+    "ids-past-vocabulary": "ids past the vocabulary: largest id 515, embedding has 512 rows",
+    "wrapper-hides-model": "the wrapper hides config",
+    "wrapper-holds-twice": "39 storages are held twice: 2888192 bytes",
 }
 LOST = {
     "killed": "SIGKILL",
@@ -111,7 +122,8 @@ def look_at_fault(tmp_path: Path) -> Run:
     def run(fault: str, stage: str, side_roads: tuple[Road, ...] = ()) -> Comparison:
         # of one sequence's gradient luck leaves little to tell
         level = Level.STANDARD if fault in NEED_RELOAD or stage == "gradient" else Level.QUICK
-        case = prepare_case(Options(base="builtin:llama", stages=(stage,), level=level))
+        wrapper = HARMLESS_WRAPPER if stage == "wrapping" else None
+        case = prepare_case(Options(base="builtin:llama", stages=(stage,), level=level, wrapper=wrapper))
         workers = {"cpu": None, FAULTY: fault} if fault in NEED_ANOTHER else {FAULTY: fault}
         slugs: list[str] = []
         with CaptureWriter(tmp_path / "capture") as writer:
@@ -146,14 +158,16 @@ def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: str) -> No
     first = errors(found)[0]
     assert first.kind == kind
     assert first.workers == (FAULTY,)
-    assert first.message.startswith(f"{stage} · {FAULTY} · ")
+    assert first.message.startswith(f"{stage} · {FAULTY} · {SENTENCES.get(fault, '')}")
     assert all(name.startswith(f"{stage}::") for name in first.tensors)
     assert {d.worker for d in found.first_divergence} == {FAULTY}
     assert BY_ROAD.get(fault, "") in first.message
     assert len(errors(found)) == 1 or fault not in BY_ROAD, "one cause is one finding, on however many roads it shows"
 
 
-@pytest.mark.parametrize("stage", ["transfer", "operators", "base", "adapter", "merged", "gradient", "memory"])
+@pytest.mark.parametrize(
+    "stage", ["transfer", "operators", "base", "adapter", "merged", "gradient", "memory", "sharding", "wrapping"]
+)
 def test_without_a_fault_nothing_is_found(look_at_fault: Run, stage: str) -> None:
     with plant("merge-off"):
         pass  # and a fault that was taken away is gone

@@ -92,12 +92,12 @@ class LoadedBase:
         return self.files.read(key).to(self.tensors[name].dtype)
 
 
-def load_base(case: Case, device: str) -> LoadedBase:
-    """Load the base of a case onto a device."""
+def load_base(case: Case, device: str, *, device_map: str | Mapping[str, Any] | None = None) -> LoadedBase:
+    """Load the base of a case onto a device, or onto several by a map of transformers' or of the caller's."""
     if case.factory is not None:
         model, files, missing = _from_factory(case.factory, device), None, frozenset[str]()
     else:
-        model, missing = _from_folder(case, device)
+        model, missing = _from_folder(case, device, device_map)
         files = WeightFiles.of_base(case.base, allow_pickle=case.allow_pickle)
     model.eval()
     missing = overwrite(model, missing)
@@ -215,7 +215,9 @@ def _looking_at_load_state_dict(model: torch.nn.Module) -> Iterator[dict[str, to
         torch.nn.Module.load_state_dict = real  # type: ignore[method-assign]
 
 
-def _from_folder(case: Case, device: str) -> tuple[torch.nn.Module, frozenset[str]]:
+def _from_folder(
+    case: Case, device: str, device_map: str | Mapping[str, Any] | None = None
+) -> tuple[torch.nn.Module, frozenset[str]]:
     from transformers import AutoConfig
 
     try:
@@ -233,7 +235,9 @@ def _from_folder(case: Case, device: str) -> tuple[torch.nn.Module, frozenset[st
         "use_safetensors": None if case.allow_pickle else True,
         "output_loading_info": True,
     }
-    if device != "cpu":
+    if device_map is not None:
+        arguments["device_map"] = device_map
+    elif device != "cpu":
         arguments["device_map"] = {"": device}
     wanted = labels(config, case)
     if wanted is not None:

@@ -47,6 +47,17 @@ def reset_peak() -> bool:
     return True
 
 
+def available_bytes() -> int | None:
+    """Return how much memory the host can still give without swapping; None where it does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error means that memory ran out, on the host or on a device."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -20,13 +21,25 @@ from consistency.records import SettingChange
 from consistency.road import Road
 from consistency.worker import determinism, environment
 from consistency.worker.files import WeightFiles
+from consistency.worker.ids import KernelAssertedError
 from consistency.worker.inputs import digest_of, fixed_inputs
 from consistency.worker.job import TOLD_FILE, EventLog, Job, Told
 from consistency.worker.loading import expected_adapter, load_adapter, load_base
 from consistency.worker.placement import Placement
 from consistency.worker.record import Recorder
 from consistency.worker.stage_memory import StageMemoryLog
-from consistency.worker.stages import adapter, base, forward, gradient, memory, merged, operators, transfer
+from consistency.worker.stages import (
+    adapter,
+    base,
+    forward,
+    gradient,
+    memory,
+    merged,
+    operators,
+    sharding,
+    transfer,
+    wrapping,
+)
 from consistency.worker.stages.context import Context
 
 
@@ -133,6 +146,8 @@ class Session:
             (Stage.GRADIENT, gradient.run),
             (Stage.FORWARD, forward.run),
             (Stage.MEMORY, memory.run),
+            (Stage.SHARDING, sharding.run),
+            (Stage.WRAPPING, wrapping.run),
         )
         for stage, look in stages:
             if stage not in wanted:
@@ -150,7 +165,11 @@ class Session:
             if stage in (Stage.GRADIENT, Stage.FORWARD):
                 inputs, _ = fixed_inputs(job.case, loaded.model)
                 self._update(inputs_digest=None if inputs is None else digest_of(inputs))
-            look(context)
+            try:
+                look(context)
+            except KernelAssertedError as lost:
+                _tell_of_assert(record, stage, wanted, str(lost))
+                return
             self._end(stage)
 
     def _begin(self, stage: str) -> None:
@@ -191,6 +210,26 @@ class Session:
 
     def _save(self) -> None:
         write_json(self._path, self._told)
+
+
+def _tell_of_assert(record: Recorder, stage: Stage, wanted: Sequence[Stage], sentence: str) -> None:
+    """Record why the worker stops here: the device's context went with the kernel, and nothing runs on it any more."""
+    record.fact(
+        stage=stage,
+        layer=WHOLE_MODEL,
+        tensor="kernels",
+        status="outside",
+        diagnosis="ids-changed",
+        reason=sentence,
+    )
+    for later in [s for s in wanted if list(Stage).index(s) > list(Stage).index(stage)]:
+        record.absent(
+            stage=later,
+            layer=WHOLE_MODEL,
+            tensor="everything",
+            status="skipped",
+            reason="a kernel asserted before, and took the device's context with it",
+        )
 
 
 def _import_libraries() -> ModuleType:

@@ -11,7 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from consistency.errors import UsageError
-from consistency.worker.faults import adapter, base, compute, computed, memory, process, roads, transfer
+from consistency.worker.faults import (
+    adapter,
+    base,
+    compute,
+    computed,
+    memory,
+    process,
+    roads,
+    sharding,
+    transfer,
+    wrapping,
+)
 from consistency.worker.faults.planting import Install
 
 FAULTS: dict[str, Install] = {
@@ -22,7 +33,9 @@ FAULTS: dict[str, Install] = {
     **memory.FAULTS,
     **process.FAULTS,
     **roads.FAULTS,
+    **sharding.FAULTS,
     **transfer.FAULTS,
+    **wrapping.FAULTS,
 }
 """Every fault by its name."""
 

@@ -57,6 +57,11 @@ class Context:
         return torch.device(self.job.device)
 
     @property
+    def base_folder(self) -> str | None:
+        """Return where the base lies, None where a function makes it."""
+        return None if self.job.case.factory is not None else self.job.case.base
+
+    @property
     def scratch(self) -> Path:
         return Path(self.job.scratch)
 

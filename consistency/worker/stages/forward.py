@@ -24,11 +24,13 @@ from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.exact import in_float64
 from consistency.records import RecordStatus
 from consistency.tolerance import Rule
+from consistency.worker.ids import KernelAssertedError, asserted, context_is_lost
 from consistency.worker.inputs import fixed_inputs
 from consistency.worker.loading import load_adapter, load_base
 from consistency.worker.memory import is_out_of_memory
 from consistency.worker.reference import Reference, publish, wait_for
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.inputs_seen import inputs_fit
 from consistency.worker.stages.merged import adapted_layers
 from consistency.worker.stages.relative import Truth, judge_relative
 
@@ -68,6 +70,9 @@ def run(context: Context) -> None:
     reason = reason or why_not(context.base.model)
     if inputs is None or reason:
         _not_run(context, _modes(context), "skipped", reason)
+        return
+    if not inputs_fit(context, "forward", inputs):
+        _not_run(context, _modes(context), "skipped", "ids or labels are past the end of a table")
         return
     exact = Exact()
     if not context.job.makes_reference:
@@ -110,6 +115,8 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
                     found.digests.setdefault((mode, name), []).append(digest(tensor))
                 found.outputs.setdefault(mode, outputs)
         except Exception as error:  # model code of any kind may raise anything
+            if context_is_lost(error):
+                raise KernelAssertedError(asserted(inputs, context.device, error)) from error
             if not is_of_the_model(error, model):
                 raise
             found.refused[mode] = refusal(context, error)

@@ -1,0 +1,217 @@
+"""Ids and labels of a batch, looked at on the CPU: whether they are inside the tables that they index.
+
+A device that is asked for a row past the end of a table says "index out of bounds", or its kernel asserts and takes the
+whole context with it. So they are held against the tables before any device sees them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TOKEN_IDS = ("input_ids", "decoder_input_ids")
+LABELS = "labels"
+
+IGNORE_INDEX = -100
+"""The label that a loss leaves out: PyTorch's default of `cross_entropy`, which transformers takes over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """How many rows there are to look ids and labels up in; None where the model has no such table, or hides it.
+
+    Attributes
+    ----------
+    vocabulary : int or None
+        What the config says.
+    embedding_rows : int or None
+        Of the input embeddings that are in use: an adapter can bring larger ones.
+    head_rows : int or None
+        How many answers a label chooses from: rows of the output embeddings, or a classifier's labels.
+    tokenizer_length : int or None
+        One more than the largest id that the base's tokenizer gives; no network is asked.
+    """
+
+    vocabulary: int | None = None
+    embedding_rows: int | None = None
+    head_rows: int | None = None
+    tokenizer_length: int | None = None
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, folder: str | None = None) -> Tables:
+        """Ask a model, and the folder that it came from."""
+        text, several = _text_config(model)
+        # a model of several kinds of input gives its images ids of their own, which no table of words holds
+        rows = None if several else _rows(_ask(model, "get_input_embeddings"))
+        head = _rows(_ask(model, "get_output_embeddings"))
+        if head is None and _classifies(model):
+            head = getattr(text, "num_labels", None)
+        vocabulary = getattr(text, "vocab_size", None)
+        return cls(
+            vocabulary=vocabulary if isinstance(vocabulary, int) else None,
+            embedding_rows=rows,
+            head_rows=head,
+            tokenizer_length=None if folder is None else tokenizer_length(Path(folder)),
+        )
+
+    def rows_for(self, name: str) -> int | None:
+        """Return how many rows an input of this name may choose from."""
+        if name == LABELS:
+            return self.head_rows
+        return self.embedding_rows if name in TOKEN_IDS else None
+
+    def figures(self) -> dict[str, int]:
+        """Return what is known, by name."""
+        names = ("vocabulary", "embedding_rows", "head_rows", "tokenizer_length")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What the CPU sees of one input.
+
+    Attributes
+    ----------
+    name : str
+    word : str or None
+        `ids-past-vocabulary` or `labels-past-vocabulary`; None where all of it is inside.
+    sentence : str or None
+    evidence : dict
+    """
+
+    name: str
+    word: str | None = None
+    sentence: str | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+def look(inputs: Mapping[str, torch.Tensor], tables: Tables) -> list[Seen]:
+    """Hold the ids and labels of a batch on the CPU against the tables, the labels' ignore index left out."""
+    return [
+        _look_at(name, inputs[name], rows, tables)
+        for name in (*TOKEN_IDS, LABELS)
+        if name in inputs and not inputs[name].is_floating_point() and inputs[name].numel()
+        for rows in [tables.rows_for(name)]
+        if rows is not None
+    ]
+
+
+def _look_at(name: str, tensor: torch.Tensor, rows: int, tables: Tables) -> Seen:
+    chosen = tensor if name != LABELS else tensor[tensor != IGNORE_INDEX]
+    evidence: dict[str, Any] = dict(tables.figures())
+    if name == LABELS:
+        evidence["ignored"] = int(tensor.numel() - chosen.numel())
+    if not chosen.numel():
+        return Seen(name=name, evidence=evidence)
+    smallest, largest = int(chosen.min()), int(chosen.max())
+    evidence |= {"smallest": smallest, "largest": largest}
+    if smallest >= 0 and largest < rows:
+        return Seen(name=name, evidence=evidence)
+    wrong = (tensor < 0) | (tensor >= rows)
+    if name == LABELS:
+        wrong &= tensor != IGNORE_INDEX
+    first = tuple(int(i) for i in wrong.nonzero()[0])
+    kind = "labels" if name == LABELS else "ids"
+    sentence = f"{kind} past the vocabulary: {_extreme(kind, smallest, largest, rows)}, {_known(name, tables)}"
+    sentence += f"; the first of {int(wrong.sum())} is {int(tensor[first])} at {name}{list(first)}"
+    evidence |= {"first": list(first), "wrong": int(wrong.sum()), "elements": tensor.numel()}
+    return Seen(name=name, word=f"{kind}-past-vocabulary", sentence=sentence, evidence=evidence)
+
+
+def _extreme(kind: str, smallest: int, largest: int, rows: int) -> str:
+    one = "label" if kind == "labels" else "id"
+    return f"largest {one} {largest}" if largest >= rows else f"smallest {one} {smallest}"
+
+
+def _known(name: str, tables: Tables) -> str:
+    own = f"head has {tables.head_rows} rows" if name == LABELS else f"embedding has {tables.embedding_rows} rows"
+    parts = [own]
+    if name == LABELS:
+        parts.append(f"ignore index is {IGNORE_INDEX}")
+    if tables.vocabulary is not None:
+        parts.append(f"the config's vocab_size is {tables.vocabulary}")
+    if tables.tokenizer_length is not None:
+        parts.append(f"the tokenizer has {tables.tokenizer_length} tokens")
+    return ", ".join(parts)
+
+
+def tokenizer_length(folder: Path) -> int | None:
+    """Return one more than the largest id in a folder's `tokenizer.json`; None where there is no such file.
+
+    The count of tokens is not enough: an added token may have any id.
+    """
+    try:
+        table = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = table["model"]["vocab"]
+        ids = [len(vocabulary) - 1] if isinstance(vocabulary, list) else list(vocabulary.values())
+        ids += [token["id"] for token in table.get("added_tokens") or ()]
+        return max(int(i) for i in ids) + 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None  # whatever else it is, it is no tokenizer that could be counted here
+
+
+class KernelAssertedError(Exception):
+    """A kernel has asserted, and the device's context is lost: nothing more can be looked at in this process."""
+
+
+def is_kernel_assert(error: BaseException) -> bool:
+    """Tell whether a kernel was asked for a row that no table has."""
+    text = str(error)
+    if isinstance(error, IndexError):  # torch on the CPU: "index out of range in self", "Target 9 is out of bounds."
+        return "out of range" in text or "out of bounds" in text
+    return isinstance(error, RuntimeError) and context_is_lost(error)
+
+
+def context_is_lost(error: BaseException) -> bool:
+    """Tell whether the device's context has gone with the kernel: nothing runs on it in this process any more."""
+    return "device-side assert" in str(error)
+
+
+def asserted(inputs: Mapping[str, torch.Tensor], device: torch.device, error: BaseException) -> str:
+    """Say what a kernel's assertion means where ids and labels were inside the tables on the CPU."""
+    named = [name for name in (*TOKEN_IDS, LABELS) if name in inputs]
+    line = (str(error).strip().splitlines() or ["no message"])[0][:200]
+    return (
+        f"ids or labels changed on the way to device {device}: {', '.join(named) or 'the inputs'} are inside every "
+        f"table on the CPU, and a kernel was asked for a row past an end ({type(error).__name__}: {line})"
+    )
+
+
+def _text_config(model: torch.nn.Module) -> tuple[Any, bool]:
+    """Return the config of the words, and whether the model has other kinds of input too."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    others = any(getattr(config, f"{kind}_config", None) is not None for kind in ("vision", "audio", "speech"))
+    return text, others
+
+
+def _classifies(model: torch.nn.Module) -> bool:
+    several = getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
+    names = [type(m).__name__ for m in (model, _ask(model, "get_base_model")) if m is not None]
+    return not several and any(name.endswith("Classification") for name in names)
+
+
+def _ask(model: torch.nn.Module, method: str) -> Any:
+    try:
+        return getattr(model, method)()
+    except (AttributeError, NotImplementedError, TypeError):  # a model of the user's own, or one without words
+        return None
+
+
+def _rows(module: Any) -> int | None:
+    """Return how many rows a table of embeddings has: the one that is in use, under whatever PEFT put around it."""
+    saved = getattr(module, "modules_to_save", None)
+    if saved:
+        module = next(iter(saved.values()))
+    elif hasattr(module, "get_base_layer"):
+        module = module.get_base_layer()
+    for name in ("num_embeddings", "out_features"):
+        if isinstance(getattr(module, name, None), int):
+            return int(getattr(module, name))
+    weight = getattr(module, "weight", None)
+    return int(weight.shape[0]) if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None

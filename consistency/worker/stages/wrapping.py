@@ -1,0 +1,104 @@
+"""Stage `wrapping`: a user's wrapper around the base, held against the base without it (`consistency.wrapping`).
+
+The base is loaded once more: under PEFT's layers it is not what a user would wrap.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+
+from consistency.errors import InputError
+from consistency.naming import WHOLE_MODEL
+from consistency.tolerance import Rule
+from consistency.worker.loading import load_base
+from consistency.worker.memory import is_out_of_memory
+from consistency.worker.stages.context import Context
+from consistency.wrapping import WrapperReport, check_wrapped
+
+STAGE = "wrapping"
+WRAPPER = "wrapper"
+
+
+def run(context: Context) -> None:
+    """Wrap the base, look at it, and record every check."""
+    case = context.job.case
+    if case.wrapper is None:
+        _skip(context, WHOLE_MODEL, "everything", "no wrapper is given: --wrapper python:package.module:function")
+        return
+    plain = load_base(case, context.job.device).model
+    wrapped = wrap(case.wrapper, plain)
+    record(context, check_wrapped(wrapped, plain, adapter=_adapter(case.adapter)))
+
+
+def wrap(text: str, plain: torch.nn.Module) -> torch.nn.Module:
+    """Call a user's own wrapper on the plain model.
+
+    Raises
+    ------
+    InputError
+        It cannot be imported, fails, or gives something else than a module.
+    """
+    module_name, _, function_name = text.removeprefix("python:").partition(":")
+    sys.path.append(os.getcwd())  # a user's own module lies where the command was typed; installed ones come first
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise InputError("cannot import the wrapper", where=text, got=error) from error
+    try:
+        wrapped = function(plain)
+    except Exception as error:  # a user's own function may raise anything; whatever it is, it is theirs to mend
+        if is_out_of_memory(error):
+            raise
+        raise InputError("the wrapper failed", where=text, got=f"{type(error).__name__}: {error}") from error
+    if not isinstance(wrapped, torch.nn.Module):
+        raise InputError(
+            "the wrapper does not return a module", where=text, got=type(wrapped).__name__, wanted="Module"
+        )
+    return wrapped
+
+
+def record(context: Context, report: WrapperReport) -> None:
+    """Record what was found, and of every other check what was seen."""
+    seen: Counter[str] = Counter()
+    for finding in report.findings:
+        seen[finding.check] += 1
+        name = finding.where if finding.check == "reach" else f"{finding.check} {seen[finding.check]}"
+        context.record.fact(
+            stage=STAGE,
+            layer=WRAPPER,
+            tensor=name,
+            status="outside",
+            diagnosis=finding.kind,
+            evidence={"got": finding.got, "wanted": finding.wanted, "hint": finding.hint},
+            reason=finding.sentence,
+        )
+    failed = {finding.check for finding in report.findings}
+    for check, figures in report.figures.items():
+        if check not in failed:
+            status: Any = "within" if check == "training_step" else "equal"
+            share = figures["peak_bytes"] / figures["allowed_bytes"] if check == "training_step" else None
+            context.record.fact(
+                stage=STAGE, layer=WRAPPER, tensor=check, status=status, share=share, evidence=dict(figures)
+            )
+    for check, reason in report.skipped.items():
+        _skip(context, WRAPPER, check, reason)
+
+
+def _adapter(folder: str | None) -> Any:
+    from peft import PeftConfig
+
+    if folder is None:
+        return None
+    found = PeftConfig.from_pretrained(folder)
+    found.inference_mode = False  # it is trained here
+    return found
+
+
+def _skip(context: Context, layer: str, tensor: str, reason: str) -> None:
+    context.record.absent(stage=STAGE, layer=layer, tensor=tensor, status="skipped", reason=reason, rule=Rule.LIMIT)

@@ -1,0 +1,147 @@
+"""Every tensor that a module keeps alive, registered or not, and the storages under them.
+
+What a wrapper keeps in a list, a dict or a plain attribute is in no state dict and takes as much memory. What only a
+closure holds is not seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from consistency.numerics.digest import digest
+from consistency.numerics.dtype import name_of
+
+_MACHINERY = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+_DEPTH = 6  # containers in containers; what is deeper is no weight anybody keeps
+
+_LEAST_BYTES = 64
+"""Smaller tensors are equal by chance: flags, counters, scalars."""
+
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The storages that a module keeps alive.
+
+    Attributes
+    ----------
+    tensors : dict
+        Every plain tensor by its name; a tensor of a subclass gives those that it is made of.
+    storages : dict
+        The names on each storage, by device and address.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    storages: dict[Place, tuple[str, ...]]
+
+    @classmethod
+    def by(cls, module: torch.nn.Module) -> Held:
+        """Walk a module."""
+        tensors: dict[str, torch.Tensor] = {}
+        storages: dict[Place, tuple[str, ...]] = {}
+        for name, tensor in _walk("", module, set(), _DEPTH):
+            if tensor.is_meta or tensor.layout is not torch.strided or name in tensors:
+                continue
+            tensors[name] = tensor
+            place = (str(tensor.device), tensor.untyped_storage().data_ptr())
+            storages[place] = (*storages.get(place, ()), name)
+        return cls(tensors=tensors, storages=storages)
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes all storages have together."""
+        return sum(self.bytes_by_dtype.values())
+
+    @property
+    def bytes_by_dtype(self) -> dict[str, int]:
+        """Return the bytes of the storages by the dtype of what lies in them, the largest first."""
+        found: Counter[str] = Counter()
+        for names in self.storages.values():
+            tensor = self.tensors[names[0]]
+            found[name_of(tensor.dtype)] += tensor.untyped_storage().nbytes()
+        return dict(found.most_common())
+
+    def by_content(self) -> dict[tuple[str, tuple[int, ...], str], list[str]]:
+        """Return one name per storage, by dtype, shape and digest of what lies in it."""
+        found: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+        for names in self.storages.values():
+            tensor = self.tensors[names[0]]
+            if tensor.nbytes >= _LEAST_BYTES:
+                key = (name_of(tensor.dtype), tuple(tensor.shape), digest(tensor.detach()).value)
+                found.setdefault(key, []).append(names[0])
+        return found
+
+
+def held_twice(wrapped: Held, plain: Held) -> list[tuple[str, str]]:
+    """Return pairs of names with the same bytes in two storages, where the plain model has one.
+
+    Weights that the plain model ties lie in one storage on both sides; weights that happen to be equal, as norms of
+    ones are, lie in as many storages on both sides.
+    """
+    if set(wrapped.storages) <= set(plain.storages):
+        return []
+    wanted = {key: len(names) for key, names in plain.by_content().items()}
+    return [
+        (names[0], other)
+        for key, names in wrapped.by_content().items()
+        if key in wanted
+        for other in names[wanted[key] :]
+    ]
+
+
+def _walk(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield from _parts(name, value)
+        return
+    if depth == 0 or id(value) in seen:
+        return
+    if isinstance(value, torch.nn.Module):
+        seen.add(id(value))
+        inside: dict[str, Any] = {**value._parameters, **value._buffers, **value._modules}
+        inside |= {key: held for key, held in vars(value).items() if key not in _MACHINERY and _may_hold(held)}
+        for key, held in inside.items():
+            # modules are in modules as deep as their maker likes
+            yield from _walk(_join(name, key), held, seen, _DEPTH)
+    elif isinstance(value, Mapping):
+        seen.add(id(value))
+        for key, held in value.items():
+            yield from _walk(_join(name, str(key)), held, seen, depth - 1)
+    elif isinstance(value, (list, tuple, set)):
+        seen.add(id(value))
+        for number, held in enumerate(value):
+            yield from _walk(_join(name, str(number)), held, seen, depth - 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # the state of a bitsandbytes layer
+        seen.add(id(value))
+        for key in (f.name for f in dataclasses.fields(value)):
+            yield from _walk(_join(name, key), getattr(value, key, None), seen, depth - 1)
+
+
+def _may_hold(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, torch.nn.Module, Mapping, list, tuple, set)) or dataclasses.is_dataclass(
+        value
+    )
+
+
+def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a tensor is made of: itself, or the tensors of a subclass, as quantized weights are."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        inside, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for part in inside:
+            if isinstance(getattr(tensor, part), torch.Tensor):
+                yield from _parts(_join(name, part), getattr(tensor, part))
+    else:
+        yield name, tensor
+    for key, held in vars(tensor).items():  # scales, and the rows of a bitsandbytes weight
+        if isinstance(held, torch.Tensor) and key != "grad":
+            yield from _parts(_join(name, key), held)
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key

@@ -1,0 +1,74 @@
+"""What a look at a wrapper found, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrapperFinding:
+    """One thing that is not as it is without the wrapper.
+
+    Attributes
+    ----------
+    check : str
+        Which look found it: `reach`, `keys`, `adapter_layers`, `storages`, `dtypes` or `training_step`.
+    kind : str
+        The word for it: `hidden`, `keys`, `layers-missed`, `held-twice`, `dtype`, `more-memory`, `does-not-run`.
+    what : str
+        One sentence without a final stop.
+    where : str
+        The attribute, tensor or layer concerned.
+    got, wanted : str
+        Through the wrapper, and without it.
+    hint : str
+        What to do about it.
+    """
+
+    check: str
+    kind: str
+    what: str
+    where: str
+    got: str
+    wanted: str
+    hint: str
+
+    @property
+    def sentence(self) -> str:
+        """Return it in one line."""
+        return f"{self.what} ({self.where}: got {self.got}, wanted {self.wanted})"
+
+    def __str__(self) -> str:
+        return f"{self.sentence}; {self.hint}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrapperReport:
+    """What is different through a wrapper; a mismatch is never raised.
+
+    Attributes
+    ----------
+    findings : tuple of WrapperFinding
+    prefix : str
+        What the wrapper puts before every key of the plain model; None where the plain model is not inside it.
+    figures : dict
+        What was seen, by check: bytes by dtype, numbers of keys and layers, peaks in bytes.
+    skipped : dict
+        By check, why it could not be made.
+    """
+
+    findings: tuple[WrapperFinding, ...]
+    prefix: str | None
+    figures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return not self.findings
+
+    def __str__(self) -> str:
+        if self.passed:
+            return "the wrapper hides nothing and holds nothing twice"
+        return "\n".join(f"{i}  {finding}" for i, finding in enumerate(self.findings, start=1))
