@@ -15,8 +15,10 @@ Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped
 Verdict = Literal["consistent", "inconsistent", "incomplete"]
 Severity = Literal["error", "warning", "note"]
 
-WEIGHT: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
-"""Order of findings by severity."""
+ENVIRONMENT = "environment"
+"""Kind of the finding that software is not the same everywhere."""
+
+_WEIGHT: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
 
 BAD: frozenset[str] = frozenset({"outside", "missing", "unexpected"})
 """Statuses that make a run inconsistent."""
@@ -237,9 +239,18 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return {"consistent": 0, "inconsistent": 1, "incomplete": 3}[self.verdict]
 
 
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Return findings as reports number them: other software first, for it may explain the rest, then by weight."""
+
+    def weight(finding: Finding) -> tuple[bool, int]:
+        return (finding.kind != ENVIRONMENT or finding.severity == "note", _WEIGHT[finding.severity])
+
+    return tuple(sorted(findings, key=weight))
+
+
 def with_findings(comparison: Comparison, findings: Iterable[Finding]) -> Comparison:
     """Return a comparison with these findings for its own, in order of weight, and the verdict they amount to."""
-    ordered = tuple(sorted(findings, key=lambda finding: WEIGHT[finding.severity]))
+    ordered = in_order(findings)
     verdict: Verdict = "inconsistent" if any(f.severity == "error" for f in ordered) else "consistent"
     if comparison.verdict == "incomplete":  # no finding, and none less, makes a lost worker's part looked at
         verdict = "incomplete"

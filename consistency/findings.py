@@ -14,7 +14,7 @@ from consistency.box.facts import Box
 from consistency.box.findings import find_box
 from consistency.case import Stage
 from consistency.causes import find_causes, names
-from consistency.comparison import BAD, WEIGHT, Finding, TensorComparison, tensor_name
+from consistency.comparison import BAD, ENVIRONMENT, Finding, TensorComparison, in_order, tensor_name
 from consistency.given import find_tolerances
 from consistency.participants import Key, Participant
 from consistency.road import is_side_road
@@ -53,7 +53,7 @@ def find(
         *_planted(participants),
         *_skipped(tensors),
     ]
-    return tuple(sorted(found, key=lambda finding: WEIGHT[finding.severity]))
+    return in_order(found)
 
 
 def _boxes(participants: Sequence[Participant]) -> list[Box]:
@@ -86,7 +86,7 @@ def _software(participants: Sequence[Participant]) -> Iterable[Finding]:
                 values.setdefault(str(p.info.environment[name]), []).append(p.label)
         if len(values) > 1:
             text = "; ".join(f"{value}: {names(labels)}" for value, labels in values.items())
-            yield Finding(kind="environment", severity="note", message=f"{name} is not the same everywhere: {text}")
+            yield Finding(kind=ENVIRONMENT, severity="warning", message=f"{name} is not the same everywhere: {text}")
 
 
 def _inputs(participants: Sequence[Participant]) -> Iterable[Finding]:

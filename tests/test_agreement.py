@@ -380,6 +380,9 @@ def test_other_software_is_said_first(make_capture: MakeCapture) -> None:
     assert [f.kind for f in found.findings] == ["environment"]
     assert found.findings[0].message == "torch is not the same everywhere: 2.8.0: a:cpu; 2.13.0: b:cpu"
     assert found.verdict == "consistent"
+    differs = compared(host("c", "2.8.0", "file"), host("d", "2.13.0", "other"))
+    assert [f.severity for f in differs.findings][:2] == ["warning", "error"]
+    assert differs.findings[0].kind == "environment"  # it may explain what follows
 
 
 def test_stage_that_one_capture_did_not_ask_for_is_not_missing(make_capture: MakeCapture) -> None:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from consistency.capture import write_json
+from consistency.case import Stage
 from consistency.device import KERNEL_VARIABLES, parse_device
 from consistency.errors import CaptureError, ConsistencyError, UsageError
+from consistency.naming import HOST, split_pair
 from consistency.report.terminal import clean
 from consistency.reproduce.evidence import Evidence, find_evidence
 from consistency.road import Road
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 RUN_TIMEOUT_S = 300.0
 _HAPPENS = {0: False, 1: True}
+_OF_MODEL = (Stage.BASE, Stage.ADAPTER, Stage.MERGED, Stage.FORWARD, Stage.GRADIENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +60,9 @@ class Reproduced:
         """Say whether the finding was reproduced on this machine."""
         if self.happens_here:
             return "reproduced: it happens on this machine"
-        recorded = "the recorded bytes show it" if self.shows else "what was recorded does not show it in this window"
+        recorded = "the recorded bytes show it" if self.shows else "no recorded bytes show it"
         if self.needs_model:
-            return f"not tried anew, which takes the model (load_with_peft.py); {recorded}"
+            return f"not tried anew, which takes more than the kept tensors; {recorded}"
         return f"not reproduced: it does not happen on this machine now; {recorded}"
 
 
@@ -146,8 +149,12 @@ def _parts(evidence: Evidence) -> _Parts:
             del whole["actual"]  # another shape or dtype is said in words, and cannot be held against this
         tensors, window = cut_moved(whole, worst)
         return _Parts(script="moved.py", tensors=tensors, window=window, facts={"via": _via(evidence)})
+    if record.stage == Stage.TRANSFER:
+        return _Parts(script="moved.py", tensors={"expected": _payload()}, window="made up", facts=_hop(evidence))
     if expected is not None and actual is not None and record.measure is not None:
-        tensors, window = cut_moved({"expected": read_blob(expected), "actual": read_blob(actual)}, worst)
+        whole = {"expected": read_blob(expected), "actual": read_blob(actual)}
+        allowed = made_of.get("allowed")
+        tensors, window = cut_moved(whole if allowed is None else {**whole, "allowed": read_blob(allowed)}, worst)
         return _Parts(script="recorded.py", tensors=tensors, window=window, facts={"allowed": _allowed(evidence)})
     raise CaptureError(
         "nothing was kept that shows this finding",
@@ -156,6 +163,22 @@ def _parts(evidence: Evidence) -> _Parts:
         hint="tensors above 64 MiB are kept as digests alone: "
         + (evidence.finding.next or "run the case again on this machine"),
     )
+
+
+def _payload() -> torch.Tensor:
+    """Return bytes to copy: 4 MiB without a pattern, the same everywhere, every one of them of a finite number."""
+    import numpy as np
+    import torch
+
+    numbers = np.random.Generator(np.random.PCG64(0)).standard_normal(1 << 20, dtype=np.float32)
+    return torch.from_numpy(numbers)
+
+
+def _hop(evidence: Evidence) -> dict[str, Any]:
+    """Return the two ends of a copy: what the script calls `via`, and the device that the bytes go to."""
+    pair = split_pair(evidence.record.layer)
+    source, destination = pair if pair is not None else (HOST, _device(evidence))
+    return {"via": None if source == HOST else source, "device": destination}
 
 
 def _allowed(evidence: Evidence) -> float:
@@ -231,7 +254,7 @@ def _write(folder: Path, evidence: Evidence, parts: _Parts) -> None:
     }
     scripts = {"reproduce.py": parts.script}
     case = evidence.participant.case
-    if case.adapter is not None and case.factory is None:
+    if case.adapter is not None and case.factory is None and evidence.record.stage in _OF_MODEL:
         scripts["load_with_peft.py"] = "load_with_peft.py"
         facts.update(
             base=case.base,
@@ -264,8 +287,14 @@ def _readme(evidence: Evidence, parts: _Parts, scripts: Mapping[str, str]) -> st
         "",
         "```",
         "pip install torch safetensors",
-        "python reproduce.py                 # 0: does not happen here, 1: happens here",
-        "python reproduce.py --as-recorded   # the same judgement on what the device held: 1",
+        *(
+            ["python reproduce.py                 # judges what the device had: 1 where it is not what is allowed"]
+            if parts.script == "recorded.py"
+            else [
+                "python reproduce.py                 # 0: does not happen here, 1: happens here",
+                "python reproduce.py --as-recorded   # the same judgement on what the device held",
+            ]
+        ),
     ]
     if "load_with_peft.py" in scripts:
         lines.append("python load_with_peft.py --base FOLDER --adapter FOLDER   # needs transformers and peft")

@@ -308,6 +308,8 @@ def _step(context: Context, name: str, layer: str, tensor: str, gradient: torch.
         digests=[digest(result) for result in results],
         evidence={**(given.evidence if given else {}), **(cause.evidence if cause else {})},
         keep=context.job.case.keep,
+        exact=wanted,
+        ingredients={} if given else {"allowed": torch.from_numpy(exact.allowed)},
     )
 
 

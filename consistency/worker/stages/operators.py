@@ -139,6 +139,8 @@ def _look(trials: Trials, record: Recorder, operation: Operation, dtype: str) ->
         digests=[digest(result) for result in results],
         evidence={**(given.evidence if given else {}), **(cause.evidence if cause else {})},
         keep=trials.keep,
+        exact=torch.from_numpy(exact.value),
+        ingredients={} if given else {"allowed": torch.from_numpy(exact.allowed)},
     )
 
 
