@@ -31,8 +31,8 @@ def judge(subject: Participant, reference: Participant, key: Key) -> Row:
     if record is None:
         return _unseen(subject, reference)
     made_there = expected is not None and expected.status not in _ABSENT
-    # a fact is nobody else's to make, and what a device has no kernel for is no failure of it
-    owed = record.rule != Rule.LIMIT and UNSUPPORTED not in record.evidence
+    # a fact is nobody else's to make, but that the adapter can be loaded; what has no kernel here is no failure of it
+    owed = (record.rule != Rule.LIMIT or record.layer == SETTINGS_LAYER) and UNSUPPORTED not in record.evidence
     if record.status == "skipped" and made_there and owed:
         # what the reference worker could make, this device failed to make: no reason of its own excuses it
         return Row(

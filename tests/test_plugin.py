@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -82,7 +83,9 @@ def test_only_what_is_selected_is_captured(pytester: pytest.Pytester) -> None:
     done = pytester.runpytest_subprocess(*BASE, "--consistency-out", "out", "-k", "adapter and v_proj and layers.1")
     done.assert_outcomes(passed=2, deselected=len(collected(pytester, *BASE)) - 2)
     records = pytester.path / "out" / "captures" / "workers" / "cpu.isolated" / "records.jsonl"
-    assert len(records.read_text().splitlines()) == 2
+    places = [(r["layer"], r["tensor"]) for r in map(json.loads, records.read_text().splitlines())]
+    assert {layer for layer, _ in places} == {"model.layers.1.self_attn.v_proj"}
+    assert {tensor for _, tensor in places} == {"lora_A", "lora_B"}
 
 
 def test_a_session_without_options_is_left_alone(pytester: pytest.Pytester) -> None:

@@ -19,7 +19,9 @@ from consistency.numerics import digest_triton
 from consistency.numerics.digest import BLOCK_BYTES, ROW_BYTES, digest
 from consistency.worker import determinism, environment
 from consistency.worker.job import Told
+from consistency.worker.placement import Placement
 from consistency.worker.session import Session
+from consistency.worker.stage_memory import StageMemoryLog
 
 WORDS = ROW_BYTES // 8
 BLOCK_WORDS = BLOCK_BYTES // 8
@@ -255,6 +257,8 @@ def test_a_worker_tells_what_became_of_it(tmp_path: Path, monkeypatch: pytest.Mo
     session._job = SimpleNamespace(device="cuda:0")  # type: ignore[assignment]
     session._asked = {}
     session._path = tmp_path / "told.json"
+    session._placement = Placement(torch.device("cpu"))
+    session._memory = StageMemoryLog(torch.device("cpu"))
     session._told = Told(environment=untried, asked={}, in_force={}, kernel_key="")
     digest_triton._states[CUDA] = digest_triton.FUSED
     session._check("base")

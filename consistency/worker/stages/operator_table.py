@@ -93,6 +93,9 @@ class Operation:
         The first at which it is tried.
     multiplies : bool
         Whether it is made of products, which a unit could take in TF32.
+    kernel : str or None
+        What a backend has to have for the bound of half types to hold: without it torch composes the operation of
+        others, and stores in the half type what is between them.
     """
 
     name: str
@@ -103,6 +106,7 @@ class Operation:
     dtypes: tuple[str, ...] = ALL
     level: Level = Level.STANDARD
     multiplies: bool = False
+    kernel: str | None = None
 
     def inputs(self) -> Arrays:
         """Return the inputs, the same whatever else is in the list."""
@@ -347,7 +351,7 @@ _OPERATIONS: tuple[Operation, ...] = (
     Operation(
         name="layer_norm", size="16x192", draw=_normal((16, 192), (192,), (192,)),
         compute=lambda x, weight, bias: nn.layer_norm(x, (192,), weight, bias, 1e-5), exact=_layer_norm,
-        level=Level.QUICK,
+        level=Level.QUICK, kernel="aten::native_layer_norm",
     ),
     Operation(
         name="rms_norm", size="16x192", draw=_normal((16, 192), (192,)),

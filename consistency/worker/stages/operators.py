@@ -81,8 +81,9 @@ def run(trials: Trials, record: Recorder, events: EventLog) -> None:
         for dtype in operation.dtypes:
             if dtype not in missing:
                 missing[dtype] = _why_not(trials.device, dtype)
-            if missing[dtype]:
-                _absent(record, operation, dtype, "skipped", missing[dtype])
+            reason = missing[dtype] or _composed(trials.device, operation, dtype)
+            if reason:
+                _absent(record, operation, dtype, "skipped", reason)
                 continue
             _look(trials, record, operation, dtype)
 
@@ -180,6 +181,16 @@ def _why_not(device: torch.device, dtype: str) -> str:
             raise
         return f"there is no {dtype} here: {_text(error)}"
     return ""
+
+
+def _composed(device: torch.device, operation: Operation, dtype: str) -> str:
+    """Say where a backend has no kernel for an operation as a whole, and a half type rounds what is between."""
+    if operation.kernel is None or dtype not in ("bfloat16", "float16"):
+        return ""
+    key = torch._C._dispatch_key_for_device(device.type)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(operation.kernel, key):
+        return ""
+    return f"{device.type} has no {operation.name} of its own: torch composes one that rounds in between to {dtype}"
 
 
 def _absent(record: Recorder, operation: Operation, dtype: str, status: RecordStatus, reason: str) -> None:
