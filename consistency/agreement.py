@@ -5,6 +5,7 @@ The same code compares the workers of one run, captures from ten machines, and l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
@@ -75,7 +76,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         tensors=tuple(tensors),
         findings=findings,
         first_divergence=_first(tensors, _bad),
-        first_other_bits=_first(tensors, _other_bits),
+        first_other_bits=_first(tensors, functools.partial(_other_bits, reference)),
         not_looked_at=(*first.not_looked_at(), *_roads_left_out(first, roads)),
         simulated=any(p.info.simulated for p in participants),
         boxes=tuple(box for capture in captures if (box := capture.manifest.box) is not None),
@@ -192,7 +193,10 @@ def _bad(tensor: TensorComparison) -> Collection[str]:
     return {row.worker for row in tensor.rows if row.status in BAD}
 
 
-def _other_bits(tensor: TensorComparison) -> Collection[str]:
+def _other_bits(reference: Participant | None, tensor: TensorComparison) -> Collection[str]:
+    """Return the workers whose bits are not the reference worker's, where it has any."""
+    if reference is None or not tensor.classes or reference.label not in tensor.classes[0]:
+        return ()
     return {name for names in tensor.classes[1:] for name in names}
 
 

@@ -18,6 +18,9 @@ Severity = Literal["error", "warning", "note"]
 ENVIRONMENT = "environment"
 """Kind of the finding that software is not the same everywhere."""
 
+PLANTED = "planted"
+"""Kind of the finding that a fault was planted on purpose."""
+
 _WEIGHT: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
 
 BAD: frozenset[str] = frozenset({"outside", "missing", "unexpected"})

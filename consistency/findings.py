@@ -12,11 +12,12 @@ from typing import Any
 
 from consistency.box.facts import Box
 from consistency.box.findings import find_box
-from consistency.case import Stage
+from consistency.case import Level, Stage
 from consistency.causes import find_causes, names
-from consistency.comparison import BAD, ENVIRONMENT, Finding, TensorComparison, in_order, tensor_name
+from consistency.comparison import BAD, ENVIRONMENT, PLANTED, Finding, TensorComparison, in_order, tensor_name
 from consistency.given import find_tolerances
 from consistency.participants import Key, Participant
+from consistency.preflight import builtin_name
 from consistency.road import is_side_road
 from consistency.road_verdict import find_casts
 from consistency.touched import find_touched
@@ -137,7 +138,7 @@ def _planted(participants: Sequence[Participant]) -> Iterable[Finding]:
     for p in participants:
         if p.info.planted is not None:
             yield Finding(
-                kind="planted",
+                kind=PLANTED,
                 severity="note",
                 message=f"the fault {p.info.planted} was planted in {p.label} on purpose",
                 workers=(p.label,),
@@ -148,7 +149,10 @@ def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     found: dict[tuple[str, str], list[str]] = {}
     for tensor in tensors:
         for row in tensor.rows:
-            if row.repeated is False:
+            # an adapter that comes wrong over poison comes otherwise than before it: that is said already, and is no
+            # answer to whether it comes wrong again
+            told = tensor.stage == Stage.ADAPTER and row.status in BAD
+            if row.repeated is False and not told:
                 found.setdefault((row.worker, tensor.stage), []).append(tensor.name)
     alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (worker, stage), where in found.items():
@@ -227,9 +231,17 @@ def _next(participants: Sequence[Participant], reference: Participant | None, wo
     devices = dict.fromkeys([reference.info.name, *workers])
     if not case.base:
         return f"consistency doctor --devices {','.join(devices)}"
-    parts = ["consistency run", f"--base {case.base}"]
-    parts += [f"--adapter {case.adapter}"] if case.adapter else []
+    builtin = builtin_name(case.base, case.adapter)
+    parts = ["consistency run", f"--base {f'builtin:{builtin}' if builtin else shlex.quote(case.base)}"]
+    parts += [f"--adapter {shlex.quote(case.adapter)}"] if case.adapter and not builtin else []
     parts += [f"--dtype {case.dtype}"] if case.dtype != "auto" else []
+    parts += [f"--level {case.level}"] if case.level != Level.STANDARD else []
+    by_itself = {*case.plan.stages, *([Stage.WRAPPING] if case.wrapper else [])}
+    by_itself |= {Stage.SHARDING} if case.device_map else set()
+    parts += [f"--stages {','.join(case.stages)}"] if set(case.stages) != by_itself else []
+    parts += [f"--wrapper {shlex.quote(case.wrapper)}"] if case.wrapper else []
+    parts += [f"--device-map {shlex.quote(str(case.device_map))}"] if case.device_map else []
+    parts += [f"--inputs {shlex.quote(case.inputs)}"] if case.inputs else []
     parts += [f"--roads {','.join(case.roads)}"] if case.roads else []
     parts += [f"--tolerance {shlex.quote(str(override))}" for override in case.tolerance]
     return " ".join([*parts, f"--devices {','.join(devices)}", "--repeat 2"])

@@ -106,6 +106,18 @@ def builtin_folder(name: str) -> Path:
     )
 
 
+def builtin_name(base: str, adapter: str | None) -> str | None:
+    """Return the name of the built-in case that these folders are, None where they are of the user's own."""
+    for name in BUILTIN_CASES:
+        try:
+            folder = builtin_folder(name)
+        except InputError:
+            continue
+        if (base, adapter) == (str(folder / "base"), str(folder / "adapter")):
+            return name
+    return None
+
+
 def _builtin(options: Options) -> tuple[str | None, str | None]:
     """Replace `builtin:NAME` by folders; without base and adapter, take the first built-in case."""
     base, adapter = options.base, options.adapter
@@ -182,6 +194,12 @@ def _stages(options: Options) -> tuple[Stage, ...]:
             wanted="--wrapper python:package.module:function",
             hint="the function takes the plain model and returns it wrapped",
         )
+    for stage, option, value in (
+        (Stage.WRAPPING, "--wrapper", options.wrapper),
+        (Stage.SHARDING, "--device-map", options.device_map),
+    ):
+        if asked is not None and value is not None and stage not in asked:
+            raise UsageError(f"{option} is for the stage {stage}, which --stages leaves out", where=option, got=value)
     if asked is not None:
         return asked
     stages = set(LEVELS[options.level].stages)

@@ -463,3 +463,15 @@ def test_an_adapter_that_no_device_can_load_again_is_a_note(make_capture: MakeCa
     (note,) = found.findings
     assert (note.severity, note.kind) == ("note", "skipped")
     assert "PEFT cannot load this adapter twice" in note.message
+
+
+def test_bits_that_the_reference_worker_never_had_are_nobodys_other_bits(make_capture: MakeCapture) -> None:
+    narrow = make_capture("a", {"cpu": [moved()]}, case={"stages": ("base", "adapter")})
+    wide = make_capture("b", {"cpu": [moved(), computed(digest="x")], "cuda:0": [moved(), computed(digest="y")]})
+    assert compared(narrow, wide).first_other_bits == ()
+
+
+def test_adapter_that_came_wrong_over_poison_is_one_finding(make_capture: MakeCapture) -> None:
+    wrong = moved("zeros", repeats=("poison",))
+    found = compared(make_capture("a", {"cpu": [moved()], "cuda:0": [wrong]}))
+    assert "not-repeatable" not in {f.kind for f in found.findings}

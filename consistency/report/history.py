@@ -118,7 +118,7 @@ def print_nights(rows: list[NightRow], console: Console) -> None:
              row.versions.get("torch", ""), finding[:_MOST_FINDING])  # fmt: skip
     with without_trailing_blanks(console):
         console.print(table)
-        console.print(f"\n{len(rows)} nights")
+        console.print(f"\n{len(rows)} {'night' if len(rows) == 1 else 'nights'}")
 
 
 def print_device(rows: list[DeviceRow], device: str, console: Console) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from consistency.capture import write_whole
-from consistency.comparison import BAD, Comparison, Finding, TensorComparison, WorkerSummary
+from consistency.comparison import BAD, PLANTED, Comparison, Finding, TensorComparison, WorkerSummary
 from consistency.report.page.labels import counted, shown
 from consistency.report.page.overview import cell_text, facts, first_bits, sentence, stages
 from consistency.report.summary import Group, class_text, groups, some_names
@@ -82,7 +82,9 @@ def _folded(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def _head(comparison: Comparison) -> Iterator[str]:
-    yield f"**{comparison.verdict.upper()}** {escaped(sentence(comparison))}"
+    planted = [finding.message for finding in comparison.findings if finding.kind == PLANTED]
+    drill = f" **A drill: {escaped('; '.join(planted)[:_LONGEST])}.**" if planted else ""
+    yield f"**{comparison.verdict.upper()}** {escaped(sentence(comparison))}{drill}"
     yield ""
     if comparison.simulated:
         yield "**SIMULATED DEVICES: made up in software; this says nothing about hardware.**"

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from consistency.case import MODEL_LESS, Stage
+from consistency.case import Stage
 from consistency.comparison import BAD, Comparison, Finding, Row, TensorComparison, Verdict
 from consistency.device import DeviceInfo
 from consistency.report.matrix import draw, legend, worth_showing
@@ -323,21 +323,33 @@ def sentence(comparison: Comparison) -> str:
     return _verdict_sentence(comparison) + told
 
 
+def _the_same(comparison: Comparison) -> str:
+    """Say what is the same everywhere, of that which was looked at."""
+    seen = {tensor.stage for tensor in comparison.tensors}
+    match Stage.BASE in seen, Stage.ADAPTER in seen:
+        case True, True:
+            return "base and adapter are the same numbers"
+        case True, False:
+            return "the base is the same"
+        case False, True:
+            return "the adapter is the same"
+        case _:
+            return "nothing that was looked at is wrong"
+
+
 def _verdict_sentence(comparison: Comparison) -> str:
     workers = _count(len({w.name for w in comparison.workers}), "worker")
     lost = [w.name for w in comparison.workers if w.status != "ok"]
     errors = [f for f in comparison.findings if f.severity == "error"]
     if comparison.verdict == "consistent":
+        accepted = sum(finding.accepted is not None for finding in comparison.findings)
+        if accepted:
+            return f"nothing new on {workers}: the baseline accepts {_count(accepted, 'finding')}"
         ratio = worst_ratio(comparison)
-        kinds = "base and adapter" if comparison.adapter else "base"
-        text = (
-            f"{kinds} are the same numbers on {workers}" if comparison.adapter else f"the base is the same on {workers}"
-        )
+        text = f"{_the_same(comparison)} on {workers}"
         limit = (
             "its bound, or of the tolerance given" if any(t.rule == "user" for t in comparison.tensors) else "its bound"
         )
-        if comparison.tensors and all(t.stage in MODEL_LESS for t in comparison.tensors):
-            text = f"nothing that was looked at is wrong on {workers}"
         return text if ratio is None else f"{text}; what was computed stays within {ratio:.2f} of {limit}"
     if comparison.verdict == "incomplete":
         what = (

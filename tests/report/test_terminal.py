@@ -70,7 +70,7 @@ def test_verdict_and_groups() -> None:
     lines = text.splitlines()
     assert lines[0] == "consistency · llama · float32 · 4 workers · 41 s"
     assert (
-        "CONSISTENT   base and adapter are the same numbers on 4 workers; what was computed stays within 0.31" in text
+        "CONSISTENT   the adapter is the same on 4 workers; what was computed stays within 0.31" in text
     )
     assert "cuda:0  cuda:1  cuda:2" in text, "devices that agree share a line"
     assert "≤ 0.31" not in text.split("CONSISTENT")[0]
@@ -129,7 +129,7 @@ def test_lost_worker() -> None:
 def test_simulated_devices_are_told_as_such() -> None:
     assert "SIMULATED" in printed(comparison([tensor([ALL])], simulated=True)).splitlines()[0]
     found = comparison([tensor([ALL])], workers=(worker("cpu"), *(worker(f"npu:{i}", simulated=True) for i in (0, 1))))
-    assert sentence(found) == "base and adapter are the same numbers on 3 workers; simulated: npu:0, npu:1"
+    assert sentence(found) == "the adapter is the same on 3 workers; simulated: npu:0, npu:1"
     assert "simulated" not in sentence(comparison([tensor([ALL])]))
 
 
