@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from consistency.causes import find_causes
@@ -62,7 +62,7 @@ def diff(actual: Path, expected: Path, *, allow_pickle: bool = False) -> Compari
         differing = _differing(a, e)
         names = [*e, *(name for name in a if name not in e)]
         others = _Others(e)
-        tensors = tuple(_compare(name, a, e, differing, others, labels, place) for place, name in enumerate(names))
+        tensors = _compare_all(names, a, e, differing, others, labels)
         dtypes = sorted({tensor.dtype for tensor in (*a.values(), *e.values())})
     findings = (
         *find_causes(tensors, next_step=lambda _: None),
@@ -112,6 +112,23 @@ def _differing(a: Weights, e: Weights) -> set[str]:
 
 def _structure(tensor: StoredTensor) -> tuple[tuple[int, ...], str]:
     return tensor.shape, tensor.dtype
+
+
+def _compare_all(
+    names: Sequence[str], a: Weights, e: Weights, differing: set[str], others: _Others, labels: tuple[str, str]
+) -> tuple[TensorComparison, ...]:
+    """Compare tensor by tensor; those that differ several at once, for one is named while another is measured."""
+
+    def look(place: int) -> TensorComparison:
+        return _compare(names[place], a, e, differing, others, labels, place)
+
+    places = range(len(names))
+    if not differing:
+        return tuple(map(look, places))
+    from consistency.numerics.stored import views_of_files
+
+    with views_of_files(), concurrent.futures.ThreadPoolExecutor(available_cores()) as pool:
+        return tuple(pool.map(look, places))
 
 
 def _compare(

@@ -25,6 +25,9 @@ FEW_ELEMENTS = 64
 
 PAGE_BYTES = 4096
 
+_BELOW_TF32 = (1 << 13) - 1
+"""Bits of a float32 that TF32 cuts off; float16 and bfloat16 keep no more than its 10 mantissa bits."""
+
 _FIRST, _CHUNK = 1 << 10, 1 << 16
 
 _SAMPLE = 1001  # of ratios that are all alike any few give the same median
@@ -170,7 +173,7 @@ def _holds(pair: _Pair, word: str, find: Callable[[torch.Tensor], str | None]) -
 
 
 def _signed_zero(pair: _Pair) -> Diagnosis | None:
-    if not pair.a.dtype.is_floating_point:
+    if not pair.a.dtype.is_floating_point or float(pair.found.max_abs) != 0:  # two zeros are as near as can be
         return None
     for part, differs in pair.differing():
         if bool(torch.any(pair.a[part][differs] != 0)) or bool(torch.any(pair.e[part][differs] != 0)):
@@ -272,6 +275,8 @@ def _moved_rows(pair: _Pair) -> list[int] | None:
 
 
 def _rounded(pair: _Pair) -> Diagnosis | None:
+    if pair.e.dtype == torch.float32 and int(pair.x[0]) & _BELOW_TF32:
+        return None  # no narrower format has a number with any of these bits
     alive = [r for r in ROUNDINGS if r.is_narrower_than(pair.e.dtype)]
     for part in pair.chunks():
         alive = [r for r in alive if torch.equal(bit_patterns(r(pair.e[part])), pair.x[part])]
@@ -293,6 +298,8 @@ def _wrong_scale(pair: _Pair) -> Diagnosis | None:
     # a ratio that is no further from 1 than that is noise in the last place, not a scale. Of a byte's few numbers
     # that slack would take many for a scale, so their ratio has to be exact
     slack = 2 * torch.finfo(pair.a.dtype).eps if pair.size > 1 else 0.0
+    if pair.found.max_rel <= slack / 2:  # each ratio, and so their median, is no further from 1
+        return None
     ratio, used = None, 0
     for part in pair.chunks():
         x, y = pair.a[part].to(torch.float64), pair.e[part].to(torch.float64)

@@ -6,6 +6,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,19 @@ def as_tensor(raw: np.ndarray, shape: tuple[int, ...], dtype: str) -> torch.Tens
     return _bytes(raw if raw.ctypes.data % size == 0 else _moved(raw)).view(known).reshape(shape)
 
 
-def _bytes(raw: np.ndarray) -> torch.Tensor:
+@contextmanager
+def views_of_files() -> Iterator[None]:
+    """Let threads view a file's bytes as tensors without a warning each that these cannot be written to: nothing does.
+
+    To be entered once for all threads: what Python warns of is one setting for the whole process.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a file's bytes cannot be written to: nothing here writes
-        return torch.from_numpy(raw)
+        warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
+        yield
+
+
+def _bytes(raw: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(raw)
 
 
 def _moved(raw: np.ndarray) -> np.ndarray:

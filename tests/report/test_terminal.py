@@ -69,9 +69,7 @@ def test_verdict_and_groups() -> None:
     text = printed(comparison([tensor([ALL]), tensor([ALL], stage="merged", ratio=0.314)]), elapsed_s=41.4)
     lines = text.splitlines()
     assert lines[0] == "consistency · llama · float32 · 4 workers · 41 s"
-    assert (
-        "CONSISTENT   the adapter is the same on 4 workers; what was computed stays within 0.31" in text
-    )
+    assert "CONSISTENT   the adapter is the same on 4 workers; what was computed stays within 0.31" in text
     assert "cuda:0  cuda:1  cuda:2" in text, "devices that agree share a line"
     assert "≤ 0.31" not in text.split("CONSISTENT")[0]
 
