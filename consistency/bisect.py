@@ -207,6 +207,8 @@ def candidates(subject: Participant, reference: Participant, stage: str) -> tupl
     if isinstance(threads, int) and isinstance(wanted, int):
         other = wanted if wanted != threads else threads + 1 if threads == 1 else 1
         found.append(Change(name=f"{other} threads" if other != 1 else "1 thread", threads=other))
+    if subject.info.environment.get("dtype") in ("bfloat16", "float16") and subject.case.adapter is not None:
+        found.append(Change(name="autocast_adapter_dtype=False", autocast_adapter_dtype=False))
     if not spec.is_cpu:
         for name, (value, text) in _PINNED_ALTERNATIVES.items():
             if name in pinned and name not in variant.settings:

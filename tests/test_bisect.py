@@ -99,6 +99,15 @@ def test_variant_with_tf32_has_it_put_back(make_capture: MakeCapture) -> None:
     assert "TF32 in matrix products" not in [change.name for change in found]
 
 
+@pytest.mark.parametrize(("dtype", "tried"), [("bfloat16", True), ("float32", False)])
+def test_dtype_of_the_adapter_is_tried_on_a_half_precision_base(
+    make_capture: MakeCapture, dtype: str, tried: bool
+) -> None:
+    subject = participant(make_capture, "cpu@baseline", environment={"threads": 1, "dtype": dtype})
+    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "merged")
+    assert ("autocast_adapter_dtype=False" in [change.name for change in found]) is tried
+
+
 def test_adapter_has_its_roads_tried(make_capture: MakeCapture) -> None:
     subject = participant(make_capture, "cuda:1", road="shared", environment={"threads": 1})
     found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "adapter")

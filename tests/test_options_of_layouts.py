@@ -26,7 +26,6 @@ def test_stages_that_an_option_makes_possible() -> None:
     assert "stage wrapping" in case(level=Level.THOROUGH).not_looked_at()
     assert set(case(wrapper=FACTORY).stages) == {*plain.stages, Stage.WRAPPING}
     assert set(case(device_map="auto").stages) == {*plain.stages, Stage.SHARDING}
-    assert case(wrapper=FACTORY, stages=("base",)).stages == (Stage.BASE,), "what is asked for is what is run"
 
 
 @pytest.mark.parametrize(
@@ -34,6 +33,8 @@ def test_stages_that_an_option_makes_possible() -> None:
     [
         ({"stages": ("wrapping",)}, UsageError, "nothing wraps the base"),
         ({"wrapper": "module:wrap"}, UsageError, "not a wrapper"),
+        ({"wrapper": FACTORY, "stages": ("base",)}, UsageError, "--wrapper is for the stage wrapping"),
+        ({"device_map": "auto", "stages": ("base",)}, UsageError, "--device-map is for the stage sharding"),
         ({"device_map": "everywhere"}, UsageError, "not a device map"),
         ({"device_map": "missing.json"}, InputError, "no missing.json"),
         ({"device_map": "empty.json"}, InputError, "the device map is empty"),

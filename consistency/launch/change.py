@@ -25,6 +25,8 @@ class Change:
         Threads per operation.
     road : Road or None
         Another road.
+    autocast_adapter_dtype : bool or None
+        PEFT's argument: off, the adapter takes the base's dtype instead of float32.
     """
 
     name: str = ""
@@ -32,23 +34,33 @@ class Change:
     settings: Mapping[str, Any] = field(default_factory=dict)
     threads: int | None = None
     road: Road | None = None
+    autocast_adapter_dtype: bool | None = None
 
     @property
     def touches(self) -> frozenset[str]:
         """Name everything that it sets: two changes that touch the same cannot be made at once."""
         names = {*self.environment, *self.settings}
         names |= {"threads"} if self.threads is not None else set()
-        return frozenset(names | ({"road"} if self.road is not None else set()))
+        names |= {"road"} if self.road is not None else set()
+        return frozenset(names | ({"autocast_adapter_dtype"} if self.autocast_adapter_dtype is not None else set()))
 
     @staticmethod
     def together(changes: Iterable[Change]) -> Change:
         """Return several changes as one."""
         environment: dict[str, str | None] = {}
         settings: dict[str, Any] = {}
-        threads, road, names = None, None, []
+        threads, road, autocast, names = None, None, None, []
         for change in changes:
             environment.update(change.environment)
             settings.update(change.settings)
             threads, road = change.threads or threads, change.road or road
+            autocast = autocast if change.autocast_adapter_dtype is None else change.autocast_adapter_dtype
             names.append(change.name)
-        return Change(name=" and ".join(names), environment=environment, settings=settings, threads=threads, road=road)
+        return Change(
+            name=" and ".join(names),
+            environment=environment,
+            settings=settings,
+            threads=threads,
+            road=road,
+            autocast_adapter_dtype=autocast,
+        )

@@ -106,6 +106,7 @@ class WorkerProcess:
             side_roads=plan.side_roads,
             parent_pid=os.getpid(),
             fault=fault,
+            autocast_adapter_dtype=change.autocast_adapter_dtype is not False,
         )
         write_json(folder / "job.json", job)
         try:

@@ -206,6 +206,7 @@ def _settings() -> tuple[Setting, ...]:
         make("cudnn_allow_tf32", False, _attribute(torch.backends.cudnn, "allow_tf32")),
         make("fp16_reduced_precision_reduction", False, _reduction("allow_fp16_reduced_precision_reduction")),
         make("bf16_reduced_precision_reduction", False, _reduction("allow_bf16_reduced_precision_reduction")),
+        make("cudnn_enabled", True, _attribute(torch.backends.cudnn, "enabled")),
         make("cudnn_deterministic", True, _attribute(torch.backends.cudnn, "deterministic")),
         make("cudnn_benchmark", False, _attribute(torch.backends.cudnn, "benchmark")),
         make("deterministic_algorithms", "warn", _algorithms()),

@@ -56,6 +56,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid : int
     fault : str or None
         A fault to plant, of `consistency.worker.faults`.
+    autocast_adapter_dtype : bool
+        PEFT's argument of this name for the default road.
     """
 
     case: Case
@@ -71,6 +73,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid: int
     side_roads: tuple[Road, ...] = ()
     fault: str | None = None
+    autocast_adapter_dtype: bool = True
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):

@@ -115,8 +115,10 @@ def load_base(case: Case, device: str, *, device_map: str | Mapping[str, Any] | 
     )
 
 
-def load_adapter(base: LoadedBase, case: Case, *, initial: dict[str, str] | None = None) -> torch.nn.Module:
-    """Put the case's adapter on the base through PEFT's default road.
+def load_adapter(
+    base: LoadedBase, case: Case, *, initial: dict[str, str] | None = None, autocast: bool = True
+) -> torch.nn.Module:
+    """Put the case's adapter on the base through PEFT's default road; `autocast` is its `autocast_adapter_dtype`.
 
     Where `initial` is given, it is filled with the digests that the adapter's parameters had before its file was loaded
     into them, by name.
@@ -127,7 +129,9 @@ def load_adapter(base: LoadedBase, case: Case, *, initial: dict[str, str] | None
     looking = nullcontext() if initial is None else _looking_at_initial_values(base, initial)
     try:
         with looking:
-            model = PeftModel.from_pretrained(base.model, case.adapter, adapter_name=ADAPTER_NAME)
+            model = PeftModel.from_pretrained(
+                base.model, case.adapter, adapter_name=ADAPTER_NAME, autocast_adapter_dtype=autocast
+            )
     except _UNUSABLE as error:
         if is_out_of_memory(error):
             raise

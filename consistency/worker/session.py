@@ -118,7 +118,7 @@ class Session:
             before = before or {name: digest(tensor) for name, tensor in loaded.tensors.items()}
             self._begin("load adapter")
             with self._placement.watching():
-                model = load_adapter(loaded, job.case, initial=initial)
+                model = load_adapter(loaded, job.case, initial=initial, autocast=job.autocast_adapter_dtype)
             files = WeightFiles.of_adapter(job.case.adapter, allow_pickle=job.case.allow_pickle)
             expected = expected_adapter(model, files)
             self._check("load adapter")

@@ -28,6 +28,7 @@ OTHER: dict[str, Any] = {
     "cudnn_allow_tf32": True,
     "fp16_reduced_precision_reduction": True,
     "bf16_reduced_precision_reduction": True,
+    "cudnn_enabled": False,
     "cudnn_deterministic": False,
     "cudnn_benchmark": True,
     "deterministic_algorithms": "off",
