@@ -24,6 +24,7 @@ from consistency.comparison import Comparison
 from consistency.report.page import agreement, cells, distributions, environments, memory, overview, transfers
 from consistency.report.page.labels import KEY, shown
 from consistency.report.summary import Group, groups
+from consistency.road import is_side_road
 
 FILE = "report.html"
 
@@ -69,7 +70,12 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         facts=overview.facts(comparison),
         findings=overview.finding_texts(comparison.findings, notes=False),
         first_bits=overview.first_bits(comparison),
-        groups={road: overview.group_texts(found[road], stages, comparison.reference) for road in comparison.roads},
+        groups={
+            road: overview.group_texts(found[road], stages, comparison.reference)
+            for road in comparison.roads
+            if not is_side_road(road)
+        },
+        side_roads=overview.side_road_texts(comparison),
         key=KEY,
         left_out=overview.left_out(comparison),
         mark=_VERDICTS[comparison.verdict],

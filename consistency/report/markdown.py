@@ -15,6 +15,7 @@ from consistency.comparison import BAD, PLANTED, Comparison, Finding, TensorComp
 from consistency.report.page.labels import counted, shown
 from consistency.report.page.overview import cell_text, facts, first_bits, sentence, stages
 from consistency.report.summary import Group, class_text, groups, some_names
+from consistency.road import is_side_road
 
 FILE = "report.md"
 
@@ -97,8 +98,9 @@ def _head(comparison: Comparison) -> Iterator[str]:
 
 def _table(comparison: Comparison, found: Groups) -> Iterator[str]:
     names = stages(comparison)
-    several = len(found) > 1
-    lines = [(road, group, line) for road, some in found.items() for group in some for line in group.lines]
+    mains = {road: some for road, some in found.items() if not is_side_road(road)}
+    several = len(mains) > 1
+    lines = [(road, group, line) for road, some in mains.items() for group in some for line in group.lines]
     if len(lines) > _GROUP_LINES:  # what is not well before what is
         lines.sort(key=lambda one: -sum(cell.bad for cell in one[2].cells.values()))
     yield ""
@@ -107,7 +109,7 @@ def _table(comparison: Comparison, found: Groups) -> Iterator[str]:
     for road, group, line in lines[:_GROUP_LINES]:
         workers = escaped(", ".join(some_names(line.workers, shown=3)))
         cells = [cell_text(name, line.cells.get(name)) for name in names]
-        texts = [f"{cell.mark} {escaped(cell.text)}".rstrip() for cell in cells]
+        texts = [f"{cell.mark} {escaped(f'{cell.text} {cell.place}'.rstrip())}".rstrip() for cell in cells]
         title = escaped(group.architecture) + (f" ({escaped(road)})" if several else "")
         yield f"| {title} | {workers} | {' | '.join(texts)} |"
     if len(lines) > _GROUP_LINES:

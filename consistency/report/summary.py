@@ -101,7 +101,8 @@ def groups(comparison: Comparison, road: str) -> list[Group]:
     signatures = _signatures(tensors)
     models: dict[str, list[str]] = {}
     alike: dict[str, dict[int, list[str]]] = {}
-    here = {worker.name: worker.model for worker in comparison.workers if worker.road == road}
+    took = {row.worker for tensor in tensors for row in tensor.rows} if is_side_road(road) else set()
+    here = {w.name: w.model for w in comparison.workers if w.road == road or w.name in took}
     for architecture in comparison.architectures:
         for name in architecture.workers:
             if name in here:

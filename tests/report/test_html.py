@@ -466,3 +466,18 @@ def test_two_files_have_a_page_too(tmp_path: Path) -> None:
     (section,) = page.data["sections"]
     assert (section["stage"], section["bad"], section["total"]) == ("file", 1, 2)
     assert (tmp_path / "out" / "report.md").exists()
+
+
+def test_side_road_is_a_sentence_and_has_its_columns_in_the_map() -> None:
+    fine = tensor([["cpu", "cuda:0"]], road="isolated+cpu")
+    found = comparison(
+        [tensor([["cpu", "cuda:0"]]), fine], roads=("isolated", "isolated+cpu"),
+        workers=(worker("cpu", "x86-64"), worker("cuda:0", "Ampere")),
+        architectures=(ArchitectureGroup(name="x86-64", workers=("cpu",)), ArchitectureGroup(name="Ampere", workers=("cuda:0",))),
+    )  # fmt: skip
+    page = as_html(found)
+    text = Page(page).text
+    assert "side roads on which all is equal: isolated+cpu" in text
+    assert "road: isolated+cpu" not in text  # no table of its own
+    data = json.loads(re.findall(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page, re.S)[0])
+    assert [label for label, _ in data["columns"]["isolated+cpu"]] == ["cpu", "cuda:0"]

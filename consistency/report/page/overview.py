@@ -10,7 +10,8 @@ from consistency.comparison import Comparison, Finding
 from consistency.diff import STAGE as FILE_STAGE
 from consistency.report import diff, terminal
 from consistency.report.page.labels import counted, shown
-from consistency.report.summary import Cell, Group, divergences, some_names
+from consistency.report.summary import Cell, Group, divergences, side_roads, some_names
+from consistency.road import is_side_road
 
 MOST_FINDINGS = 100
 """More than a person reads; `report.json` holds all."""
@@ -23,12 +24,13 @@ _MOST_WORKERS = 8  # names on one line of the table of groups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellText:
-    """A cell of the table of groups: what it is, its mark, and the words beside it."""
+    """A cell of the table of groups: what it is, its mark, the words beside it, and where it begins."""
 
     kind: str
     mark: str
     text: str
     said: str
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +76,27 @@ def sentence(comparison: Comparison) -> str:
 def facts(comparison: Comparison) -> list[str]:
     """Return what was looked at, in a few words each."""
     found = [comparison.dtype, counted(len(comparison.workers), "worker"), counted(len(comparison.tensors), "tensor")]
-    found += [f"roads {' and '.join(comparison.roads)}"] if len(comparison.roads) > 1 else []
+    mains = [road for road in comparison.roads if not is_side_road(road)]
+    sides = len(comparison.roads) - len(mains)
+    found += [f"roads {' and '.join(mains)}" if len(mains) > 1 else ""]
+    found += [counted(sides, "side road") if sides else ""]
+    found = [text for text in found if text]
     return [shown(text) for text in (*found, f"level {comparison.level}")]
+
+
+def side_road_texts(comparison: Comparison) -> list[str]:
+    """Say of each side road how it ended; those on which all is equal in one sentence."""
+    found = side_roads(comparison)
+    equal = [side.road for side in found if not side.bad and not side.skipped]
+    texts = [f"side roads on which all is equal: {', '.join(equal)}"] if equal else []
+    texts += [
+        f"✗ side road {side.road}: {side.bad} of {side.total} not what they should be, on "
+        f"{', '.join(some_names(side.workers))}"
+        for side in found
+        if side.bad
+    ]
+    texts += [f"side road {side.road}: skipped" for side in found if side.skipped and not side.bad]
+    return [shown(text) for text in texts]
 
 
 def stages(comparison: Comparison) -> list[str]:
@@ -115,9 +136,9 @@ def cell_text(stage: str, cell: Cell | None) -> CellText:
         return CellText(kind="none", mark="–", text="", said="not looked at")
     if cell.bad:
         text = f"{cell.bad} of {cell.total}"
-        if stage == Stage.FORWARD and cell.first_bad:
-            text += f", from {shown(cell.first_bad)}"
-        return CellText(kind="outside", mark="✗", text=text, said=f"not what it should be: {text} tensors")
+        place = f"from {shown(cell.first_bad)}" if stage == Stage.FORWARD and cell.first_bad else ""
+        said = f"not what it should be: {text} tensors {place}".rstrip()
+        return CellText(kind="outside", mark="✗", text=text, said=said, place=place)
     if "blocked" in cell.counts:
         text = f"{cell.counts['blocked']} of {cell.total}"
         return CellText(kind="blocked", mark="!", text=text, said=f"could not be looked at: {text} tensors")
