@@ -473,7 +473,9 @@ def test_side_road_is_a_sentence_and_has_its_columns_in_the_map() -> None:
     found = comparison(
         [tensor([["cpu", "cuda:0"]]), fine], roads=("isolated", "isolated+cpu"),
         workers=(worker("cpu", "x86-64"), worker("cuda:0", "Ampere")),
-        architectures=(ArchitectureGroup(name="x86-64", workers=("cpu",)), ArchitectureGroup(name="Ampere", workers=("cuda:0",))),
+        architectures=(
+            ArchitectureGroup(name="x86-64", workers=("cpu",)), ArchitectureGroup(name="Ampere", workers=("cuda:0",)),
+        ),
     )  # fmt: skip
     page = as_html(found)
     text = Page(page).text
