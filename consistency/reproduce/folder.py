@@ -148,7 +148,8 @@ def _parts(evidence: Evidence) -> _Parts:
         if len({(t.shape, t.dtype) for t in whole.values()}) > 1:
             del whole["actual"]  # another shape or dtype is said in words, and cannot be held against this
         tensors, window = cut_moved(whole, worst)
-        return _Parts(script="moved.py", tensors=tensors, window=window, facts={"via": _via(evidence)})
+        hop = _hop(evidence) if record.stage == Stage.TRANSFER else {"via": _via(evidence)}
+        return _Parts(script="moved.py", tensors=tensors, window=window, facts=hop)
     if record.stage == Stage.TRANSFER:
         return _Parts(script="moved.py", tensors={"expected": _payload()}, window="made up", facts=_hop(evidence))
     if expected is not None and actual is not None and record.measure is not None:
@@ -160,7 +161,7 @@ def _parts(evidence: Evidence) -> _Parts:
         "nothing was kept that shows this finding",
         where=evidence.name,
         got=evidence.finding.message,
-        hint="tensors above 64 MiB are kept as digests alone: "
+        hint=("it is about a fact, of which there is no tensor: " if record.rule == "limit" else "")
         + (evidence.finding.next or "run the case again on this machine"),
     )
 

@@ -16,8 +16,9 @@ from consistency import harness
 from consistency.capture import MANIFEST
 from consistency.case import Options
 from consistency.errors import CaptureError, UsageError
+from consistency.records import TensorRecord
 from consistency.reproduce.folder import Reproduced, reproduce
-from tests.conftest import Cli
+from tests.conftest import Cli, MakeCapture
 
 FAULTY = "cpu@baseline"
 
@@ -92,7 +93,7 @@ def test_damaged_tensors_are_refused(made: dict[str, Reproduced], tmp_path: Path
     tensors = load_file(tmp_path / "tensors.safetensors")
     save_file({**tensors, "expected": tensors["expected"] + 1}, tmp_path / "tensors.safetensors")
     done = run_script(tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2  # neither of the two answers
     assert "damaged" in done.stderr
 
 
@@ -145,3 +146,32 @@ def test_kept_tensors_that_are_gone(report: Path, tmp_path: Path) -> None:
     shutil.rmtree(copy / "captures" / "blobs")
     with pytest.raises(CaptureError, match="nothing was kept"):
         reproduce(copy, number_of(report, "adapter"), tmp_path / "r")
+
+
+def test_copy_between_devices_is_tried_on_the_same_two(make_capture: MakeCapture, tmp_path: Path) -> None:
+    """Where no payload was kept one is made up; the script is told both ends."""
+    pair = TensorRecord(
+        stage="transfer", layer="cuda:0->cuda:1", tensor="direct", digest="a" * 32, reference="file",
+        reference_digest="b" * 32, shape=(4,), dtype="uint8", status="outside", diagnosis="zeros",
+    )  # fmt: skip
+    run = make_capture("run/captures", {"cuda:1": [pair]})
+    finding = {"kind": "zeros", "severity": "error", "message": "m", "workers": ["cuda:1"],
+               "tensors": ["transfer::cuda:0->cuda:1.direct"]}  # fmt: skip
+    report = {"schema": "consistency.report/1", "findings": [finding]}
+    (run.parent / "report.json").write_text(json.dumps(report))
+    found = reproduce(run.parent, 1, tmp_path / "r")
+    facts = json.loads((tmp_path / "r" / "finding.json").read_text())
+    assert (facts["via"], facts["device"]) == ("cuda:0", "cuda:1")
+    assert not found.shows
+    assert "this machine has no cuda:1" in found.output or torch.cuda.device_count() > 1
+
+
+def test_fact_has_no_reproducer(make_capture: MakeCapture, tmp_path: Path) -> None:
+    fact = TensorRecord(stage="memory", layer="cuda:0", tensor="allocated", rule="limit", status="outside")
+    run = make_capture("run/captures", {"cuda:1": [fact]})
+    finding = {"kind": "touched", "severity": "error", "message": "m", "workers": ["cuda:1"],
+               "tensors": ["memory::cuda:0.allocated"], "next": "give torch_device"}  # fmt: skip
+    (run.parent / "report.json").write_text(json.dumps({"schema": "consistency.report/1", "findings": [finding]}))
+    with pytest.raises(CaptureError, match="nothing was kept") as caught:
+        reproduce(run.parent, 1, tmp_path / "r")
+    assert caught.value.hint == "it is about a fact, of which there is no tensor: give torch_device"

@@ -29,6 +29,12 @@ def as_bytes(tensor):
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
 
 
+def refuse(text):
+    """End with a status that is neither of the two answers."""
+    print(text, file=sys.stderr)
+    sys.exit(2)
+
+
 def digest(tensor):
     raw = as_bytes(tensor)
     return hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.numel())).hexdigest()  # NumPy need not be there
@@ -95,7 +101,7 @@ def main():
     tensors = load_file(HERE / "tensors.safetensors")
     for name, tensor in tensors.items():
         if digest(tensor) != FACTS["sha256"][name]:
-            sys.exit(f"tensors.safetensors is damaged: {name} is not what finding.json says")
+            refuse(f"tensors.safetensors is damaged: {name} is not what finding.json says")
     expected = tensors["expected"]
     print(f"finding:  {FACTS['message']}")
     print(f"tensor:   {FACTS['tensor']}, {FACTS['window']}")
@@ -103,7 +109,7 @@ def main():
         print(f"recorded: on {FACTS['worker']}: {difference(tensors['actual'], expected) or 'equal in this window'}")
     if options.as_recorded:
         if "actual" not in tensors:
-            sys.exit("the bytes that the device held were not kept")
+            refuse("the bytes that the device held were not kept")
         return 1 if difference(tensors["actual"], expected) else 0
 
     device = choose_device(options.device)
