@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
 from consistency.transfer_verdict import matrices
+from tests.accelerator.fixtures import RunsOnDouble
 
 DROPPED = [{"from": "npu:0", "to": "npu:1", "does": "drop"}, {"from": "npu:0", "to": "npu:2", "does": "drop"}]
 
 
-def run(request: pytest.FixtureRequest, copies: list[dict[str, str]]) -> Any:
-    pytest.importorskip("tests.accelerator.fixtures", reason="the accelerator in software is not in this tree")
-    return request.getfixturevalue("run_on_double")(
-        {"devices": 3, "copies": copies},
+def test_dropped_pairs_are_told_apart_from_the_others(run_on_double: RunsOnDouble) -> None:
+    found = run_on_double(
+        {"devices": 3, "copies": DROPPED},
         devices="npu:0,npu:1,npu:2", stages="transfer", roads="shared", level="quick",
     )  # fmt: skip
-
-
-def test_dropped_pairs_are_told_apart_from_the_others(request: pytest.FixtureRequest) -> None:
-    found = run(request, DROPPED)
     assert found.process.returncode == 1, found.process.stdout + found.process.stderr
     (matrix,) = matrices(found.comparison.tensors)
     assert matrix.places == ("cpu", "npu:0", "npu:1", "npu:2")

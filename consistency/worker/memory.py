@@ -17,25 +17,17 @@ def peak_bytes() -> int:
     `ru_maxrss` starts with what the parent had when it started us (Linux carries it through fork and exec), and a
     parent may hold a model of its own; the high-water mark of the memory map starts anew.
     """
-    try:
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak) if sys.platform == "darwin" else int(peak) * 1024
+    peak = _told("/proc/self/status", "VmHWM:")
+    if peak is not None:
+        return peak
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(usage) if sys.platform == "darwin" else int(usage) * 1024
 
 
 def resident_bytes() -> int:
     """Return what this process has resident now; where the system does not tell, what it had at most."""
-    try:
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return peak_bytes()
+    resident = _told("/proc/self/status", "VmRSS:")
+    return peak_bytes() if resident is None else resident
 
 
 def reset_peak() -> bool:
@@ -49,13 +41,17 @@ def reset_peak() -> bool:
 
 def available_bytes() -> int | None:
     """Return how much memory the host can still give without swapping; None where it does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+    return _told("/proc/meminfo", "MemAvailable:")
+
+
+def free_bytes(device: Any) -> int | None:
+    """Return how much memory is free on a device, a `torch.device`, or on the host; None where nobody tells."""
+    if device.type == "cpu":
+        return available_bytes()
+    import torch
+
+    module = torch.get_device_module(device.type)
+    return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -67,20 +63,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("not enough memory" in text or "can't allocate memory" in text)
 
 
-def free_bytes(device: Any) -> int | None:
-    """Return how much memory is free on a device, a `torch.device`, or on the host; None where nobody tells."""
-    if device.type == "cpu":
-        return _free_on_host()
-    import torch
-
-    module = torch.get_device_module(device.type)
-    return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else None
-
-
-def _free_on_host() -> int | None:
+def _told(path: str, field: str) -> int | None:
+    """Return a field of a file of Linux's, which counts in units of 1024 bytes; None on other systems."""
     try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("MemAvailable:"):
+        for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith(field):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+
+from tests.accelerator.fixtures import RunOnDouble, RunsOnDouble
 
 DROPPED = [{"from": "npu:0", "to": "npu:1", "does": "drop"}]
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest) -> dict[str, Any]:
+def runs(run_on_double: RunsOnDouble) -> dict[str, RunOnDouble]:
     """Run on devices that are well, of two architectures, and on such whose copies 0→1 never arrive."""
-    try:
-        run_on_double = request.getfixturevalue("run_on_double")
-    except pytest.FixtureLookupError:
-        pytest.skip("no software accelerator in these tests")
     options = {"devices": "npu:0", "stages": "sharding", "roads": "shared"}
     return {
         "well": run_on_double({"architectures": ["A", "B", "A", "A"]}, **options),
@@ -23,7 +19,7 @@ def runs(request: pytest.FixtureRequest) -> dict[str, Any]:
     }
 
 
-def test_a_sharded_model_is_no_finding(runs: dict[str, Any]) -> None:
+def test_a_sharded_model_is_no_finding(runs: dict[str, RunOnDouble]) -> None:
     run = runs["well"]
     assert run.process.returncode == 0, run.process.stdout + run.process.stderr
     moves = {t.layer: row.evidence for t in run.comparison.tensors for row in t.rows if t.tensor == "on the way"}
@@ -34,7 +30,7 @@ def test_a_sharded_model_is_no_finding(runs: dict[str, Any]) -> None:
     assert statuses["npu and cpu", "logits"] == "equal"
 
 
-def test_ids_that_never_arrive_are_told_before_a_kernel_asserts(runs: dict[str, Any]) -> None:
+def test_ids_that_never_arrive_are_told_before_a_kernel_asserts(runs: dict[str, RunOnDouble]) -> None:
     run = runs["dropped"]
     assert run.process.returncode == 1, run.process.stderr
     first = next(f for f in run.comparison.findings if f.kind == "ids-changed")
