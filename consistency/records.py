@@ -28,10 +28,10 @@ class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     max_ulp: int | None
     bound_ratio: Real | None
     worst_index: tuple[int, ...] | None
-    worst_actual: Real | None
-    worst_expected: Real | None
-    worst_actual_bits: str | None
-    worst_expected_bits: str | None
+    worst_actual: Real | None = None
+    worst_expected: Real | None = None
+    worst_actual_bits: str | None = None
+    worst_expected_bits: str | None = None
     flipped_bits: dict[int, int] = {}
     first_byte: int | None = None
     last_byte: int | None = None
@@ -42,6 +42,12 @@ class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         """Return a `consistency.numerics.distance.Measure` in its written form; that module needs torch."""
         return cls(**{name: getattr(measure, name) for name in cls.__struct_fields__})
 
+    def without_values(self) -> TensorMeasure:
+        """Return it without the worst element's values: a third of it, and shown only of what is outside."""
+        return msgspec.structs.replace(
+            self, worst_actual=None, worst_expected=None, worst_actual_bits=None, worst_expected_bits=None
+        )
+
     def evidence(self) -> dict[str, Any]:
         """Return what a row shows of a difference in bits: the worst element, flipped bits, the range of bytes."""
         found: dict[str, Any] = {
@@ -50,6 +56,7 @@ class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             "actual_bits": self.worst_actual_bits,
             "expected_bits": self.worst_expected_bits,
         }
+        found = {name: value for name, value in found.items() if value is not None}
         if self.flipped_bits:
             found["flipped_bits"] = self.flipped_bits
         if self.first_byte is not None:

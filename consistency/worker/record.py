@@ -214,7 +214,7 @@ class Recorder:
                 reference="float64" if found is not None else None,
                 reference_error=None if reference_error is None else Real(reference_error),
                 reference_draws=reference_draws,
-                measure=None if found is None else TensorMeasure.of(found),
+                measure=_written(found, whole=status == "outside" or rule != Rule.BOUND),
                 diagnosis=diagnosis,
                 evidence=dict(evidence or {}),
                 reason=reason,
@@ -297,6 +297,16 @@ class Recorder:
         )
 
 
+def _written(found: Measure | None, *, whole: bool) -> TensorMeasure | None:
+    """Return a measure as it is written; what is inside a bound that nobody else judges needs no worst values."""
+    if found is None:
+        return None
+    measured = TensorMeasure.of(found)
+    return measured if whole else measured.without_values()
+
+
 def pack_blocks(found: TensorDigest) -> str:
-    """Write block digests as 16 hexadecimal digits each."""
+    """Write block digests as 16 hexadecimal digits each; where there is one, the tensor's own says as much."""
+    if len(found.blocks) < 2:
+        return ""
     return "".join(f"{b:016x}" for b in found.blocks)

@@ -29,7 +29,10 @@ def recorded(folder: Path, actual: torch.Tensor, *, status: RecordStatus, measur
     assert back.digest == digest(actual).value
     assert (back.measure is not None) is measured
     if found is not None:
-        assert back.measure == TensorMeasure.of(found)
+        whole = TensorMeasure.of(found)
+        # what is inside its bound has no values to show
+        assert back.measure == (whole if status == "outside" else whole.without_values())
+        assert whole.without_values() != whole
     return back
 
 
@@ -49,3 +52,12 @@ def test_blocks_of_what_only_other_workers_can_judge_are_kept(tmp_path: Path) ->
     actual = EXACT.float()
     back = recorded(tmp_path, actual, status="measured", measured=False)
     assert unpack_blocks(back.blocks) == digest(actual).blocks
+
+
+def test_one_block_is_what_the_digest_says_already(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    small = torch.arange(8.0)
+    with Recorder(tmp_path, tmp_path / "blobs") as record:
+        record.moved(stage="base", layer="l", tensor="weight", actual=small, expected=small)
+    (back,) = read_records(tmp_path / "records.jsonl")
+    assert (back.digest, back.blocks) == (digest(small).value, "")
