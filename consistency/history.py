@@ -120,8 +120,12 @@ class History:
         """Yield nights, the latest first; a damaged one is left out and named in `damage`."""
         for name in self.names() if names is None else names:
             try:
-                night = decode_json(self._fs.cat_file(name), Night)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+                raw = self._fs.cat_file(name)
+            except Exception as error:  # whatever a remote store raises
+                raise CaptureError("cannot read the history", where=name, got=error) from None
+            try:
+                night = decode_json(raw, Night)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self.damage.append(f"{Path(name).name}: {error}")
                 continue
             if night.schema == SCHEMA:
@@ -133,7 +137,7 @@ class History:
         """Return a table by its name, None where it is gone or is not what it was."""
         try:
             raw = self._fs.cat_file(f"{self._root}/{TABLES}/{name}.json")
-        except (FileNotFoundError, OSError):
+        except Exception:  # whatever a remote store raises: without the table it is still known that bits differ
             return None
         if hashlib.sha256(raw).hexdigest() != name:
             return None

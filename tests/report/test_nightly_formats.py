@@ -118,3 +118,14 @@ def test_stage_that_could_not_be_judged_is_skipped() -> None:
 def test_simulated_devices_are_told() -> None:
     suite = as_junit(comparison(simulated=True))
     assert suite.find("properties/property[@name='simulated']") is not None
+
+
+def test_what_a_baseline_accepts_fails_nothing() -> None:
+    """Its rows are as bad as before; the finding is a note."""
+    accepted = Finding(
+        kind="zeros", severity="note", message="accepted on a day", workers=("b",), tensors=("adapter::x.y",),
+        accepted="error",
+    )  # fmt: skip
+    suite = as_junit(comparison(accepted, verdict="consistent"))
+    assert cases(suite)["llama.adapter", "b"] == []
+    assert suite.get("failures") == "0"
