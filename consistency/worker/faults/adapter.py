@@ -31,7 +31,7 @@ def _in_adapter_file(change: Callable[[Tensors], None]) -> Install:
     return install
 
 
-def _in_adapted_model(change: Callable[[Any], None]) -> Install:
+def in_adapted_model(change: Callable[[Any], None]) -> Install:
     """Change the adapted model after PEFT has loaded it."""
 
     def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,10 +156,10 @@ FAULTS: dict[str, Install] = {
     "adapter-through-tf32": _in_adapter_file(_through_tf32),
     "adapter-copy-dropped": _in_adapter_file(_no_a),
     "adapter-copy-dropped-later": _in_later_loads(_no_a),
-    "adapter-old-bytes": _in_adapted_model(_old_bytes),
+    "adapter-old-bytes": in_adapted_model(_old_bytes),
     "adapter-nan": _in_adapter_file(_not_a_number),
     "adapter-half-a-page": _in_adapter_file(_half_a_page),
     "adapter-missing-key": _in_adapter_file(_missing_key),
-    "adapter-inactive": _in_adapted_model(_inactive),
-    "adapter-wrong-scaling": _in_adapted_model(_double_scaling),
+    "adapter-inactive": in_adapted_model(_inactive),
+    "adapter-wrong-scaling": in_adapted_model(_double_scaling),
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from consistency.worker.faults.adapter import in_adapted_model
 from consistency.worker.faults.planting import Install, Undo, replace
 from consistency.worker.placement import other_devices
 
@@ -17,20 +18,10 @@ _stray: list[torch.Tensor] = []
 
 
 def _after_loading(change: Callable[[Any], None]) -> Install:
-    """Change where things lie once PEFT has loaded the adapter."""
-
-    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
-        def load(*args: Any, **kwargs: Any) -> Any:
-            model = real(*args, **kwargs)
-            change(model)
-            return model
-
-        return load
+    """Change where things lie once PEFT has loaded the adapter, and let go of what was put elsewhere at the end."""
 
     def install() -> Undo:
-        from peft import PeftModel
-
-        undo = replace(PeftModel, "from_pretrained", wrap)
+        undo = in_adapted_model(change)()
 
         def take_away() -> None:
             undo()
