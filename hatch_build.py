@@ -16,8 +16,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = "consistency/numerics"
-SOURCE, LIBRARY, RECIPE = (f"{FOLDER}/{name}" for name in ("kernel.c", "_kernel.so", "kernel_build.py"))
+FOLDER = "consistency/numerics/kernels"
+SOURCE, LIBRARY, RECIPE = (f"{FOLDER}/{name}" for name in ("kernel.c", "_kernel.so", "build.py"))
 
 
 class KernelHook(BuildHookInterface):  # type: ignore[misc]  # hatchling is not there where types are checked

@@ -24,8 +24,8 @@ import torch
 
 from benchmarks.comparers import SLOW, SUMMARIES, TORCH, Comparer, installed
 from benchmarks.state_dicts import answers
-from consistency.discovery import cpu_info
-from consistency.numerics.diagnosis import Known, diagnose_moved, diagnose_structure
+from consistency.devices.discovery import cpu_info
+from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from consistency.numerics import kernel
+from consistency.numerics.kernels import compiled as kernel
 
 BLOCK = 2**20
 
@@ -125,7 +125,7 @@ def _floor(a: str, b: str) -> Callable[[], object]:
 
 def _ours(a: str, b: str) -> Callable[[], object]:
     import consistency.numerics.stored
-    from consistency.diff import diff
+    from consistency.comparison.weight_files.diff import diff
 
     assert consistency.numerics.stored
     return lambda: diff(Path(b), Path(a))

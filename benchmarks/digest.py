@@ -17,8 +17,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from consistency.numerics import kernel
 from consistency.numerics.digest import digest
+from consistency.numerics.kernels import compiled as kernel
 
 
 def main() -> None:

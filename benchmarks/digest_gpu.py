@@ -18,8 +18,8 @@ from contextlib import contextmanager
 
 import torch
 
-from consistency.numerics import digest_triton
 from consistency.numerics.digest import block_digests
+from consistency.numerics.kernels import triton_digest
 
 REPEATS = 5
 MIB = 1 << 20
@@ -66,13 +66,13 @@ def best_of(action: Callable[[], object]) -> float:
 @contextmanager
 def plain_path(device: torch.device) -> Iterator[None]:
     """Make this process take the plain path."""
-    before = dict(digest_triton._states)
-    digest_triton._states[device] = "plain: measured"
+    before = dict(triton_digest._states)
+    triton_digest._states[device] = "plain: measured"
     try:
         yield
     finally:
-        digest_triton._states.clear()
-        digest_triton._states.update(before)
+        triton_digest._states.clear()
+        triton_digest._states.update(before)
 
 
 def digest_all(tensors: Sequence[torch.Tensor]) -> None:
@@ -92,7 +92,7 @@ def measure(device: torch.device) -> None:
     started = time.perf_counter()
     block_digests(torch.ones(64 * MIB, device=device))
     first = time.perf_counter() - started
-    print(f"{torch.cuda.get_device_name(device)} · torch {torch.__version__} · {digest_triton.state(device)}")
+    print(f"{torch.cuda.get_device_name(device)} · torch {torch.__version__} · {triton_digest.state(device)}")
     print(f"first digest, with compilation and check: {first:.2f} s")
     print(f"{'set':12}{'path':8}{'MiB':>8}{'digest GB/s':>13}{'copy GB/s':>11}{'ratio':>7}")
     for make in SETS:
@@ -109,7 +109,7 @@ def measure_set(name: str, tensors: list[torch.Tensor], device: torch.device) ->
     size = sum(t.nbytes for t in tensors)
     copied = size / best_of(lambda: copy_all(tensors, target)) / 1e9
     seconds = {}
-    if digest_triton.state(device) == digest_triton.FUSED:
+    if triton_digest.state(device) == triton_digest.FUSED:
         seconds["fused"] = best_of(lambda: digest_all(tensors))
     with plain_path(device):
         seconds["plain"] = best_of(lambda: digest_all(tensors))

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from consistency.drift import find_drift
-from consistency.history import SCHEMA, History, Night, NightWorker
-from consistency.numbers import encode_json
+from consistency.capture.json_codec import encode_json
+from consistency.comparison.history.drift import find_drift
+from consistency.comparison.history.store import SCHEMA, History, Night, NightWorker
 from consistency.report.history import device_rows, night_rows
 
 STAGES = ("transfer", "operators", "base", "adapter", "merged", "forward", "gradient")

@@ -17,8 +17,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from consistency.numerics import kernel
 from consistency.numerics.distance import measure
+from consistency.numerics.kernels import compiled as kernel
 
 State = list[tuple[torch.Tensor, torch.Tensor]]
 

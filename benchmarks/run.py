@@ -57,7 +57,7 @@ TOOL = (
     PEAK
     + """
 import sys
-from consistency.cli import main
+from consistency.cli.main import main
 status = main(sys.argv[1:])
 print(f"peak {peak()}")
 sys.exit(status)

@@ -32,10 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from consistency.capture import SCHEMA, CaptureManifest, CaptureWriter, worker_slug
-from consistency.case import Case
-from consistency.numbers import Real, encode_json
-from consistency.records import TensorMeasure, TensorRecord, WorkerInfo
+from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, worker_slug
+from consistency.capture.json_codec import Real, encode_json
+from consistency.capture.records import TensorMeasure, TensorRecord, WorkerInfo
+from consistency.case.options import Case
 
 ARCHITECTURES = (
     ("Ampere sm_86", "RTX A6000"),

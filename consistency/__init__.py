@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from consistency.api import Comparison, Report, compare, run
-    from consistency.case import Case, Options
+    from consistency.case.options import Case, Options
+    from consistency.case.tolerance import Override
     from consistency.errors import ConsistencyError
-    from consistency.override import Override
-    from consistency.wrapping import WrapperReport, check_wrapped
+    from consistency.worker.wrapper_check import WrapperReport, check_wrapped
+    from consistency.workflows.api import Comparison, Report, compare, run
 
 __version__ = "0.1.0"
 
@@ -32,17 +32,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Case": "consistency.case",
-    "Options": "consistency.case",
+    "Case": "consistency.case.options",
+    "Options": "consistency.case.options",
     "ConsistencyError": "consistency.errors",
-    "Override": "consistency.override",
-    "Comparison": "consistency.api",
-    "Report": "consistency.api",
-    "compare": "consistency.api",
-    "run": "consistency.api",
+    "Override": "consistency.case.tolerance",
+    "Comparison": "consistency.workflows.api",
+    "Report": "consistency.workflows.api",
+    "compare": "consistency.workflows.api",
+    "run": "consistency.workflows.api",
     # these two import torch when they are asked for
-    "WrapperReport": "consistency.wrapping",
-    "check_wrapped": "consistency.wrapping",
+    "WrapperReport": "consistency.worker.wrapper_check",
+    "check_wrapped": "consistency.worker.wrapper_check",
 }
 
 

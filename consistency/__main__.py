@@ -2,6 +2,6 @@
 
 import sys
 
-from consistency.cli import main
+from consistency.cli.main import main
 
 sys.exit(main())

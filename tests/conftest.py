@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-from consistency import harness
-from consistency.box import Box
-from consistency.capture import SCHEMA, CaptureManifest, CaptureWriter, worker_slug
-from consistency.case import Case, Options
-from consistency.comparison import Comparison
-from consistency.numbers import encode_json
-from consistency.preflight import builtin_folder
-from consistency.records import TensorRecord, WorkerInfo
-
-from .accelerator.fixtures import double, run_on_double  # noqa: F401 - fixtures for all tests
+from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, worker_slug
+from consistency.capture.json_codec import encode_json
+from consistency.capture.records import TensorRecord, WorkerInfo
+from consistency.case.options import Case, Options
+from consistency.case.preflight import builtin_folder
+from consistency.comparison.result import Comparison
+from consistency.devices.host import Box
+from consistency.workflows import pipeline
+from tests.accelerator.fixtures import double, run_on_double  # noqa: F401 - fixtures for all tests
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -62,9 +61,9 @@ def run_with_faults() -> Callable[..., Comparison]:
 
     def run(faults: dict[str, str], **options: Any) -> Comparison:
         options = {"base": "builtin:llama", "devices": ("cpu", "cpu@baseline"), **options}
-        plan = harness.prepare(Options(**options))
+        plan = pipeline.prepare(Options(**options))
         plan = dataclasses.replace(plan, faults=faults)
-        return harness.run(plan, None, watch=lambda *_: None).comparison
+        return pipeline.run(plan, None, watch=lambda *_: None).comparison
 
     return run
 

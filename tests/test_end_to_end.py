@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from consistency.comparison import BAD
-from consistency.preflight import builtin_folder
-
-from .conftest import Cli, FinishedRun
+from consistency.case.preflight import builtin_folder
+from consistency.comparison.result import BAD
+from tests.conftest import Cli, FinishedRun
 
 Report = dict[str, Any]
 
@@ -192,7 +191,7 @@ def test_cpu_and_accelerator_together(cli: Cli, tmp_path: Path, accelerator: Cal
 @pytest.fixture
 def accelerator() -> Callable[[], str]:
     def find() -> str:
-        from consistency.discovery import accelerators
+        from consistency.devices.discovery import accelerators
 
         found = accelerators()
         if not found:

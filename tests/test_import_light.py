@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .made_weights import f32, put
+from tests.made_weights import f32, put
 
 HEAVY = ("torch", "transformers", "peft", "numpy", "safetensors.torch", "accelerate")
 
@@ -24,18 +24,24 @@ def loaded_by(code: str, cwd: Path) -> set[str]:
 LIGHT = {
     "package": "import consistency; assert consistency.__version__",
     "public names": "from consistency import Case, Comparison, ConsistencyError, Options, Report, compare, run",
-    "plugin": "import consistency.plugin",
-    "reading and comparing": "import consistency.agreement, consistency.findings, consistency.report.json",
-    "looking at the machine": "import consistency.doctor, consistency.box\nassert consistency.box.read_box([]).kernel",
+    "plugin": "import consistency.pytest_plugin.plugin",
+    "reading and comparing": (
+        "import consistency.comparison.compare, consistency.comparison.findings.collect, consistency.report.json"
+    ),
+    "looking at the machine": (
+        "import consistency.workflows.doctor, consistency.devices.host\n"
+        "assert consistency.devices.host.read_box([]).kernel"
+    ),
     "command line": (
-        "from consistency.cli import main\ntry:\n    main(['run', '--help'])\nexcept SystemExit as error:\n"
+        "from consistency.cli.main import main\ntry:\n    main(['run', '--help'])\nexcept SystemExit as error:\n"
         "    assert not error.code"
     ),
-    "devices": "from consistency.cli import main\nassert main(['devices']) == 0",
+    "devices": "from consistency.cli.main import main\nassert main(['devices']) == 0",
     "preflight": (
-        "from consistency import harness, Options\n"
-        "from consistency.items import places\n"
-        "assert len(places(harness.prepare(Options(base='builtin:llama')).case)) > 100"
+        "from consistency import Options\n"
+        "from consistency.pytest_plugin.item_names import places\n"
+        "from consistency.workflows import pipeline\n"
+        "assert len(places(pipeline.prepare(Options(base='builtin:llama')).case)) > 100"
     ),
     "pytest without the plugin's options": (
         "import pytest\nassert pytest.main(['-q', '--co', '-p', 'no:cacheprovider']) == 5"
@@ -57,7 +63,7 @@ def test_plugin_loads_nothing_of_the_package(tmp_path: Path) -> None:
     code = (
         "import pytest, sys\npytest.main(['-q', '--co', '-p', 'no:cacheprovider'])\n"
         "own = sorted(m for m in sys.modules if m.startswith('consistency'))\n"
-        "assert own == ['consistency', 'consistency.plugin'], own"
+        "assert own == ['consistency', 'consistency.pytest_plugin', 'consistency.pytest_plugin.plugin'], own"
     )
     assert loaded_by(code, tmp_path) == set()
 
@@ -73,5 +79,5 @@ def test_equal_files_import_no_torch_and_others_do(tmp_path: Path) -> None:
     for name, second, status, loaded in (("same", 2, 0, {"numpy"}), ("other", 3, 1, {"numpy", "torch"})):
         put(tmp_path / f"{name}.safetensors", {"x.w": f32(1, second)})
         diff = f"main(['diff', 'a.safetensors', '{name}.safetensors'])"
-        code = f"from consistency.cli import main\nassert {diff} == {status}"
+        code = f"from consistency.cli.main import main\nassert {diff} == {status}"
         assert loaded_by(code, tmp_path) == loaded

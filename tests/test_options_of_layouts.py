@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from consistency.case import Case, Level, Options, Stage, read_options
+from consistency.case.options import Case, Level, Options, Stage, read_options
+from consistency.case.preflight import prepare_case
 from consistency.errors import ConsistencyError, InputError, UsageError
-from consistency.preflight import prepare_case
 
 FACTORY = "python:package.module:wrap"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from consistency.road import Road
+from consistency.case.load_path import Road
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

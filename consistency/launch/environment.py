@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from consistency.device import KERNEL_VARIABLES, DeviceInfo
-from consistency.road import Road
+from consistency.case.load_path import Road
+from consistency.devices.spec import KERNEL_VARIABLES, DeviceInfo
 
 # The variable by which each backend is told what to show; its entries are identities or numbers.
 _VISIBILITY = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}

@@ -11,16 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from consistency.capture import CaptureWriter
-from consistency.case import Case
+from consistency.capture.folder import CaptureWriter
+from consistency.case.options import Case
 from consistency.launch.environment import threads_per_worker
 from consistency.launch.plan import WorkerPlan
 from consistency.launch.process import POLL_S, Limits, WorkerProcess
-from consistency.worker.job import (
-    REFERENCE_FILE,
-    REFERENCE_LOST,
-    Event,
-)
+from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, Event
 
 Watcher = Callable[[WorkerPlan, Event], None]
 

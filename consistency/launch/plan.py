@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from consistency.capture import worker_slug
-from consistency.case import Case, Stage
-from consistency.device import DeviceInfo
+from consistency.capture.folder import worker_slug
+from consistency.case.load_path import Road
+from consistency.case.options import Case, Stage
+from consistency.devices.spec import DeviceInfo
 from consistency.launch.change import Change
-from consistency.road import Road
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,23 +13,16 @@ from typing import IO, Any
 
 import msgspec
 
-from consistency.capture import CaptureWriter, write_json
-from consistency.case import Case
-from consistency.device import DeviceInfo
+from consistency.capture.folder import CaptureWriter, write_json
+from consistency.capture.json_codec import decode_json
+from consistency.capture.records import WorkerInfo, WorkerStatus
+from consistency.case.options import Case
+from consistency.devices.spec import DeviceInfo
 from consistency.errors import CaptureError, ConsistencyError, InputError, UsageError
 from consistency.launch.change import Change
 from consistency.launch.environment import python_command, torch_device, worker_environment
 from consistency.launch.plan import WorkerPlan
-from consistency.numbers import decode_json
-from consistency.records import WorkerInfo, WorkerStatus
-from consistency.worker.job import (
-    CANNOT_WRITE,
-    TOLD_FILE,
-    Event,
-    EventReader,
-    Job,
-    Told,
-)
+from consistency.worker.protocol import CANNOT_WRITE, TOLD_FILE, Event, EventReader, Job, Told
 
 POLL_S = 0.05
 DUMP_GRACE_S = 2.0  # faulthandler writes its stacks in milliseconds, unless the process is stopped or swapping

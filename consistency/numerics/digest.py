@@ -28,7 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from consistency.numerics import digest_triton, kernel
+from consistency.numerics.kernels import compiled as kernel
+from consistency.numerics.kernels import triton_digest
 
 BLOCK_BYTES = 256 * 1024
 """Bytes per block, the unit in which a digest says where two tensors differ."""
@@ -159,7 +160,7 @@ def _sum_rows(raw: torch.Tensor) -> np.ndarray:
     w, v = _weights_on(raw.device)
     misaligned = raw.data_ptr() % 8 or raw.storage_offset() % 8
     if raw.device.type == "cuda" and not misaligned:
-        fused = digest_triton.sums(raw.view(torch.int64), w, v)
+        fused = triton_digest.sums(raw.view(torch.int64), w, v)
         if fused is not None:
             return fused.cpu().numpy()
     sums = []

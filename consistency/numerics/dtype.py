@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from consistency import tolerance
+from consistency.numerics import rules
 
-UNIT_ROUNDOFF = {getattr(torch, name): u for name, u in tolerance.UNIT_ROUNDOFF.items()}
+UNIT_ROUNDOFF = {getattr(torch, name): u for name, u in rules.UNIT_ROUNDOFF.items()}
 """Unit roundoff by torch dtype."""
 
-HALF_SMALLEST_SUBNORMAL = {getattr(torch, name): u for name, u in tolerance.HALF_SMALLEST_SUBNORMAL.items()}
+HALF_SMALLEST_SUBNORMAL = {getattr(torch, name): u for name, u in rules.HALF_SMALLEST_SUBNORMAL.items()}
 """Half the smallest subnormal by torch dtype."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,7 +12,7 @@ import threading
 import numpy as np
 import torch
 
-from consistency.numbers import Real
+from consistency.capture.json_codec import Real
 from consistency.numerics.distance import Measure, hexadecimal, is_worse, numbers_of, square_sum, unravel, worse
 from consistency.numerics.dtype import bit_patterns
 from consistency.numerics.steps import Steps

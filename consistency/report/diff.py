@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from consistency.comparison import BAD, Comparison, Finding, TensorComparison
+from consistency.comparison.result import BAD, Comparison, Finding, TensorComparison
 from consistency.report.terminal import Writer, without_trailing_blanks
 
 _MOST_TENSORS = 20

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from consistency.comparison import Comparison
+from consistency.comparison.result import Comparison
 from consistency.report.markdown import as_markdown
 from consistency.report.terminal import clean
 

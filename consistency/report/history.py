@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from consistency.comparison.history.store import History, NightWorker
 from consistency.errors import UsageError
-from consistency.history import History, NightWorker
 from consistency.report.terminal import clean, without_trailing_blanks
 
 _MOST_FINDING = 100  # characters of a finding in a line

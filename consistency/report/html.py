@@ -19,12 +19,12 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
-from consistency.capture import write_whole
-from consistency.comparison import Comparison
+from consistency.capture.folder import write_whole
+from consistency.case.load_path import is_side_road
+from consistency.comparison.result import Comparison
 from consistency.report.page import agreement, cells, distributions, environments, memory, overview, transfers
 from consistency.report.page.labels import KEY, shown
 from consistency.report.summary import Group, groups
-from consistency.road import is_side_road
 
 FILE = "report.html"
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from consistency.capture import write_whole
-from consistency.comparison import Comparison, TensorComparison
-from consistency.numbers import encode_json
+from consistency.capture.folder import write_whole
+from consistency.capture.json_codec import encode_json
+from consistency.comparison.result import Comparison, TensorComparison
 
 SCHEMA = "consistency.report/1"
 FILE = "report.json"

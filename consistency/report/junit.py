@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
-from consistency.capture import write_whole
-from consistency.comparison import Comparison, Finding
+from consistency.capture.folder import write_whole
+from consistency.comparison.result import Comparison, Finding
 
 _ILLEGAL = {c: "�" for c in (*range(0x20), 0xFFFE, 0xFFFF) if c not in (0x9, 0xA, 0xD)}  # XML 1.0, 2.2 "Char"
 

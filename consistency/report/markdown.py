@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from consistency.capture import write_whole
-from consistency.comparison import BAD, PLANTED, Comparison, Finding, TensorComparison, WorkerSummary
+from consistency.capture.folder import write_whole
+from consistency.case.load_path import is_side_road
+from consistency.comparison.result import BAD, PLANTED, Comparison, Finding, TensorComparison, WorkerSummary
 from consistency.report.page.labels import counted, shown
 from consistency.report.page.overview import cell_text, facts, first_bits, sentence, stages
 from consistency.report.summary import Group, class_text, groups, some_names
-from consistency.road import is_side_road
 
 FILE = "report.md"
 

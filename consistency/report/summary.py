@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
-from consistency.case import Stage
-from consistency.comparison import BAD, Comparison, Divergence, TensorComparison
-from consistency.road import is_side_road
+from consistency.case.load_path import is_side_road
+from consistency.case.options import Stage
+from consistency.comparison.result import BAD, Comparison, Divergence, TensorComparison
 
 MOST_LINES = 8
 """Lines of one architecture: a person takes in that many; a fleet may have as many kinds of bits as workers."""

@@ -12,10 +12,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from consistency.case import Stage
-from consistency.comparison import BAD, Comparison, Finding, Row, TensorComparison, Verdict
-from consistency.device import DeviceInfo
-from consistency.report.matrix import draw, legend, worth_showing
+from consistency.case.load_path import is_side_road
+from consistency.case.options import Stage
+from consistency.comparison.findings.transfers import Matrix
+from consistency.comparison.result import BAD, Comparison, Finding, Row, TensorComparison, Verdict
+from consistency.devices.spec import DeviceInfo
+from consistency.report.copy_matrix import draw, legend, worth_showing
 from consistency.report.summary import (
     Cell,
     Group,
@@ -29,11 +31,9 @@ from consistency.report.summary import (
     stages,
     worst_ratio,
 )
-from consistency.road import is_side_road
-from consistency.transfer_verdict import Matrix
 
 if TYPE_CHECKING:
-    from consistency.drill import DrillRow
+    from consistency.workflows.drill import DrillRow
 
 PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
 _MOST_TENSORS = 20

@@ -12,11 +12,11 @@ import sys
 import traceback
 from pathlib import Path
 
+from consistency.capture.json_codec import decode_json
 from consistency.errors import ConsistencyError
-from consistency.numbers import decode_json
 from consistency.worker import lifeline
-from consistency.worker.job import CANNOT_WRITE, EventLog, Job
-from consistency.worker.memory import is_out_of_memory
+from consistency.worker.memory.host_memory import is_out_of_memory
+from consistency.worker.protocol import CANNOT_WRITE, EventLog, Job
 
 
 def main(path: Path) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from consistency.device import KERNEL_VARIABLES
-from consistency.numerics import digest_triton, kernel
+from consistency.devices.spec import KERNEL_VARIABLES
+from consistency.numerics.kernels import compiled as kernel
+from consistency.numerics.kernels import triton_digest
 
 _VERSIONED = ("transformers", "peft", "safetensors", "accelerate", "numpy")
 _VARIABLES = (
@@ -56,7 +57,7 @@ def digest_kernel(device: torch.device) -> dict[str, str]:
 
     Both paths give the same digests, so it is no part of `kernel_key`.
     """
-    return {"digest_kernel": digest_triton.state(device)} if device.type == "cuda" else {}
+    return {"digest_kernel": triton_digest.state(device)} if device.type == "cuda" else {}
 
 
 def _accelerator(device: torch.device) -> dict[str, Any]:

@@ -12,35 +12,30 @@ from typing import Any
 import msgspec
 import torch
 
-from consistency.capture import write_json
-from consistency.case import Stage
+from consistency.capture.folder import write_json
+from consistency.capture.names import WHOLE_MODEL
+from consistency.capture.records import SettingChange
+from consistency.case.load_path import Road
+from consistency.case.options import Stage
 from consistency.errors import UsageError
-from consistency.naming import WHOLE_MODEL
 from consistency.numerics.digest import digest
-from consistency.records import SettingChange
-from consistency.road import Road
 from consistency.worker import determinism, environment
-from consistency.worker.files import WeightFiles
-from consistency.worker.ids import KernelAssertedError
-from consistency.worker.inputs import digest_of, fixed_inputs
-from consistency.worker.job import TOLD_FILE, EventLog, Job, Told
-from consistency.worker.loading import expected_adapter, load_adapter, load_base
-from consistency.worker.placement import Placement
-from consistency.worker.record import Recorder
-from consistency.worker.stage_memory import StageMemoryLog
-from consistency.worker.stages import (
-    adapter,
-    base,
-    forward,
-    gradient,
-    memory,
-    merged,
-    operators,
-    sharding,
-    transfer,
-    wrapping,
-)
+from consistency.worker.memory.per_stage import StageMemoryLog
+from consistency.worker.memory.placement import Placement
+from consistency.worker.model.id_checks import KernelAssertedError
+from consistency.worker.model.inputs import digest_of, fixed_inputs
+from consistency.worker.model.loading import expected_adapter, load_adapter, load_base
+from consistency.worker.model.weight_files import WeightFiles
+from consistency.worker.protocol import TOLD_FILE, EventLog, Job, Told
+from consistency.worker.recorder import Recorder
+from consistency.worker.stages import base, forward, memory, wrapping
+from consistency.worker.stages.adapter import stage as adapter
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.gradient import stage as gradient
+from consistency.worker.stages.merged import stage as merged
+from consistency.worker.stages.operators import stage as operators
+from consistency.worker.stages.sharding import stage as sharding
+from consistency.worker.stages.transfer import stage as transfer
 
 
 class Session:

@@ -14,13 +14,13 @@ import pytest
 import torch
 import transformers
 
-from consistency.case import Options
-from consistency.numbers import decode_json
-from consistency.preflight import builtin_folder, prepare_case
-from consistency.records import TensorRecord
+from consistency.capture.json_codec import decode_json
+from consistency.capture.records import TensorRecord
+from consistency.case.options import Options
+from consistency.case.preflight import builtin_folder, prepare_case
 from consistency.worker import session
-from consistency.worker.job import TOLD_FILE, EventLog, Job, Told
-from consistency.worker.placement import Placement
+from consistency.worker.memory.placement import Placement
+from consistency.worker.protocol import TOLD_FILE, EventLog, Job, Told
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # what PEFT and transformers say is not ours to mend
 

@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ElementTree
 import msgspec
 import pytest
 
-from consistency.agreement import compare
-from consistency.capture import read_capture
-from consistency.comparison import TensorComparison
+from consistency.capture.folder import read_capture
+from consistency.comparison.compare import compare
+from consistency.comparison.result import TensorComparison
 
 from .fixtures import Double, RunOnDouble, RunsOnDouble
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from consistency.device import KERNEL_VARIABLES, DeviceInfo, parse_device
+from consistency.case.load_path import Road
+from consistency.devices.spec import KERNEL_VARIABLES, DeviceInfo, parse_device
 from consistency.launch import environment
 from consistency.launch.environment import threads_per_worker, torch_device, worker_environment
-from consistency.road import Road
 
 
 def device(name: str, **fields: Any) -> DeviceInfo:

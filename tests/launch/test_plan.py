@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from consistency.case import Case, Level, Stage
-from consistency.device import DeviceInfo, parse_device
+from consistency.case.load_path import Road
+from consistency.case.options import Case, Level, Stage
+from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.launch.plan import default_roads, plan_waves
-from consistency.road import Road
 
 CASE = Case(name="x", base="base", adapter="adapter")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from consistency.numerics import kernel
-from consistency.numerics.kernel_build import compile_kernel
+from consistency.numerics.kernels import compiled as kernel
+from consistency.numerics.kernels.build import compile_kernel
 
 
 @pytest.fixture(scope="session")

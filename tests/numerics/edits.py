@@ -7,7 +7,18 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from .references import MANTISSA_BITS, OTHER_PLACE, PLACE, Bits, another, bits_of, infinity, nan, tensor_of, width_of
+from tests.numerics.references import (
+    MANTISSA_BITS,
+    OTHER_PLACE,
+    PLACE,
+    Bits,
+    another,
+    bits_of,
+    infinity,
+    nan,
+    tensor_of,
+    width_of,
+)
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """From the expected tensor to the actual one; the expected one stays as it is."""

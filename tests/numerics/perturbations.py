@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .edits import (
+from tests.numerics.edits import (
     Change,
     another_layout,
     conjugate_twice,
@@ -41,7 +41,7 @@ from .edits import (
     top_exponent,
     two_bits_of_one,
 )
-from .references import (
+from tests.numerics.references import (
     OTHER_PLACE,
     PLACE,
     Reference,

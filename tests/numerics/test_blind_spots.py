@@ -16,9 +16,8 @@ from consistency.errors import StructureError
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import name_of
-
-from .perturbations import ALL, EQUAL, FLOATS, HARMLESS, PERTURBATIONS, STRUCTURE, Perturbation, cases
-from .references import bits_of
+from tests.numerics.perturbations import ALL, EQUAL, FLOATS, HARMLESS, PERTURBATIONS, STRUCTURE, Perturbation, cases
+from tests.numerics.references import bits_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from consistency.case import Level
+from consistency.case.options import Level
 from consistency.numerics.dtype import UNIT_ROUNDOFF, named
 from consistency.numerics.running_error import Arithmetic, Tracked, measure_tracked
-from consistency.worker.stages import operators
-from consistency.worker.stages.operator_table import Operation, operations
+from consistency.worker.stages.operators import stage as operators
+from consistency.worker.stages.operators.table import Operation, operations
 
 TABLE = [(operation, dtype) for operation in operations(Level.THOROUGH) for dtype in operation.dtypes]
 NAMES = [f"{operation.name} {dtype} {operation.size}" for operation, dtype in TABLE]

@@ -16,10 +16,17 @@ import jinja2
 import msgspec
 import pytest
 
-from consistency.comparison import ArchitectureGroup, Comparison, Finding, Row, Status, TensorComparison, WorkerSummary
-from consistency.harness import REPORT_FILES
-from consistency.numbers import Real
-from consistency.records import StageMemory
+from consistency.capture.json_codec import Real
+from consistency.capture.records import StageMemory
+from consistency.comparison.result import (
+    ArchitectureGroup,
+    Comparison,
+    Finding,
+    Row,
+    Status,
+    TensorComparison,
+    WorkerSummary,
+)
 from consistency.report import html as report_html
 from consistency.report.html import as_html
 from consistency.report.page import cells
@@ -27,9 +34,9 @@ from consistency.report.page.agreement import partitions
 from consistency.report.page.distributions import bits, ratios
 from consistency.report.page.environments import environments
 from consistency.report.page.labels import KEY, letter
+from consistency.workflows.pipeline import REPORT_FILES
 from tests.conftest import FinishedRun
-
-from .test_terminal import comparison, tensor, worker
+from tests.report.test_terminal import comparison, tensor, worker
 
 ALL = ["cpu", "cuda:0", "cuda:1", "cuda:2"]
 STATUSES = [status for status, _, _ in KEY]
@@ -455,7 +462,7 @@ def test_a_run_leaves_all_files_of_the_report(finished_run: FinishedRun) -> None
 
 
 def test_two_files_have_a_page_too(tmp_path: Path) -> None:
-    from consistency.harness import diff_weights
+    from consistency.workflows.pipeline import diff_weights
     from tests.made_weights import f32, put
 
     put(tmp_path / "a.safetensors", {"x.w": f32(1, 2), "y.w": f32(1, 1)})

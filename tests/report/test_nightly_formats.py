@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from consistency.comparison import Comparison, Finding, Row, TensorComparison, WorkerSummary
+from consistency.comparison.result import Comparison, Finding, Row, TensorComparison, WorkerSummary
 from consistency.report.github import annotate, write_summary
 from consistency.report.junit import as_junit, write_junit
 

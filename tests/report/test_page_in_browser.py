@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from consistency.comparison import Comparison, Row, Status, TensorComparison
-from consistency.numbers import Real
+from consistency.capture.json_codec import Real
+from consistency.comparison.result import Comparison, Row, Status, TensorComparison
 from consistency.report.html import as_html
-
-from .test_html import ALL, HOSTILE, SAFE, faulty, hostile
-from .test_terminal import comparison, tensor
+from tests.report.test_html import ALL, HOSTILE, SAFE, faulty, hostile
+from tests.report.test_terminal import comparison, tensor
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="the browser's driver, selenium, is not installed")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from consistency.comparison import Comparison
-from consistency.diff import diff
+from consistency.comparison.result import Comparison
+from consistency.comparison.weight_files.diff import diff
 from consistency.report.diff import print_diff, sentence
 from consistency.report.json import as_bytes
 from consistency.report.terminal import make_console

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from consistency.agreement import compare
-from consistency.capture import read_capture
-from consistency.comparison import Comparison
-from consistency.numbers import Real, decode_json, encode_json
+from consistency.capture.folder import read_capture
+from consistency.capture.json_codec import Real, decode_json, encode_json
+from consistency.comparison.compare import compare
+from consistency.comparison.result import Comparison
 from consistency.report.json import as_bytes, write_report
+from tests.comparison.test_compare import computed, measured, moved
 from tests.conftest import FinishedRun, MakeCapture
-from tests.test_agreement import computed, measured, moved
 
 ROW = {
     "worker", "reference", "status", "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp",

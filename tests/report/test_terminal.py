@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from consistency.comparison import (
+from consistency.capture.json_codec import Real
+from consistency.comparison.result import (
     ArchitectureGroup,
     Comparison,
     Finding,
@@ -15,7 +16,6 @@ from consistency.comparison import (
     Verdict,
     WorkerSummary,
 )
-from consistency.numbers import Real
 from consistency.report.terminal import clean, make_console, print_report, sentence
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from consistency.device import parse_device
+from consistency.devices.spec import parse_device
 from consistency.worker.determinism import (
     changed,
     deterministic,
@@ -21,7 +21,7 @@ from consistency.worker.determinism import (
     seed_all,
 )
 
-# what each setting is turned to behind the harness's back
+# what each setting is turned to behind our back
 OTHER: dict[str, Any] = {
     "float32_matmul_precision": "high",
     "matmul_allow_tf32": True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from consistency.comparison import TensorComparison
+from consistency.comparison.result import TensorComparison
 from consistency.report.page.labels import letter, shown
 from consistency.report.summary import some_names
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from consistency.comparison import TensorComparison
+from consistency.comparison.result import TensorComparison
 from consistency.report.page.labels import shown
 
 _TENTHS = tuple(i / 10 for i in range(1, 11))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from consistency.comparison import WorkerSummary
+from consistency.comparison.result import WorkerSummary
 from consistency.report.page.labels import letter, shown
 from consistency.report.summary import some_names
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from consistency.comparison import Comparison, WorkerSummary
-from consistency.records import StageMemory
+from consistency.capture.records import StageMemory
+from consistency.comparison.result import Comparison, WorkerSummary
 from consistency.report.page.labels import shown, size
 
 MOST_WORKERS = 64

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from consistency.case import Stage
-from consistency.comparison import Comparison, Finding
-from consistency.diff import STAGE as FILE_STAGE
+from consistency.case.load_path import is_side_road
+from consistency.case.options import Stage
+from consistency.comparison.result import Comparison, Finding
+from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
 from consistency.report import diff, terminal
 from consistency.report.page.labels import counted, shown
 from consistency.report.summary import Cell, Group, divergences, side_roads, some_names
-from consistency.road import is_side_road
 
 MOST_FINDINGS = 100
 """More than a person reads; `report.json` holds all."""

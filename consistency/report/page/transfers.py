@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from consistency.comparison import BAD, Row, TensorComparison
+from consistency.comparison.result import BAD, Row, TensorComparison
 from consistency.report.page.labels import KEY, shown
 
 STAGE = "transfer"

@@ -23,7 +23,7 @@ def _in_base(change: Callable[[torch.nn.Module], None]) -> Install:
         return load
 
     def install() -> Undo:
-        from consistency.worker import loading
+        from consistency.worker.model import loading
 
         return replace(loading, "_from_folder", wrap)
 

@@ -19,7 +19,7 @@ def _in_operator(change: Callable[[Any, Callable[..., torch.Tensor], list[torch.
         return lambda operation, inputs: change(operation, real, inputs)
 
     def install() -> Undo:
-        from consistency.worker.stages import operators
+        from consistency.worker.stages.operators import stage as operators
 
         return replace(operators, "compute", wrap)
 
@@ -51,7 +51,7 @@ def _in_gradients(change: Callable[[Tensors], Tensors]) -> Install:
         return lambda *args: change(real(*args))
 
     def install() -> Undo:
-        from consistency.worker.stages import gradient
+        from consistency.worker.stages.gradient import stage as gradient
 
         return replace(gradient, "gradients", wrap)
 
@@ -72,7 +72,7 @@ def _step_off() -> Undo:
 
         return stepped
 
-    from consistency.worker.stages import gradient
+    from consistency.worker.stages.gradient import stage as gradient
 
     return replace(gradient, "stepped", wrap)
 

@@ -9,7 +9,7 @@ import torch
 
 from consistency.worker.faults.adapter import in_adapted_model
 from consistency.worker.faults.planting import Install, Undo, replace
-from consistency.worker.placement import other_devices
+from consistency.worker.memory.placement import other_devices
 
 STRAY_BYTES = 64 << 20
 """More than twice the built-in adapters: what passes through on PEFT's own road cannot explain it."""

@@ -24,7 +24,7 @@ def _at_merged(act: Callable[[], None]) -> Install:
         return run
 
     def install() -> Undo:
-        from consistency.worker.stages import merged
+        from consistency.worker.stages.merged import stage as merged
 
         return replace(merged, "run", wrap)
 

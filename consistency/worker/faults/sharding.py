@@ -43,7 +43,7 @@ def _in_inputs(change: Callable[[dict[str, torch.Tensor], Any], None]) -> Instal
         return inputs
 
     def install() -> Undo:
-        from consistency.worker.stages import sharding
+        from consistency.worker.stages.sharding import stage as sharding
 
         return replace(sharding, "fixed_inputs", wrap)
 

@@ -20,7 +20,7 @@ def _instead(act: Callable[[Copy, torch.Tensor, torch.Tensor], None]) -> Install
         return lambda source, destination: act(real, source, destination)
 
     def install() -> Undo:
-        from consistency.worker import copies
+        from consistency.worker.stages.transfer import copying as copies
 
         return replace(copies, "copy", wrap)
 
@@ -65,7 +65,7 @@ def _stale_beside_work() -> Undo:
             earlier[source.nbytes] = source
         real(earlier.get(source.nbytes, source) if working else source, destination)
 
-    from consistency.worker.stages import delivery
+    from consistency.worker.stages.transfer import delivery
 
     undo_copy, undo_work = _instead(act)(), replace(delivery, "beside_work", wrap_work)
 

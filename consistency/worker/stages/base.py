@@ -12,15 +12,15 @@ from collections.abc import Mapping
 
 import torch
 
-from consistency.naming import split_name
+from consistency.capture.names import split_name
 from consistency.numerics.bound import measure_against_exact
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.exact import in_float64
-from consistency.tolerance import Rule
-from consistency.worker.job import EventLog
-from consistency.worker.loading import LoadedBase
-from consistency.worker.record import Recorder
+from consistency.numerics.rules import Rule
+from consistency.worker.model.loading import LoadedBase
+from consistency.worker.protocol import EventLog
+from consistency.worker.recorder import Recorder
 
 PEER_KEEP_BYTES = 2**20
 """A tensor without a file is kept up to this size, so that a difference can be shown element by element."""

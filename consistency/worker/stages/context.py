@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from consistency.worker.files import WeightFiles
-from consistency.worker.job import EventLog, Job
-from consistency.worker.loading import LoadedBase
-from consistency.worker.placement import Placement
-from consistency.worker.record import Recorder
-from consistency.worker.stage_memory import StageMemoryLog
+from consistency.worker.memory.per_stage import StageMemoryLog
+from consistency.worker.memory.placement import Placement
+from consistency.worker.model.loading import LoadedBase
+from consistency.worker.model.weight_files import WeightFiles
+from consistency.worker.protocol import EventLog, Job
+from consistency.worker.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

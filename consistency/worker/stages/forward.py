@@ -14,25 +14,25 @@ from typing import Any
 
 import torch
 
+from consistency.capture.names import ADAPTER_MERGED as MERGED
+from consistency.capture.names import ADAPTER_OFF as OFF
+from consistency.capture.names import ADAPTER_ON as ON
+from consistency.capture.names import WHOLE_MODEL
+from consistency.capture.records import RecordStatus
 from consistency.errors import InputError
-from consistency.naming import ADAPTER_MERGED as MERGED
-from consistency.naming import ADAPTER_OFF as OFF
-from consistency.naming import ADAPTER_ON as ON
-from consistency.naming import WHOLE_MODEL
 from consistency.numerics.bound import independent_rows, measure_against_exact
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.exact import in_float64
-from consistency.records import RecordStatus
-from consistency.tolerance import Rule
-from consistency.worker.ids import KernelAssertedError, asserted, context_is_lost
-from consistency.worker.inputs import fixed_inputs
-from consistency.worker.loading import load_adapter, load_base
-from consistency.worker.memory import is_out_of_memory
-from consistency.worker.reference import Reference, publish, wait_for
+from consistency.numerics.rules import Rule
+from consistency.worker.memory.host_memory import is_out_of_memory
+from consistency.worker.model.float64_reference import Reference, publish, wait_for
+from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
+from consistency.worker.model.inputs import fixed_inputs
+from consistency.worker.model.loading import load_adapter, load_base
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.inputs_seen import inputs_fit
-from consistency.worker.stages.merged import adapted_layers
-from consistency.worker.stages.relative import Truth, judge_relative
+from consistency.worker.stages.input_checks import inputs_fit
+from consistency.worker.stages.merged.stage import adapted_layers
+from consistency.worker.stages.relative_rule import Truth, judge_relative
 
 Activations = dict[str, torch.Tensor]
 

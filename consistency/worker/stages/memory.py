@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from consistency.case import Level
-from consistency.naming import MERGE_PEAK, PLACEMENT, SAFE_MERGE_PEAK, adapter_place, module_place
-from consistency.records import RecordStatus
-from consistency.tolerance import passes, ratio
-from consistency.worker.loading import ADAPTER_NAME
-from consistency.worker.memory import is_out_of_memory, peak_bytes, reset_peak, resident_bytes
-from consistency.worker.merge_peak import MergePeak, measure_merge
-from consistency.worker.peak import PeakMeter, meter_of
-from consistency.worker.placement import Placement
-from consistency.worker.record import Recorder
+from consistency.capture.names import MERGE_PEAK, PLACEMENT, SAFE_MERGE_PEAK, adapter_place, module_place
+from consistency.capture.records import RecordStatus
+from consistency.case.options import Level
+from consistency.numerics.rules import passes, ratio
+from consistency.worker.memory.host_memory import is_out_of_memory, peak_bytes, reset_peak, resident_bytes
+from consistency.worker.memory.merge_peak import MergePeak, measure_merge
+from consistency.worker.memory.peak import PeakMeter, meter_of
+from consistency.worker.memory.placement import Placement
+from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.recorder import Recorder
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.merged import NO_MERGE, adapted_layers, weight_of
+from consistency.worker.stages.merged.stage import NO_MERGE, adapted_layers, weight_of
 
 ALLOCATOR_BLOCK_BYTES = 512
 """What torch's CUDA allocator rounds every block up to (`kMinBlockSize` in c10/cuda/CUDACachingAllocator.cpp)."""

@@ -1,4 +1,4 @@
-"""Stage `wrapping`: a user's wrapper around the base, held against the base without it (`consistency.wrapping`).
+"""Stage `wrapping`: a user's wrapper around the base, held against the base without it.
 
 The base is loaded once more: under PEFT's layers it is not what a user would wrap.
 """
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from consistency.capture.names import WHOLE_MODEL
 from consistency.errors import InputError
-from consistency.naming import WHOLE_MODEL
-from consistency.tolerance import Rule
-from consistency.worker.loading import load_base
-from consistency.worker.memory import is_out_of_memory
+from consistency.numerics.rules import Rule
+from consistency.worker.memory.host_memory import is_out_of_memory
+from consistency.worker.model.loading import load_base
 from consistency.worker.stages.context import Context
-from consistency.wrapping import WrapperReport, check_wrapped
+from consistency.worker.wrapper_check import WrapperReport, check_wrapped
 
 STAGE = "wrapping"
 WRAPPER = "wrapper"

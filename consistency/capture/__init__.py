@@ -1,0 +1,1 @@
+"""The capture: what one worker saw, as files that travel."""

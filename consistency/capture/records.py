@@ -1,0 +1,228 @@
+"""What one worker saw, as values: who it was, and one record per tensor. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from consistency.capture.json_codec import Real
+from consistency.numerics.rules import Rule
+
+RecordStatus = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked", "measured"]
+WorkerStatus = Literal["ok", "lost", "failed"]
+
+
+# `gc=False`: decoded JSON holds no cycles, and a fleet has millions of these for the collector to walk in vain
+
+
+class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """The numbers of `consistency.numerics.distance.Measure`, as they are written."""
+
+    elements: int
+    mismatched: int
+    max_abs: Real
+    mean_abs: Real
+    rms: Real
+    max_rel: Real
+    max_ulp: int | None
+    bound_ratio: Real | None
+    worst_index: tuple[int, ...] | None
+    worst_actual: Real | None = None
+    worst_expected: Real | None = None
+    worst_actual_bits: str | None = None
+    worst_expected_bits: str | None = None
+    flipped_bits: dict[int, int] = {}
+    first_byte: int | None = None
+    last_byte: int | None = None
+    magnitude: Real
+
+    @classmethod
+    def of(cls, measure: Any) -> TensorMeasure:
+        """Return a `consistency.numerics.distance.Measure` in its written form; that module needs torch."""
+        return cls(**{name: getattr(measure, name) for name in cls.__struct_fields__})
+
+    def without_values(self) -> TensorMeasure:
+        """Return it without the worst element's values: a third of it, and shown only of what is outside."""
+        return msgspec.structs.replace(
+            self, worst_actual=None, worst_expected=None, worst_actual_bits=None, worst_expected_bits=None
+        )
+
+    def evidence(self) -> dict[str, Any]:
+        """Return what a row shows of a difference in bits: the worst element, flipped bits, the range of bytes."""
+        found: dict[str, Any] = {
+            "actual": self.worst_actual,
+            "expected": self.worst_expected,
+            "actual_bits": self.worst_actual_bits,
+            "expected_bits": self.worst_expected_bits,
+        }
+        found = {name: value for name, value in found.items() if value is not None}
+        if self.flipped_bits:
+            found["flipped_bits"] = self.flipped_bits
+        if self.first_byte is not None:
+            found.update(first_byte=self.first_byte, last_byte=self.last_byte)
+        return found
+
+
+class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What one worker saw of one tensor.
+
+    Attributes
+    ----------
+    stage, layer, tensor : str
+        `adapter`, `model.layers.0.self_attn.q_proj`, `lora_A`.
+    shape, dtype
+        As on the device.
+    rule : str
+        A `consistency.numerics.rules.Rule`.
+    status : str
+        The worker's own judgement; `measured` where only the comparison with other workers can tell.
+    digest, blocks : str
+        Of the tensor on the device; block digests as 16 hexadecimal digits each, one after the other. None of a
+        computed tensor that is inside its rule: such differ from device to device in nearly every block.
+    reference : str or None
+        `file`, `float64`, or None where the other workers are the reference.
+    reference_digest, reference_blob : str or None
+        Of the tensor it was held against.
+    reference_error : float or None
+        Largest error of the CPU in this dtype, for the `relative` rule.
+    reference_draws : int or None
+        How many independent errors that one is the largest of, where it is not one per element.
+    measure : TensorMeasure or None
+        None where the bits are equal.
+    diagnosis : str or None
+    evidence : dict
+        What the diagnosis rests on.
+    reason : str or None
+        Why a tensor was skipped or blocked.
+    blob : str or None
+        The tensor itself, where it was worth keeping.
+    repeats : tuple of str
+        Digests of the same tensor in later runs on the same device.
+    ingredients : dict of str to str
+        Kept tensors that a computed one was made from, by the name that a reproducer gives them.
+    order : int
+        Place in the model's own order, for "the first layer that differs".
+    limit_ratio : float or None
+        What was seen over what is allowed, for the `limit` rule.
+    road : str
+        The side road that this was seen on; empty on the worker's own.
+    """
+
+    stage: str
+    layer: str
+    tensor: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    rule: Annotated[str, msgspec.Meta(pattern=rf"\A({'|'.join(Rule)})\Z")] = "bitwise"
+    status: RecordStatus = "equal"
+    digest: str | None = None
+    blocks: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{16})*\Z")] = ""
+    reference: str | None = None
+    reference_digest: str | None = None
+    reference_blob: str | None = None
+    reference_error: Real | None = None
+    reference_draws: int | None = None
+    measure: TensorMeasure | None = None
+    diagnosis: str | None = None
+    evidence: dict[str, Any] = {}
+    reason: str | None = None
+    blob: str | None = None
+    repeats: tuple[str, ...] = ()
+    ingredients: dict[str, str] = {}
+    order: int = 0
+    limit_ratio: Real | None = None
+    road: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return (self.stage, self.layer, self.tensor)
+
+
+class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting that was not as asked for when a stage ended."""
+
+    setting: str
+    asked: Any
+    in_force: Any
+    stage: str
+
+
+class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage took of the host's memory and of the device's.
+
+    Attributes
+    ----------
+    stage : str
+        A stage, or a step of loading before it: `load base`, `load adapter`.
+    host_resident_bytes, host_peak_bytes : int
+        Resident size of the process at its end, and the largest during it; where the system cannot reset its mark, the
+        largest so far.
+    device_resident_bytes, device_peak_bytes : int or None
+        What tensors hold on the worker's device at its end, and at most during it, by the backend's allocator; None on
+        the CPU and where the backend does not tell.
+    """
+
+    stage: str
+    host_resident_bytes: int
+    host_peak_bytes: int
+    device_resident_bytes: int | None = None
+    device_peak_bytes: int | None = None
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a worker was and how it ended.
+
+    Attributes
+    ----------
+    name, road : str
+        Device and road; one device may have a worker per road.
+    architecture, model, uuid, pci_bus_id, driver, capability
+        Identity of the device.
+    status : str
+        `ok`, `lost` (killed, hung, out of memory) or `failed` (an error of its own).
+    reason : str or None
+        For a worker that is not `ok`: signal, last event.
+    stack : str or None
+        Where it was, as `faulthandler` saw it.
+    environment : dict
+        Versions, threads, kernels in force.
+    asked, in_force : dict
+        Determinism settings.
+    changes : tuple of SettingChange
+    inputs_digest : str or None
+        Of the fixed inputs of the forward stage.
+    stages_done : tuple of str
+    kernel_key : str
+        Workers with the same key run the same program on the same model of chip: their bits are expected to be equal.
+    peak_bytes : int or None
+        Largest resident size of the worker's process.
+    planted : str or None
+        The fault that was planted in it on purpose.
+    stage_memory : tuple of StageMemory
+        In the order in which they were gone through.
+    """
+
+    name: str
+    road: str
+    architecture: str
+    model: str
+    status: WorkerStatus
+    uuid: str | None = None
+    pci_bus_id: str | None = None
+    driver: str | None = None
+    capability: str | None = None
+    simulated: bool = False
+    reason: str | None = None
+    stack: str | None = None
+    environment: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
+    in_force: dict[str, Any] = {}
+    changes: tuple[SettingChange, ...] = ()
+    inputs_digest: str | None = None
+    stages_done: tuple[str, ...] = ()
+    kernel_key: str = ""
+    elapsed_s: float = 0.0
+    peak_bytes: int | None = None
+    planted: str | None = None
+    stage_memory: tuple[StageMemory, ...] = ()

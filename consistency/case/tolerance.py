@@ -1,0 +1,150 @@
+"""WHAT THE USER ALLOWS: tolerances of the user's own, by stage, layer and dtype. No torch here.
+
+An override replaces the derived bound or the `relative` rule of the tensors it matches by
+``|actual - exact| <= atol + rtol * |exact|``, element by element, where `exact` is the float64 value that the stage
+has anyway. It cannot make up a value: a tensor without one is held against the other workers, as before.
+
+Where several match a tensor the last one wins, as in a `.gitignore`: the general comes first, the exceptions after it,
+and what the command line adds comes after what the file holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import msgspec
+
+from consistency.errors import UsageError
+from consistency.numerics.rules import UNIT_ROUNDOFF
+
+COMPUTED: tuple[str, ...] = ("operators", "merged", "forward", "gradient")
+"""Stages that compute, and so may round; all others only move bytes."""
+
+HELP = (
+    "[stage=…,][layer=PATTERN,][dtype=…,]atol=…,rtol=… instead of the tool's own bound; may be repeated, "
+    "and the last one that matches a tensor wins"
+)
+"""What the command line says of the option; the pytest plugin imports nothing of the package and has its own words."""
+
+_MOVING: tuple[str, ...] = ("transfer", "base", "adapter")
+_KEYS = ("stage", "layer", "dtype", "atol", "rtol")
+_EXAMPLE = "stage=merged,layer=*.q_proj,dtype=bfloat16,atol=1e-3,rtol=1e-2"
+
+
+class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the elements of some computed tensors may be off.
+
+    Attributes
+    ----------
+    atol : float
+        In the tensor's own unit; finite, 0 or more.
+    rtol : float
+        Share of the exact element's magnitude; finite, 0 or more.
+    stage : str or None
+        One of those that compute; None is all of them.
+    layer : str or None
+        Pattern of `fnmatch` on the layer's name as reports show it, upper and lower case told apart; `*` matches dots
+        too. None is every layer.
+    dtype : str or None
+        Of the tested tensor, not of its reference; None is every one.
+
+    Raises
+    ------
+    ValueError
+        A field is not what it can be; msgspec tells it with its place.
+    """
+
+    atol: float
+    rtol: float
+    stage: str | None = None
+    layer: str | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("atol", self.atol), ("rtol", self.rtol)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} is a finite number of 0 or more, got {value}")
+        if self.stage in _MOVING:
+            raise ValueError(
+                f"the stage {self.stage} only moves bytes, and no byte may differ: a tolerance is for {_or(COMPUTED)}"
+            )
+        if self.stage is not None and self.stage not in COMPUTED:
+            raise ValueError(f"unknown stage: {self.stage}; a tolerance is for {_or(COMPUTED)}")
+        if self.dtype is not None and self.dtype not in UNIT_ROUNDOFF:
+            raise ValueError(f"no dtype that has a tolerance: {self.dtype}; it is one of {', '.join(UNIT_ROUNDOFF)}")
+        if self.layer is not None and not self.layer.strip():
+            raise ValueError("an empty layer matches nothing: leave it out to mean every layer")
+        if self.layer is not None and "," in self.layer:
+            raise ValueError(f"layer is one pattern, got {self.layer}: give one tolerance per pattern")
+
+    def __str__(self) -> str:
+        """Return it as the command line takes it."""
+        parts = [f"{name}={value}" for name in _KEYS[:3] if (value := getattr(self, name)) is not None]
+        return ",".join([*parts, f"atol={float(self.atol)!r}", f"rtol={float(self.rtol)!r}"])
+
+    def matches(self, *, stage: str, layer: str, dtype: str) -> bool:
+        """Tell whether it is meant for a tensor of this stage, layer and dtype."""
+        return (
+            stage in COMPUTED
+            and self.stage in (None, stage)
+            and self.dtype in (None, dtype)
+            and (self.layer is None or fnmatchcase(layer, self.layer))
+        )
+
+
+def choose(overrides: Sequence[Override], *, stage: str, layer: str, dtype: str) -> Override | None:
+    """Return the last override that matches, None where none does."""
+    return next((o for o in reversed(overrides) if o.matches(stage=stage, layer=layer, dtype=dtype)), None)
+
+
+def as_tables(given: object, *, where: str) -> list[object]:
+    """Turn what a user wrote into tables that can be read as `Override`: texts of the command line are taken apart.
+
+    Raises
+    ------
+    UsageError
+        It is no list, a text is not made of `name=value`, or a table has not both of `atol` and `rtol`.
+    """
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
+        raise UsageError(
+            "tolerances are a list of tables", where=where, got=given, wanted=f'[[tolerance]], or "{_EXAMPLE}"'
+        )
+    return [_as_table(item, where=where) for item in given]
+
+
+def _as_table(given: object, *, where: str) -> object:
+    table = _take_apart(given) if isinstance(given, str) else given
+    if isinstance(table, Mapping) and not {"atol", "rtol"} <= set(table):
+        one = [name for name in ("atol", "rtol") if name in table]
+        raise UsageError(
+            f"a tolerance with {one[0]} alone" if one else "a tolerance that says nothing",
+            where=where,
+            got=", ".join(f"{name}={value}" for name, value in table.items()) or "an empty table",
+            wanted="both atol and rtol, as torch.testing wants them; 0 is a number too",
+        )
+    return table
+
+
+def _take_apart(text: str) -> dict[str, object]:
+    table: dict[str, object] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, is_pair, value = (piece.strip() for piece in part.partition("="))
+        if not is_pair or not value:
+            raise UsageError("a tolerance is made of name=value", where=text, got=part, wanted=_EXAMPLE)
+        if name in table:
+            raise UsageError(f"a tolerance with two of {name}", where=text, wanted=_EXAMPLE)
+        table[name] = _number(value, where=text, name=name) if name in ("atol", "rtol") else value
+    return table
+
+
+def _number(text: str, *, where: str, name: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{name} is not a number", where=where, got=text, wanted="such as 1e-3") from None
+
+
+def _or(names: Sequence[str]) -> str:
+    return " or ".join([", ".join(names[:-1]), names[-1]])

@@ -1,0 +1,71 @@
+"""`consistency history` and `consistency baseline accept`: what nightly runs leave, and what of it is known."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands; `command(name, function, text)` makes a parser."""
+    history = command("history", _history, "list the nights of a history, or one device over time")
+    history.add_argument("history", metavar="URL", help="what `consistency run --history` was given")
+    history.add_argument("--device", metavar="NAME", help="one device over time: its UUID, or its name")
+    history.add_argument("--last", type=int, default=30, metavar="N", help="nights to show (default: 30; 0: all)")
+    history.add_argument("--sql", metavar="QUERY", help="ask DuckDB (pip install 'peft-consistency[history]'): tables "
+                         "nights and workers")  # fmt: skip
+    history.add_argument("--json", action="store_true", help="print JSON")
+
+    baseline = command("baseline", _baseline, "accept findings of a report, so that only what is new is red")
+    baseline.add_argument("action", choices=["accept"])
+    baseline.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
+    baseline.add_argument("--baseline", type=Path, required=True, metavar="FILE", help="the file to add to")
+    baseline.add_argument("--reason", required=True, metavar="TEXT", help="why it is accepted")
+    baseline.add_argument("--finding", type=int, action="append", default=[], metavar="N",
+                          help="its number in the report, from 1; may be repeated (default: every error)")  # fmt: skip
+
+
+def _history(parsed: argparse.Namespace) -> int:
+    from consistency.capture.json_codec import encode_json
+    from consistency.comparison.history.store import History
+    from consistency.report.history import DeviceRow, NightRow, device_rows, night_rows, print_device, print_nights
+    from consistency.report.terminal import make_console
+
+    history = History(parsed.history)
+    if parsed.sql:
+        from consistency.comparison.history.sql import query
+
+        table = query(history, parsed.sql)
+        sys.stdout.buffer.write(encode_json(table, indent=1) + b"\n")
+        return 0
+    console = make_console()
+    rows: list[NightRow] | list[DeviceRow]
+    if parsed.device is None:
+        rows = nights = night_rows(history, parsed.last)
+        show = functools.partial(print_nights, nights, console)
+    else:
+        rows = devices = device_rows(history, parsed.device, parsed.last)
+        show = functools.partial(print_device, devices, parsed.device, console)
+    if parsed.json:
+        sys.stdout.buffer.write(encode_json({"rows": rows, "damaged": history.damage}, indent=1) + b"\n")
+        return 0
+    show()
+    for text in history.damage:
+        print(f"damaged, left out: {text}", file=sys.stderr)
+    return 0
+
+
+def _baseline(parsed: argparse.Namespace) -> int:
+    from consistency.comparison.history.baseline import accept
+    from consistency.report.terminal import clean
+    from consistency.workflows.reproduce.evidence import read_report
+
+    head, _ = read_report(parsed.report)
+    added = accept(parsed.baseline, head.findings, head.workers, reason=parsed.reason, numbers=parsed.finding)
+    for entry in added:
+        print(clean(f"accepted: {entry.message}"))
+    print(f"baseline: {parsed.baseline}")
+    return 0

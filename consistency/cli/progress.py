@@ -1,0 +1,64 @@
+"""What a run shows while it lasts: one line per worker, with stage and layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from consistency.launch.local import Watcher
+from consistency.launch.plan import WorkerPlan
+from consistency.report.terminal import clean
+from consistency.worker.protocol import Event
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Watcher]:
+    """Yield a watcher: moving lines on a terminal, one plain line per stage elsewhere."""
+    if not console.is_terminal:
+        yield _plain(console)
+        return
+    with Progress(
+        TextColumn("{task.fields[label]}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as bars:
+        yield _moving(bars)
+
+
+def _plain(console: Console) -> Watcher:
+    def watch(plan: WorkerPlan, event: Event) -> None:
+        if event.kind == "failed" and not event.error:
+            console.print(f"{plan.label}: {clean(event.message)}", soft_wrap=True)
+        elif event.kind in ("stage", "done"):
+            console.print(f"{plan.label}: {event.stage or 'done'}", soft_wrap=True)
+
+    return watch
+
+
+def _moving(bars: Progress) -> Watcher:
+    tasks: dict[str, TaskID] = {}
+
+    def watch(plan: WorkerPlan, event: Event) -> None:
+        if plan.slug not in tasks:
+            tasks[plan.slug] = bars.add_task("", total=None, label=plan.label)
+        task = tasks[plan.slug]
+        match event.kind:
+            case "stage":
+                bars.update(task, description=event.stage, completed=0, total=None)
+            case "step":
+                text = clean(f"{event.stage}  {event.layer}")
+                bars.update(task, description=text, completed=event.done, total=event.total or None)
+            case "wait":
+                bars.update(task, description=f"waits {event.message}")
+            case "done":
+                bars.update(task, description="done", completed=1, total=1)
+            case "failed":
+                bars.update(task, description=clean(event.message or "failed"))
+
+    return watch

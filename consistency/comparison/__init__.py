@@ -1,0 +1,1 @@
+"""Captures to a comparison: rows, classes of agreement, findings. Never imports the worker."""

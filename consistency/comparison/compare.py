@@ -1,0 +1,260 @@
+"""Captures -> Comparison: line the workers up tensor by tensor, judge every row, and say what it amounts to.
+
+The same code compares the workers of one run, captures from ten machines, and last night with tonight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import msgspec
+
+from consistency.capture.folder import Capture
+from consistency.capture.names import WHOLE_MODEL
+from consistency.capture.records import TensorRecord
+from consistency.case.load_path import SIDES, is_side_road
+from consistency.case.options import Case, Stage
+from consistency.comparison.findings.collect import find
+from consistency.comparison.judge import KEPT, PAYLOAD, is_as_sent, judge
+from consistency.comparison.result import (
+    BAD,
+    ArchitectureGroup,
+    Comparison,
+    Divergence,
+    Row,
+    TensorComparison,
+    Verdict,
+    WorkerSummary,
+)
+from consistency.comparison.workers import Key, Participant, choose_reference, gather, on_road, roads_of
+from consistency.errors import UsageError
+from consistency.numerics.rules import Rule
+
+_STAGE_ORDER = {stage.value: place for place, stage in enumerate(Stage)}
+
+
+def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Comparison:
+    """Compare the workers of one or more captures.
+
+    The first capture's reference worker is the reference.
+
+    Parameters
+    ----------
+    captures : sequence of Capture
+    unread : sequence of str
+        What is to be said of captures that could not be read at all.
+
+    Raises
+    ------
+    UsageError
+        There is no capture.
+    """
+    if not captures:
+        raise UsageError("no capture to compare", wanted="one folder or more")
+    participants = gather(captures)
+    reference = choose_reference(participants)
+    tensors: list[TensorComparison] = []
+    roads = roads_of(participants)
+    for road in roads if reference is not None else ():
+        assert reference is not None
+        tensors += _compare_road(road, *on_road(participants, reference, road))
+    first = captures[0].manifest.case
+    damage = (*unread, *(text for capture in captures for text in capture.damage))
+    findings = find(participants, reference, tensors, damage=damage)
+    return Comparison(
+        case=first.name,
+        base=first.base,
+        adapter=first.adapter,
+        dtype=_dtype(first.dtype, reference),
+        level=first.level,
+        roads=roads,
+        verdict=_verdict(participants, tensors, damage, any(f.severity == "error" for f in findings)),
+        reference=None if reference is None else reference.label,
+        workers=tuple(_summary(p) for p in participants),
+        architectures=_architectures(participants),
+        tensors=tuple(tensors),
+        findings=findings,
+        first_divergence=_first(tensors, _bad),
+        first_other_bits=_first(tensors, functools.partial(_other_bits, reference)),
+        not_looked_at=(*first.not_looked_at(), *_roads_left_out(first, roads)),
+        simulated=any(p.info.simulated for p in participants),
+        boxes=tuple(box for capture in captures if (box := capture.manifest.box) is not None),
+    )
+
+
+def _roads_left_out(case: Case, taken: Sequence[str]) -> Iterable[str]:
+    """Name the side roads that were not taken, where there was an adapter to take them with."""
+    if case.adapter is None or Stage.ADAPTER not in case.stages:
+        return
+    left = [f"+{side}" for side in SIDES if not any(road.partition("+")[2] == side for road in taken)]
+    if left:
+        yield "the adapter's side roads" if len(left) == len(SIDES) else f"the side roads {' '.join(left)}"
+
+
+def _dtype(asked: str, reference: Participant | None) -> str:
+    """Return what the base was loaded as: what was asked for, or what the reference worker found in the files."""
+    found = None if reference is None else reference.info.environment.get("dtype")
+    return str(found) if asked == "auto" and found else asked
+
+
+def _compare_road(road: str, members: Sequence[Participant], reference: Participant) -> Iterable[TensorComparison]:
+    order: dict[Key, int] = {}
+    for member in (reference, *members):
+        for key, record in member.records.items():
+            order.setdefault(key, record.order)
+    numbers: dict[bytes, int] = {}
+    kinds = [numbers.setdefault(member.kind(), len(numbers)) for member in members]
+    equal: dict[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]] = {}  # one tuple for all tensors of a stage
+    for key in sorted(order, key=lambda k: (_STAGE_ORDER.get(k[0], len(_STAGE_ORDER)), order[k])):
+        record = reference.records.get(key) or next(m.records[key] for m in members if key in m.records)
+        rows = _judge_all(members, kinds, reference, key, owed=record.rule != Rule.LIMIT)
+        if not rows:
+            continue
+        classes = _classes(members, reference, key)
+        yield TensorComparison(
+            stage=key[0],
+            road=road,
+            layer=key[1],
+            tensor=key[2],
+            shape=record.shape,
+            dtype=record.dtype,
+            rule=record.rule,
+            classes=equal.setdefault(classes, classes),
+            rows=rows,
+            order=order[key],
+        )
+
+
+def _judge_all(
+    members: Sequence[Participant], kinds: Sequence[int], reference: Participant, key: Key, *, owed: bool
+) -> tuple[Row, ...]:
+    """Judge each worker's record of a tensor; of workers of one kind that share a record, one is judged for all.
+
+    A worker without one is `owed` one, unless it is a fact of the workers that have it: the others have other devices.
+    """
+    judged: dict[tuple[int, int], Row] = {}
+    rows = []
+    for member, kind in zip(members, kinds, strict=True):
+        record = member.records.get(key)
+        if record is None:
+            if owed and _should_have(member, reference, key):
+                rows.append(judge(member, reference, key))
+            continue
+        alike = judged.get((id(record), kind))
+        if alike is not None:
+            rows.append(msgspec.structs.replace(alike, worker=member.label))
+            continue
+        row = judge(member, reference, key)
+        if KEPT not in row.evidence:  # another capture may hold the kept tensor that this one has lost
+            judged[id(record), kind] = row
+        rows.append(row)
+    return tuple(rows)
+
+
+def _should_have(member: Participant, reference: Participant, key: Key) -> bool:
+    """Tell whether a worker without a record of a tensor owes one: its case asked for the stage at the same level."""
+    if key[0] == Stage.TRANSFER:  # each worker answers for the copies into its own device
+        return False
+    if key[1] == WHOLE_MODEL or not member.could_have_seen(key):  # what stands for a stage that others skipped
+        return False
+    return member.capture is reference.capture or member.case.level == reference.case.level
+
+
+def _classes(members: Sequence[Participant], reference: Participant, key: Key) -> tuple[tuple[str, ...], ...]:
+    """Group the workers that saw the tensor by its digest, the reference's class first."""
+    classes: dict[str | None, list[str]] = {}
+    own = reference.records.get(key)
+    if own is not None and own.digest is not None:
+        classes[_bits(own)] = [reference.label]
+    for member in members:
+        record = member.records.get(key)
+        if record is not None and record.digest is not None and member is not reference:
+            classes.setdefault(_bits(record), []).append(member.label)
+    return tuple(tuple(names) for names in classes.values())
+
+
+def _bits(record: TensorRecord) -> str | None:
+    """Return what workers that agree have in common: their bits, and of copies that they arrived as they were sent."""
+    return PAYLOAD if record.stage == Stage.TRANSFER and is_as_sent(record) else record.digest
+
+
+def _verdict(
+    participants: Sequence[Participant], tensors: Sequence[TensorComparison], damage: Sequence[str], found: bool
+) -> Verdict:
+    lost = any(p.info.status != "ok" for p in participants)
+    blocked = any(row.status == "blocked" for tensor in tensors for row in tensor.rows)
+    if lost or blocked or damage or not tensors:
+        return "incomplete"
+    return "inconsistent" if found else "consistent"
+
+
+def _bad(tensor: TensorComparison) -> Collection[str]:
+    return {row.worker for row in tensor.rows if row.status in BAD}
+
+
+def _other_bits(reference: Participant | None, tensor: TensorComparison) -> Collection[str]:
+    """Return the workers whose bits are not the reference worker's, where it has any."""
+    if reference is None or not tensor.classes or reference.label not in tensor.classes[0]:
+        return ()
+    return {name for names in tensor.classes[1:] for name in names}
+
+
+def _first(
+    tensors: Sequence[TensorComparison], leave: Callable[[TensorComparison], Collection[str]]
+) -> tuple[Divergence, ...]:
+    """Return, per worker and road, the first tensor at which it is among those that leave the others.
+
+    A side road is told of a worker that leaves them on no default road.
+    """
+    found: dict[tuple[str, str], Divergence] = {}
+    for tensor in tensors:
+        names = leave(tensor)
+        if not names:
+            continue
+        for row in tensor.rows:
+            if row.worker in names and (row.worker, tensor.road) not in found:
+                found[row.worker, tensor.road] = Divergence(
+                    worker=row.worker,
+                    road=tensor.road,
+                    stage=tensor.stage,
+                    layer=tensor.layer,
+                    tensor=tensor.tensor,
+                    status=row.status,
+                )
+    on_default = {worker for worker, road in found if not is_side_road(road)}
+    return tuple(d for (worker, road), d in found.items() if not is_side_road(road) or worker not in on_default)
+
+
+def _architectures(participants: Sequence[Participant]) -> tuple[ArchitectureGroup, ...]:
+    groups: dict[str, dict[str, None]] = {}
+    for p in participants:
+        groups.setdefault(p.info.architecture, {})[p.label] = None
+    return tuple(ArchitectureGroup(name=name, workers=tuple(labels)) for name, labels in groups.items())
+
+
+def _summary(p: Participant) -> WorkerSummary:
+    info = p.info
+    return WorkerSummary(
+        name=p.label,
+        road=info.road,
+        architecture=info.architecture,
+        model=info.model,
+        uuid=info.uuid,
+        status=info.status,
+        reason=info.reason,
+        environment=info.environment,
+        pci_bus_id=info.pci_bus_id,
+        driver=info.driver,
+        capability=info.capability,
+        simulated=info.simulated,
+        stack=info.stack,
+        asked=info.asked,
+        in_force=info.in_force,
+        stages_done=info.stages_done,
+        elapsed_s=info.elapsed_s,
+        peak_bytes=info.peak_bytes,
+        stage_memory=info.stage_memory,
+        host=p.capture.manifest.host,
+        device=p.device,
+    )

@@ -1,0 +1,1 @@
+"""Rows to findings: sentences that somebody can act on."""

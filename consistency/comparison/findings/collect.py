@@ -1,0 +1,255 @@
+"""Rows -> findings: one sentence per cause, in order of weight, with what to type next.
+
+*All 128 lora_B tensors on cuda:1 and cuda:3* is one finding, not 256.
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from consistency.case.load_path import is_side_road
+from consistency.case.options import Level, Stage
+from consistency.case.preflight import builtin_name
+from consistency.comparison.findings.causes import find_causes, names
+from consistency.comparison.findings.host import find_box
+from consistency.comparison.findings.load_paths import find_casts
+from consistency.comparison.findings.placement import find_touched
+from consistency.comparison.findings.tolerances import find_tolerances
+from consistency.comparison.findings.transfers import find_transfer
+from consistency.comparison.result import BAD, ENVIRONMENT, PLANTED, Finding, TensorComparison, in_order, tensor_name
+from consistency.comparison.workers import Key, Participant
+from consistency.devices.host.facts import Box
+
+_SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
+
+
+def find(
+    participants: Sequence[Participant],
+    reference: Participant | None,
+    tensors: Sequence[TensorComparison],
+    *,
+    damage: Sequence[str] = (),
+) -> tuple[Finding, ...]:
+    """Return everything to act on, the weightiest first."""
+    found = [
+        *(Finding(kind="damaged-capture", severity="error", message=text) for text in damage),
+        *_lost(participants),
+        *_software(participants),
+        *_inputs(participants),
+        *find_transfer(participants, tensors),
+        *find_causes(
+            [t for t in tensors if t.stage != Stage.TRANSFER],
+            next_step=functools.partial(_next, participants, reference),
+        ),
+        *find_touched(tensors),
+        *find_casts(tensors),
+        *_not_repeatable(tensors),
+        *_same_program(participants, tensors),
+        *find_box(_boxes(participants), workers=[p.label for p in participants]),
+        *_settings(participants),
+        *find_tolerances(participants),
+        *_planted(participants),
+        *_skipped(tensors),
+    ]
+    return in_order(found)
+
+
+def _boxes(participants: Sequence[Participant]) -> list[Box]:
+    captures = {id(p.capture): p.capture for p in participants}
+    return [box for capture in captures.values() if (box := capture.manifest.box) is not None]
+
+
+def _lost(participants: Sequence[Participant]) -> Iterable[Finding]:
+    alike: dict[tuple[str, str | None, str | None], list[Participant]] = {}
+    for p in participants:
+        if p.info.status != "ok":
+            alike.setdefault((p.info.status, p.info.reason, p.info.stack), []).append(p)
+    for (status, reason, stack), lost in alike.items():
+        verb = "failed" if status != "lost" else "was lost" if len(lost) == 1 else "were lost"
+        yield Finding(
+            kind="lost-worker" if status == "lost" else "failed-worker",
+            severity="error",
+            message=f"{names([_place(p) for p in lost])} {verb}: {reason}",
+            workers=tuple(p.label for p in lost),
+            detail=tuple((stack or "").splitlines()[-12:]),
+        )
+
+
+def _software(participants: Sequence[Participant]) -> Iterable[Finding]:
+    """Captures from other versions are compared; the difference in environment is said first."""
+    for name in _SOFTWARE:
+        values: dict[str, list[str]] = {}
+        for p in participants:
+            if name in p.info.environment:
+                values.setdefault(str(p.info.environment[name]), []).append(p.label)
+        if len(values) > 1:
+            text = "; ".join(f"{value}: {names(labels)}" for value, labels in values.items())
+            yield Finding(kind=ENVIRONMENT, severity="warning", message=f"{name} is not the same everywhere: {text}")
+
+
+def _inputs(participants: Sequence[Participant]) -> Iterable[Finding]:
+    digests: dict[str, list[str]] = {}
+    for p in participants:
+        if p.info.inputs_digest is not None:
+            digests.setdefault(p.info.inputs_digest, []).append(p.label)
+    if len(digests) > 1:
+        first, *others = digests.values()
+        workers = tuple(label for labels in others for label in labels)
+        yield Finding(
+            kind="inputs",
+            severity="error",
+            message=f"forward · {names(workers)} had other inputs than {names(first)}: outputs are not comparable",
+            workers=workers,
+            next="give the same --inputs, --level and base to every capture",
+        )
+
+
+def _settings(participants: Sequence[Participant]) -> Iterable[Finding]:
+    changed: dict[tuple[str, str, str, str], list[str]] = {}
+    refused: dict[tuple[str, str, str], list[str]] = {}
+    for p in participants:
+        for change in p.info.changes:
+            key = (change.setting, str(change.asked), str(change.in_force), change.stage)
+            changed.setdefault(key, []).append(p.label)
+        for name, asked in p.info.asked.items():
+            if name in p.info.in_force and p.info.in_force[name] != asked:
+                refused.setdefault((name, str(asked), str(p.info.in_force[name])), []).append(p.label)
+    for (setting, asked_for, value, stage), labels in changed.items():
+        yield Finding(
+            kind="setting-changed",
+            severity="warning",
+            message=f"{setting} was set to {value} during {stage}, on {names(labels)}; asked for was {asked_for}",
+            workers=tuple(labels),
+        )
+    for (setting, asked_for, value), labels in refused.items():
+        yield Finding(
+            kind="setting-refused",
+            severity="warning",
+            message=f"{setting} is {value} on {names(labels)} although {asked_for} was asked for",
+            workers=tuple(labels),
+        )
+
+
+def _planted(participants: Sequence[Participant]) -> Iterable[Finding]:
+    """Say which faults were planted: whoever meets the report of a drill must not take it for one of a machine."""
+    for p in participants:
+        if p.info.planted is not None:
+            yield Finding(
+                kind=PLANTED,
+                severity="note",
+                message=f"the fault {p.info.planted} was planted in {p.label} on purpose",
+                workers=(p.label,),
+            )
+
+
+def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for tensor in tensors:
+        for row in tensor.rows:
+            # an adapter that comes wrong over poison comes otherwise than before it: that is said already, and is no
+            # answer to whether it comes wrong again
+            told = tensor.stage == Stage.ADAPTER and row.status in BAD
+            if row.repeated is False and not told:
+                found.setdefault((row.worker, tensor.stage), []).append(tensor.name)
+    alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (worker, stage), where in found.items():
+        alike.setdefault((stage, tuple(where)), []).append(worker)
+    for (stage, same), workers in alike.items():
+        yield Finding(
+            kind="not-repeatable",
+            severity="error",
+            message=(
+                f"{stage} · {names(workers)} · a second run on the same device gave other bits in {len(same)} tensors"
+            ),
+            workers=tuple(workers),
+            tensors=tuple(dict.fromkeys(same)),
+        )
+
+
+def _same_program(participants: Sequence[Participant], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+    """Devices of one model that run one program on the same bytes are expected to agree to the bit."""
+    carried = [t for t in tensors if t.stage in ("base", "adapter") and not is_side_road(t.road)]
+    off = {row.worker for t in carried for row in t.rows if row.status in BAD}
+    groups: dict[tuple[Any, ...], list[Participant]] = {}
+    for p in participants:
+        if p.program is not None and p.label not in off and p.info.status == "ok":
+            groups.setdefault((*p.program, p.info.inputs_digest, p.case.dtype), []).append(p)
+    for members in groups.values():
+        if len(members) < 2:
+            continue
+        keys = [key for key, record in members[0].records.items() if record.rule != "bitwise"]
+        for stage in dict.fromkeys(key[0] for key in keys):
+            differing = [key for key in keys if key[0] == stage and not _agree(members, key)]
+            if differing:
+                labels = tuple(dict.fromkeys(p.label for p in members))
+                yield Finding(
+                    kind="same-model",
+                    severity="error",
+                    message=(
+                        f"{stage} · {names(labels)} are the same model with the same software, and differ in bits "
+                        f"in {len(differing)} tensors"
+                    ),
+                    workers=labels,
+                    tensors=tuple(tensor_name(*key) for key in differing),
+                    detail=(f"first: {tensor_name(*differing[0])}",),
+                )
+
+
+def _agree(members: Sequence[Participant], key: Key) -> bool:
+    digests = {m.records[key].digest for m in members if key in m.records}
+    return len(digests - {None}) <= 1
+
+
+def _skipped(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+    reasons: dict[tuple[str, str], dict[str, list[str]]] = {}
+    facts = {tensor.name for tensor in tensors if tensor.rule == "limit"}
+    for tensor in tensors:
+        for row in tensor.rows:
+            if row.status == "skipped":
+                found = reasons.setdefault((tensor.stage, row.reason or "no reason given"), {})
+                found.setdefault(row.worker, []).append(tensor.name)
+    for (stage, reason), by_worker in reasons.items():
+        where = list(dict.fromkeys(name for found in by_worker.values() for name in found))
+        what = _count(len(where), "fact" if facts.issuperset(where) else "tensor")
+        yield Finding(
+            kind="skipped",
+            severity="note",
+            message=f"{stage} · {what} skipped on {names(list(by_worker))}: {reason}",
+            workers=tuple(by_worker),
+            tensors=tuple(where),
+        )
+
+
+def _next(participants: Sequence[Participant], reference: Participant | None, workers: Sequence[str]) -> str | None:
+    """Return a command that looks at the same again; captures from elsewhere have none."""
+    if reference is None or len({id(p.capture) for p in participants}) > 1:
+        return None
+    case = reference.case
+    devices = dict.fromkeys([reference.info.name, *workers])
+    if not case.base:
+        return f"consistency doctor --devices {','.join(devices)}"
+    builtin = builtin_name(case.base, case.adapter)
+    parts = ["consistency run", f"--base {f'builtin:{builtin}' if builtin else shlex.quote(case.base)}"]
+    parts += [f"--adapter {shlex.quote(case.adapter)}"] if case.adapter and not builtin else []
+    parts += [f"--dtype {case.dtype}"] if case.dtype != "auto" else []
+    parts += [f"--level {case.level}"] if case.level != Level.STANDARD else []
+    by_itself = {*case.plan.stages, *([Stage.WRAPPING] if case.wrapper else [])}
+    by_itself |= {Stage.SHARDING} if case.device_map else set()
+    parts += [f"--stages {','.join(case.stages)}"] if set(case.stages) != by_itself else []
+    parts += [f"--wrapper {shlex.quote(case.wrapper)}"] if case.wrapper else []
+    parts += [f"--device-map {shlex.quote(str(case.device_map))}"] if case.device_map else []
+    parts += [f"--inputs {shlex.quote(case.inputs)}"] if case.inputs else []
+    parts += [f"--roads {','.join(case.roads)}"] if case.roads else []
+    parts += [f"--tolerance {shlex.quote(str(override))}" for override in case.tolerance]
+    return " ".join([*parts, f"--devices {','.join(devices)}", "--repeat 2"])
+
+
+def _place(p: Participant) -> str:
+    return p.label if p.road == "isolated" else f"{p.label} ({p.road})"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

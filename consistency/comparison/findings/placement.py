@@ -1,0 +1,108 @@
+"""Devices that a worker touched beside its own -> findings: which step did it, what it took, and how to avoid it.
+
+What passes through another device on PEFT's default road is a warning; what stays there is an error (see
+`consistency.worker.memory.placement`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from consistency.comparison.findings.causes import TOUCHED, names
+from consistency.comparison.result import BAD, Finding, Row, TensorComparison
+
+_STEPS = {"import": "importing the libraries", "load base": "loading the base", "load adapter": "loading the adapter"}
+_DEVICE = re.compile(r"(?:^|:)(cpu|[a-z]\w*:\d+)$")  # a label may start with its capture's name
+
+
+@dataclass(slots=True)
+class _Touched:
+    """What one kind of touch did to a device: its rows by worker and counter."""
+
+    rows: dict[str, dict[str, Row]] = field(default_factory=dict)
+    tensors: dict[str, None] = field(default_factory=dict)
+
+
+def find_touched(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+    """Gather the touched devices by road, device, step and weight."""
+    by_worker: dict[tuple[str, str, str], dict[str, tuple[TensorComparison, Row]]] = {}
+    for tensor in tensors:
+        for row in tensor.rows:
+            if row.diagnosis == TOUCHED and tensor.rule == "limit":
+                by_worker.setdefault((tensor.road, tensor.layer, row.worker), {})[tensor.tensor] = (tensor, row)
+    groups: dict[tuple[str, str, str, bool], _Touched] = {}
+    for (road, device, worker), counters in by_worker.items():
+        steps = [str(row.evidence.get("first_step")) for _, row in counters.values()]
+        bad = any(row.status in BAD for _, row in counters.values())
+        group = groups.setdefault((road, device, steps[0], bad), _Touched())
+        group.rows[worker] = {name: row for name, (_, row) in counters.items()}
+        group.tensors.update(dict.fromkeys(tensor.name for tensor, _ in counters.values()))
+    roads = {tensor.road for tensor in tensors}
+    for (road, device, step, bad), group in groups.items():
+        workers = tuple(group.rows)
+        where = f" on the road {road}" if len(roads) > 1 else ""
+        advice = _advice(workers) if step == "load adapter" and not bad else None
+        yield Finding(
+            kind=TOUCHED,
+            severity="error" if bad else "warning",
+            message=(
+                f"memory · {names(workers)} · {_STEPS.get(step, f'the step {step}')} {_what(group, device)}{where}"
+                + (f": give {advice}" if advice else "")
+            ),
+            workers=workers,
+            tensors=tuple(group.tensors),
+            detail=tuple(_detail(next(iter(group.rows.values())))),
+            next=f"PeftModel.from_pretrained(model, adapter, {advice})" if advice else None,
+        )
+
+
+def _what(group: _Touched, device: str) -> str:
+    peaks = [rows["allocated"].evidence for rows in group.rows.values() if "allocated" in rows]
+    if not peaks:
+        return f"opened a context on {device}"
+    most = max(peaks, key=lambda evidence: _number(evidence.get("peak_bytes")))
+    kept = max(_number(evidence.get("resident_bytes")) for evidence in peaks)
+    text = f"allocated {size(most.get('peak_bytes'))} on {device}"
+    return f"{text}, of which {size(kept)} stay there" if kept else f"{text} and released it"
+
+
+def _advice(workers: Sequence[str]) -> str:
+    found = [_DEVICE.search(worker.partition("@")[0]) for worker in workers]
+    own = {match[1] for match in found if match is not None}
+    return f"torch_device='{own.pop()}'" if len(own) == 1 else "torch_device= the device of the base"
+
+
+def _detail(rows: Mapping[str, Row]) -> Iterable[str]:
+    for name, row in rows.items():
+        evidence = row.evidence
+        parts = [name]
+        if "peak_bytes" in evidence:
+            parts.append(f"{size(evidence['peak_bytes'])} at its peak, {size(evidence.get('resident_bytes'))} now")
+        if "used_bytes" in evidence:
+            parts.append(f"{size(evidence['used_bytes'])} by NVML")
+        if "passing_bytes" in evidence:
+            parts.append(f"an adapter that passes through takes {size(evidence['passing_bytes'])} at most")
+        yield " · ".join(parts)
+    calls = next((row.evidence for row in rows.values() if "first_operation" in row.evidence), None)
+    if calls is not None:
+        frames = calls.get("first_call")
+        yield f"first: {calls['first_operation']}" + (
+            f" in {' from '.join(map(str, frames))}" if isinstance(frames, (list, tuple)) and frames else ""
+        )
+
+
+def size(value: Any) -> str:
+    """Write a number of bytes for people; whatever else stands in evidence is shown as it is."""
+    if not isinstance(value, int):
+        return str(value)
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= unit:
+            return f"{value / unit:.1f} {name}"
+    return f"{value} bytes"
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,252 @@
+"""Rows of the stage `transfer` -> a matrix of pairs, one sentence per kind of fault, and what explains it.
+
+*copies cuda:0→cuda:1 and cuda:0→cuda:3 deliver nothing; cuda:0→cuda:2 is fine; the IOMMU translates (no iommu=pt).*
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from consistency.capture.names import (
+    CASTING,
+    CHAIN,
+    DIRECT,
+    FILLING,
+    HOST,
+    HOST_STAGED,
+    OVERLAPPED,
+    READING,
+    STRIDED,
+    split_pair,
+)
+from consistency.case.options import Stage
+from consistency.comparison.findings.causes import describe, names
+from consistency.comparison.findings.transfer_causes import Pair, about, arrow, listed, reasons
+from consistency.comparison.result import BAD, Finding, Row, TensorComparison
+from consistency.comparison.workers import Participant
+from consistency.devices.host.facts import Box
+
+_STAGED = (HOST_STAGED, CHAIN)
+_ORDER = (DIRECT, STRIDED, CASTING, OVERLAPPED)
+_MOST_PAIRS, _MOST_DETAILS = 4, 5
+
+_DELIVER = {
+    "never-written": "deliver nothing: what was there before is still there",
+    "zeros": "deliver zeros",
+    "stale": "deliver the bytes of an earlier copy",
+    "swapped": "deliver the bytes of another copy that was under way",
+    "bit-flip": "flip single bits",
+    "block": "lose one contiguous range",
+    "missing": "fail",
+    "unknown": "deliver other bytes",
+}
+_ONLY = {
+    STRIDED: "when they are strided",
+    CASTING: "when they cast",
+    OVERLAPPED: "beside running work",
+    HOST_STAGED: "by way of the host",
+    CHAIN: "by way of a third device",
+}
+
+_WORKER = re.compile(r"^(?:(?P<home>.*):)?(?P<device>[a-z][a-z0-9_]*(?::\d+)?)(?:@.*)?$", re.DOTALL)
+"""A worker's name: the device, and before it the capture where several are compared."""
+
+
+@dataclass(slots=True)
+class Cell:
+    """What was seen of one ordered pair of devices.
+
+    Attributes
+    ----------
+    tried : set of str
+        Kinds of copy that were looked at.
+    wrong : dict of str to list
+        By kind, the tensor and the rows of the workers that saw it go wrong.
+    explained : set of str
+        Kinds that go wrong for one of their hops does, which is told as that pair.
+    gb_per_s : float or None
+        Of the largest direct copy.
+    no_peer_access : bool
+        Whether torch says that one device cannot reach the other's memory.
+    """
+
+    tried: set[str] = field(default_factory=set)
+    wrong: dict[str, list[tuple[TensorComparison, Row]]] = field(default_factory=dict)
+    explained: set[str] = field(default_factory=set)
+    gb_per_s: float | None = None
+    no_peer_access: bool = False
+
+    @property
+    def own(self) -> list[str]:
+        """Return the kinds that go wrong here and nowhere on their way, the plainest first."""
+        kinds = [kind for kind in self.wrong if kind not in self.explained]
+        return sorted(kinds, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else len(_ORDER))
+
+    @property
+    def plain(self) -> list[str]:
+        """Return those of them that are this pair's own worker's to tell, or all where it told nothing."""
+        return [kind for kind in self.own if kind not in (FILLING, READING)] or self.own
+
+    @property
+    def word(self) -> str:
+        """Return the diagnosis of the plainest kind that goes wrong."""
+        row = self.wrong[self.plain[0]][0][1]
+        return row.diagnosis or row.status
+
+    @property
+    def is_fine(self) -> bool:
+        return bool(self.tried) and not self.own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """All pairs of one machine.
+
+    Attributes
+    ----------
+    home : str
+        Name of the capture, empty where there is one.
+    places : tuple of str
+        The host first.
+    cells : dict
+        By source and destination.
+    """
+
+    home: str
+    places: tuple[str, ...]
+    cells: Mapping[Pair, Cell]
+
+    @property
+    def wrong(self) -> list[Pair]:
+        return [pair for pair, cell in self.cells.items() if cell.own]
+
+
+def matrices(tensors: Iterable[TensorComparison]) -> list[Matrix]:
+    """Gather the rows of the stage `transfer`, of all roads, by machine and pair."""
+    homes: dict[str, dict[Pair, Cell]] = {}
+    vias: dict[tuple[str, Pair, str], str] = {}
+    for tensor in tensors:
+        pair = split_pair(tensor.layer) if tensor.stage == Stage.TRANSFER else None
+        for row in tensor.rows if pair is not None else ():
+            assert pair is not None
+            home = home_of(row.worker)
+            cell = homes.setdefault(home, {}).setdefault(pair, Cell())
+            _take(cell, tensor, row)
+            via = row.evidence.get("via")
+            if isinstance(via, str):
+                vias[home, pair, tensor.tensor] = via
+    for (home, (source, destination), kind), via in vias.items():
+        cells = homes[home]
+        hops = [cells.get(hop) for hop in ((source, via), (via, destination))]
+        if any(hop is not None and set(hop.wrong) - set(_STAGED) for hop in hops):
+            cells[source, destination].explained.add(kind)
+    return [Matrix(home=home, places=_places(cells), cells=cells) for home, cells in homes.items()]
+
+
+def home_of(worker: str) -> str:
+    """Return the name of the capture that a worker's name begins with, empty where it begins with none."""
+    match = _WORKER.match(worker)
+    return (match["home"] or "") if match else ""
+
+
+def _take(cell: Cell, tensor: TensorComparison, row: Row) -> None:
+    if row.status in BAD:
+        cell.wrong.setdefault(tensor.tensor, []).append((tensor, row))
+    if row.status in BAD or row.status == "equal":
+        cell.tried.add(tensor.tensor)
+    speed = row.evidence.get("gb_per_s")
+    if isinstance(speed, int | float) and tensor.tensor == DIRECT:
+        cell.gb_per_s = max(float(speed), cell.gb_per_s or 0.0)
+    cell.no_peer_access = cell.no_peer_access or row.evidence.get("peer_access") is False
+
+
+def _places(cells: Iterable[Pair]) -> tuple[str, ...]:
+    return tuple(sorted({name for pair in cells for name in pair}, key=_by_number))
+
+
+def _by_number(name: str) -> tuple[bool, str, int]:
+    """Order devices: the host first, and `cuda:2` before `cuda:10`."""
+    kind, _, index = name.rpartition(":")
+    return (name != HOST, kind or name, int(index) if index.isdigit() else 0)
+
+
+def find_transfer(participants: Sequence[Participant], tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
+    """Say of each machine which copies go wrong, which do not, and what explains it."""
+    boxes = {home_of(p.label): p.capture.manifest.box for p in participants}
+    for matrix in matrices(tensors):
+        by_word: dict[str, list[Pair]] = {}
+        for pair in matrix.wrong:
+            by_word.setdefault(matrix.cells[pair].word, []).append(pair)
+        for word, pairs in by_word.items():
+            yield _finding(matrix, word, pairs, boxes.get(matrix.home))
+
+
+def _finding(matrix: Matrix, word: str, pairs: Sequence[Pair], box: Box | None) -> Finding:
+    cells = matrix.cells
+    seen = [entry for pair in pairs for kind in cells[pair].plain for entry in cells[pair].wrong[kind]]
+    workers = tuple(sorted({row.worker for _, row in seen}, key=_by_number))
+    # what goes wrong for one of its hops does belongs to the finding of that hop
+    for pair, cell in cells.items():
+        for kind in cell.explained & set(cell.wrong):
+            via = cell.wrong[kind][0][1].evidence.get("via")
+            if (pair[0], via) in pairs or (via, pair[1]) in pairs:
+                seen += cell.wrong[kind]
+    why = reasons(box, pairs, no_peer_access=[pair for pair in pairs if cells[pair].no_peer_access])
+    parts = [f"{_copies(pairs)} {_DELIVER.get(word, f'deliver wrong bytes ({word})')}{_when(cells, pairs)}"]
+    parts += [text for text in (_fine(matrix, pairs),) if text]
+    parts += [reason.text for reason in why]
+    return Finding(
+        kind=word,
+        severity="error",
+        message=f"{Stage.TRANSFER} · {names(workers)} · {'; '.join(parts)}",
+        workers=workers,
+        tensors=tuple(dict.fromkeys(tensor.name for tensor, _ in seen)),
+        detail=(*(_describe(*entry) for entry in seen[:_MOST_DETAILS]), *about(box)),
+        next=next(
+            (reason.mend for reason in why if reason.mend), "consistency doctor --out DIR, before and after a reboot"
+        ),
+    )
+
+
+def _copies(pairs: Sequence[Pair]) -> str:
+    texts = [arrow(pair) for pair in pairs]
+    if len(texts) > _MOST_PAIRS:
+        texts = [*texts[: _MOST_PAIRS - 1], f"{len(texts) - _MOST_PAIRS + 1} more"]
+    return "copies " + listed(texts)
+
+
+def _when(cells: Mapping[Pair, Cell], pairs: Sequence[Pair]) -> str:
+    """Say where only some kinds of copy go wrong."""
+    kinds = [set(cells[pair].own) for pair in pairs]
+    if any(found - set(_ONLY) for found in kinds):
+        return ""
+    return ", but only " + listed([_ONLY[kind] for kind in _ONLY if any(kind in found for found in kinds)])
+
+
+def _fine(matrix: Matrix, pairs: Sequence[Pair]) -> str:
+    """Say which pairs of the same kind are fine: those between devices, from the same sources first."""
+    between = any(HOST not in pair for pair in pairs)
+    fine = [
+        pair
+        for pair, cell in matrix.cells.items()
+        if cell.is_fine and pair[0] != pair[1] and (HOST not in pair) == between
+    ]
+    fine.sort(key=lambda pair: pair[0] not in {source for source, _ in pairs})
+    if not fine:
+        return ""
+    if len(fine) > _MOST_PAIRS:
+        return f"{arrow(fine[0])} and {len(fine) - 1} others are fine"
+    return f"{listed([arrow(pair) for pair in fine])} {'is' if len(fine) == 1 else 'are'} fine"
+
+
+def _describe(tensor: TensorComparison, row: Row) -> str:
+    parts = [describe(tensor, row)]
+    if row.evidence.get("copy"):
+        parts.append(f"first wrong: {row.evidence['copy']}")
+    if row.evidence.get("copies"):
+        parts.append(f"{row.evidence.get('wrong_copies')} of {row.evidence['copies']} copies")
+    if row.evidence.get("read_back") not in (None, "agree"):
+        parts.append(str(row.evidence["read_back"]))
+    return " · ".join(parts)

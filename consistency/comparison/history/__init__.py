@@ -1,0 +1,1 @@
+"""One run after another: history, drift, accepted findings."""

@@ -1,0 +1,180 @@
+"""Baselines: what somebody has looked at and accepted, so that a nightly run is red only for what is new.
+
+A baseline is a JSON file that is made by `consistency baseline accept` alone and lies where it can be reviewed. An
+entry accepts one kind of finding on one device for the tensors it names; whatever goes beyond that is red again. Lost
+workers and damaged captures cannot be accepted: they leave a part unseen.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from consistency.capture.folder import write_json
+from consistency.capture.json_codec import decode_json
+from consistency.comparison.result import Comparison, Finding, WorkerSummary, with_findings
+from consistency.errors import UsageError
+
+SCHEMA = "consistency.baseline/1"
+
+UNSEEN = frozenset({"lost-worker", "failed-worker", "damaged-capture"})
+"""Kinds of findings that say that something could not be looked at."""
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One accepted finding.
+
+    Attributes
+    ----------
+    kind : str
+    devices : tuple of str
+        By UUID, or host and name.
+    tensors : tuple of str
+        Names; empty where the finding is about none.
+    state : str or None
+        Digest of the very bits that were accepted, where other bits would be news.
+    message : str
+        As it was reported.
+    reason, date : str
+        Why, and on which day.
+    """
+
+    kind: str
+    devices: tuple[str, ...]
+    tensors: tuple[str, ...]
+    message: str
+    reason: str
+    date: str
+    state: str | None = None
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file of accepted findings."""
+
+    schema: str
+    accepted: tuple[Accepted, ...] = ()
+
+
+def read_baseline(path: Path) -> Baseline:
+    """Read a baseline.
+
+    Raises
+    ------
+    UsageError
+        It is not there, is none, or has an entry without a reason.
+    """
+    try:
+        found = decode_json(path.read_bytes(), Baseline)
+    except FileNotFoundError:
+        raise UsageError(
+            "no such baseline", where=path, hint="consistency baseline accept REPORT --baseline FILE --reason TEXT"
+        ) from None
+    except OSError as error:
+        raise UsageError("cannot read the baseline", where=path, got=error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError("not a baseline", where=path, got=error) from None
+    if found.schema != SCHEMA:
+        raise UsageError("a baseline of another schema", where=path, got=found.schema, wanted=SCHEMA)
+    return found
+
+
+def accept(
+    path: Path,
+    findings: Sequence[Finding],
+    workers: Sequence[WorkerSummary],
+    *,
+    reason: str,
+    numbers: Sequence[int] = (),
+) -> tuple[Accepted, ...]:
+    """Add findings of a report to a baseline; return what was added.
+
+    Parameters
+    ----------
+    path : Path
+        The baseline; made where there is none.
+    findings, workers
+        Of the report.
+    reason : str
+    numbers : sequence of int
+        Which findings, from 1; all errors where none is named.
+
+    Raises
+    ------
+    UsageError
+        No reason is given, or a finding is not there or cannot be accepted.
+    """
+    if not reason.strip():
+        raise UsageError("a baseline names its reason", where="--reason", got="nothing")
+    for number in numbers:
+        if not 1 <= number <= len(findings):
+            raise UsageError(f"the report has no finding {number}", where="--finding", got=f"{len(findings)} findings")
+    chosen = [findings[n - 1] for n in numbers] or [f for f in findings if f.severity == "error"]
+    for finding in chosen:
+        if finding.kind in UNSEEN:
+            raise UsageError(
+                "what could not be looked at cannot be accepted", got=f"{finding.kind}: {finding.message}",
+                hint="name the others with --finding N",
+            )  # fmt: skip
+    if not chosen:
+        raise UsageError("the report has no error to accept", got=f"{len(findings)} notes and warnings")
+    known = read_baseline(path).accepted if path.exists() else ()
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    devices = _devices(workers)
+    new = tuple(
+        Accepted(
+            kind=finding.kind,
+            devices=tuple(devices.get(label, label) for label in finding.workers),
+            tensors=finding.tensors,
+            state=finding.state,
+            message=finding.message,
+            reason=reason.strip(),
+            date=today,
+        )
+        for finding in chosen
+    )
+    write_json(path, Baseline(schema=SCHEMA, accepted=(*known, *new)))
+    return new
+
+
+def apply(baseline: Baseline, comparison: Comparison) -> Comparison:
+    """Turn findings that are accepted into notes; the verdict follows from the others."""
+    devices = _devices(comparison.workers)
+    return with_findings(comparison, [_weighed(baseline, finding, devices) for finding in comparison.findings])
+
+
+def _weighed(baseline: Baseline, finding: Finding, devices: Mapping[str, str]) -> Finding:
+    if finding.severity == "note" or finding.kind in UNSEEN:
+        return finding
+    of_kind = [entry for entry in baseline.accepted if entry.kind == finding.kind]
+    here = [devices.get(label, label) for label in finding.workers]
+    if finding.workers:
+        covering = [[entry for entry in of_kind if device in entry.devices] for device in here]
+    else:
+        covering = [[entry for entry in of_kind if not entry.devices]]
+    entries: list[Accepted] = []
+    for found in covering:
+        fitting = [entry for entry in found if entry.state == finding.state or finding.state is None]
+        if not fitting or not _covers(fitting, finding):
+            return finding
+        entries += fitting
+    last = max(entries, key=lambda entry: entry.date)
+    return msgspec.structs.replace(
+        finding,
+        severity="note",
+        accepted=finding.severity,
+        message=f"accepted on {last.date} ({last.reason}): {finding.message}",
+    )
+
+
+def _covers(entries: Iterable[Accepted], finding: Finding) -> bool:
+    if not finding.tensors:
+        return any(not entry.tensors for entry in entries)
+    return set(finding.tensors) <= {name for entry in entries for name in entry.tensors}
+
+
+def _devices(workers: Sequence[WorkerSummary]) -> dict[str, str]:
+    """Return who each worker's device is, by its name in the report."""
+    return {worker.name: worker.device or worker.name for worker in workers}

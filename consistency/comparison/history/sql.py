@@ -1,0 +1,61 @@
+"""Ask a history in SQL, by DuckDB. An extra: `pip install 'peft-consistency[history]'`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from consistency.capture.json_codec import encode_json
+from consistency.comparison.history.store import History
+from consistency.errors import UsageError
+
+_NIGHTS = "night: 'TIMESTAMPTZ', host: 'VARCHAR', \"case\": 'VARCHAR', verdict: 'VARCHAR', tool: 'VARCHAR', " \
+          "versions: 'MAP(VARCHAR, VARCHAR)', findings: 'VARCHAR[]'"  # fmt: skip
+_WORKERS = "night: 'TIMESTAMPTZ', host: 'VARCHAR', name: 'VARCHAR', road: 'VARCHAR', device: 'VARCHAR', " \
+           "architecture: 'VARCHAR', model: 'VARCHAR', status: 'VARCHAR', software: 'VARCHAR', inputs: 'VARCHAR', " \
+           "bits: 'MAP(VARCHAR, VARCHAR)', \"table\": 'VARCHAR', drift: 'VARCHAR[]', simulated: 'BOOLEAN'"  # fmt: skip
+
+
+def query(history: History, text: str) -> list[dict[str, Any]]:
+    """Run a query on the tables `nights` and `workers`: one row per night, and one per worker of a night.
+
+    Raises
+    ------
+    UsageError
+        DuckDB is not installed, or cannot run the query.
+    """
+    try:
+        import duckdb
+    except ImportError:
+        raise UsageError("--sql takes DuckDB", where="--sql", hint="pip install 'peft-consistency[history]'") from None
+    with tempfile.TemporaryDirectory(prefix="consistency-history-") as scratch:
+        nights, workers = Path(scratch) / "nights.jsonl", Path(scratch) / "workers.jsonl"
+        with nights.open("wb") as night_file, workers.open("wb") as worker_file:
+            for night in history.nights():
+                table = {"night": night.at, **msgspec.structs.asdict(night)}
+                for worker in table.pop("workers"):
+                    row = {"night": night.at, "host": night.host, **msgspec.structs.asdict(worker)}
+                    worker_file.write(encode_json(row) + b"\n")
+                night_file.write(encode_json(table) + b"\n")
+        with duckdb.connect(":memory:") as connection:
+            for name, columns in (("nights", _NIGHTS), ("workers", _WORKERS)):
+                source = str(Path(scratch) / f"{name}.jsonl").replace("'", "''")
+                connection.execute(
+                    f"CREATE TABLE {name} AS SELECT * FROM read_json('{source}', format='newline_delimited', "
+                    f"columns={{{columns}}})"
+                )
+            connection.execute("SET enable_external_access = false")  # a query reads these two tables and no file
+            try:
+                found = connection.execute(text)
+                names = [column[0] for column in found.description or ()]
+                return [{n: _plain(v) for n, v in zip(names, row, strict=True)} for row in found.fetchall()]
+            except duckdb.Error as error:
+                raise UsageError("DuckDB cannot run this", where="--sql", got=error) from None
+
+
+def _plain(value: Any) -> Any:
+    known = (str, int, float, bool, list, dict, type(None))
+    return value if isinstance(value, known) else str(value)

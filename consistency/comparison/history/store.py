@@ -1,0 +1,251 @@
+"""Nights: what each run saw of each device, kept in files that are never changed, so that a later run can tell drift.
+
+::
+
+    nights/<time>-<id>.json    one run: verdict, devices, a digest per device and stage; written last, the commit mark
+    tables/<sha256>.json       the digest of every tensor that a worker saw; nights that saw the same share one
+
+A history is a folder, on disk or at any URL that fsspec knows. A night is one file, which a disk renames into place and
+an object store puts whole, so a reader sees it or does not. Tables are named by their content and written before.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from consistency.capture.folder import Capture, write_whole
+from consistency.capture.json_codec import decode_json, encode_json
+from consistency.comparison.result import Comparison
+from consistency.comparison.workers import Participant, gather
+from consistency.errors import CaptureError
+
+SCHEMA = "consistency.history/1"
+NIGHTS, TABLES = "nights", "tables"
+
+
+class NightWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One worker of a night.
+
+    Attributes
+    ----------
+    name, road : str
+    device : str
+        Identity that outlives the run: the device's UUID, or host and name, with the numerical variant.
+    architecture, model : str
+    status : str
+        `ok`, `lost` or `failed`.
+    software : str
+        Digest of versions, kernels and settings: only bits of equal software are held against one another.
+    inputs : str
+        Digest of the bytes in the files, the dtype and the inputs.
+    bits : dict of str to str
+        Digest of all that it saw, by stage.
+    table : str
+        Name of the table with the digest of every tensor.
+    drift : tuple of str
+        Stages in which its bits were not those of the nights before, and nobody had accepted that.
+    """
+
+    name: str
+    road: str
+    device: str
+    architecture: str
+    model: str
+    status: str
+    software: str
+    inputs: str
+    bits: dict[str, str] = {}
+    table: str = ""
+    drift: tuple[str, ...] = ()
+    simulated: bool = False
+
+
+class Night(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One run."""
+
+    schema: str
+    at: str
+    host: str
+    case: str
+    verdict: str
+    tool: str
+    versions: dict[str, Any] = {}
+    findings: tuple[str, ...] = ()
+    workers: tuple[NightWorker, ...] = ()
+
+
+Table = dict[str, str]
+"""Digest of each tensor by `stage::layer.tensor`."""
+
+
+class History:
+    """A history, to be read and appended to.
+
+    Parameters
+    ----------
+    url : str
+        A folder, or a URL that fsspec knows.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        try:
+            import fsspec
+
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError, OSError) as error:
+            raise CaptureError(
+                "cannot open the history", where=url, got=error, hint="is the package of this protocol installed?"
+            ) from None
+        self.damage: list[str] = []
+
+    def names(self) -> list[str]:
+        """Return the names of the nights, the latest first."""
+        try:
+            found = self._fs.ls(f"{self._root}/{NIGHTS}", detail=False)
+        except FileNotFoundError:
+            return []
+        except Exception as error:  # whatever a remote store raises
+            raise CaptureError("cannot read the history", where=self.url, got=error) from None
+        return sorted((name for name in found if str(name).endswith(".json")), reverse=True)
+
+    def nights(self, names: Sequence[str] | None = None) -> Iterator[Night]:
+        """Yield nights, the latest first; a damaged one is left out and named in `damage`."""
+        for name in self.names() if names is None else names:
+            try:
+                raw = self._fs.cat_file(name)
+            except Exception as error:  # whatever a remote store raises
+                raise CaptureError("cannot read the history", where=name, got=error) from None
+            try:
+                night = decode_json(raw, Night)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                self.damage.append(f"{Path(name).name}: {error}")
+                continue
+            if night.schema == SCHEMA:
+                yield night
+            else:
+                self.damage.append(f"{Path(name).name}: a night of another schema: {night.schema}")
+
+    def table(self, name: str) -> Table | None:
+        """Return a table by its name, None where it is gone or is not what it was."""
+        try:
+            raw = self._fs.cat_file(f"{self._root}/{TABLES}/{name}.json")
+        except Exception:  # whatever a remote store raises: without the table it is still known that bits differ
+            return None
+        if hashlib.sha256(raw).hexdigest() != name:
+            return None
+        return msgspec.json.decode(raw, type=Table)
+
+    def append(self, night: Night, tables: dict[str, bytes]) -> None:
+        """Add a night: its tables first, the night itself last.
+
+        Raises
+        ------
+        CaptureError
+            It cannot be written; then there is no such night.
+        """
+        stamp = night.at.replace("-", "").replace(":", "").replace(".", "").partition("+")[0]
+        try:
+            for folder in (NIGHTS, TABLES):
+                self._fs.makedirs(f"{self._root}/{folder}", exist_ok=True)
+            for name, raw in tables.items():
+                place = f"{self._root}/{TABLES}/{name}.json"
+                if not self._fs.exists(place):
+                    self._put(place, raw)
+            self._put(f"{self._root}/{NIGHTS}/{stamp}-{uuid.uuid4().hex[:8]}.json", encode_json(night) + b"\n")
+        except CaptureError:
+            raise
+        except Exception as error:  # whatever a remote store raises
+            raise CaptureError("cannot write the history", where=self.url, got=error) from None
+
+    def _put(self, place: str, raw: bytes) -> None:
+        protocol = self._fs.protocol
+        if "file" in ((protocol,) if isinstance(protocol, str) else protocol):
+            write_whole(Path(place), [raw])
+        else:
+            self._fs.pipe_file(place, raw)
+
+
+def night_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[Night, dict[str, bytes]]:
+    """Return what a run leaves in a history: its night, and its tables by name."""
+    tables: dict[str, bytes] = {}
+    workers = []
+    for participant in gather(captures):
+        raw = encode_json(table_of(participant))
+        name = hashlib.sha256(raw).hexdigest()
+        tables[name] = raw
+        workers.append(_worker(participant, name))
+    environment = comparison.workers[0].environment if comparison.workers else {}
+    versions = {k: environment[k] for k in ("torch", "cuda", "transformers", "peft") if environment.get(k)}
+    night = Night(
+        schema=SCHEMA,
+        at=datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"),
+        host=captures[0].manifest.host,
+        case=comparison.case,
+        verdict=comparison.verdict,
+        tool=captures[0].manifest.tool,
+        versions=versions,
+        findings=tuple(f.message for f in comparison.findings if f.severity == "error"),
+        workers=tuple(workers),
+    )
+    return night, tables
+
+
+def table_of(participant: Participant) -> Table:
+    """Return the digest of each tensor that a worker saw."""
+    records = sorted(participant.records.items())
+    return {f"{k[0]}::{k[1]}.{k[2]}": record.digest for k, record in records if record.digest is not None}
+
+
+def _worker(participant: Participant, table: str) -> NightWorker:
+    info = participant.info
+    bits: dict[str, Any] = {}
+    for key, record in participant.records.items():
+        if record.digest is not None:
+            bits.setdefault(key[0], hashlib.blake2b(digest_size=8)).update(f"{key}{record.digest}".encode())
+    return NightWorker(
+        name=participant.label,
+        road=participant.road,
+        device=participant.device,
+        architecture=info.architecture,
+        model=info.model,
+        status=info.status,
+        software=digest_of([info.kernel_key, info.driver, sorted(info.in_force.items(), key=str)]),
+        inputs=_inputs(participant),
+        bits={stage: h.hexdigest() for stage, h in bits.items()},
+        table=table,
+        simulated=info.simulated,
+    )
+
+
+def _inputs(participant: Participant) -> str:
+    """Return a digest of what a worker was given: the files' bytes as it read them, or else the files' marks."""
+    case = participant.case
+    read: dict[str, list[str]] = {"base": [], "adapter": []}
+    for key, record in sorted(participant.records.items()):
+        if key[0] in read and record.reference_digest is not None:
+            read[key[0]].append(record.reference_digest)
+    parts: list[Any] = [case.dtype, case.level, participant.info.inputs_digest]
+    for stage, folder in (("base", case.base), ("adapter", case.adapter)):
+        parts.append(read[stage] or _marks(folder))
+    return digest_of(parts)
+
+
+def _marks(folder: str | None) -> list[Any]:
+    """Return what tells that nobody has touched the files of a folder that no stage has read to the last byte."""
+    if not folder or not Path(folder).is_dir():
+        return [folder]
+    files = sorted(file for file in Path(folder).iterdir() if file.suffix in (".safetensors", ".bin", ".json"))
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+def digest_of(value: Any) -> str:
+    """Return a short digest of anything that JSON can hold."""
+    return hashlib.blake2b(encode_json(value), digest_size=8).hexdigest()

@@ -1,0 +1,265 @@
+"""What a comparison of captures says, as values: rows, classes of agreement, groups, findings. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from consistency.capture.json_codec import Real
+from consistency.capture.records import StageMemory
+from consistency.devices.host.facts import Box
+
+Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked"]
+Verdict = Literal["consistent", "inconsistent", "incomplete"]
+Severity = Literal["error", "warning", "note"]
+
+ENVIRONMENT = "environment"
+"""Kind of the finding that software is not the same everywhere."""
+
+PLANTED = "planted"
+"""Kind of the finding that a fault was planted on purpose."""
+
+_WEIGHT: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
+
+BAD: frozenset[str] = frozenset({"outside", "missing", "unexpected"})
+"""Statuses that make a run inconsistent."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a fleet, and no cycles
+    """One tensor on one worker.
+
+    Attributes
+    ----------
+    worker : str
+    reference : str or None
+        `file`, `float64`, the name of another worker, or None where there is nothing to hold it against.
+    status : str
+    elements, mismatched : int or None
+        None where nothing was measured.
+    max_abs, mean_abs, max_rel, rms : float or None
+        Of the difference from the reference, in the tensor's own unit.
+    max_ulp : int or None
+        In units in the last place of the dtype.
+    bound_ratio : float or None
+        Worst difference over what is allowed; None for a bitwise rule.
+    worst_index : tuple of int or None
+    diagnosis : str or None
+    evidence : dict
+        What the diagnosis rests on; for a difference in bits, both values and both bit patterns.
+    reason : str or None
+        Why it was skipped or blocked.
+    repeated : bool or None
+        Whether later runs on the same device gave the same bits; None where there was one run.
+    """
+
+    worker: str
+    reference: str | None
+    status: Status
+    elements: int | None = None
+    mismatched: int | None = None
+    max_abs: Real | None = None
+    mean_abs: Real | None = None
+    max_rel: Real | None = None
+    rms: Real | None = None
+    max_ulp: int | None = None
+    bound_ratio: Real | None = None
+    worst_index: tuple[int, ...] | None = None
+    diagnosis: str | None = None
+    evidence: dict[str, Any] = {}
+    reason: str | None = None
+    repeated: bool | None = None
+
+
+class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor on all workers of a road.
+
+    Attributes
+    ----------
+    classes : tuple of tuple of str
+        Workers whose bits agree, the class of the reference worker first.
+    order : int
+        Place in the model's own order.
+    """
+
+    stage: str
+    road: str
+    layer: str
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    rule: str
+    classes: tuple[tuple[str, ...], ...]
+    rows: tuple[Row, ...]
+    order: int = 0
+
+    @property
+    def name(self) -> str:
+        """Return `stage::layer.tensor`, as findings and test items name it."""
+        return tensor_name(self.stage, self.layer, self.tensor)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every worker has the same bits and nothing is to be said of any."""
+        return len(self.classes) <= 1 and all(row.status == "equal" for row in self.rows)
+
+    def row(self, worker: str) -> Row | None:
+        return next((row for row in self.rows if row.worker == worker), None)
+
+
+class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a worker was and how it ended; `device` is who its device is, whatever number that has today."""
+
+    name: str
+    road: str
+    architecture: str
+    model: str
+    uuid: str | None
+    status: str
+    reason: str | None
+    environment: dict[str, Any]
+    pci_bus_id: str | None = None
+    driver: str | None = None
+    capability: str | None = None
+    simulated: bool = False
+    stack: str | None = None
+    asked: dict[str, Any] = {}
+    in_force: dict[str, Any] = {}
+    stages_done: tuple[str, ...] = ()
+    elapsed_s: float = 0.0
+    peak_bytes: int | None = None
+    stage_memory: tuple[StageMemory, ...] = ()
+    host: str = ""
+    device: str = ""
+
+
+class ArchitectureGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers of one architecture."""
+
+    name: str
+    workers: tuple[str, ...]
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something to act on.
+
+    Attributes
+    ----------
+    kind : str
+        Word of the diagnosis, or what else it is: `lost-worker`, `not-repeatable`, `same-model`, `inputs`, …
+    severity : str
+        Only an `error` makes the verdict inconsistent.
+    message : str
+        One sentence.
+    workers : tuple of str
+    tensors : tuple of str
+        `stage::layer.tensor`.
+    detail : tuple of str
+        What to know beside the sentence: the worst element, the signal, the stack.
+    next : str or None
+        What to type or do next.
+    state : str or None
+        Digest of the bits that it is about, where other bits would be another finding.
+    accepted : str or None
+        Where a baseline accepts it: what its severity was, when, and why.
+    roads : tuple of str
+        The roads on which the tensors are not what they should be.
+    """
+
+    kind: str
+    severity: Severity
+    message: str
+    workers: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    detail: tuple[str, ...] = ()
+    next: str | None = None
+    state: str | None = None
+    accepted: str | None = None
+    roads: tuple[str, ...] = ()
+
+
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+    """The first tensor, in the model's order, at which a worker leaves the others.
+
+    Attributes
+    ----------
+    status : str
+        Of that tensor: `within` where only the bits differ.
+    """
+
+    worker: str
+    road: str
+    stage: str
+    layer: str
+    tensor: str
+    status: Status
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that comparing captures says.
+
+    Attributes
+    ----------
+    case : str
+        Name of the case.
+    reference : str or None
+        The reference worker.
+    first_divergence : tuple of Divergence
+        Per worker, where its status is first worse than within its rule.
+    first_other_bits : tuple of Divergence
+        Per worker, where its bits first differ from the reference worker's, inside the bound or not.
+    not_looked_at : tuple of str
+        What the level and the options left out.
+    captures : tuple of str
+        Folders that were compared, where they do not lie beside the report.
+    boxes : tuple of Box
+        The machines, one per capture that tells of its own.
+    """
+
+    case: str
+    dtype: str
+    level: str
+    roads: tuple[str, ...]
+    verdict: Verdict
+    reference: str | None
+    workers: tuple[WorkerSummary, ...]
+    architectures: tuple[ArchitectureGroup, ...]
+    tensors: tuple[TensorComparison, ...]
+    findings: tuple[Finding, ...]
+    first_divergence: tuple[Divergence, ...] = ()
+    first_other_bits: tuple[Divergence, ...] = ()
+    not_looked_at: tuple[str, ...] = ()
+    base: str = ""
+    adapter: str | None = None
+    simulated: bool = False
+    captures: tuple[str, ...] = ()
+    boxes: tuple[Box, ...] = ()
+
+    @property
+    def exit_status(self) -> int:
+        """Return 0 consistent, 1 inconsistent, 3 incomplete."""
+        return {"consistent": 0, "inconsistent": 1, "incomplete": 3}[self.verdict]
+
+
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Return findings as reports number them: other software first, for it may explain the rest, then by weight."""
+
+    def weight(finding: Finding) -> tuple[bool, int]:
+        return (finding.kind != ENVIRONMENT or finding.severity == "note", _WEIGHT[finding.severity])
+
+    return tuple(sorted(findings, key=weight))
+
+
+def with_findings(comparison: Comparison, findings: Iterable[Finding]) -> Comparison:
+    """Return a comparison with these findings for its own, in order of weight, and the verdict they amount to."""
+    ordered = in_order(findings)
+    verdict: Verdict = "inconsistent" if any(f.severity == "error" for f in ordered) else "consistent"
+    if comparison.verdict == "incomplete":  # no finding, and none less, makes a lost worker's part looked at
+        verdict = "incomplete"
+    return msgspec.structs.replace(comparison, findings=ordered, verdict=verdict)
+
+
+def tensor_name(stage: str, layer: str, tensor: str) -> str:
+    """Return `stage::layer.tensor`."""
+    return f"{stage}::{layer}.{tensor}"

@@ -1,0 +1,1 @@
+"""Two weight files or model folders, without any model code."""

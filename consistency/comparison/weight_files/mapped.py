@@ -1,0 +1,141 @@
+"""Weights as they lie in files: where each tensor's bytes are, mapped into memory and not read. No torch here."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from consistency.case.checkpoint import read_checkpoint, read_header, read_index, refuse_pickle
+from consistency.errors import InputError
+
+DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
+"""Torch's name of each dtype that a safetensors header can hold and torch has; others keep the header's own."""
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a weight file.
+
+    Attributes
+    ----------
+    name : str
+    shape : tuple of int
+    dtype : str
+        Torch's name of it.
+    raw : np.ndarray
+        Its bytes, uint8, read from the file when they are looked at.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    raw: np.ndarray
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@contextmanager
+def open_weights(path: Path, *, allow_pickle: bool = False) -> Iterator[Mapping[str, StoredTensor]]:
+    """Map the weights of a file or folder into memory.
+
+    Parameters
+    ----------
+    path : Path
+        A safetensors file, an index of shards, or the folder of a model or an adapter.
+    allow_pickle : bool
+        Read a pickle, with `weights_only=True`, where there is nothing else.
+
+    Raises
+    ------
+    InputError
+        There are no weights, or they are a pickle, a Git LFS pointer, cut short or corrupt.
+    """
+    with ExitStack() as stack:
+        tensors: dict[str, StoredTensor] = {}
+        files, pickled = _files(path, allow_pickle=allow_pickle)
+        for file in files:
+            tensors.update(_unpickled(file) if pickled else _mapped(file, stack))
+        yield tensors
+
+
+def _files(path: Path, *, allow_pickle: bool) -> tuple[tuple[Path, ...], bool]:
+    """Return the files, and whether they are pickles."""
+    try:
+        kind = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(
+            "no such file or folder", where=path, wanted="a safetensors file, a model or an adapter"
+        ) from None
+    except OSError as error:
+        raise InputError("cannot read the weights", where=path, got=error) from None
+    if stat.S_ISDIR(kind):
+        is_adapter = any(
+            (path / f"adapter_{name}").exists() for name in ("config.json", "model.safetensors", "model.bin")
+        )
+        stem, pickle_stem = ("adapter_model", "adapter_model") if is_adapter else ("model", "pytorch_model")
+        found = read_checkpoint(path, stem=stem, pickle_stem=pickle_stem, allow_pickle=allow_pickle)
+        return found.files, found.pickled
+    if not stat.S_ISREG(kind):  # of a pipe or a device the beginning would be gone after one look, or never come
+        raise InputError("neither a file nor a folder", where=path, wanted="a file that can be mapped into memory")
+    if path.suffix == ".json":
+        found = read_index(path, allow_pickle=allow_pickle)
+        return found.files, found.pickled
+    if path.suffix in _PICKLES:
+        refuse_pickle(path, wanted=f"{path.stem}.safetensors", allow_pickle=allow_pickle)
+        return (path,), True
+    return (path,), False
+
+
+def _mapped(file: Path, stack: ExitStack) -> dict[str, StoredTensor]:
+    headers = read_header(file)  # safetensors itself checks the header, and that the data is all there
+    handle = stack.enter_context(file.open("rb"))
+    view = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    whole = np.frombuffer(view, np.uint8)  # keeps the mapping for as long as anything looks at it
+    start = 8 + int.from_bytes(view[:8], "little")
+    places: dict[str, Any] = json.loads(view[8:start])
+    places.pop("__metadata__", None)
+    stop = start + max((place["data_offsets"][1] for place in places.values()), default=0)
+    kinds = {name: (tuple(place["shape"]), place["dtype"]) for name, place in places.items()}
+    # to look behind a file's end kills the process
+    if kinds != {name: (header.shape, header.dtype) for name, header in headers.items()} or stop > len(view):
+        raise InputError("the file was replaced while it was opened", where=file, hint="try again when it is whole")
+    tensors = {}
+    for name, header in sorted(headers.items(), key=lambda item: places[item[0]]["data_offsets"]):
+        first, last = places[name]["data_offsets"]
+        tensors[name] = StoredTensor(
+            name=name,
+            shape=header.shape,
+            dtype=DTYPES.get(header.dtype, header.dtype),
+            raw=whole[start + first : start + last],
+        )
+    return tensors
+
+
+def _unpickled(file: Path) -> dict[str, StoredTensor]:
+    """Read a pickle of tensors, which takes torch."""
+    from consistency.numerics.stored import read_pickle
+
+    found: dict[str, StoredTensor] = {}
+    for name, shape, dtype, raw in read_pickle(file):
+        if name in found:
+            raise InputError(f"two tensors of one name: {name}", where=file)
+        found[name] = StoredTensor(name=name, shape=shape, dtype=dtype, raw=raw)
+    return found

@@ -1,0 +1,189 @@
+"""The workers of one or more captures under names that tell them apart, and which of them is the reference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from consistency.capture.folder import Capture, WorkerCapture
+from consistency.capture.json_codec import encode_json
+from consistency.capture.names import LOADED_AGAIN, SETTINGS_LAYER
+from consistency.capture.records import TensorRecord, WorkerInfo
+from consistency.case.load_path import is_side_road, main_road
+from consistency.case.options import Case
+
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Participant:
+    """One worker of one capture.
+
+    Attributes
+    ----------
+    label : str
+        Its name in the comparison: the device, with the capture's folder before it where two captures have that device.
+    capture : Capture
+    info : WorkerInfo
+    records : dict
+        What it saw, by stage, layer and tensor, in the model's order.
+    sides : dict
+        The same by side road, for the roads that it took beside its own.
+    """
+
+    label: str
+    capture: Capture
+    info: WorkerInfo
+    records: dict[Key, TensorRecord]
+    sides: dict[str, dict[Key, TensorRecord]] = field(default_factory=dict)
+
+    @property
+    def road(self) -> str:
+        return self.info.road
+
+    @property
+    def case(self) -> Case:
+        return self.capture.manifest.case
+
+    @property
+    def device(self) -> str:
+        """Return who the device is, whatever number it has today: its UUID, or host and name, and its variant."""
+        name, _, variant = self.info.name.partition("@")
+        identity = self.info.uuid or f"{self.capture.manifest.host}/{name}"
+        return f"{identity}@{variant}" if variant else identity
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.info.name.partition("@")[0] == "cpu"
+
+    @property
+    def program(self) -> tuple[str, str, str] | None:
+        """Return what decides the bits of a computed tensor; workers of equal program are expected to agree."""
+        if not self.info.kernel_key:
+            return None
+        return (self.info.architecture, self.info.model, self.info.kernel_key)
+
+    def kind(self) -> bytes:
+        """Return everything that `judge` may look at of a worker, beside its record and the tensors it kept.
+
+        Of two workers of one kind with equal records only one is judged.
+        """
+        info = self.info
+        facts = (info.architecture, info.model, info.driver, info.capability, info.status, info.kernel_key)
+        return encode_json((self.is_cpu, *facts, info.environment, info.in_force, self.case.dtype))
+
+    def on(self, road: str) -> Participant | None:
+        """Return this worker as it stands on a road: itself, what it saw on a side road, or None."""
+        if road == self.road:
+            return self
+        if road not in self.sides:
+            return None
+        return replace(self, info=msgspec.structs.replace(self.info, road=road), records=self.sides[road], sides={})
+
+    @property
+    def gave_up(self) -> bool:
+        """Tell whether this worker could not take the side road that it stands on: it owes no tensor there."""
+        record = self.records.get(("adapter", SETTINGS_LAYER, LOADED_AGAIN))
+        return is_side_road(self.road) and record is not None and record.status == "skipped"
+
+    def could_have_seen(self, key: Key) -> bool:
+        """Tell whether this worker's own case asked for a tensor that it has no record of."""
+        case, stage = self.case, key[0]
+        return stage in case.stages and not case.only and not self.gave_up
+
+
+def gather(captures: Sequence[Capture]) -> tuple[Participant, ...]:
+    """Return the workers of all captures, named apart."""
+    labels = _labels([_home(capture.folder) for capture in captures])
+    keys: dict[Key, Key] = {}  # one tuple per tensor for all workers
+    seen = Counter((worker.info.name, worker.info.road) for capture in captures for worker in capture.workers)
+    prefixed = any(count > 1 for count in seen.values())
+    return tuple(
+        _participant(f"{label}:{worker.info.name}" if prefixed else worker.info.name, capture, worker, keys)
+        for label, capture in zip(labels, captures, strict=True)
+        for worker in capture.workers
+    )
+
+
+def _participant(label: str, capture: Capture, worker: WorkerCapture, keys: dict[Key, Key]) -> Participant:
+    by_road: dict[str, dict[Key, TensorRecord]] = {"": {}}
+    for record in worker.records:
+        by_road.setdefault(record.road, {})[keys.setdefault(record.key, record.key)] = record
+    own = by_road.pop("")
+    return Participant(label=label, capture=capture, info=worker.info, records=own, sides=by_road)
+
+
+def roads_of(participants: Sequence[Participant]) -> tuple[str, ...]:
+    """Return the roads that were taken: those that workers were started for, then what lies beside them."""
+    mains = dict.fromkeys(p.road for p in participants)
+    return (*mains, *dict.fromkeys(side for p in participants for side in p.sides))
+
+
+def on_road(
+    participants: Sequence[Participant], reference: Participant, road: str
+) -> tuple[list[Participant], Participant]:
+    """Return the workers of a road, and the reference among them as it stands there.
+
+    The reference worker stands on every default road, for the other workers are held against it. On a side road it
+    stands where it took that road, with other devices visible or without; where it did not, another worker that took it
+    stands for it: every one was held against the file. A worker that was lost before a side road that its neighbours
+    took owes it.
+    """
+    if not is_side_road(road):
+        members = [p for p in participants if p.road == road]
+        if not any(member is reference for member in members):
+            members.insert(0, reference)
+        return members, reference
+    took = {id(p.capture) for p in participants if road in p.sides}
+    here: Participant | None = None
+    members = []
+    for p in participants:
+        view = p.on(road)
+        if view is None and p.info.status != "ok" and p.road == main_road(road) and id(p.capture) in took:
+            view = replace(p, info=msgspec.structs.replace(p.info, road=road), records={}, sides={})
+        if view is not None:
+            members.append(view)
+            here = view if p is reference else here
+    if here is None:
+        beside = road.removeprefix(main_road(road))
+        elsewhere = next((side for side in reference.sides if side.removeprefix(main_road(side)) == beside), None)
+        here = None if elsewhere is None else reference.on(elsewhere)
+        if here is not None:
+            members.insert(0, here)
+    return members, here or next((m for m in members if m.records and not m.gave_up), members[0])
+
+
+def choose_reference(participants: Sequence[Participant]) -> Participant | None:
+    """Return the first capture's plain CPU, else its first CPU, else its first worker that saw anything."""
+    useful = [p for p in participants if p.records]
+    if not useful:
+        return None
+    ended_well = [p for p in useful if p.info.status == "ok"] or useful
+    first = [p for p in ended_well if p.capture is ended_well[0].capture]
+    plain = [p for p in first if p.info.name == "cpu"]
+    cpus = [p for p in first if p.is_cpu]
+    return (plain or cpus or first)[0]
+
+
+def _home(folder: Path) -> Path:
+    """Return the folder that a user gave: a run keeps its capture in `captures/`."""
+    folder = folder.resolve()
+    return folder.parent if folder.name == "captures" else folder
+
+
+def _labels(folders: Sequence[Path]) -> list[str]:
+    """Return the shortest endings of the paths that tell the folders apart; the same folder twice gets a number."""
+    for depth in range(1, max(len(f.parts) for f in folders) + 1):
+        labels = ["/".join(f.parts[-depth:]) for f in folders]
+        if len(set(labels)) == len(set(folders)):
+            break
+    again: Counter[str] = Counter()
+    numbered = []
+    for label in labels:
+        again[label] += 1
+        numbered.append(label if again[label] == 1 else f"{label}#{again[label]}")
+    return numbered

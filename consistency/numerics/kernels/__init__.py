@@ -1,0 +1,1 @@
+"""The compiled and the Triton kernel, and when either may be trusted."""

@@ -1,0 +1,47 @@
+"""Compile the kernel: when the package is built (`hatch_build.py` loads this file alone), or by hand in a working tree.
+
+python -m consistency.numerics.kernels.build
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+FLAGS = (
+    *("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"),
+    # kernel.c says why: the same bits from every variant, and loops that become vectors
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    "-Wno-psabi",  # how vectors are passed to functions: none is, they are all inlined
+)
+
+
+def compile_kernel(source: Path, target: Path, *flags: str) -> str | None:
+    """Compile the kernel; say why where that is not possible.
+
+    `CFLAGS` are not heeded: flags that are good for other programs (`-ffast-math`) are wrong for this one.
+    """
+    if os.environ.get("CONSISTENCY_NO_KERNEL"):
+        return "CONSISTENCY_NO_KERNEL is set"
+    if sys.platform not in ("linux", "darwin"):
+        return f"it was not tried on {sys.platform}"
+    wanted = os.environ.get("CC")
+    compiler = wanted.split() if wanted else [next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")]
+    checksum = f"-DSOURCE={zlib.crc32(source.read_bytes())}u"
+    command = [*compiler, *FLAGS, checksum, *flags, str(source), "-o", str(target)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}"
+    if done.returncode:
+        return next((line for line in done.stderr.splitlines() if "error" in line), f"{compiler[0]} failed")
+    return None if target.exists() else f"{compiler[0]} left no library"
+
+
+if __name__ == "__main__":
+    folder = Path(__file__).parent
+    sys.exit(compile_kernel(folder / "kernel.c", folder / "_kernel.so"))

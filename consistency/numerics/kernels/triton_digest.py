@@ -1,0 +1,117 @@
+"""Whether the fused kernel may be trusted with digests, and its use where it may.
+
+A wrong digest is a false alarm or a miss. So before a process uses the kernel on a device, it holds the kernel's sums
+there against the plain formula on the CPU, on made-up words; where they differ, or where the kernel cannot be compiled
+or run, `sums` answers None from then on, the caller takes its plain path, and `state` says why. Triton is no dependency
+of this package: CUDA builds of torch bring it, others have none, which is one of those reasons.
+
+Not proven: Triton 3.4, 3.6 and 3.9 compile the kernel for sm_75, sm_80 and sm_90, and their interpreter gets the sums
+right on a CPU, but it has not run on a GPU. `benchmarks/digest_gpu.py` measures its rate there.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import numpy as np
+import torch
+
+PLAIN_VARIABLE = "CONSISTENCY_PLAIN_DIGEST"
+"""Set to anything, it keeps the kernel off: what a check in the process cannot survive is a compiler that crashes."""
+
+FUSED = "fused"
+
+_WORTH_BYTES = 16 << 20
+"""Tensors from this size on go to the kernel. On an H200 the plain path, whose temporaries move ten times the tensor's
+bytes, takes 35 µs for as much, about what launching the kernel from Python takes; and a process that meets nothing
+larger never pays the seconds of the first compilation."""
+
+_MOST_TURNS = 16  # rows per program: the weights, twice what it takes of a row, then add an eighth to what is read
+_FEWEST_GROUPS = 2048  # by 2 parts of a row: 4096 programs, two for each that an H200 can hold (132 · 16)
+
+_states: dict[torch.device, str] = {}
+
+
+def state(device: torch.device) -> str:
+    """Say which path this process takes on a CUDA device: `fused`, or `plain: ` and the reason."""
+    return _states.get(device, "plain: no tensor was large enough for the kernel")
+
+
+def sums(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """Return the wrapped sum of each row by the fused kernel, or None where the plain path has to be taken.
+
+    Parameters
+    ----------
+    words : torch.Tensor
+        Flat, contiguous, int64, on a CUDA device; the last row may be short.
+    w, v : torch.Tensor
+        The weights, `(words of a row,)`, int64, on the same device.
+
+    Returns
+    -------
+    torch.Tensor or None
+        `(rows,)`, int64.
+    """
+    if words.numel() * words.element_size() < _WORTH_BYTES:
+        return None
+    if words.device not in _states:
+        _states[words.device] = _check(w, v)
+    if _states[words.device] != FUSED:
+        return None
+    rows = -(-words.numel() // w.numel())
+    return _launch(words, w, v, turns=max(1, min(_MOST_TURNS, rows // _FEWEST_GROUPS)))
+
+
+def _launch(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
+    from consistency.numerics.kernels import triton_digest_kernel
+
+    with torch.cuda.device(words.device):  # Triton launches on the current device, wherever the tensor is
+        return triton_digest_kernel.launch(words, w, v, turns=turns)
+
+
+def _check(w: torch.Tensor, v: torch.Tensor) -> str:
+    if os.environ.get(PLAIN_VARIABLE):
+        return f"plain: {PLAIN_VARIABLE} is set"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what Triton says of its own coming versions
+            return _compare(w, v)
+    except Exception as error:  # whatever a compiler, a launcher's C compiler, a cache folder or a driver may raise
+        line = next(iter(str(error).strip().splitlines()), "")
+        return f"plain: {type(error).__name__}: {line}"
+
+
+def _compare(w: torch.Tensor, v: torch.Tensor) -> str:
+    """Hold the kernel against the formula in each form in which it will run.
+
+    Triton makes one binary for pointers on a multiple of 16 bytes and one for others, no more (`turns` and the sizes
+    are not specialized), so nothing is compiled after this check that it did not see.
+    """
+    count = 4 * w.numel() + w.numel() // 5  # four rows and a short fifth
+    words = _made_up(count + w.numel())  # what lies behind them must not be read
+    on_device = words.to(w.device)
+    for first in (0, 1):
+        part = slice(first, first + count)
+        expected = _plain(words[part], w.cpu(), v.cpu())
+        for turns in (1, 3):
+            actual = _launch(on_device[part], w, v, turns=turns).cpu()
+            if not torch.equal(actual, expected):
+                wrong = int((actual != expected).sum())
+                return f"plain: the kernel's sums are wrong in {wrong} of {len(expected)} made-up rows"
+    return FUSED
+
+
+def _made_up(count: int) -> torch.Tensor:
+    """Make words: extreme ones, many of the largest one, then random ones, in which every bit is set and clear."""
+    bounds = np.iinfo(np.int64)
+    stream = np.random.Generator(np.random.PCG64(0))  # torch's generators are the model's, and are left alone
+    words = stream.integers(bounds.min, bounds.max, size=count, dtype=np.int64, endpoint=True)
+    words[: count // 4] = -1  # in unsigned halves
+    words[:6] = (bounds.min, bounds.max, 0, 1 << 31, (1 << 32) - 1, -(1 << 32))
+    return torch.from_numpy(words)
+
+
+def _plain(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    rows = words.split(w.numel())
+    return torch.stack([(b * w[: len(b)] + (b >> 32) * v[: len(b)]).sum() for b in rows])

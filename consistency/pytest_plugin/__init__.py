@@ -1,0 +1,1 @@
+"""The pytest plugin: options, one run for all xdist workers, one item per tensor and device."""

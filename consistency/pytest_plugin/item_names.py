@@ -1,0 +1,155 @@
+"""Which test items a case has, from JSON files and safetensors headers alone: no torch, no tensor data.
+
+What only the loaded model knows (buffers, activations of models of an unusual kind, weights that transformers fuses)
+has no item of its own; an item per stage and device stands for everything else, so that nothing is left unsaid.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from consistency.capture.names import (
+    ADAPTER_MERGED,
+    ADAPTER_OFF,
+    ADAPTER_ON,
+    DELTA,
+    LOADED_AGAIN,
+    RANK_AND_SCALING,
+    SAFE_WEIGHT,
+    SETTINGS_LAYER,
+    WEIGHT,
+    adapter_place,
+    is_method_tensor,
+    split_name,
+)
+from consistency.case.checkpoint import read_checkpoint, read_json
+from consistency.case.options import Case, Stage
+from consistency.case.preflight import read_adapter
+from consistency.comparison.result import Comparison, Row, TensorComparison
+from consistency.launch.plan import WorkerPlan
+
+EVERYTHING_ELSE = "everything_else"
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_WITH_LOGITS = re.compile(r"For(CausalLM|MaskedLM)$|LMHeadModel$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One tensor of one stage: what an item is about, on each worker.
+
+    Attributes
+    ----------
+    layer, tensor : str
+        As in the file for `base`, as in the model otherwise; the tensor `everything_else` is the rest of the stage.
+    """
+
+    stage: Stage
+    layer: str
+    tensor: str
+
+    @property
+    def name(self) -> str:
+        return self.tensor if self.is_rest else f"{self.layer}.{self.tensor}"
+
+    @property
+    def is_rest(self) -> bool:
+        return self.tensor == EVERYTHING_ELSE
+
+
+def places(case: Case) -> tuple[Place, ...]:
+    """Return every place of a case, in the order of its stages."""
+    found: list[Place] = []
+    for stage in case.stages:
+        if case.adapter is None and stage in (Stage.ADAPTER, Stage.MERGED, Stage.GRADIENT):
+            continue
+        found += (Place(stage=stage, layer=layer, tensor=tensor) for layer, tensor in _of_stage(case, stage))
+        found.append(Place(stage=stage, layer="", tensor=EVERYTHING_ELSE))
+    return tuple(dict.fromkeys(found))
+
+
+def worker_suffix(plan: WorkerPlan) -> str:
+    """Return what stands in an item's brackets: the device, and the road where it is not the usual one."""
+    return plan.name if plan.road == "isolated" else f"{plan.name}-{plan.road}"
+
+
+class RowFinder:
+    """Find the rows of a comparison by the places of its case."""
+
+    def __init__(self, comparison: Comparison, known: Sequence[Place]) -> None:
+        self._tensors: dict[tuple[str, str, str, str], TensorComparison] = {}
+        self._rest: dict[tuple[str, str], list[TensorComparison]] = {}
+        itemized = {(p.stage.value, p.layer, p.tensor) for p in known if not p.is_rest}
+        for tensor in comparison.tensors:
+            layer, part = _place_in_file(tensor)
+            self._tensors[tensor.stage, tensor.road, layer, part] = tensor
+            if (tensor.stage, layer, part) not in itemized:
+                self._rest.setdefault((tensor.stage, tensor.road), []).append(tensor)
+
+    def one(self, place: Place, worker: str, road: str) -> tuple[TensorComparison, Row] | None:
+        """Return tensor and row of a place on a worker, None where that worker has none."""
+        tensor = self._tensors.get((place.stage.value, road, place.layer, place.tensor))
+        row = None if tensor is None else tensor.row(worker)
+        return None if tensor is None or row is None else (tensor, row)
+
+    def rest(self, stage: Stage, worker: str, road: str) -> Iterator[tuple[TensorComparison, Row]]:
+        """Yield what a worker saw in a stage beside the places that have an item of their own."""
+        for tensor in self._rest.get((stage.value, road), []):
+            row = tensor.row(worker)
+            if row is not None:
+                yield tensor, row
+
+
+def _place_in_file(tensor: TensorComparison) -> tuple[str, str]:
+    for row in tensor.rows:
+        if tensor.stage == Stage.BASE and "name_in_file" in row.evidence:
+            return split_name(str(row.evidence["name_in_file"]))
+    return tensor.layer, tensor.tensor
+
+
+def _of_stage(case: Case, stage: Stage) -> Iterator[tuple[str, str]]:
+    match stage:
+        case Stage.BASE:
+            yield from _base(case)
+        case Stage.ADAPTER:
+            yield from (adapter_place(key) for key in _adapter_keys(case))
+            yield SETTINGS_LAYER, RANK_AND_SCALING
+            if case.reloads:
+                yield SETTINGS_LAYER, LOADED_AGAIN
+        case Stage.MERGED:
+            layers = dict.fromkeys(adapter_place(key)[0] for key in _adapter_keys(case) if is_method_tensor(key))
+            tensors = (DELTA, WEIGHT, SAFE_WEIGHT) if case.plan.safe_merge else (DELTA, WEIGHT)
+            yield from ((layer, tensor) for layer in layers for tensor in tensors)
+        case Stage.FORWARD:
+            yield from _forward(case)
+
+
+def _base(case: Case) -> Iterator[tuple[str, str]]:
+    if case.factory is None:
+        weights = read_checkpoint(
+            Path(case.base), stem="model", pickle_stem="pytorch_model", allow_pickle=case.allow_pickle
+        )
+        yield from (split_name(name) for name in weights.tensors)
+
+
+def _adapter_keys(case: Case) -> Mapping[str, Any]:
+    if case.adapter is None:
+        return {}
+    return read_adapter(Path(case.adapter), allow_pickle=case.allow_pickle)[1]
+
+
+def _forward(case: Case) -> Iterator[tuple[str, str]]:
+    if case.factory is not None:
+        return
+    config = read_json(Path(case.base) / "config.json")
+    layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), None)
+    if layers is None or config.get("is_encoder_decoder"):
+        return
+    activations = [f"hidden_states.{i}" for i in range(layers + 1)]
+    if any(_WITH_LOGITS.search(str(name)) for name in config.get("architectures") or ()):
+        activations.append("logits")
+    modes = (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED) if case.adapter else (ADAPTER_OFF,)
+    yield from ((activation, mode) for activation in activations for mode in modes)

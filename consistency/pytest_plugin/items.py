@@ -1,0 +1,188 @@
+"""The items: `consistency::CASE::STAGE::LAYER.TENSOR[DEVICE]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest._code.code import ExceptionInfo, TerminalRepr
+
+from consistency.case.load_path import is_side_road
+from consistency.case.options import Stage
+from consistency.comparison.findings.causes import describe
+from consistency.comparison.result import BAD, Comparison, Finding, Row, TensorComparison
+from consistency.errors import ConsistencyError
+from consistency.launch.plan import WorkerPlan
+from consistency.pytest_plugin.item_names import Place, worker_suffix
+from consistency.pytest_plugin.session import LostWorkerError, Session
+from consistency.report.summary import class_text
+from consistency.report.terminal import clean
+
+_ROOT = "consistency"
+_RUN_KINDS = frozenset({"not-repeatable", "same-model", "inputs", "damaged-capture"})
+
+
+class MismatchError(Exception):
+    """A tensor is not what it should be."""
+
+
+class Branch(pytest.Collector):
+    """A node of the items' tree: the root, a case, or a stage. Its items are made all at once."""
+
+    def collect(self) -> list[pytest.Item]:
+        return []
+
+
+class CaseItem(pytest.Item):
+    """An item whose outcome is read from the session's one comparison."""
+
+    session_of_case: Session
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        return self.path, None, self.nodeid.replace("::", " ")  # pytest reads the dots of a node id as parts
+
+    def repr_failure(self, excinfo: ExceptionInfo[BaseException], style: Any = None) -> str | TerminalRepr:
+        if isinstance(excinfo.value, (MismatchError, LostWorkerError, ConsistencyError)):
+            return clean(str(excinfo.value))
+        return super().repr_failure(excinfo, style)
+
+    def lost(self, comparison: Comparison, worker: str, road: str) -> None:
+        """Raise what is known of a worker that was lost."""
+        for summary in comparison.workers:
+            if (summary.name, summary.road) == (worker, road) and summary.status != "ok":
+                stack = f"\n\n{summary.stack}" if summary.stack else ""
+                raise LostWorkerError(f"{worker} was lost: {summary.reason}{stack}")
+
+
+class DeviceItem(CaseItem):
+    """One tensor, or the rest of a stage, on one device.
+
+    A mismatch fails the test; a worker that was lost before it saw the tensor is an error of the set-up.
+    """
+
+    place: Place
+    plan: WorkerPlan
+
+    def setup(self) -> None:
+        comparison = self.session_of_case.comparison()
+        if not any(True for _ in self._found()):
+            self.lost(comparison, self.plan.name, self.plan.road)
+        for tensor, row in self._found():
+            if row.status == "blocked":
+                self.lost(comparison, self.plan.name, self.plan.road)
+                raise LostWorkerError(f"{describe(tensor, row)}")
+
+    def runtest(self) -> None:
+        found = list(self._found())
+        if not found:
+            pytest.skip(
+                "nothing else was looked at" if self.place.is_rest else "the loaded model has no such tensor of its own"
+            )
+        if self.plan.info.simulated:
+            self.user_properties.append(("simulated", "true"))
+        for _, row in found:
+            self._tell(row)
+        bad = [(tensor, row) for tensor, row in found if row.status in BAD]
+        if bad:
+            messages = [_message(tensor, row, simulated=self.plan.info.simulated) for tensor, row in bad[:20]]
+            raise MismatchError("\n\n".join(messages))
+        reasons = {row.reason or "no reason given" for _, row in found if row.status == "skipped"}
+        if reasons and all(row.status == "skipped" for _, row in found):
+            pytest.skip("; ".join(sorted(reasons)))
+
+    def _found(self) -> Iterator[tuple[TensorComparison, Row]]:
+        rows = self.session_of_case.rows()
+        if self.place.is_rest:
+            yield from rows.rest(self.place.stage, self.plan.name, self.plan.road)
+            return
+        one = rows.one(self.place, self.plan.name, self.plan.road)
+        if one is not None:
+            yield one
+
+    def _tell(self, row: Row) -> None:
+        if not self.place.is_rest:
+            self.user_properties.append(("status", row.status))
+            self.user_properties.append(("reference", row.reference or "none"))
+            if row.bound_ratio is not None:
+                self.user_properties.append(("bound_ratio", f"{float(row.bound_ratio):.6g}"))
+            if row.mismatched is not None:
+                self.user_properties.append(("mismatched", row.mismatched))
+
+
+class RunItem(CaseItem):
+    """What no single tensor shows: bits that do not repeat, equal devices that differ, other inputs, side roads."""
+
+    def setup(self) -> None:
+        comparison = self.session_of_case.comparison()
+        for worker in comparison.workers:
+            self.lost(comparison, worker.name, worker.road)
+
+    def runtest(self) -> None:
+        comparison = self.session_of_case.comparison()
+        if comparison.simulated:
+            self.user_properties.append(("simulated", "true"))
+        findings = [f for f in comparison.findings if f.severity == "error"]
+        bad = [f for f in findings if f.kind in _RUN_KINDS or _beside(f)]
+        if bad:
+            raise MismatchError("\n\n".join(_sentence(f) for f in bad))
+
+
+def make_items(parent: pytest.Session, session: Session) -> list[pytest.Item]:
+    """Make the items of the session's case, those alone that the command line names where it names any."""
+    case = _part(session.plan.case.name)
+    root = Branch.from_parent(parent, name=_ROOT, nodeid=_ROOT)
+    home = Branch.from_parent(root, name=case, nodeid=f"{_ROOT}::{case}")
+    stages: dict[Stage, Branch] = {}
+    items: list[pytest.Item] = []
+
+    def add(kind: type[CaseItem], branch: Branch, name: str, fill: Callable[[Any], None]) -> None:
+        item = kind.from_parent(branch, name=name, nodeid=f"{branch.nodeid}::{name}")
+        item.session_of_case = session
+        fill(item)
+        if not session.arguments or any(_is_within(item.nodeid, wanted) for wanted in session.arguments):
+            items.append(item)
+
+    for place in session.places:
+        if place.stage not in stages:
+            name = place.stage.value  # names travel between xdist's processes, which know plain strings alone
+            stages[place.stage] = Branch.from_parent(home, name=name, nodeid=f"{home.nodeid}::{name}")
+        for plan in session.workers:
+
+            def fill(item: DeviceItem, place: Place = place, plan: WorkerPlan = plan) -> None:
+                item.place, item.plan = place, plan
+
+            add(DeviceItem, stages[place.stage], f"{_part(place.name)}[{worker_suffix(plan)}]", fill)
+    run = Branch.from_parent(home, name="run", nodeid=f"{home.nodeid}::run")
+    add(RunItem, run, "agreement", lambda _: None)
+    return items
+
+
+def _is_within(nodeid: str, wanted: str) -> bool:
+    return nodeid == wanted or nodeid.startswith((wanted.rstrip(":") + "::", wanted + "["))
+
+
+def _part(name: str) -> str:
+    """Return a name that can stand in a node id, where `::` parts and control characters break reports."""
+    return clean(name).replace("::", "_").replace("\n", " ")
+
+
+def _message(tensor: TensorComparison, row: Row, *, simulated: bool) -> str:
+    worker = f"{row.worker} (simulated)" if simulated else row.worker
+    lines = [
+        f"{tensor.stage}: {worker} is {row.status}" + (f" ({row.diagnosis})" if row.diagnosis else ""),
+        describe(tensor, row),
+        f"held against {row.reference or 'nothing'}; rule: {tensor.rule}",
+        f"agree to the bit: {class_text(tensor.classes)}",
+    ]
+    return "\n".join(lines)
+
+
+def _beside(finding: Finding) -> bool:
+    """Tell whether a finding is about side roads alone: no tensor's own item looks at those."""
+    return bool(finding.roads) and all(is_side_road(road) for road in finding.roads)
+
+
+def _sentence(finding: Finding) -> str:
+    return "\n".join([finding.message, *finding.detail, *finding.tensors[:10]])

@@ -1,0 +1,195 @@
+"""The pytest plugin: one item per case, stage, layer tensor and device.
+
+Imported by every pytest session of an environment that has this package, so nothing but pytest is imported here; all
+the rest waits until an option or a fixture of the plugin is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from consistency.comparison.result import Comparison
+    from consistency.pytest_plugin.session import Session
+    from consistency.worker.wrapper_check import WrapperReport
+    from consistency.workflows.pipeline import Report
+
+_SESSION: pytest.StashKey[Session] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options; they are those of `consistency run`."""
+    group = parser.getgroup("consistency", "the same model and adapter, the same numbers on every device")
+
+    def add(name: str, **options: Any) -> None:
+        group.addoption(f"--consistency-{name}", dest=f"consistency_{name.replace('-', '_')}", **options)
+
+    add("config", metavar="FILE", help="TOML file of options; the options below win")
+    add("base", metavar="MODEL", help="folder, hub id, python:package.module:function, or builtin:llama|gpt2|bert")
+    add("adapter", metavar="ADAPTER", help="folder that PEFT saved, or hub id")
+    add("name", metavar="TEXT", help="name of the case in item names")
+    add("devices", metavar="LIST", help="auto (default), or cpu,cuda:0,cpu@avx2,…")
+    add("dtype", metavar="DTYPE", help="auto, float32, bfloat16, float16")
+    add("stages", metavar="LIST", help="of those that `consistency run --help` lists")
+    add(
+        "roads",
+        metavar="LIST",
+        help="isolated or shared, with +cpu, +target or +transformers, with +low-memory; or all",
+    )
+    add("level", metavar="LEVEL", help="quick, standard, thorough")
+    add("inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
+    add("device-map", metavar="MAP", help="auto, balanced, sequential, or a JSON file, for the stage sharding")
+    add("wrapper", metavar="FACTORY", help="python:package.module:function that wraps the base, for the stage wrapping")
+    add("repeat", type=int, metavar="N", help="runs per device")
+    add(
+        "tolerance",
+        action="append",
+        metavar="LIST",
+        help="[stage=…,][layer=…,][dtype=…,]atol=…,rtol=…; may be repeated",
+    )
+    add("allow-pickle", action="store_true", default=None, help="read .bin weights, with weights_only=True")
+    add("trust-remote-code", action="store_true", default=None, help="run code that comes with the model")
+    add("timeout", type=float, metavar="S", help="seconds a worker may take")
+    add("stall", type=float, metavar="S", help="seconds a worker may be silent")
+    add("threads", type=int, metavar="N", help="threads per worker")
+    add("out", metavar="DIR", help="keep report.json and captures/ there, replacing an earlier run's")
+
+
+_TRIGGERS = ("consistency_config", "consistency_base", "consistency_adapter")
+
+
+def _is_used(config: pytest.Config) -> bool:
+    return any(config.getoption(name, None) is not None for name in _TRIGGERS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Check the case, and take the arguments that are meant for the plugin, before pytest looks for files."""
+    if not _is_used(config):
+        return
+    from consistency.errors import ConsistencyError
+    from consistency.pytest_plugin.session import Session
+
+    try:
+        session = Session.of(config)
+    except ConsistencyError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.stash[_SESSION] = session
+    config.add_cleanup(session.close)
+    session.take_arguments(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Start as many xdist workers as there are devices, where the session is about devices."""
+    session = config.stash.get(_SESSION, None)
+    return None if session is None else session.device_count
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell an xdist worker where the session's one run is to be found."""
+    session = node.config.stash.get(_SESSION, None)
+    if session is not None:
+        node.workerinput["consistency"] = session.to_worker()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Add the items, before -k, --lf and their like choose among them."""
+    found = config.stash.get(_SESSION, None)
+    if found is None:
+        return
+    from consistency.pytest_plugin.items import make_items
+
+    own = make_items(session, found)
+    items.extend(own)
+    # pytest counts what it reports as collected
+    report = pytest.CollectReport(nodeid="consistency", outcome="passed", longrepr=None, result=list(own))
+    config.hook.pytest_collectreport(report=report)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note what was selected: only that is captured."""
+    found = session.config.stash.get(_SESSION, None)
+    if found is not None:
+        from consistency.pytest_plugin.items import DeviceItem
+
+        found.select([(i.place, i.plan) for i in session.items if isinstance(i, DeviceItem)])
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Name case and devices."""
+    found = config.stash.get(_SESSION, None)
+    return None if found is None else f"consistency: {found.headline}"
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say the verdict of the run, where there was one."""
+    found = config.stash.get(_SESSION, None)
+    text = None if found is None else found.verdict()
+    if found is not None and text is not None:
+        terminalreporter.write_sep("-", "consistency")
+        terminalreporter.write_line(text)
+        for note in found.notes():
+            terminalreporter.write_line(f"note: {note}")
+
+
+@pytest.fixture
+def deterministic() -> Iterator[dict[str, Any]]:
+    """Pin every setting that changes a torch result, seed every generator, and put all of it back after the test.
+
+    Yields what was asked for, by setting.
+    """
+    from consistency.worker.determinism import deterministic as pinned
+
+    with pinned() as asked:
+        yield asked
+
+
+@pytest.fixture(scope="session")
+def consistency_devices(pytestconfig: pytest.Config) -> tuple[str, ...]:
+    """Names of the devices: of `--consistency-devices`, or `auto`."""
+    from consistency.devices.discovery import select
+    from consistency.devices.spec import parse_devices
+    from consistency.errors import ConsistencyError
+
+    text = pytestconfig.getoption("consistency_devices", None) or "auto"
+    try:
+        return tuple(info.spec.name for info in select(parse_devices(text)))
+    except ConsistencyError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+@pytest.fixture(scope="session")
+def consistency_run() -> Callable[..., Report]:
+    """`consistency.run`, to be called with a case of the test's own."""
+    from consistency.workflows.api import run
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def consistency_check_wrapped() -> Callable[..., WrapperReport]:
+    """`consistency.check_wrapped`, failing the test with what it found, one sentence each."""
+    from consistency.worker.wrapper_check import check_wrapped
+
+    def check(wrapped: Any, plain: Any, **options: Any) -> WrapperReport:
+        report = check_wrapped(wrapped, plain, **options)
+        if not report.passed:
+            pytest.fail(str(report), pytrace=False)
+        return report
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def consistency_report(pytestconfig: pytest.Config) -> Comparison:
+    """Return the comparison of the case that the command line names; it is run once per session."""
+    session = pytestconfig.stash.get(_SESSION, None)
+    if session is None:
+        pytest.skip("no case: give --consistency-base, --consistency-adapter or --consistency-config")
+    return session.comparison()

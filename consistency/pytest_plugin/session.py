@@ -1,0 +1,242 @@
+"""One pytest session's run: made once, under a lock, for the controller and all of its xdist workers.
+
+Whoever needs the comparison first runs the devices; all others wait for the lock and read what it left. xdist workers
+only compare.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from consistency.capture.json_codec import decode_json, encode_json
+from consistency.case.load_path import Road
+from consistency.case.options import Options, Stage, make_options, read_options, split_list
+from consistency.comparison.findings.tolerances import KIND as TOLERANCE
+from consistency.comparison.result import Comparison
+from consistency.devices.spec import parse_devices
+from consistency.errors import CaptureError, ConsistencyError
+from consistency.launch.plan import WorkerPlan, plan_waves
+from consistency.pytest_plugin.item_names import Place, RowFinder, places
+from consistency.report.terminal import clean, sentence
+from consistency.workflows import pipeline
+
+_ARGUMENT = "consistency::"
+_COMPARISON, _ERROR, _STARTED = "comparison.json", "error.json", "started"
+
+
+class LostWorkerError(Exception):
+    """A device's worker was lost, so there is nothing to compare."""
+
+
+class _WrittenError(msgspec.Struct, frozen=True, kw_only=True):
+    what: str
+    where: str | None = None
+    got: str | None = None
+    wanted: str | None = None
+    hint: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """The case of a pytest session, what was selected of it, and its one run.
+
+    Attributes
+    ----------
+    plan : pipeline.Plan
+    folder : Path
+        Shared by the controller and its workers; the controller removes it.
+    arguments : tuple of str
+        `consistency::…` arguments of the command line; without any, every item is meant.
+    """
+
+    plan: pipeline.Plan
+    folder: Path
+    out: Path | None
+    is_controller: bool
+    arguments: tuple[str, ...] = ()
+    alone: bool = False
+    places: tuple[Place, ...] = ()
+    workers: tuple[WorkerPlan, ...] = ()
+    _selected: tuple[tuple[Place, WorkerPlan], ...] = ()
+    _comparison: Comparison | None = None
+    _failure: ConsistencyError | None = None
+    _finder: RowFinder | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, config: pytest.Config) -> Session:
+        """Make the session from the options, and check the case before anything is collected."""
+        given = getattr(config, "workerinput", {}).get("consistency")
+        options = _options(config)
+        plan = pipeline.prepare(options)
+        out = config.getoption("consistency_out")
+        return cls(
+            plan=plan,
+            folder=Path(given["folder"]) if given else Path(tempfile.mkdtemp(prefix="consistency-pytest-")),
+            out=None if out is None else Path(config.invocation_params.dir, out),
+            is_controller=given is None,
+            arguments=tuple(given["arguments"]) if given else (),
+            alone=bool(given["alone"]) if given else False,
+            places=places(plan.case),
+            workers=tuple(worker for wave in plan_waves(plan.case, plan.devices) for worker in wave),
+        )
+
+    @property
+    def device_count(self) -> int:
+        return len(self.plan.devices)
+
+    @property
+    def headline(self) -> str:
+        case = self.plan.case
+        devices = (info.spec.name + (" (simulated)" if info.simulated else "") for info in self.plan.devices)
+        return clean(f"{case.name}, {case.dtype}, on {', '.join(devices)}")
+
+    def take_arguments(self, config: pytest.Config) -> None:
+        """Take `consistency::…` from the arguments; where no path is given, collect nothing but the plugin's items."""
+        if self.is_controller:
+            own = tuple(a for a in config.args if a.startswith(_ARGUMENT))
+            others = [a for a in config.args if not a.startswith(_ARGUMENT)]
+            given = config.args_source is pytest.Config.ArgsSource.ARGS
+            self.arguments = own
+            self.alone = not others or not given
+            config.args[:] = [] if self.alone else others
+        elif self.alone:
+            config.args[:] = []
+
+    def to_worker(self) -> dict[str, Any]:
+        """Return what an xdist worker needs to know."""
+        return {"folder": str(self.folder), "arguments": list(self.arguments), "alone": self.alone}
+
+    def select(self, chosen: Sequence[tuple[Place, WorkerPlan]]) -> None:
+        """Note the places and workers whose items are going to run."""
+        self._selected = tuple(chosen)
+
+    def comparison(self) -> Comparison:
+        """Return the session's comparison; run the devices if nobody has yet.
+
+        Raises
+        ------
+        ConsistencyError
+            The run could not be made.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._comparison is None:
+            from filelock import FileLock
+
+            try:
+                with FileLock(self.folder / "lock"):
+                    self._comparison = self._read() or self._make()
+            except ConsistencyError as error:
+                self._failure = error
+                raise
+        return self._comparison
+
+    def rows(self) -> RowFinder:
+        """Return the rows of the session's comparison by place."""
+        if self._finder is None:
+            self._finder = RowFinder(self.comparison(), self.places)
+        return self._finder
+
+    def verdict(self) -> str | None:
+        """Return the verdict in words, None where nothing was run."""
+        try:
+            self._comparison = comparison = self._comparison or self._read()
+        except ConsistencyError:
+            return None
+        return None if comparison is None else clean(f"{comparison.verdict}: {sentence(comparison)}")
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what is to be known beside the verdict: which of the user's tolerances were in force."""
+        found = self._comparison
+        return () if found is None else tuple(clean(f.message) for f in found.findings if f.kind == TOLERANCE)
+
+    def close(self) -> None:
+        """Remove what the session's processes shared."""
+        if self.is_controller:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _read(self) -> Comparison | None:
+        """Return what another process of the pytest session has left, or raise what it met."""
+        if (self.folder / _ERROR).exists():
+            written = decode_json((self.folder / _ERROR).read_bytes(), _WrittenError)
+            raise ConsistencyError(
+                written.what, where=written.where, got=written.got, wanted=written.wanted, hint=written.hint
+            )
+        if (self.folder / _COMPARISON).exists():
+            return decode_json((self.folder / _COMPARISON).read_bytes(), Comparison)
+        if (self.folder / _STARTED).exists():
+            raise CaptureError(
+                "the pytest process that ran the devices died before it was done; its workers ended with it",
+                got=(self.folder / _STARTED).read_text(encoding="utf-8"),
+                hint="run it without -n to see what that process met",
+            )
+        return None
+
+    def _make(self) -> Comparison:
+        (self.folder / _STARTED).write_text(f"process {os.getpid()}", encoding="utf-8")
+        try:
+            found = pipeline.run(self._narrowed(), self.out, watch=lambda *_: None, replace=True).comparison
+        except ConsistencyError as error:
+            written = _WrittenError(
+                what=error.what, where=error.where, got=error.got, wanted=error.wanted, hint=error.hint
+            )
+            (self.folder / _ERROR).write_bytes(encode_json(written))
+            raise
+        (self.folder / _COMPARISON).write_bytes(encode_json(found))
+        return found
+
+    def _narrowed(self) -> pipeline.Plan:
+        """Return the plan with no more stages, layers and devices than the selected items need."""
+        if not self._selected:
+            return self.plan
+        case = self.plan.case
+        chosen_places = {place for place, _ in self._selected}
+        chosen_workers = [worker for _, worker in self._selected]
+        names = {worker.name for worker in chosen_workers}
+        maker = next(worker for worker in self.workers if worker.makes_reference)
+        taken = {r for w in chosen_workers if not w.info.spec.is_cpu for r in (w.road, *w.side_roads)}
+        taken = taken or {r for w in chosen_workers for r in (Road.ISOLATED, *w.side_roads)}
+        whole = len(self._selected) == len(self.places) * len(self.workers)
+        return dataclasses.replace(
+            self.plan,
+            case=msgspec.structs.replace(
+                case,
+                stages=tuple(s for s in case.stages if any(place.stage is s for place in chosen_places)),
+                roads=tuple(r for r in Road if r in taken),
+                only=() if whole else tuple(sorted({_prefix(place) for place in chosen_places})),
+            ),
+            devices=tuple(i for i in self.plan.devices if i.spec.name in names or i is maker.info),
+        )
+
+
+def _prefix(place: Place) -> str:
+    # a layer of the base may have another name in its file than in the model, so that stage is looked at whole
+    if place.is_rest or place.stage is Stage.BASE:
+        return place.stage.value
+    return f"{place.stage}::{place.layer}"
+
+
+def _options(config: pytest.Config) -> Options:
+    path = config.getoption("consistency_config")
+    table = read_options(Path(path)) if path is not None else {}
+    for name in Options.__struct_fields__:
+        value = config.getoption(f"consistency_{name}", None)
+        if value is None:
+            continue
+        if name == "tolerance":  # the last one that matches wins: the options' come after the file's
+            table[name] = [*table.get(name, ()), *value]
+        else:
+            table[name] = split_list(value) if name in ("devices", "stages", "roads") else value
+    options = make_options(table, where="the --consistency options")
+    parse_devices(options.devices)
+    return options

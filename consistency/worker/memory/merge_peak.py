@@ -1,0 +1,124 @@
+"""What merging one layer allocates over what was resident, and what it may.
+
+PEFT's merge of a plain LoRA has two parts. The first computes the delta, `(B @ A) * scaling`: at its peak the product
+and the scaled product stand side by side, two copies, and that is so however the second part is written. The second
+adds it: `weight.data += delta` needs nothing beside the delta, where `weight.data = weight.data + delta` makes a new
+weight beside the old one and the delta (huggingface/peft#1939, #1944). In the peak of the whole such a third copy hides
+behind the first part's two, so the parts are told apart, by a mark that is set when `get_delta_weight` returns.
+
+What the second part may take is not put together from a table of dtypes and kernels, for an in-place sum of two dtypes
+makes temporaries of its own on some devices: the frugal merge is done by us on the same weight and delta, and counted
+in the same way. A copy is one weight or more, so half a weight over that is no rounding of an allocator; beside it
+there is room for what a merge does to the bias, two of its size. What is left when the merge has ended is held against
+the frugal merge too: there, a new weight shows even where temporaries are larger (a bfloat16 weight and a float32 delta
+on the CPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from consistency.numerics.rules import ratio
+from consistency.worker.memory.peak import Mark, PeakMeter, Peaks
+from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.stages.merged.stage import restored, weight_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergePeak:
+    """What a merge of one layer allocated, in bytes.
+
+    Attributes
+    ----------
+    seen : Peaks
+        `before_mark` is the part that computes the delta, `after_mark` the one that adds it.
+    allowed : Peaks or None
+        None where nobody has derived what this method's merge may take.
+    """
+
+    seen: Peaks
+    allowed: Peaks | None
+
+    @property
+    def share(self) -> float | None:
+        """Seen over allowed, in the part that adds the delta and in what is left of it."""
+        if self.allowed is None:
+            return None
+        adding = ratio(self.seen.after_mark, self.allowed.after_mark)
+        return max(adding, ratio(max(0, self.seen.kept), self.allowed.kept))
+
+
+def measure_merge(layer: Any, meter: PeakMeter, *, safe: bool) -> MergePeak:
+    """Merge one layer twice and count the second time: the first fills workspaces and caches that stay.
+
+    The layer is left as it was found, to the bit.
+    """
+    for _ in range(2):
+        with restored(layer):
+            seen = meter.measure(lambda mark: _merge(layer, mark, safe=safe))
+    return MergePeak(seen=seen, allowed=_allowed(layer, meter, safe=safe) if is_plain(layer) else None)
+
+
+def is_plain(layer: Any) -> bool:
+    """Tell whether a layer's merge adds a delta that it has computed, and no more: LoRA without DoRA and its kin."""
+    from peft.tuners.lora import layer as lora
+
+    known = (lora.Linear, lora.Embedding, lora._ConvNd)
+    of_lora = type(layer).__module__ == lora.__name__ and isinstance(layer, known)
+    return of_lora and not getattr(layer, "lora_variant", None)
+
+
+def _merge(layer: Any, mark: Mark, *, safe: bool) -> None:
+    with _marking_delta(layer, mark):
+        layer.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
+
+
+@contextmanager
+def _marking_delta(layer: Any, mark: Mark) -> Iterator[None]:
+    real = getattr(layer, "get_delta_weight", None)
+    if real is None:
+        yield
+        return
+
+    def get_delta_weight(*args: Any, **kwargs: Any) -> Any:
+        delta = real(*args, **kwargs)
+        mark()
+        return delta
+
+    layer.get_delta_weight = get_delta_weight
+    try:
+        yield
+    finally:
+        del layer.get_delta_weight
+
+
+def _allowed(layer: Any, meter: PeakMeter, *, safe: bool) -> Peaks:
+    weight = weight_of(layer)
+    bias = getattr(layer.get_base_layer(), "bias", None)
+    slack = weight.nbytes // 2 + 2 * (0 if bias is None else bias.nbytes)
+    frugal = []
+    for cast in (False, True):  # PEFT casts the delta before it adds it here, and leaves that to the sum there
+        with restored(layer):
+            frugal.append(meter.measure(lambda mark, cast=cast: _frugal_merge(layer, mark, safe=safe, cast=cast)))  # type: ignore[misc]
+    return Peaks(
+        before_mark=max(peaks.before_mark for peaks in frugal),
+        after_mark=max(peaks.after_mark for peaks in frugal) + slack,
+        kept=max(0, *(peaks.kept for peaks in frugal)) + slack,
+    )
+
+
+def _frugal_merge(layer: Any, mark: Mark, *, safe: bool, cast: bool) -> None:
+    """Merge as `peft.tuners.lora.layer` does where it is frugal: one delta, and for a safe merge one new weight."""
+    weight = weight_of(layer)
+    merged = weight.clone() if safe else weight
+    delta = layer.get_delta_weight(ADAPTER_NAME)
+    mark()
+    merged += delta.to(merged.dtype) if cast else delta
+    if safe:
+        bool(torch.isfinite(merged).all())
+        layer.get_base_layer().weight.data = merged

@@ -1,0 +1,133 @@
+"""How much an action allocates at most, counted by the allocator itself, and so the same every time.
+
+Resident size will not do: a layer's weight may be smaller than what the C library keeps for reuse. On an accelerator
+the backend's allocator counts; the CPU's has no counters, but tells torch's profiler of every allocation and release.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.autograd.profiler import profile, record_function
+
+from consistency.worker.memory.placement import Allocator
+
+Mark = Callable[[], None]
+Action = Callable[[Mark], None]
+
+_MARK = "consistency: mark"
+_ALLOCATION = "[memory]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """Bytes over what was allocated before an action began.
+
+    Attributes
+    ----------
+    before_mark, after_mark : int
+        Largest in the part of the action before it set its mark, and in the part after.
+    kept : int
+        At its end.
+    """
+
+    before_mark: int
+    after_mark: int
+    kept: int
+
+    @property
+    def whole(self) -> int:
+        return max(self.before_mark, self.after_mark)
+
+
+class PeakMeter(Protocol):
+    """A way to count what an action allocates."""
+
+    def measure(self, action: Action) -> Peaks: ...
+
+
+class ProfilerMeter:
+    """The CPU: running sum over the allocations and releases that torch's profiler is told of."""
+
+    def measure(self, action: Action) -> Peaks:
+        def mark() -> None:
+            with record_function(_MARK):
+                pass
+
+        with _no_collection(), profile(profile_memory=True) as profiled:
+            action(mark)
+        assert profiled.kineto_results is not None
+        now, marked = 0, False
+        peaks = {False: 0, True: 0}
+        for event in sorted(profiled.kineto_results.events(), key=lambda event: event.start_ns()):
+            if event.name() == _MARK:
+                marked = True
+                peaks[True] = max(peaks[True], now)
+            elif event.name() == _ALLOCATION:
+                now += event.nbytes()
+                peaks[marked] = max(peaks[marked], now)
+        return Peaks(before_mark=peaks[False], after_mark=peaks[True], kept=now)
+
+
+class AllocatorMeter:
+    """An accelerator: the counters of its allocator, reset at the beginning and at the mark.
+
+    Parameters
+    ----------
+    device : torch.device
+    before_reset : callable
+        Called before the peak is reset, which others may read too.
+    """
+
+    def __init__(self, device: torch.device, before_reset: Callable[[], None]) -> None:
+        self._device = device
+        self._before_reset = before_reset
+        self._allocator = Allocator(device.type)
+
+    def measure(self, action: Action) -> Peaks:
+        before = self._allocated()
+        peaks = []
+
+        def mark() -> None:
+            peaks.append(self._peak() - before)
+            self._reset()
+
+        with _no_collection():
+            self._reset()
+            action(mark)
+            peaks.append(self._peak() - before)
+        return Peaks(before_mark=peaks[0], after_mark=max(peaks[1:], default=0), kept=self._allocated() - before)
+
+    def _reset(self) -> None:
+        self._before_reset()
+        self._allocator.reset_peak(self._device)
+
+    def _allocated(self) -> int:
+        return self._allocator.figures(self._device).allocated or 0
+
+    def _peak(self) -> int:
+        return self._allocator.figures(self._device).peak_allocated or 0
+
+
+def meter_of(device: torch.device, *, before_reset: Callable[[], None]) -> PeakMeter | None:
+    """Return the way to count on a device; None where its backend counts no peaks."""
+    if device.type == "cpu":
+        return ProfilerMeter()
+    return AllocatorMeter(device, before_reset) if Allocator(device.type).counts_peaks else None
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let no garbage be released in the middle of an action that was made before it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

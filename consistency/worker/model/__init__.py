@@ -1,0 +1,1 @@
+"""Base and adapter in this process: loading, files, inputs, float64 reference."""

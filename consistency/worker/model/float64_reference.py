@@ -1,0 +1,90 @@
+"""The float64 activations and gradients: made by one worker on the CPU, read by all.
+
+They lie in a scratch folder that is gone after the run; a capture keeps the measures against them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, EventLog
+
+POLL_S = 0.05
+NOTE_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Exact tensors by name, and what the CPU makes of them in the tested dtype.
+
+    Attributes
+    ----------
+    path : Path
+    errors : dict
+        The CPU's own largest error, by mode and name.
+    draws : dict
+        How many independent errors that is the largest of.
+    failures : dict
+        By mode, why there are none.
+    """
+
+    path: Path
+    errors: dict[str, float]
+    draws: dict[str, int]
+    failures: dict[str, str]
+
+    def read(self, name: str) -> torch.Tensor | None:
+        """Return an exact tensor on the CPU; None where the reference has none of that name."""
+        with safe_open(self.path, framework="pt", device="cpu") as file:
+            if name not in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                return None
+            tensor = file.get_tensor(name)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+
+def publish(
+    scratch: Path,
+    exact: dict[str, torch.Tensor],
+    *,
+    errors: dict[str, float],
+    draws: dict[str, int],
+    failures: dict[str, str],
+    file: str = REFERENCE_FILE,
+) -> Reference:
+    """Write the reference whole, so that a worker that finds it can read it."""
+    partial = scratch / f"{file}.tmp"
+    told = {"errors": errors, "draws": draws, "failures": failures}
+    save_file(
+        {name: t.contiguous().clone() for name, t in exact.items()},
+        partial,
+        metadata={name: json.dumps(table) for name, table in told.items()},
+    )
+    os.replace(partial, scratch / file)
+    return Reference(path=scratch / file, errors=errors, draws=draws, failures=failures)
+
+
+def wait_for(scratch: Path, events: EventLog, file: str = REFERENCE_FILE) -> Reference | str:
+    """Return the reference once it is there, or the reason why it never will be."""
+    noted = 0.0
+    while True:
+        path = scratch / file
+        if path.exists():
+            with safe_open(path, framework="pt", device="cpu") as opened:
+                told = {name: json.loads(text) for name, text in opened.metadata().items()}
+            return Reference(path=path, errors=told["errors"], draws=told["draws"], failures=told["failures"])
+        lost = scratch / REFERENCE_LOST
+        if lost.exists():
+            return f"no float64 reference: {lost.read_text(encoding='utf-8')}"
+        if time.monotonic() - noted > NOTE_EVERY_S:
+            events.wait("for the float64 reference")
+            noted = time.monotonic()
+        time.sleep(POLL_S)

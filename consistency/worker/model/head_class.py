@@ -1,0 +1,103 @@
+"""Which class a base is loaded as, and how many labels its head has: the base's own config, or what the adapter is for.
+
+An adapter for classification is often trained on a base that was saved for something else: the class follows the
+adapter then, as it does in PEFT's `AutoPeftModel…`, and the head's size follows the head that the adapter brings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from consistency.case.checkpoint import read_checkpoint
+from consistency.case.options import Case
+
+HEAD = re.compile(r"(?:^|\.)(?:classifier|score)(?:\.out_proj)?\.(?:weight|bias)$")
+"""Names of heads that PEFT saves whole with an adapter for classification (`peft.peft_model`, `modules_to_save`)."""
+
+# what PEFT's `AutoPeftModel…` classes load; a base is no less for text generation for having another class
+_HEADED = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+_GENERATING = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM"}
+
+_FIRST = [
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForImageClassification",
+    "AutoModelForImageTextToText",
+    "AutoModelForSpeechSeq2Seq",
+]
+
+
+def auto_class(config: Any, case: Case) -> Any:
+    """Choose the Auto class to load a base with.
+
+    The class that the adapter names, then the head that its task needs, then the config's `architectures`, then the
+    bare model.
+    """
+    from transformers.models.auto import modeling_auto
+
+    remote = getattr(config, "auto_map", None) or {}
+    if case.trust_remote_code:
+        for name in remote:
+            if name.startswith("AutoModel"):
+                return getattr(modeling_auto, name)
+    adapter = adapter_table(case)
+    task = str(adapter.get("task_type"))
+    trained_on = (adapter.get("auto_mapping") or {}).get("base_model_class")
+    found = _that_makes(trained_on, config) if trained_on else None
+    if found is None and task in _HEADED and _classes(getattr(modeling_auto, _HEADED[task]), config):
+        found = getattr(modeling_auto, _HEADED[task])
+    for architecture in getattr(config, "architectures", None) or ():
+        found = found or _that_makes(architecture, config)
+    return found or getattr(modeling_auto, _GENERATING.get(task, "AutoModel"))
+
+
+def labels(config: Any, case: Case) -> int | None:
+    """Return how many labels the adapter's own head has, where the base's config says another number."""
+    if case.adapter is None:
+        return None
+    weights = read_checkpoint(
+        Path(case.adapter), stem="adapter_model", pickle_stem="adapter_model", allow_pickle=case.allow_pickle
+    )
+    for header in weights.tensors.values():
+        if HEAD.search(header.name) and len(header.shape) == 2:
+            return header.shape[0] if header.shape[0] != getattr(config, "num_labels", None) else None
+    return None
+
+
+def adapter_table(case: Case) -> dict[str, Any]:
+    """Return the adapter's config as it was saved."""
+    if case.adapter is None:
+        return {}
+    found = json.loads((Path(case.adapter) / "adapter_config.json").read_text(encoding="utf-8"))
+    return dict(found)
+
+
+def _that_makes(architecture: str, config: Any) -> Any:
+    """Return the Auto class that makes a model of this class from this config, the usual ones first."""
+    from transformers.models.auto import modeling_auto
+
+    every = [n for n in vars(modeling_auto) if n.startswith("AutoModel") and n not in ("AutoModelWithLMHead", *_FIRST)]
+    for name in (*_FIRST, *sorted(every)):
+        if architecture in _classes(getattr(modeling_auto, name), config):
+            return getattr(modeling_auto, name)
+    return None
+
+
+def _classes(auto: Any, config: Any) -> tuple[str, ...]:
+    try:
+        found = auto._model_mapping[type(config)]
+    except (KeyError, AttributeError, ImportError, ValueError):
+        return ()
+    return tuple(c.__name__ for c in (found if isinstance(found, (tuple, list)) else (found,)) if c is not None)

@@ -1,0 +1,318 @@
+"""Load a base and an adapter as a user would: `AutoModel*.from_pretrained` and `PeftModel.from_pretrained`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from consistency.case.options import Case
+from consistency.errors import InputError
+from consistency.numerics.digest import digest
+from consistency.numerics.dtype import name_of
+from consistency.worker.memory.host_memory import is_out_of_memory
+from consistency.worker.model.head_class import HEAD, auto_class, labels
+from consistency.worker.model.synthetic_head import is_made_up, made_up, overwrite
+from consistency.worker.model.weight_files import WeightFiles, file_names
+
+ADAPTER_NAME = "default"
+
+# what transformers and PEFT raise over files and configs that they cannot use
+_UNUSABLE = (
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    OSError,
+    EOFError,
+    ImportError,
+    pickle.UnpicklingError,
+    SafetensorError,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedBase:
+    """A base model on its device, before any adapter.
+
+    Attributes
+    ----------
+    model : torch.nn.Module
+    files : WeightFiles or None
+        None for a model made by a factory.
+    tensors : mapping of str to torch.Tensor
+        Every parameter and buffer by its name in the base, the non-persistent ones too; tied ones once.
+    file_names : mapping of str to str
+        Name in the file, by name in the model, where transformers loads the tensor as it is.
+    not_in_file : frozenset of str
+        Parameters that transformers initialised anew because no file holds them. Matrices among them hold the numbers
+        of `consistency.worker.model.synthetic_head`, which are the same everywhere; torch's own random numbers are not.
+    persistent : frozenset of str
+        Names of the state dict: parameters and persistent buffers.
+    """
+
+    model: torch.nn.Module
+    files: WeightFiles | None
+    tensors: Mapping[str, torch.Tensor]
+    file_names: Mapping[str, str]
+    not_in_file: frozenset[str]
+    persistent: frozenset[str]
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype that most of the model's numbers have."""
+        elements: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            if tensor.is_floating_point():
+                elements[name_of(tensor.dtype)] += tensor.numel()
+        return elements.most_common(1)[0][0] if elements else "none"
+
+    def expected(self, name: str) -> torch.Tensor | None:
+        """Return what the file says a tensor is, cast on the CPU to the dtype it has in the model.
+
+        Of what no file holds, return the numbers that were made for it, and None where there are none.
+        """
+        if name in self.not_in_file and is_made_up(self.tensors[name]):
+            return made_up(name, self.tensors[name])
+        key = self.file_names.get(name)
+        if key is None or self.files is None:
+            return None
+        return self.files.read(key).to(self.tensors[name].dtype)
+
+
+def load_base(case: Case, device: str, *, device_map: str | Mapping[str, Any] | None = None) -> LoadedBase:
+    """Load the base of a case onto a device, or onto several by a map of transformers' or of the caller's."""
+    if case.factory is not None:
+        model, files, missing = _from_factory(case.factory, device), None, frozenset[str]()
+    else:
+        model, missing = _from_folder(case, device, device_map)
+        files = WeightFiles.of_base(case.base, allow_pickle=case.allow_pickle)
+    model.eval()
+    missing = overwrite(model, missing)
+    tensors = _tensors(model, files)
+    # what is in no file has no name there, however much a name may look like it (`classifier.dense`, `lm_head.dense`)
+    filled = {name: tensor for name, tensor in tensors.items() if name not in missing}
+    names = {} if files is None else file_names(filled, files)
+    return LoadedBase(
+        model=model,
+        files=files,
+        tensors=tensors,
+        file_names=names,
+        not_in_file=missing,
+        persistent=frozenset(model.state_dict(keep_vars=True)),
+    )
+
+
+def load_adapter(
+    base: LoadedBase, case: Case, *, initial: dict[str, str] | None = None, autocast: bool = True
+) -> torch.nn.Module:
+    """Put the case's adapter on the base through PEFT's default road; `autocast` is its `autocast_adapter_dtype`.
+
+    Where `initial` is given, it is filled with the digests that the adapter's parameters had before its file was loaded
+    into them, by name.
+    """
+    from peft import PeftModel
+
+    assert case.adapter is not None
+    looking = nullcontext() if initial is None else _looking_at_initial_values(base, initial)
+    try:
+        with looking:
+            model = PeftModel.from_pretrained(
+                base.model, case.adapter, adapter_name=ADAPTER_NAME, autocast_adapter_dtype=autocast
+            )
+    except _UNUSABLE as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(
+            "PEFT cannot load this adapter onto this base",
+            where=case.adapter,
+            got=f"{type(error).__name__}: {_first_lines(error)}",
+            hint=f"is it for {case.base}?",
+        ) from error
+    assert isinstance(model, torch.nn.Module)
+    model.eval()
+    return model
+
+
+@contextmanager
+def _looking_at_initial_values(base: LoadedBase, initial: dict[str, str]) -> Iterator[None]:
+    """Take digests as PEFT begins to load the file: the adapter is in place, with the values that it was made with."""
+    from peft import PeftModel
+
+    of_base = {tensor.data_ptr() for tensor in base.tensors.values()}
+    real = PeftModel.load_adapter
+
+    def look(model: Any, *args: Any, **options: Any) -> Any:
+        for name, tensor in model.named_parameters():
+            if tensor.numel() and not tensor.is_meta and tensor.data_ptr() not in of_base:
+                initial.setdefault(name, digest(tensor).value)
+        return real(model, *args, **options)
+
+    PeftModel.load_adapter = look
+    try:
+        yield
+    finally:
+        PeftModel.load_adapter = real
+
+
+def expected_adapter(model: torch.nn.Module, files: WeightFiles) -> dict[str, tuple[str, torch.Tensor]]:
+    """Ask PEFT itself which parameter each tensor of the adapter's file goes to.
+
+    PEFT's loading function is run once more on tensors read on the CPU, with the last step, `load_state_dict` of the
+    model and of its parts, replaced by one that only looks. So its key mapping, renaming and weight conversion are the
+    real ones, in whatever version is installed.
+
+    Returns
+    -------
+    dict
+        Name in the model to (name in the file, tensor on the CPU in the file's dtype).
+    """
+    from peft import set_peft_model_state_dict
+
+    given = dict(files.read_all())
+    # converted tensors are new objects: tell those apart from what is passed through by storage and shape
+    origin = {(t.data_ptr(), tuple(t.shape)): name for name, t in given.items() if t.numel()}
+    with _looking_at_load_state_dict(model) as seen:
+        set_peft_model_state_dict(model, given, adapter_name=ADAPTER_NAME)
+    return {name: (origin.get((tensor.data_ptr(), tuple(tensor.shape)), name), tensor) for name, tensor in seen.items()}
+
+
+@contextmanager
+def _looking_at_load_state_dict(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Collect what is loaded into the model, and into parts of it: a prompt's tensors go to the prompt's own module."""
+    seen: dict[str, torch.Tensor] = {}
+    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    real = torch.nn.Module.load_state_dict
+
+    def look(module: torch.nn.Module, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        if id(module) not in prefixes:
+            return real(module, state_dict, *args, **options)
+        own = set(module.state_dict(keep_vars=True))
+        if module is model:
+            seen.update(state_dict)
+        else:
+            taken = {f"{prefixes[id(module)]}{name}": t for name, t in state_dict.items() if name in own}
+            # PEFT offers the same tensors to the whole model first, which has no such name
+            for name in [n for n, t in seen.items() if any(t is other for other in taken.values())]:
+                del seen[name]
+            seen.update(taken)
+        return torch.nn.modules.module._IncompatibleKeys(
+            missing_keys=sorted(own - set(state_dict)), unexpected_keys=sorted(set(state_dict) - own)
+        )
+
+    torch.nn.Module.load_state_dict = look  # type: ignore[assignment]
+    try:
+        yield seen
+    finally:
+        torch.nn.Module.load_state_dict = real  # type: ignore[method-assign]
+
+
+def _from_folder(
+    case: Case, device: str, device_map: str | Mapping[str, Any] | None = None
+) -> tuple[torch.nn.Module, frozenset[str]]:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(case.base, trust_remote_code=case.trust_remote_code)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise InputError(
+            "transformers cannot use this config",
+            where=Path(case.base) / "config.json",
+            got=_first_lines(error),
+        ) from error
+    auto = auto_class(config, case)
+    arguments: dict[str, Any] = {
+        "dtype": case.dtype if case.dtype == "auto" else getattr(torch, case.dtype),
+        "trust_remote_code": case.trust_remote_code,
+        "use_safetensors": None if case.allow_pickle else True,
+        "output_loading_info": True,
+    }
+    if device_map is not None:
+        arguments["device_map"] = device_map
+    elif device != "cpu":
+        arguments["device_map"] = {"": device}
+    wanted = labels(config, case)
+    if wanted is not None:
+        arguments.update(num_labels=wanted, ignore_mismatched_sizes=True)
+    try:
+        model, info = auto.from_pretrained(case.base, **arguments)
+    except _UNUSABLE as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"transformers cannot load this base as {auto.__name__}",
+            where=case.base,
+            got=f"{type(error).__name__}: {_first_lines(error)}",
+        ) from error
+    mismatched = {name: (found, shape) for name, found, shape in info.get("mismatched_keys") or ()}
+    anew = {name for name in mismatched if wanted is not None and HEAD.search(name)}
+    for name in sorted(set(mismatched) - anew):
+        found, shape = mismatched[name]
+        raise InputError(
+            "a weight of the base has another shape than its config says",
+            where=f"{name} in {case.base}",
+            got=tuple(found),
+            wanted=tuple(shape),
+        )
+    return model, frozenset(info.get("missing_keys") or ()) | anew
+
+
+def _from_factory(text: str, device: str) -> torch.nn.Module:
+    module_name, _, function_name = text.partition(":")
+    sys.path.append(os.getcwd())  # a user's own module lies where the command was typed; installed ones come first
+    try:
+        factory = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise InputError("cannot import the model factory", where=f"python:{text}", got=error) from error
+    try:
+        model = factory()
+    except Exception as error:  # a user's own function may raise anything; whatever it is, it is theirs to mend
+        if is_out_of_memory(error):
+            raise
+        raise InputError(
+            "the model factory failed", where=f"python:{text}", got=f"{type(error).__name__}: {_first_lines(error)}"
+        ) from error
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(
+            "the factory does not return a module", where=f"python:{text}", got=type(model).__name__, wanted="Module"
+        )
+    return model.to(device)
+
+
+def _tensors(model: torch.nn.Module, files: WeightFiles | None) -> dict[str, torch.Tensor]:
+    """Name every parameter and buffer once; of tied names the one that is in the file."""
+    in_file = set() if files is None else set(files.names())
+    chosen: dict[tuple[int, torch.Size, torch.dtype], str] = {}
+    found: dict[str, torch.Tensor] = {}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in named:
+        identity = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+        if tensor.numel() and identity in chosen:
+            first = chosen[identity]
+            if name in in_file and first not in in_file:
+                found = {(name if key == first else key): value for key, value in found.items()}
+                chosen[identity] = name
+            continue
+        chosen[identity] = name
+        found[name] = tensor
+    return found
+
+
+def _first_lines(error: BaseException) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return " ".join(lines[:3])[:600] or type(error).__name__

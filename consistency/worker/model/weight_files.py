@@ -1,0 +1,118 @@
+"""The bytes in the files, read on the CPU: the reference that no device can share a fault with."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint
+
+MAPPED_BYTES = 64 * 2**20
+"""Bytes read through one mapping before another takes its place.
+
+A page that was read stays resident while it is mapped, so one mapping for all would hold a second copy of the model
+beside the model. Small beside a model; large beside what opening a file costs, which is to parse its header.
+"""
+
+
+class WeightFiles:
+    """Tensors of a folder's weight files, read one at a time and memory-mapped.
+
+    What was read and is no longer used is given back: beside the tensors in use `MAPPED_BYTES` stay resident.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    allow_pickle : bool
+        Read a pickle, with `weights_only=True`, where there is no safetensors file.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, allow_pickle: bool = False) -> None:
+        self._checkpoint = checkpoint
+        self._open: dict[Path, Any] = {}
+        self._bytes_read: dict[Path, int] = {}
+        self._loaded: dict[str, torch.Tensor] = {}
+        if checkpoint.pickled and allow_pickle:
+            for file in checkpoint.files:
+                # files from before torch 1.6 are no archives, and cannot be mapped
+                mapped = zipfile.is_zipfile(file)
+                self._loaded.update(torch.load(file, map_location="cpu", weights_only=True, mmap=mapped))
+
+    @classmethod
+    def of_base(cls, folder: str, *, allow_pickle: bool) -> WeightFiles:
+        found = read_checkpoint(Path(folder), stem="model", pickle_stem="pytorch_model", allow_pickle=allow_pickle)
+        return cls(found, allow_pickle=allow_pickle)
+
+    @classmethod
+    def of_adapter(cls, folder: str, *, allow_pickle: bool) -> WeightFiles:
+        found = read_checkpoint(
+            Path(folder), stem="adapter_model", pickle_stem="adapter_model", allow_pickle=allow_pickle
+        )
+        return cls(found, allow_pickle=allow_pickle)
+
+    def names(self) -> Iterable[str]:
+        return self._loaded or self._checkpoint.tensors
+
+    def header(self, name: str) -> TensorHeader | None:
+        return self._checkpoint.tensors.get(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._loaded:
+            return tuple(self._loaded[name].shape)
+        return self._checkpoint.tensors[name].shape
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor on the CPU, in the file's own dtype."""
+        if name in self._loaded:
+            return self._loaded[name]
+        file = self._checkpoint.tensors[name].file
+        if file not in self._open or self._bytes_read[file] > MAPPED_BYTES:
+            self._open[file] = safe_open(file, framework="pt", device="cpu")  # tensors in use keep the mapping before
+            self._bytes_read[file] = 0
+        tensor = self._open[file].get_tensor(name)
+        assert isinstance(tensor, torch.Tensor)
+        self._bytes_read[file] += tensor.nbytes
+        return tensor
+
+    def read_all(self) -> Mapping[str, torch.Tensor]:
+        return {name: self.read(name) for name in self.names()}
+
+
+def file_names(parameters: Mapping[str, torch.Tensor], files: WeightFiles) -> dict[str, str]:
+    """Match the model's names with those in the files.
+
+    The two differ by leading components where a checkpoint was saved from the bare model (`h.0.…` for
+    `transformer.h.0.…`) or from a larger one. A name is matched only with a tensor of the same shape, and only where no
+    other name matches; what transformers converts on loading (fused or split weights) stays unmatched.
+
+    Returns
+    -------
+    dict
+        File name by model name.
+    """
+    available = set(files.names())
+    matched = {name: name for name in parameters if name in available}
+    free = available - set(matched.values())
+    by_ending: dict[str, list[str]] = {}
+    for name in free:
+        for ending in _endings(name):
+            by_ending.setdefault(ending, []).append(name)
+    claims: dict[str, list[str]] = {}
+    for name, tensor in parameters.items():
+        if name not in matched:
+            found = next((by_ending[ending] for ending in _endings(name) if ending in by_ending), [])
+            if len(found) == 1 and files.shape(found[0]) == tuple(tensor.shape):
+                claims.setdefault(found[0], []).append(name)
+    matched |= {names[0]: key for key, names in claims.items() if len(names) == 1}
+    return {name: key for name, key in matched.items() if files.shape(key) == tuple(parameters[name].shape)}
+
+
+def _endings(name: str) -> list[str]:
+    """Return the name without its first 0, 1, … components, two components at least."""
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in range(max(1, len(parts) - 1))]

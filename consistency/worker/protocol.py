@@ -1,0 +1,173 @@
+"""What a worker is told and what it tells: the only words that the two processes share. No torch here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.records import SettingChange, StageMemory
+from consistency.case.load_path import Road
+from consistency.case.options import Case
+
+EventKind = Literal["stage", "step", "wait", "done", "failed"]
+
+REFERENCE_FILE = "reference.safetensors"
+"""Name of the float64 activations in the scratch folder that all workers of a run share."""
+
+GRADIENT_FILE = "gradient.safetensors"
+"""Name of the float64 gradients there."""
+
+REFERENCE_LOST = "reference.lost"
+"""Name of the note that the launcher leaves there when the worker that makes them is gone."""
+
+CANNOT_WRITE = 4
+"""Exit status of a worker whose disk is full: it could not even say so."""
+
+TOLD_FILE = "told.json"
+"""Name of the file in which a worker tells of itself."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a worker needs to know.
+
+    Attributes
+    ----------
+    case : Case
+    name : str
+        The device as the user wrote it: `cuda:1@tf32`.
+    device : str
+        The device as torch numbers it in this worker: `cuda:0` where only one is visible.
+    road : str
+    side_roads : tuple of Road
+        What the stage `adapter` takes beside it.
+    folder, blobs, scratch : str
+        The worker's own folder, the capture's tensors, and a folder shared with the other workers of this run.
+    settings : dict
+        Determinism settings of the device's variant that differ from the pinned ones.
+    makes_reference : bool
+        Whether this worker computes the float64 activations for all.
+    threads : int
+    parent_pid : int
+    fault : str or None
+        A fault to plant, of `consistency.worker.faults`.
+    autocast_adapter_dtype : bool
+        PEFT's argument of this name for the default road.
+    """
+
+    case: Case
+    name: str
+    device: str
+    road: str
+    folder: str
+    blobs: str
+    scratch: str
+    settings: dict[str, Any]
+    makes_reference: bool
+    threads: int
+    parent_pid: int
+    side_roads: tuple[Road, ...] = ()
+    fault: str | None = None
+    autocast_adapter_dtype: bool = True
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker tells of itself beside its records; written anew after every stage."""
+
+    environment: dict[str, Any]
+    asked: dict[str, Any]
+    in_force: dict[str, Any]
+    kernel_key: str
+    changes: tuple[SettingChange, ...] = ()
+    inputs_digest: str | None = None
+    stages_done: tuple[str, ...] = ()
+    peak_bytes: int | None = None
+    stage_memory: tuple[StageMemory, ...] = ()
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of a worker's progress."""
+
+    at: float
+    kind: EventKind
+    stage: str = ""
+    layer: str = ""
+    done: int = 0
+    total: int = 0
+    message: str = ""
+    error: dict[str, Any] | None = None
+
+    def __str__(self) -> str:
+        place = " · ".join(part for part in (self.stage, self.layer, self.message) if part)
+        return place or self.kind
+
+
+class EventLog:
+    """Append events to a worker's file; each is on disk before the next step begins."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._stage = ""
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def stage(self, name: str) -> None:
+        self._stage = name
+        self._write(Event(at=time.time(), kind="stage", stage=name))
+
+    def step(self, layer: str, done: int, total: int) -> None:
+        self._write(Event(at=time.time(), kind="step", stage=self._stage, layer=layer, done=done, total=total))
+
+    def wait(self, message: str) -> None:
+        self._write(Event(at=time.time(), kind="wait", stage=self._stage, message=message))
+
+    def done(self) -> None:
+        self._write(Event(at=time.time(), kind="done"))
+
+    def failed(self, error: Mapping[str, Any]) -> None:
+        self._write(Event(at=time.time(), kind="failed", stage=self._stage, error=dict(error)))
+
+    def _write(self, event: Event) -> None:
+        os.write(self._file.fileno(), encode_json(event) + b"\n")
+
+
+class EventReader:
+    """Read the events that a worker has written since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> list[Event]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                raw = file.read()
+        except FileNotFoundError:
+            return []
+        whole = raw[: raw.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [decode_json(line, Event) for line in whole.splitlines()]
+
+    def drop(self, kind: EventKind) -> None:
+        """Take the events of a kind out of the file, once its writer has ended."""
+        try:
+            lines = self._path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if decode_json(line, Event).kind != kind]
+        except (OSError, msgspec.MsgspecError):
+            return  # the longer file is as good
+        partial = self._path.with_name(self._path.name + ".tmp")
+        try:
+            partial.write_bytes(b"".join(kept))
+            os.replace(partial, self._path)
+        except OSError:
+            partial.unlink(missing_ok=True)

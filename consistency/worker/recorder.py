@@ -1,0 +1,312 @@
+"""Turn what a stage sees into records, and keep the tensors that are worth keeping."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from consistency.capture.folder import blob_key
+from consistency.capture.json_codec import Real, encode_json
+from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
+from consistency.case.load_path import Road
+from consistency.errors import CaptureError
+from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
+from consistency.numerics.digest import TensorDigest, as_bytes, differing_blocks, digest
+from consistency.numerics.distance import Measure, measure
+from consistency.numerics.dtype import name_of
+from consistency.numerics.rules import Rule
+
+KEEP_BYTES = 64 * 2**20
+"""A tensor outside its rule is kept in full up to this size; beyond it, block digests and the worst element tell."""
+
+
+class Recorder:
+    """Write records of one worker, one line at a time, so that a worker that dies leaves whole lines behind.
+
+    Parameters
+    ----------
+    folder : Path
+        The worker's own folder.
+    blobs : Path
+        The capture's content-addressed tensors, shared by all workers.
+    only : sequence of str
+        `stage::layer` prefixes to record; empty records everything.
+    """
+
+    def __init__(self, folder: Path, blobs: Path, *, only: Sequence[str] = ()) -> None:
+        self._file = (folder / "records.jsonl").open("ab", buffering=0)
+        self._blobs = blobs
+        self._only = tuple(only)
+        self._order = 0
+        self._road = ""
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def wants(self, stage: str, layer: str) -> bool:
+        """Tell whether anything is to be recorded of a layer."""
+        key = f"{stage}::{layer}"
+        return not self._only or any(
+            key == prefix or key.startswith((prefix + ".", prefix + "::")) or prefix == stage for prefix in self._only
+        )
+
+    @contextmanager
+    def on_road(self, road: Road) -> Iterator[None]:
+        """Record what follows as seen on a side road."""
+        self._road = road.value
+        try:
+            yield
+        finally:
+            self._road = ""
+
+    def write(self, record: TensorRecord) -> None:
+        self._order += 1
+        line = encode_json(msgspec.structs.replace(record, order=self._order, road=self._road)) + b"\n"
+        try:
+            os.write(self._file.fileno(), line)
+        except OSError as error:
+            raise CaptureError("cannot write the records", where=self._file.name, got=error) from error
+
+    def keep(self, tensor: torch.Tensor) -> str:
+        """Store a tensor under the hash of its bytes and return that name; equal bytes are stored once."""
+        host = tensor.detach().to("cpu").contiguous()
+        raw = as_bytes(host)
+        name = blob_key(name_of(host.dtype), host.shape, raw.numpy().data)
+        path = self._blobs / f"{name}.safetensors"
+        if not path.exists():
+            partial = self._blobs / f"{name}.{os.getpid()}.tmp"
+            try:
+                save_file({"tensor": host.clone() if host.untyped_storage().nbytes() != host.nbytes else host}, partial)
+                os.replace(partial, path)
+            except (OSError, SafetensorError) as error:
+                partial.unlink(missing_ok=True)
+                raise CaptureError("cannot keep a tensor", where=path, got=error) from error
+        return name
+
+    def moved(
+        self,
+        *,
+        stage: str,
+        layer: str,
+        tensor: str,
+        actual: torch.Tensor,
+        expected: torch.Tensor,
+        known: Known | None = None,
+        keep: bool = False,
+        repeats: tuple[str, ...] = (),
+        evidence: Mapping[str, Any] | None = None,
+    ) -> TensorDigest:
+        """Hold a tensor whose bytes were only moved against the bytes in the file, and record what was seen.
+
+        Parameters
+        ----------
+        stage, layer, tensor : str
+        actual : torch.Tensor
+            On its device; it leaves it only where something is to be said, or where `keep` asks.
+        expected : torch.Tensor
+            On the CPU.
+        known : Known, optional
+            What else the tensor could hold.
+        keep : bool
+            Store both tensors, so that captures made apart can be compared element by element.
+        """
+        here, reference = digest(actual), digest(expected)
+        common: dict[str, Any] = {
+            "stage": stage,
+            "layer": layer,
+            "tensor": tensor,
+            "shape": tuple(actual.shape),
+            "dtype": name_of(actual.dtype),
+            "rule": "bitwise",
+            "digest": here.value,
+            "blocks": pack_blocks(here),
+            "reference": "file",
+            "reference_digest": reference.value,
+            "repeats": repeats,
+        }
+        evidence = dict(evidence or {})
+        if here.value == reference.value:
+            blob = self.keep(actual) if keep else None
+            self.write(TensorRecord(**common, status="equal", blob=blob, reference_blob=blob, evidence=evidence))
+            return here
+        host = actual.detach().to("cpu")
+        structure = diagnose_structure(host, expected)
+        found = None
+        if structure is None:
+            found = measure(host, expected)
+            diagnosis = diagnose_moved(host, expected, found, known=known)
+            if found.mismatched == 0:
+                # the digest on the device and the bytes on the host disagree: reading the tensor back changed it
+                diagnosis = dataclasses.replace(diagnosis, word="unknown", evidence={"digest_only": True})
+        else:
+            diagnosis = structure
+        small = host.nbytes <= KEEP_BYTES
+        self.write(
+            TensorRecord(
+                **common,
+                status="outside",
+                measure=None if found is None else TensorMeasure.of(found),
+                diagnosis=diagnosis.word,
+                evidence={
+                    **evidence,
+                    **diagnosis.evidence,
+                    "blocks": differing_blocks(here.blocks, reference.blocks)[:64],
+                },
+                blob=self.keep(host) if keep or small else None,
+                reference_blob=self.keep(expected) if keep or small else None,
+            )
+        )
+        return here
+
+    def computed(
+        self,
+        *,
+        stage: str,
+        layer: str,
+        tensor: str,
+        actual: torch.Tensor,
+        rule: str,
+        found: Measure | None,
+        status: RecordStatus,
+        diagnosis: str | None,
+        digests: Sequence[TensorDigest],
+        reference_error: float | None = None,
+        reference_draws: int | None = None,
+        keep: bool = False,
+        evidence: Mapping[str, Any] | None = None,
+        reason: str | None = None,
+        exact: torch.Tensor | None = None,
+        ingredients: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Record a tensor that a device computed, with its measure against the exact value.
+
+        `digests` holds one digest per run on this device, the first run first; `reason` says why it is skipped. Where
+        it is outside its rule, `exact` and `ingredients`, on the CPU, are kept: a reproducer is made of them.
+        """
+        worth_keeping = status == "outside" and actual.nbytes <= KEEP_BYTES
+        beside = {"exact": exact, **(ingredients or {})} if worth_keeping else {}
+        kept = {name: self.keep(t) for name, t in beside.items() if t is not None and t.nbytes <= KEEP_BYTES}
+        # where bits are to be equal, blocks say where they are not; of a sum in another order all blocks differ
+        blockwise = status == "outside" or found is None
+        self.write(
+            TensorRecord(
+                stage=stage,
+                layer=layer,
+                tensor=tensor,
+                shape=tuple(actual.shape),
+                dtype=name_of(actual.dtype),
+                rule=rule,
+                status=status,
+                digest=digests[0].value,
+                blocks=pack_blocks(digests[0]) if blockwise else "",
+                reference="float64" if found is not None else None,
+                reference_error=None if reference_error is None else Real(reference_error),
+                reference_draws=reference_draws,
+                measure=_written(found, whole=status == "outside" or rule != Rule.BOUND),
+                diagnosis=diagnosis,
+                evidence=dict(evidence or {}),
+                reason=reason,
+                blob=self.keep(actual) if keep or worth_keeping else None,
+                reference_blob=kept.pop("exact", None),
+                repeats=tuple(d.value for d in digests[1:]),
+                ingredients=kept,
+            )
+        )
+
+    def fact(
+        self,
+        *,
+        stage: str,
+        layer: str,
+        tensor: str,
+        status: RecordStatus,
+        diagnosis: str | None = None,
+        share: float | None = None,
+        evidence: Mapping[str, Any] | None = None,
+        reason: str | None = None,
+    ) -> None:
+        """Record what is no tensor and has a limit: bytes on a device, ids in a batch, the peak of a merge.
+
+        Parameters
+        ----------
+        stage, layer, tensor : str
+            What it is about: a layer or device, and the name of the fact.
+        status : str
+            `equal` where it is as it has to be, `within` where it is inside a limit that can be used up, `outside`
+            where it is not; `skipped` with a `reason`.
+        diagnosis : str, optional
+            The word for what is wrong.
+        share : float, optional
+            What was seen over what is allowed.
+        evidence : mapping, optional
+            The figures, units in their names.
+        """
+        self.write(
+            TensorRecord(
+                stage=stage,
+                layer=layer,
+                tensor=tensor,
+                rule=Rule.LIMIT,
+                status=status,
+                diagnosis=diagnosis,
+                limit_ratio=None if share is None else Real(share),
+                evidence=dict(evidence or {}),
+                reason=reason,
+            )
+        )
+
+    def absent(
+        self,
+        *,
+        stage: str,
+        layer: str,
+        tensor: str,
+        status: RecordStatus,
+        reason: str,
+        rule: str = "bitwise",
+        shape: tuple[int, ...] = (),
+        dtype: str = "",
+        evidence: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Record a tensor that could not be looked at: missing, unexpected, skipped or blocked, and why."""
+        self.write(
+            TensorRecord(
+                stage=stage,
+                layer=layer,
+                tensor=tensor,
+                shape=shape,
+                dtype=dtype,
+                rule=rule,
+                status=status,
+                diagnosis=status if status in ("missing", "unexpected") else None,
+                reason=reason,
+                evidence=dict(evidence or {}),
+            )
+        )
+
+
+def _written(found: Measure | None, *, whole: bool) -> TensorMeasure | None:
+    """Return a measure as it is written; what is inside a bound that nobody else judges needs no worst values."""
+    if found is None:
+        return None
+    measured = TensorMeasure.of(found)
+    return measured if whole else measured.without_values()
+
+
+def pack_blocks(found: TensorDigest) -> str:
+    """Write block digests as 16 hexadecimal digits each; where there is one, the tensor's own says as much."""
+    if len(found.blocks) < 2:
+        return ""
+    return "".join(f"{b:016x}" for b in found.blocks)

@@ -1,0 +1,1 @@
+"""Stage `adapter`: the adapter's bytes on the device against its file."""

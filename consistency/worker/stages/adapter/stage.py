@@ -1,0 +1,176 @@
+"""Stage `adapter`: every adapter tensor on the device against the bytes in its file, read on the CPU.
+
+PEFT's own key mapping says which parameter a tensor of the file goes to; PEFT casts some dtypes on loading, so the
+file's bytes are cast once, on the CPU, to the dtype that the parameter has.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from typing import Any
+
+import torch
+
+from consistency.capture.names import RANK_AND_SCALING, SETTINGS_LAYER, adapter_place, module_place
+from consistency.numerics.diagnosis_moved import Known
+from consistency.numerics.digest import digest
+from consistency.numerics.dtype import name_of
+from consistency.numerics.rules import Rule
+from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.stages.adapter import load_paths
+from consistency.worker.stages.adapter.reload import POISON, Loads, reload
+from consistency.worker.stages.adapter.stale_bytes import file_of_another, leftover
+from consistency.worker.stages.base import PEER_KEEP_BYTES
+from consistency.worker.stages.context import Context
+
+
+def run(context: Context) -> None:
+    """Record the adapter's file tensor by tensor, what is missing or left over, its settings, and its side roads."""
+    model, record = context.model, context.record
+    state = model.state_dict(keep_vars=True)
+    again = reload(context, state) if context.job.case.reloads else {}
+    by_digest = {digest(tensor).value: key for key, tensor in context.expected.values()}
+    place = {name: number for number, name in enumerate(state)}
+    in_model_order = sorted(context.expected.items(), key=lambda item: place.get(item[0], len(place)))
+    for done, (name, (key, tensor)) in enumerate(in_model_order):
+        layer, part = adapter_place(key)
+        if not record.wants("adapter", layer):
+            continue
+        context.events.step(f"{layer}.{part}", done, len(context.expected))
+        actual = state.get(name)
+        if actual is None:
+            record.absent(
+                stage="adapter", layer=layer, tensor=part, status="unexpected", shape=tuple(tensor.shape),
+                dtype=name_of(tensor.dtype), reason="the file holds it, the model has no place for it",
+                evidence={"parameter": name},
+            )  # fmt: skip
+            continue
+        if actual.is_meta:
+            record.absent(
+                stage="adapter", layer=layer, tensor=part, status="missing", shape=tuple(actual.shape),
+                dtype=name_of(actual.dtype), reason="it is on the device meta: its bytes never came",
+            )  # fmt: skip
+            continue
+        expected = tensor.to(actual.dtype)
+        own = digest(expected).value
+        evidence = {} if actual.dtype == tensor.dtype else {"dtype_in_file": name_of(tensor.dtype)}
+        loads = again.get(name, Loads())
+        if loads.wrong is not None and digest(actual).value == own:
+            # right at first: what is to be told is what came the second time, over poison
+            actual, evidence = loads.wrong, {**evidence, "when": "loaded again, over NaN"}
+            known = Known(poison=POISON[actual.element_size()])
+        else:
+            known = Known(
+                initial=context.initial.get(name),
+                swapped=functools.partial(file_of_another, by_digest, own),
+                stale=functools.partial(leftover, context.base.tensors),
+            )
+        record.moved(
+            stage="adapter",
+            layer=layer,
+            tensor=part,
+            actual=actual,
+            expected=expected,
+            known=known,
+            keep=True,
+            repeats=loads.digests,
+            evidence=evidence,
+        )
+    missing = _missing(context, state)
+    _made_on_loading(context, state, missing)
+    if record.wants("adapter", SETTINGS_LAYER):
+        _settings(context)
+    load_paths.run(context, by_digest)
+
+
+def _missing(context: Context, state: dict[str, Any]) -> set[str]:
+    """Record the adapter's parameters that its file does not hold: initial values. Return their names."""
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+
+    model: Any = context.model
+    config = model.peft_config[ADAPTER_NAME]
+    prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
+    parameters = dict(context.model.named_parameters())
+    shared = {state[name].data_ptr() for name in context.expected if name in state}
+    found = set()
+    for name, tensor in state.items():
+        in_adapter = prefix and prefix in name and f".{ADAPTER_NAME}" in name and name in parameters
+        if not in_adapter or name in context.expected or tensor.data_ptr() in shared:
+            continue
+        found.add(name)
+        layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
+        if context.record.wants("adapter", layer):
+            context.record.absent(
+                stage="adapter", layer=layer, tensor=part, status="missing", shape=tuple(tensor.shape),
+                dtype=name_of(tensor.dtype), reason="the model has it, the adapter's file does not",
+            )  # fmt: skip
+    return found
+
+
+def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str]) -> None:
+    """Record the method's tensors that are in no file: projections and tables that are computed when it is loaded.
+
+    Devices are held against one another. Where they differ, so do the models that they run, and what is computed with
+    them differs by more than rounding explains.
+    """
+    model, record = context.model, context.record
+    known = {t.data_ptr() for t in context.base.tensors.values()}
+    known |= {state[name].data_ptr() for name in (*context.expected, *missing) if name in state}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
+        strided = tensor.layout is torch.strided and tensor.numel() > 0
+        if not strided or tensor.data_ptr() in known or not record.wants("adapter", layer):
+            continue
+        record.computed(
+            stage="adapter",
+            layer=layer,
+            tensor=part,
+            actual=tensor,
+            rule=Rule.PEER,
+            found=None,
+            status="measured",
+            diagnosis="recomputed",
+            digests=[digest(tensor)],
+            keep=tensor.nbytes <= PEER_KEEP_BYTES,
+            evidence={"not_in_file": "computed when the adapter is loaded"},
+        )
+
+
+def _settings(context: Context) -> None:
+    """Record rank, scaling and active adapters, which are no tensors but change every number."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    table: dict[str, Any] = {}
+    inactive = []
+    for name, module in context.model.named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        scaling = getattr(module, "scaling", None)
+        rank = getattr(module, "r", None)
+        table[module_place(name)] = [
+            rank.get(ADAPTER_NAME) if isinstance(rank, dict) else None,
+            scaling.get(ADAPTER_NAME) if isinstance(scaling, dict) else None,
+        ]
+        if ADAPTER_NAME not in module.active_adapters or module.disable_adapters:
+            inactive.append(module_place(name))
+    raw = json.dumps(table, sort_keys=True).encode()
+    tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    context.record.computed(
+        stage="adapter",
+        layer=SETTINGS_LAYER,
+        tensor=RANK_AND_SCALING,
+        actual=tensor,
+        rule=Rule.PEER,
+        found=None,
+        status="outside" if inactive else "measured",
+        diagnosis="inactive" if inactive else None,
+        digests=[digest(tensor)],
+        evidence={"layers": len(table), "values": _counted(table), **({"inactive": inactive[:8]} if inactive else {})},
+    )
+
+
+def _counted(table: dict[str, Any]) -> dict[str, int]:
+    """Count the layers by rank and scaling."""
+    return dict(Counter(f"rank {rank}, scaling {scaling}" for rank, scaling in table.values()))

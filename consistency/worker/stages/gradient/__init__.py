@@ -1,0 +1,1 @@
+"""Stage `gradient`: one backward pass and one optimizer step."""

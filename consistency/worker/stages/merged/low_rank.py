@@ -1,0 +1,81 @@
+"""The closed form of a plain LoRA: its factors, read from the files, and what a delta or merged weight may be off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from consistency.numerics.bound import Allowance, GivenAllowance, delta_allowance, merged_allowance
+from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.stages.context import Context
+from consistency.worker.stages.user_tolerance import Given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """The factors of a plain LoRA delta, from the file: `scaling * left @ right`, in the weight's own orientation.
+
+    `tf32` says that this worker's variant asked for TF32; where it merely slipped in, the bound is float32's.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scaling: float
+    adapter: torch.dtype
+    rounds_delta: bool
+    tf32: bool
+
+    @property
+    def rank(self) -> int:
+        return int(self.right.shape[0])
+
+
+def low_rank_of(context: Context, name: str, layer: Any) -> LowRank | None:
+    """Return the factors of a plain LoRA on a linear, Conv1D or embedding layer; None for every other method."""
+    from peft.tuners.lora import layer as lora
+
+    if getattr(layer, "lora_variant", {}).get(ADAPTER_NAME) is not None:
+        return None  # DoRA and its kin are no sum of a weight and a product
+    if type(layer) is lora.Linear:
+        keys, transposed = ("lora_A.{}.weight", "lora_B.{}.weight"), bool(layer.fan_in_fan_out)
+    elif type(layer) is lora.Embedding:
+        keys, transposed = ("lora_embedding_A.{}", "lora_embedding_B.{}"), True
+    else:
+        return None
+    names = [f"{name}.{key.format(ADAPTER_NAME)}" for key in keys]
+    if not all(n in context.expected for n in names):
+        return None
+    state = dict(layer.named_parameters())
+    dtype = state[keys[0].format(ADAPTER_NAME)].dtype
+    if dtype not in UNIT_ROUNDOFF:
+        return None
+    a, b = (context.expected[n][1].to(dtype) for n in names)
+    return LowRank(
+        left=a.T if transposed else b,
+        right=b.T if transposed else a,
+        scaling=float(layer.scaling[ADAPTER_NAME]),
+        adapter=dtype,
+        rounds_delta=type(layer) is lora.Embedding,
+        tf32=bool(context.job.settings.get("matmul_allow_tf32")),
+    )
+
+
+def allowance_of(
+    low_rank: LowRank, given: Given | None, tensor: torch.Tensor, *, roundings: int, tf32: bool = False
+) -> Allowance | GivenAllowance:
+    """Return what a delta (`roundings` 0) or a merged weight may be off; `tf32`: as if its products had run in TF32."""
+    if given is not None:
+        return given.allowance
+    # bfloat16 and float16 products on an accelerator run on matrix units, which truncate when they accumulate
+    on_units = tensor.device.type != "cpu"
+    delta = delta_allowance(
+        low_rank.rank,
+        scaling=low_rank.scaling,
+        adapter=low_rank.adapter,
+        truncating=on_units and low_rank.adapter in (torch.bfloat16, torch.float16),
+        tf32=tf32 or (on_units and low_rank.tf32),
+    )
+    return merged_allowance(delta, weight=tensor.dtype, roundings=roundings) if roundings else delta

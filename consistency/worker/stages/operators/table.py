@@ -1,0 +1,398 @@
+"""The fixed list of small operations that the stage `operators` tries, each with its exact value and derived bound.
+
+What each computes is written twice: once in torch, as a model calls it, and once in steps of
+`consistency.numerics.running_error`, which give the exact value and what a device may be off. The steps are those of
+the widest way that libraries take: a layer norm's variance may be one pass over squares, an attention in bfloat16 may
+store its scores. Inputs come from NumPy's generators, for torch's own differ between kernels, and are numbers of the
+tested dtype, so nothing is off to begin with.
+
+Long inner products take numbers of one sign: there a bound that grows with the length stays small beside the result,
+and an operand that is cut to TF32 moves all terms the same way. Convolutions have strides or one channel per group,
+as transformers have them: a library has no transform (Winograd, FFT) for such, whose error is spread over a tile.
+
+Largest share of the bound that healthy kernels used up, over the native kernels, `baseline` and `avx2` of an x86
+processor with AVX-512 (torch 2.13, one thread), at the level `thorough`:
+
+=============  =======  ========  =======  =======
+operation      float32  bfloat16  float16  float64
+=============  =======  ========  =======  =======
+matmul            0.10      0.99     0.98     0.03
+linear            0.03      0.64     0.52     0.02
+bmm               0.11      0.97     0.95     0.04
+conv1d            0.51      0.96     0.96        –
+conv2d            0.02      0.48     0.45        –
+embedding         0.00      0.00     0.00        –
+softmax           0.07      0.98     1.00        –
+log_softmax       0.10      0.88     0.93        –
+layer_norm        0.22      0.98     0.96        –
+rms_norm          0.03      0.49     0.49        –
+gelu              0.23      0.97     0.94        –
+gelu_tanh         0.33      0.99     0.96        –
+silu              0.29      0.94     0.97        –
+exp               0.16      0.98     0.99        –
+tanh              0.09      0.95     0.99        –
+rsqrt             0.13      0.74     0.75        –
+sin               0.12      0.97     0.95        –
+cos               0.13      0.92     0.97        –
+sum               0.00      0.66     0.50        –
+mean              0.00      0.91     0.66        –
+cumsum            0.00         –        –        –
+cross_entropy     0.07      0.65     0.69        –
+attention         0.01      0.04     0.04        –
+rotary            0.89      0.81     0.79        –
+adamw             0.67         –        –        –
+=============  =======  ========  =======  =======
+
+One rounding to a half type uses its bound up, so those columns end near 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as nn
+
+from consistency.case.options import Level
+from consistency.numerics.running_error import Tracked
+from consistency.worker.stages.gradient import adamw
+
+SEED = 2521
+
+ALL: tuple[str, ...] = ("float32", "bfloat16", "float16")
+WITH_FLOAT64: tuple[str, ...] = (*ALL, "float64")
+FLOAT32: tuple[str, ...] = ("float32",)
+
+Arrays = tuple[np.ndarray, ...]
+Draw = Callable[[np.random.Generator], Arrays]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation on inputs of one size.
+
+    Attributes
+    ----------
+    name : str
+        `matmul`.
+    size : str
+        Short and fixed: records are known by it from night to night.
+    draw : callable
+        Makes the inputs: float64, which are rounded to the tested dtype, or integers.
+    compute : callable
+        Takes the inputs as tensors on the device.
+    exact : callable
+        Takes them as `Tracked`, integers as they are.
+    dtypes : tuple of str
+    level : Level
+        The first at which it is tried.
+    multiplies : bool
+        Whether it is made of products, which a unit could take in TF32.
+    kernel : str or None
+        What a backend has to have for the bound of half types to hold: without it torch composes the operation of
+        others, and stores in the half type what is between them.
+    """
+
+    name: str
+    size: str
+    draw: Draw
+    compute: Callable[..., torch.Tensor]
+    exact: Callable[..., Tracked]
+    dtypes: tuple[str, ...] = ALL
+    level: Level = Level.STANDARD
+    multiplies: bool = False
+    kernel: str | None = None
+
+    def inputs(self) -> Arrays:
+        """Return the inputs, the same whatever else is in the list."""
+        return self.draw(np.random.Generator(np.random.PCG64([SEED, zlib.crc32(f"{self.name} {self.size}".encode())])))
+
+
+def operations(level: Level) -> tuple[Operation, ...]:
+    """Return what a level tries."""
+    order = list(Level)
+    return tuple(o for o in _OPERATIONS if order.index(o.level) <= order.index(level))
+
+
+def _normal(*shapes: tuple[int, ...], scale: float = 1.0) -> Draw:
+    return lambda g: tuple(scale * g.standard_normal(shape) for shape in shapes)
+
+
+def _between(low: float, high: float, *shapes: tuple[int, ...]) -> Draw:
+    return lambda g: tuple(g.uniform(low, high, shape) for shape in shapes)
+
+
+def _matmul(rows: int, terms: int, columns: int, *, positive: bool = False, **options: Any) -> Operation:
+    shapes = (rows, terms), (terms, columns)
+    return Operation(
+        name="matmul",
+        size=f"{rows}x{terms}x{columns}",
+        draw=_between(0.25, 1, *shapes) if positive else _normal(*shapes),
+        compute=torch.matmul,
+        exact=lambda a, b: a.matmul(b).store(),
+        dtypes=WITH_FLOAT64,
+        multiplies=True,
+        **options,
+    )
+
+
+def _elementwise(
+    name: str, compute: Callable[..., torch.Tensor], exact: Callable[[Tracked], Tracked], low: float, high: float,
+    level: Level = Level.STANDARD,
+) -> Operation:  # fmt: skip
+    return Operation(
+        name=name, size="2048", draw=_between(low, high, (2048,)), compute=compute,
+        exact=lambda x: exact(x).store(), level=level,
+    )  # fmt: skip
+
+
+def _linear(x: Tracked, weight: Tracked, bias: Tracked) -> Tracked:
+    return (x.matmul(weight.moved(np.transpose)).store() + bias).store()
+
+
+def _windows(x: Tracked, kernel: tuple[int, ...], stride: int) -> Tracked:
+    """Return `(batch, *places, channels * kernel)`: what each place of a convolution is multiplied with."""
+
+    def move(values: np.ndarray) -> np.ndarray:
+        axes = tuple(range(2, 2 + len(kernel)))
+        seen = np.lib.stride_tricks.sliding_window_view(values, kernel, axis=axes)
+        seen = seen[(slice(None), slice(None), *(slice(None, None, stride) for _ in kernel))]
+        seen = np.moveaxis(seen, 1, 1 + len(kernel))
+        return seen.reshape(*seen.shape[: 1 + len(kernel)], -1)
+
+    return x.moved(move)
+
+
+def _conv(kernel: tuple[int, ...], stride: int) -> Callable[[Tracked, Tracked, Tracked], Tracked]:
+    def exact(x: Tracked, weight: Tracked, bias: Tracked) -> Tracked:
+        factors = weight.moved(lambda w: w.reshape(w.shape[0], -1).T)
+        found = (_windows(x, kernel, stride).matmul(factors).store() + bias).store()
+        return found.moved(lambda y: np.moveaxis(y, -1, 1))
+
+    return exact
+
+
+def _depthwise(x: Tracked, weight: Tracked) -> Tracked:
+    length = weight.value.shape[-1]
+    seen = x.moved(lambda v: np.lib.stride_tricks.sliding_window_view(v, length, axis=2))
+    return seen.matmul(weight.moved(lambda w: np.swapaxes(w, 1, 2))).moved(lambda y: y[..., 0]).store()
+
+
+def _softmax(x: Tracked) -> Tracked:
+    powers = (x - x.max()).exp()
+    return powers / powers.sum()
+
+
+def _log_softmax(x: Tracked) -> Tracked:
+    shifted = x - x.max()
+    return shifted - shifted.exp().sum().store().log().store()  # torch's CPU kernel keeps both in the half type
+
+
+def _mean(x: Tracked) -> Tracked:
+    return x.sum() / x.by.known(np.asarray(float(x.value.shape[-1])))
+
+
+def _variance(x: Tracked) -> Tracked:
+    """Return the variance, by the wider of two ways: of what is left without the mean, or of the squares at once.
+
+    Updating a mean as one goes (Welford) is between the two (Chan, Golub, LeVeque, *Algorithms for computing the sample
+    variance*, 1983, table 1).
+    """
+    mean = _mean(x)
+    left = x - mean
+    after, at_once = _mean(left * left), _mean(x * x) - mean * mean
+    return Tracked(value=after.value, error=np.maximum(after.error, at_once.error), by=x.by)
+
+
+def _layer_norm(x: Tracked, weight: Tracked, bias: Tracked) -> Tracked:
+    inverse = (_variance(x) + x.by.constant(1e-5)).rsqrt()
+    return ((x * inverse - _mean(x) * inverse) * weight + bias).store()
+
+
+def _rms_norm(x: Tracked, weight: Tracked) -> Tracked:
+    inverse = (_mean(x * x) + x.by.constant(1e-6)).rsqrt()
+    return ((x * inverse).store() * weight).store()
+
+
+def _gelu(x: Tracked) -> Tracked:
+    one, half = x.by.known(np.asarray(1.0)), x.by.known(np.asarray(0.5))
+    return x * half * ((x * x.by.constant(0.5**0.5)).erf() + one)
+
+
+def _gelu_tanh(x: Tracked) -> Tracked:
+    one, half = x.by.known(np.asarray(1.0)), x.by.known(np.asarray(0.5))
+    inner = x.by.constant((2 / np.pi) ** 0.5) * (x + x.by.constant(0.044715) * (x * x * x))
+    return x * half * (inner.tanh() + one)
+
+
+def _silu(x: Tracked) -> Tracked:
+    return x / (x.by.known(np.asarray(1.0)) + (-x).exp())
+
+
+def _rsqrt(x: Tracked) -> Tracked:
+    # some kernels store the root before they divide
+    return x.by.known(np.asarray(1.0)) / x.sqrt().store()
+
+
+def _embedding(table: Tracked, ids: np.ndarray) -> Tracked:
+    """Look rows up: nothing may be off; half the smallest number is less than any difference."""
+    found = table.moved(lambda t: t[ids])
+    return Tracked(
+        value=found.value, error=np.full(found.value.shape, table.by.stored_floor or table.by.floor), by=found.by
+    )
+
+
+def _of_targets(logits: Tracked, targets: np.ndarray) -> Tracked:
+    return (-_log_softmax(logits).store()).moved(lambda y: np.take_along_axis(y, targets[:, None], -1)[:, 0])
+
+
+def _attention(q: Tracked, k: Tracked, v: Tracked) -> Tracked:
+    """Attend causally, the root of the scale on either side as torch's plain kernel does it, scores and weights stored.
+
+    That kernel keeps half types in float32 where reductions may not lose digits; others do not, and where they store
+    the scores a bound is some tenths of the result in bfloat16, some hundredths in float16.
+    """
+    length, width = q.value.shape[-2:]
+    root = q.by.constant(width**-0.25)
+    keys = (k * root).store().moved(lambda x: np.swapaxes(x, -1, -2))
+    scores = (q * root).store().matmul(keys).store()
+    seen = np.tri(length, dtype=bool)
+    most = Tracked(
+        value=np.where(seen, scores.value, -np.inf).max(-1, keepdims=True),
+        error=np.where(seen, scores.error, 0.0).max(-1, keepdims=True),
+        by=q.by,
+    )
+    powers = (scores - most).moved(lambda x: np.where(seen, x, 0.0)).exp().moved(lambda x: np.where(seen, x, 0.0))
+    return (powers / powers.sum()).store().matmul(v).store()
+
+
+def _rotate(x: Tracked, cosines: Tracked, sines: Tracked) -> Tracked:
+    turned = x.moved(lambda v: np.concatenate([-v[..., v.shape[-1] // 2 :], v[..., : v.shape[-1] // 2]], axis=-1))
+    turned = Tracked(value=turned.value, error=np.abs(turned.error), by=x.by)
+    return ((x * cosines).store() + (turned * sines).store()).store()
+
+
+def _rotary(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cosines + torch.cat([-second, first], dim=-1) * sines
+
+
+def _draw_rotary(g: np.random.Generator) -> Arrays:
+    angles = np.arange(32)[:, None] * 10000.0 ** -(np.arange(0, 32, 2) / 32)
+    angles = np.concatenate([angles, angles], axis=-1)
+    return g.standard_normal((2, 32, 32)), np.cos(angles), np.sin(angles)
+
+
+def _draw_adamw(g: np.random.Generator) -> Arrays:
+    parameter, gradient, first = g.standard_normal((3, 1024)) * np.array([[0.1], [1.0], [0.3]])
+    return parameter, gradient, first, g.uniform(0.1, 1, 1024)
+
+
+_STEPS = 9  # far enough from the first step, whose moments are zero
+
+
+def _adamw(p: torch.Tensor, g: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return adamw.step(p, g, adamw.Moments(first=first, second=second, steps=_STEPS))
+
+
+def _ids(g: np.random.Generator) -> Arrays:
+    return g.standard_normal((97, 48)), g.integers(0, 97, (4, 16))
+
+
+def _logits(g: np.random.Generator) -> Arrays:
+    return 3 * g.standard_normal((32, 211)), g.integers(0, 211, 32)
+
+
+_OPERATIONS: tuple[Operation, ...] = (
+    _matmul(64, 64, 64, level=Level.QUICK),
+    _matmul(17, 33, 29),
+    _matmul(256, 32, 8),
+    _matmul(4, 1024, 64, positive=True, level=Level.QUICK),
+    _matmul(1, 4096, 16, positive=True),
+    _matmul(512, 512, 512, level=Level.THOROUGH),
+    _matmul(128, 8192, 96, positive=True, level=Level.THOROUGH),
+    Operation(
+        name="linear", size="32x96x80", draw=_normal((32, 96), (80, 96), (80,)), compute=nn.linear, exact=_linear,
+        dtypes=WITH_FLOAT64, multiplies=True, level=Level.QUICK,
+    ),
+    Operation(
+        name="bmm", size="6x16x32x24", draw=_normal((6, 16, 32), (6, 32, 24)), compute=torch.bmm,
+        exact=lambda a, b: a.matmul(b).store(), dtypes=WITH_FLOAT64, multiplies=True,
+    ),
+    Operation(
+        name="conv1d", size="2x24x33 kernel 3 stride 2", draw=_normal((2, 24, 33), (16, 24, 3), (16,)),
+        compute=functools.partial(nn.conv1d, stride=2), exact=_conv((3,), 2), multiplies=True,
+    ),
+    Operation(
+        name="conv1d", size="2x32x29 kernel 4 depthwise", draw=_normal((2, 32, 29), (32, 1, 4)),
+        compute=functools.partial(nn.conv1d, groups=32), exact=_depthwise, multiplies=True,
+    ),
+    Operation(
+        name="conv2d", size="2x3x32x32 kernel 8 stride 8", draw=_normal((2, 3, 32, 32), (24, 3, 8, 8), (24,)),
+        compute=functools.partial(nn.conv2d, stride=8), exact=_conv((8, 8), 8), multiplies=True,
+    ),
+    Operation(
+        name="embedding", size="97x48 4x16", draw=_ids, compute=lambda table, ids: nn.embedding(ids, table),
+        exact=_embedding,
+    ),
+    Operation(
+        name="softmax", size="16x257", draw=_normal((16, 257), scale=3), compute=functools.partial(nn.softmax, dim=-1),
+        exact=lambda x: _softmax(x).store(), level=Level.QUICK,
+    ),
+    Operation(
+        name="log_softmax", size="16x257", draw=_normal((16, 257), scale=3),
+        compute=functools.partial(nn.log_softmax, dim=-1), exact=lambda x: _log_softmax(x).store(),
+    ),
+    Operation(
+        name="layer_norm", size="16x192", draw=_normal((16, 192), (192,), (192,)),
+        compute=lambda x, weight, bias: nn.layer_norm(x, (192,), weight, bias, 1e-5), exact=_layer_norm,
+        level=Level.QUICK, kernel="aten::native_layer_norm",
+    ),
+    Operation(
+        name="rms_norm", size="16x192", draw=_normal((16, 192), (192,)),
+        compute=lambda x, weight: nn.rms_norm(x, (192,), weight, 1e-6), exact=_rms_norm,
+    ),
+    _elementwise("gelu", nn.gelu, _gelu, -5, 5),
+    _elementwise("gelu_tanh", functools.partial(nn.gelu, approximate="tanh"), _gelu_tanh, -5, 5),
+    _elementwise("silu", nn.silu, _silu, -10, 10),
+    _elementwise("exp", torch.exp, Tracked.exp, -9, 9, level=Level.QUICK),
+    _elementwise("tanh", torch.tanh, Tracked.tanh, -4, 4),
+    _elementwise("rsqrt", torch.rsqrt, _rsqrt, 1e-3, 9),
+    _elementwise("sin", torch.sin, Tracked.sin, -64, 64),
+    _elementwise("cos", torch.cos, Tracked.cos, -64, 64),
+    Operation(
+        name="sum", size="8x256", draw=_normal((8, 256)), compute=lambda x: x.sum(-1, keepdim=True),
+        exact=lambda x: x.sum().store(),
+    ),
+    Operation(
+        name="mean", size="8x2048", draw=_between(0, 1, (8, 2048)), compute=lambda x: x.mean(-1, keepdim=True),
+        exact=lambda x: _mean(x).store(),
+    ),
+    # in which dtype a scan or this mean adds up half types is left to the backend
+    Operation(
+        name="cumsum", size="8x256", draw=_normal((8, 256)), compute=functools.partial(torch.cumsum, dim=-1),
+        exact=Tracked.cumsum, dtypes=FLOAT32,
+    ),
+    Operation(
+        name="cross_entropy", size="32x211 mean", draw=_logits, compute=lambda x, ids: nn.cross_entropy(x, ids)[None],
+        exact=lambda x, ids: _mean(_of_targets(x, ids)), dtypes=FLOAT32,
+    ),
+    Operation(
+        name="cross_entropy", size="32x211", draw=_logits,
+        compute=functools.partial(nn.cross_entropy, reduction="none"), exact=_of_targets,
+    ),
+    Operation(
+        name="attention", size="2x4x24x20 causal", draw=_normal(*[(2, 4, 24, 20)] * 3),
+        compute=functools.partial(nn.scaled_dot_product_attention, is_causal=True), exact=_attention, multiplies=True,
+    ),
+    Operation(name="rotary", size="2x32x32", draw=_draw_rotary, compute=_rotary, exact=_rotate),
+    Operation(
+        name="adamw", size="1024", draw=_draw_adamw, compute=_adamw,
+        exact=functools.partial(adamw.exact_step, steps=_STEPS), dtypes=FLOAT32,
+    ),
+)  # fmt: skip

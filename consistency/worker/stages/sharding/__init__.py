@@ -1,0 +1,1 @@
+"""Stage `sharding`: the model split over several devices."""

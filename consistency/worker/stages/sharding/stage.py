@@ -1,0 +1,288 @@
+"""Stage `sharding`: the same model laid out over several devices gives the same answer as on one.
+
+Ids and labels are held against the tables on the CPU first; where they are past an end, no device is asked, for its
+kernel would assert and take the context with it. Then the model runs on the worker's device alone, and laid out in each
+way that the devices at hand suggest; everything that moves between shards is looked at on both sides
+(`worker/hops.py`). Logits and loss are held against those of the one device: bit by bit where the same kernels compute,
+and by the rule of the stage `forward` elsewhere.
+
+The base is loaded once more for each way, beside the one that the other stages hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from consistency.capture.names import WHOLE_MODEL
+from consistency.errors import InputError
+from consistency.numerics.bound import independent_rows, measure_against_exact
+from consistency.numerics.digest import digest
+from consistency.numerics.distance import measure
+from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
+from consistency.numerics.exact import in_float64
+from consistency.numerics.rules import Rule, passes, ratio, relative_allowance
+from consistency.worker.memory.host_memory import available_bytes, is_out_of_memory
+from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost, is_kernel_assert
+from consistency.worker.model.inputs import fixed_inputs, with_labels
+from consistency.worker.model.loading import load_adapter, load_base
+from consistency.worker.stages.context import Context
+from consistency.worker.stages.input_checks import inputs_fit
+from consistency.worker.stages.sharding.device_maps import Layout, layouts, load, same_model
+from consistency.worker.stages.sharding.moves import ChangedOnTheWayError, Hops, watched
+
+STAGE = "sharding"
+PINNED = "one device"
+ON_THE_WAY = "on the way"
+
+_ROOM = 1.25
+"""Free memory that a further copy has to find, in copies: its activations and what an allocator cannot use of it."""
+
+Inputs = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one forward pass gave, on the CPU."""
+
+    tensors: dict[str, torch.Tensor]
+    hops: Hops
+    places: dict[str, Any]
+
+
+@dataclass
+class _Exact:
+    """The same pass in float64, and the CPU's own error in the tested dtype; made where somebody asks."""
+
+    context: Context
+    inputs: Inputs
+
+    @cached_property
+    def found(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        base = load_base(self.context.job.case, "cpu")
+        model = base.model if self.context.job.case.adapter is None else load_adapter(base, self.context.job.case)
+        return _outputs(model, self.inputs), in_float64(_outputs, model, self.inputs)
+
+
+def run(context: Context) -> None:
+    """Record ids, labels and what moves between shards; hold every way of laying the model out against one device."""
+    model, case = context.base.model, context.job.case
+    inputs, reason = fixed_inputs(case, model)
+    if case.factory is not None:
+        reason = "a model that a function makes has no device map"
+    if inputs is None or reason:
+        _skip(context, WHOLE_MODEL, reason)
+        return
+    inputs = with_labels(inputs, model)
+    if not inputs_fit(context, STAGE, inputs):
+        return
+    reason = _no_room(context)
+    if reason:
+        _skip(context, WHOLE_MODEL, reason)
+        return
+    ways: list[Layout] = []
+
+    def alone() -> torch.nn.Module:
+        base = load_base(case, str(context.device))
+        ways.extend(layouts(case, context.device, base.model))  # PEFT gives its modules other names
+        return base.model if case.adapter is None else load_adapter(base, case)
+
+    pinned = _answer(context, Layout(name=PINNED, device_map={"": str(context.device)}), inputs, alone)
+    if pinned is None:
+        return
+    folder = context.scratch / f"offload-{os.getpid()}"
+    exact = _Exact(context=context, inputs=inputs)
+    for done, way in enumerate(ways):
+        context.events.step(way.name, done, len(ways))
+        found = _answer(context, way, inputs, functools.partial(load, case, way, context.device, folder))
+        shutil.rmtree(folder, ignore_errors=True)
+        if found is not None:
+            _judge(context, way, found, pinned, exact)
+
+
+def _answer(context: Context, way: Layout, inputs: Inputs, make: Callable[[], torch.nn.Module]) -> Answer | None:
+    """Load, run and let go; record why there is no answer where there is none."""
+    hops = Hops(given=inputs, by_host=way.by_host)
+    model = None
+    try:
+        model = make()
+        laid_out = getattr(model, "hf_device_map", None) or getattr(_base_of(model), "hf_device_map", None)
+        places = dict(laid_out or {"": str(context.device)})
+        if context.device.type != "cpu" and all(p.device.type == "cpu" for p in model.parameters()):
+            _skip(context, way.name, "it puts the whole model on the CPU")
+            return None
+        with watched(model, hops):
+            moved = {name: hops.move(name, tensor, _door(model)) for name, tensor in inputs.items()}
+            tensors = _outputs(model, moved)
+    except ChangedOnTheWayError as change:
+        _record_way(context, way, hops, "outside", change.word, change.sentence, change.evidence)
+        return None
+    except Exception as error:  # model code of any kind, and three libraries under it, may raise anything
+        if is_kernel_assert(error):
+            _record_assert(context, way, hops, inputs, error)
+            return None
+        if is_out_of_memory(error):
+            _skip(context, way.name, "no memory for a further copy of the model")
+            return None
+        if way.own:
+            raise InputError(
+                "the model cannot be laid out by this device map",
+                where=context.job.case.device_map,
+                got=_text(error),
+            ) from error
+        if way.name == PINNED:
+            _skip(context, way.name, f"the model does not run on the inputs: {_text(error)}")
+        elif model is None or way.offloads:
+            _skip(context, way.name, f"the model cannot be laid out in this way: {_text(error)}")
+        else:
+            reason = f"the model does not run laid out in this way, and does on one device: {_text(error)}"
+            _record_way(context, way, hops, "outside", "does-not-run", reason, {})
+        return None
+    finally:
+        model = None
+        gc.collect()  # hooks and modules hold each other
+    _record_way(context, way, hops, "equal", None, None, {"places": _counted(places)})
+    return Answer(tensors=tensors, hops=hops, places=places)
+
+
+def _record_way(
+    context: Context, way: Layout, hops: Hops, status: Any, word: str | None, reason: str | None, evidence: Any
+) -> None:
+    context.record.fact(
+        stage=STAGE,
+        layer=way.name,
+        tensor=ON_THE_WAY,
+        status=status,
+        diagnosis=word,
+        evidence={"moves": hops.count, "devices": sorted(hops.devices), **evidence},
+        reason=reason,
+    )
+
+
+def _record_assert(context: Context, way: Layout, hops: Hops, inputs: Inputs, error: Exception) -> None:
+    """Say which of the two causes it is: on the CPU all is inside, or the stage would have ended before."""
+    sentence = asserted(inputs, context.device, error)
+    if context_is_lost(error):
+        raise KernelAssertedError(sentence) from error  # the session tells of it
+    _record_way(context, way, hops, "outside", "ids-changed", sentence, {"inputs": sorted(inputs)})
+
+
+def _judge(context: Context, way: Layout, found: Answer, pinned: Answer, exact: _Exact) -> None:
+    exactly = same_model(context.device, found.places)
+    for name, expected in pinned.tensors.items():
+        actual = found.tensors.get(name)
+        if actual is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
+            got = None if actual is None else [name_of(actual.dtype), *actual.shape]
+            _record_answer(context, way, name, "outside", "shape", {"got": got}, None)
+        elif digest(actual).value == digest(expected).value:
+            _record_answer(context, way, name, "equal", None, {}, None)
+        elif exactly and context.device.type != "cpu":
+            _record_answer(context, way, name, "outside", "other-answer", _difference(actual, expected), None)
+        else:
+            # the CPU's libraries may sum in another order where a weight begins at another address
+            share = _share(name, actual, exact)
+            if share is None:
+                _skip(context, way.name, "other bits, and no float64 value is known", tensor=name)
+                continue
+            word = "accumulation-order" if passes(share) else "other-answer"
+            status = "within" if passes(share) else "outside"
+            _record_answer(context, way, name, status, word, _difference(actual, expected), share)
+
+
+def _record_answer(
+    context: Context, way: Layout, name: str, status: Any, word: str | None, evidence: Any, share: float | None
+) -> None:
+    context.record.fact(
+        stage=STAGE,
+        layer=way.name,
+        tensor=name,
+        status=status,
+        diagnosis=word,
+        share=share,
+        evidence={"reference": PINNED, **evidence},
+    )
+
+
+def _share(name: str, actual: torch.Tensor, exact: _Exact) -> float | None:
+    """Return the error against float64 over what the rule of the stage `forward` allows."""
+    on_cpu, truths = exact.found
+    truth = truths.get(name)
+    if truth is None or truth.shape != actual.shape or actual.dtype not in UNIT_ROUNDOFF:
+        return None
+    truth = truth.to(torch.float64)
+    found = measure_against_exact(actual, truth)
+    own = float(measure_against_exact(on_cpu[name], truth).max_abs)
+    draws = independent_rows(on_cpu[name], truth)
+    allowed = relative_allowance(own, float(found.magnitude), name_of(actual.dtype), draws=draws)
+    return ratio(float(found.max_abs), allowed)
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
+    found = measure(actual, expected)
+    return {
+        "mismatched": found.mismatched,
+        "elements": actual.numel(),
+        "max_abs": float(found.max_abs),
+        "worst_index": None if found.worst_index is None else list(found.worst_index),
+    }
+
+
+def _outputs(model: torch.nn.Module, inputs: Inputs) -> Inputs:
+    """Run the model; return the loss and every other tensor of its output on the CPU."""
+    options = {"return_dict": True, **({"use_cache": False} if hasattr(_config(model), "use_cache") else {})}
+    with torch.no_grad():
+        output = model(**inputs, **options)
+    return {
+        name: value.detach().to("cpu")
+        for name, value in dict(output).items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name in ("loss", "logits")
+    }
+
+
+def _door(model: torch.nn.Module) -> torch.device:
+    """Return where a user would put the inputs: on the device of the first parameter."""
+    return next(p for p in model.parameters() if not p.is_meta).device
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _config(model: Any) -> Any:
+    return getattr(_base_of(model), "config", None)
+
+
+def _counted(places: Mapping[str, Any]) -> dict[str, int]:
+    values = [str(place) for place in places.values()]
+    return {place: values.count(place) for place in dict.fromkeys(values)}
+
+
+def _no_room(context: Context) -> str:
+    """Say why a further copy of the base does not fit beside the one that the other stages hold."""
+    wanted = int(_ROOM * sum(t.nbytes for t in context.base.tensors.values()))
+    on_disk = shutil.disk_usage(context.scratch).free
+    for where, free in (("memory", available_bytes()), (f"the disk at {context.scratch}", on_disk)):
+        if free is not None and free < wanted:
+            return f"a further copy of the base does not fit: {wanted} bytes wanted, {free} free in {where}"
+    module = None if context.device.type == "cpu" else torch.get_device_module(context.device.type)
+    if module is not None and hasattr(module, "mem_get_info"):
+        free = int(module.mem_get_info(context.device.index or 0)[0])
+        if free < wanted:
+            return f"a further copy of the base does not fit: {wanted} bytes wanted, {free} free on {context.device}"
+    return ""
+
+
+def _skip(context: Context, layer: str, reason: str, *, tensor: str = "everything") -> None:
+    context.record.absent(stage=STAGE, layer=layer, tensor=tensor, status="skipped", reason=reason, rule=Rule.LIMIT)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"[:300]

@@ -1,0 +1,1 @@
+"""Stage `transfer`: copies between devices and the host."""

@@ -1,0 +1,214 @@
+"""Send one copy and look at what arrived, and know how far each device can be filled and read at all.
+
+What arrived is read twice: as a digest that the device computes, and as a copy on the host. Both cross the lane to the
+host, so before a device is believed it has to give back numbers that it made itself; then a broken lane to the host is
+told as that, and not as N broken copies into the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from consistency.capture.names import FILLING, HOST, READING, pair_name
+from consistency.numerics.digest import TensorDigest, as_bytes, digest
+from consistency.worker.stages.transfer import copying as copies
+from consistency.worker.stages.transfer.background_load import all_at_once, beside_work, wait
+from consistency.worker.stages.transfer.payload import Shipment, poisoned
+
+BOTH_AGREE = "agree"
+HOST_DIFFERS = "the device's own digest is right, the copy on the host is not"
+DIGEST_DIFFERS = "the copy on the host is right, the device's own digest is not"
+COPY_ALONE = "the copy on the host alone: of what the device made itself, its own digest is wrong"
+
+_NUMBERS, _ODD = 65536, 30011  # no two of the products are alike, and the largest is below 2³¹
+
+
+class NotTriedError(Exception):
+    """There is nothing to send, or what arrives cannot be read back: nothing can be said of the copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """An end of a copy: its name as the user knows it, and the device as torch numbers it in this worker."""
+
+    name: str
+    device: torch.device
+
+    @property
+    def is_host(self) -> bool:
+        return self.device.type == "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """What came of one copy.
+
+    Attributes
+    ----------
+    seen, wanted : TensorDigest
+        Of the whole buffer at the destination: as the device computes it, and as it has to be.
+    wrong : bool
+    host : torch.Tensor or None
+        The buffer read back, where something is wrong.
+    read_back : str
+        Whether the two readings agree.
+    took_s : float
+        From the first hop's start to the last one's end; 0 where it was not alone.
+    """
+
+    shipment: Shipment
+    seen: TensorDigest
+    wanted: TensorDigest
+    wrong: bool
+    host: torch.Tensor | None = None
+    read_back: str = BOTH_AGREE
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Witness:
+    """Which of the two readings of a device can be relied on.
+
+    Attributes
+    ----------
+    digest : bool
+        The one that the device computes, with weights that the host has sent it.
+    copy : bool
+        The one on the host.
+    """
+
+    digest: bool = True
+    copy: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class Sender:
+    """Send copies along paths of places.
+
+    Attributes
+    ----------
+    tell : callable
+        Given a pair, `FILLING` or `READING` and what came, told where a device cannot be filled or read.
+    broken : set of str
+        Pairs that are known not to deliver, by name.
+    """
+
+    tell: Callable[[str, str, Delivery], None]
+    broken: set[str]
+    witnesses: dict[str, Witness] = field(default_factory=dict)
+    unfilled: set[str] = field(default_factory=set)
+
+    def one_by_one(self, path: Sequence[Place], shipments: Sequence[Shipment]) -> Iterator[Delivery]:
+        """Send each along the path, from place to place, and yield what came of it.
+
+        Raises
+        ------
+        NotTriedError
+        """
+        devices = [place.device for place in path]
+        for shipment in shipments:
+            start = shipment.take(self._filled(path[0], shipment))
+            stops = [poisoned(tuple(start.shape), start.dtype, place.device) for place in path[1:-1]]
+            landing = shipment.landing(path[-1].device)
+            wait(devices)
+            began = time.perf_counter()
+            at = start
+            for stop in (*stops, shipment.put(landing)):
+                copies.copy(at, stop)
+                at = stop
+            wait(devices)
+            yield self._read(shipment, path[-1], landing, took_s=time.perf_counter() - began)
+
+    def together(self, path: Sequence[Place], shipments: Sequence[Shipment]) -> Iterator[Delivery]:
+        """Send all at once, beside work for the devices, and yield what came of each.
+
+        Raises
+        ------
+        NotTriedError
+        """
+        devices = [place.device for place in path]
+        starts = [self._filled(path[0], shipment) for shipment in shipments]
+        landings = [shipment.landing(path[-1].device) for shipment in shipments]
+        wait(devices)
+        with beside_work(devices):
+            pairs = zip(starts, landings, strict=True)
+            all_at_once([functools.partial(copies.copy, start, landing) for start, landing in pairs], devices)
+            wait(devices)
+        for shipment, landing in zip(shipments, landings, strict=True):
+            yield self._read(shipment, path[-1], landing, took_s=0.0)
+
+    def witness(self, place: Place) -> Witness:
+        """Tell how far a device can be read, by numbers that it makes itself, so that nothing is copied to it."""
+        if place.is_host:
+            return Witness()
+        if place.name not in self.witnesses:
+            made = torch.arange(_NUMBERS, dtype=torch.int32, device=place.device) * _ODD
+            right, host = _made_on_host(), made.to("cpu")
+            if torch.equal(host, right):
+                found = Witness(digest=digest(made).value == digest(right).value)
+            else:
+                found = Witness(digest=False, copy=False)  # the digest is read by the same lane
+                self._unread(place, host, BOTH_AGREE)
+            self.witnesses[place.name] = found
+        return self.witnesses[place.name]
+
+    def tell_of_digest(self, place: Place) -> None:
+        """Tell where a device's own digest is wrong, and no copy to it is what explains that."""
+        witness = self.witness(place)
+        if witness.copy and not witness.digest and pair_name(HOST, place.name) not in self.broken:
+            self._unread(place, _made_on_host(), DIGEST_DIFFERS)
+
+    def _unread(self, place: Place, host: torch.Tensor, read_back: str) -> None:
+        right = _made_on_host()
+        made = Shipment(name=f"the reading of {place.name}", sent=right, expected=right)
+        found = Delivery(
+            shipment=made, seen=digest(host), wanted=digest(right), wrong=True, host=host, read_back=read_back
+        )
+        self.tell(pair_name(place.name, HOST), READING, found)
+
+    def _filled(self, source: Place, shipment: Shipment) -> torch.Tensor:
+        """Return what is to be sent, on the device that it is sent from; not by way of the seam, which is tried."""
+        if source.is_host:
+            return shipment.sent
+        buffer = shipment.sent.to(source.device)
+        witness = self.witness(source)
+        if not witness.copy:  # whether it arrived cannot be told here; what it sends on can
+            return buffer
+        seen, wanted = digest(buffer if witness.digest else buffer.to("cpu")), digest(shipment.sent)
+        if seen.value == wanted.value:
+            return buffer
+        lane = pair_name(HOST, source.name)
+        if lane not in self.unfilled:  # the worker of that device may have seen it otherwise, or may not take part
+            self.unfilled.add(lane)
+            sent = Shipment(name=f"the filling of {shipment.name}", sent=shipment.sent, expected=shipment.sent)
+            self.tell(
+                lane, FILLING, Delivery(shipment=sent, seen=seen, wanted=wanted, wrong=True, host=buffer.to("cpu"))
+            )
+        raise NotTriedError(f"its source could not be filled: a copy {lane} did not arrive")
+
+    def _read(self, shipment: Shipment, destination: Place, landing: torch.Tensor, *, took_s: float) -> Delivery:
+        """Read back twice what arrived."""
+        witness, lane = self.witness(destination), pair_name(destination.name, HOST)
+        if not witness.copy:
+            raise NotTriedError(f"what arrives cannot be read back: copies {lane} fail")
+        wanted, seen, host = digest(shipment.expected), digest(landing), landing.to("cpu")
+        by_digest, by_copy = seen.value == wanted.value, torch.equal(as_bytes(host), as_bytes(shipment.expected))
+        if not witness.digest:
+            by_digest, seen = by_copy, digest(host)
+        read_back = BOTH_AGREE if by_digest == by_copy else HOST_DIFFERS if by_digest else DIGEST_DIFFERS
+        # a lane to the host that is known to be wrong is told as that pair, and is no witness against another
+        wrong = not by_digest or (not by_copy and lane not in self.broken)
+        return Delivery(
+            shipment=shipment, seen=seen, wanted=wanted, wrong=wrong, host=host if wrong else None,
+            read_back=read_back if witness.digest else COPY_ALONE, took_s=took_s,
+        )  # fmt: skip
+
+
+def _made_on_host() -> torch.Tensor:
+    return torch.from_numpy(np.arange(_NUMBERS, dtype=np.int32) * np.int32(_ODD))

@@ -1,0 +1,271 @@
+"""Stage `transfer`: what copies deliver, into this worker's device from every other it sees, and to and from the host.
+
+Nothing of the model takes part. Destinations are poisoned before each copy and read back twice (`delivery.py`). The
+workers of a shared wave together make the matrix of all pairs; one that is alone with its device looks at the host's
+two lanes, and the CPU's at copies within the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from consistency.capture.names import (
+    CASTING,
+    CHAIN,
+    DIRECT,
+    HOST,
+    HOST_STAGED,
+    OVERLAPPED,
+    STRIDED,
+    large_copy,
+    pair_name,
+)
+from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
+from consistency.case.load_path import Road
+from consistency.case.options import Level, Stage
+from consistency.numerics.diagnosis_moved import Diagnosis, Known, diagnose_moved
+from consistency.numerics.digest import as_bytes, combine
+from consistency.numerics.distance import Measure, measure
+from consistency.numerics.dtype import name_of
+from consistency.numerics.rules import Rule
+from consistency.worker.memory.host_memory import free_bytes, is_out_of_memory
+from consistency.worker.protocol import EventLog, Job
+from consistency.worker.recorder import Recorder
+from consistency.worker.stages.transfer.delivery import BOTH_AGREE, Delivery, NotTriedError, Place, Sender
+from consistency.worker.stages.transfer.payload import Shipment, casting, contiguous, strided
+
+KIB, MIB = 2**10, 2**20
+
+# 3 bytes fill no word and 4097 no page; drivers change their way of copying somewhere between 64 KiB and 1 MiB
+_SMALL = (3, 4097, 64 * KIB, MIB)
+
+SIZES: dict[Level, tuple[int, ...]] = {
+    Level.QUICK: _SMALL,
+    Level.STANDARD: (*_SMALL, 16 * MIB),
+    Level.THOROUGH: (*_SMALL, 16 * MIB),
+}
+"""Bytes of the direct copies of each pair. They follow from the level alone, so that captures can be compared."""
+
+LARGE: tuple[int, ...] = (256 * MIB, 1024 * MIB)
+"""Bytes of the level `thorough` beside these, each a tensor of its own: not every machine has room for them."""
+
+_SHARE = 8
+"""Part of the free memory that a large copy may take: source, destination, what is expected and what came lie side by
+side, and as much again is left to others."""
+
+_LAYOUT_BYTES = (64 * KIB, MIB)
+_AT_ONCE, _AT_ONCE_BYTES = 4, MIB
+_CASTS = (
+    (torch.float32, torch.bfloat16),  # `autocast_adapter_dtype=False` under a bfloat16 base does this one
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.float32),
+)
+_KEEP_BYTES = MIB  # of each wrong copy: N×N of them may be wrong, and the range of bytes is told anyhow
+_REMEMBERED = 32  # payloads of up to 1 MiB that a wrong copy is held against, to tell whose bytes it has
+
+
+def run(job: Job, events: EventLog, record: Recorder) -> None:
+    """Look at every pair that this worker answers for, and record what each kind of copy delivered."""
+    look = _Look(job, record)
+    pairs = look.pairs()
+    for number, (source, destination) in enumerate(pairs, start=1):
+        layer = pair_name(source.name, destination.name)
+        events.step(layer, number, len(pairs))
+        if record.wants(Stage.TRANSFER, layer):
+            look.pair(source, destination)
+    look.end()
+
+
+def places(job: Job) -> tuple[Place, ...]:
+    """Return what this worker can copy between: its own device first, the host, the other devices that it sees."""
+    own = torch.device(job.device)
+    host = Place(name=HOST, device=torch.device("cpu"))
+    if own.type == "cpu":
+        return (host,)
+    found = [Place(name=job.name.partition("@")[0], device=own), host]
+    if job.road == Road.SHARED:
+        found += (
+            Place(name=f"{own.type}:{index}", device=torch.device(own.type, index))
+            for index in range(torch.get_device_module(own.type).device_count())
+            if index != own.index
+        )
+    return tuple(found)
+
+
+class _Look:
+    """One worker's copies."""
+
+    def __init__(self, job: Job, record: Recorder) -> None:
+        self._level = job.case.level
+        self._record = record
+        self._places = places(job)
+        self._broken: set[str] = set()
+        self._sent: list[tuple[str, torch.Tensor]] = []
+        self._sender = Sender(tell=self._trouble, broken=self._broken)
+
+    def pairs(self) -> list[tuple[Place, Place]]:
+        own, *others = self._places
+        if own.is_host:
+            return [(own, own)]
+        # away from the device before all others: only a right lane to the host makes reading back a witness
+        return [(own, others[0]), (others[0], own), (own, own), *((other, own) for other in others[1:])]
+
+    def pair(self, source: Place, destination: Place) -> None:
+        """Look at every kind of copy of one pair."""
+        name, path = pair_name(source.name, destination.name), (source, destination)
+
+        def parcels(kind: str, sizes: Sequence[int]) -> list[Shipment]:
+            return [contiguous(f"{name} {kind}, {size} bytes", size) for size in sizes]
+
+        self._look(DIRECT, path, parcels(DIRECT, SIZES[self._level]))
+        self._look(STRIDED, path, [strided(f"{name} {STRIDED}, {size} bytes", size) for size in _LAYOUT_BYTES])
+        casts = [casting(f"{name} {name_of(a)} to {name_of(b)}", _LAYOUT_BYTES[0], a, b) for a, b in _CASTS]
+        self._look(CASTING, path, casts)
+        if not (source.is_host or destination.is_host or source == destination):
+            self._look(HOST_STAGED, (source, self._places[1], destination), parcels(HOST_STAGED, _LAYOUT_BYTES))
+        third = next((place for place in self._places if not place.is_host and place not in path), None)
+        if third is not None:
+            self._look(CHAIN, (source, third, destination), parcels(CHAIN, _LAYOUT_BYTES))
+        crowd = [contiguous(f"{name} {OVERLAPPED} {number}", _AT_ONCE_BYTES) for number in range(_AT_ONCE)]
+        self._look(OVERLAPPED, path, crowd, together=True)
+        if self._level is Level.THOROUGH and not (source.is_host and destination.is_host):
+            for size in LARGE:
+                self._large(name, path, size)
+
+    def end(self) -> None:
+        """Tell what only all pairs together can."""
+        own = self._places[0]
+        if not own.is_host and self._record.wants(Stage.TRANSFER, pair_name(own.name, HOST)):
+            self._sender.tell_of_digest(own)
+
+    def _large(self, name: str, path: tuple[Place, ...], size: int) -> None:
+        """Copy what may be too much for this machine; nothing of it is made before it is known to fit."""
+        host = self._places[1]
+        lacking = [
+            p.name for p in (*path, host) if (room := free_bytes(p.device)) is not None and size > room // _SHARE
+        ]
+        if lacking:
+            why = f"a copy of {size >> 20} MiB is more than one part in {_SHARE} of what is free on "
+            self._absent(name, large_copy(size), "skipped", why + " and ".join(dict.fromkeys(lacking)), {})
+        else:
+            self._look(large_copy(size), path, [contiguous(f"{name}, {size} bytes", size)])
+
+    def _look(
+        self, kind: str, path: tuple[Place, ...], shipments: Sequence[Shipment], *, together: bool = False
+    ) -> None:
+        """Send shipments along a path of places and record what arrived."""
+        name = pair_name(path[0].name, path[-1].name)
+        evidence: dict[str, Any] = {"bytes": [shipment.bytes for shipment in shipments]}
+        if len(path) > 2:
+            evidence["via"] = path[1].name
+        elif (peer := _peer_access(path[0].device, path[1].device)) is not None:
+            evidence["peer_access"] = peer
+        send = self._sender.together if together else self._sender.one_by_one
+        try:
+            found = list(send(path, shipments))
+        except NotTriedError as error:
+            self._absent(name, kind, "skipped", str(error), evidence)
+            return
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                self._absent(name, kind, "skipped", "there is no memory left for it", evidence)
+            else:
+                self._broken.add(name)
+                self._absent(name, kind, "missing", f"the copy fails: {type(error).__name__}: {error}", evidence)
+            return
+        last = found[-1]
+        if kind in (DIRECT, *map(large_copy, LARGE)) and not last.wrong:  # a copy that is dropped is the fastest
+            evidence["gb_per_s"] = float(f"{last.shipment.bytes / max(last.took_s, 1e-9) / 1e9:.3g}")
+        self._write(name, kind, found, evidence)
+
+    def _trouble(self, name: str, kind: str, found: Delivery) -> None:
+        """Record that a device cannot be filled or read, which no copy between devices is to blame for."""
+        self._write(name, kind, [found], {"bytes": [found.shipment.bytes]})
+
+    def _absent(self, name: str, kind: str, status: RecordStatus, reason: str, evidence: dict[str, Any]) -> None:
+        self._record.absent(
+            stage=Stage.TRANSFER, layer=name, tensor=kind, status=status, reason=reason, dtype="uint8",
+            shape=(sum(evidence.get("bytes", ())),), evidence=evidence,
+        )  # fmt: skip
+
+    def _write(self, name: str, kind: str, found: Sequence[Delivery], evidence: dict[str, Any]) -> None:
+        """Record the copies of one kind as one tensor, the bytes of all of them one after the other."""
+        total = sum(evidence["bytes"])
+        evidence["read_back"] = next((d.read_back for d in found if d.read_back != BOTH_AGREE), BOTH_AGREE)
+        common: dict[str, Any] = {
+            "stage": Stage.TRANSFER.value,
+            "layer": name,
+            "tensor": kind,
+            "shape": (total,),
+            "dtype": "uint8",
+            "rule": Rule.BITWISE.value,
+            "digest": combine("uint8", (total,), tuple(b for d in found for b in d.seen.blocks)).value,
+            "reference": "payload",
+            "reference_digest": combine("uint8", (total,), tuple(b for d in found for b in d.wanted.blocks)).value,
+        }
+        wrong = [delivery for delivery in found if delivery.wrong]
+        if wrong:
+            self._broken.add(name)
+            held, right = _what_differs(wrong[0])
+            seen = measure(held, right)
+            diagnosis = self._diagnose(wrong[0].shipment, held, right, seen, [d.shipment for d in found])
+            evidence.update(diagnosis.evidence, copy=wrong[0].shipment.name, wrong_copies=len(wrong), copies=len(found))
+            keep = held.nbytes <= _KEEP_BYTES
+            self._record.write(
+                TensorRecord(
+                    **common,
+                    status="outside",
+                    measure=TensorMeasure.of(seen),
+                    diagnosis=diagnosis.word,
+                    evidence=evidence,
+                    blob=self._record.keep(held) if keep else None,
+                    reference_blob=self._record.keep(right) if keep else None,
+                )
+            )
+        else:
+            self._record.write(TensorRecord(**common, status="equal", evidence=evidence))
+        sent = [(d.shipment.name, d.shipment.put(d.shipment.expected)) for d in found if d.shipment.bytes <= MIB]
+        self._sent = [*self._sent, *sent][-_REMEMBERED:]
+
+    def _diagnose(
+        self, shipment: Shipment, held: torch.Tensor, right: torch.Tensor, seen: Measure, together: Sequence[Shipment]
+    ) -> Diagnosis:
+        """Name what arrived instead; both readings as they should be, but for the device's own digest, have no name."""
+        if seen.mismatched == 0:
+            return Diagnosis(word="unknown", evidence={"digest_only": True})
+        others = [(s.name, s.put(s.expected)) for s in together if s is not shipment]
+        known = Known(
+            poison=shipment.poison,
+            swapped=lambda tensor: _owner(tensor, others),
+            stale=lambda tensor: _owner(tensor, self._sent),
+        )
+        return diagnose_moved(held, right, seen, known=known)
+
+
+def _what_differs(wrong: Delivery) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what arrived and what was to arrive; the gaps beside it too where they alone differ."""
+    shipment = wrong.shipment
+    assert wrong.host is not None
+    held, right = shipment.put(wrong.host).contiguous(), shipment.put(shipment.expected).contiguous()
+    return (wrong.host, shipment.expected) if torch.equal(as_bytes(held), as_bytes(right)) else (held, right)
+
+
+def _owner(tensor: torch.Tensor, payloads: Sequence[tuple[str, torch.Tensor]]) -> str | None:
+    raw = as_bytes(tensor)
+    for name, payload in payloads:
+        if payload.numel() * payload.element_size() == raw.numel() and torch.equal(as_bytes(payload), raw):
+            return f"what was sent as {name}"
+    return None
+
+
+def _peer_access(source: torch.device, destination: torch.device) -> bool | None:
+    """Return whether one device may reach the other's memory itself, None where that is no question."""
+    if "cpu" in (source.type, destination.type) or source == destination:
+        return None
+    module = torch.get_device_module(source.type)
+    if not hasattr(module, "can_device_access_peer"):
+        return None
+    return bool(module.can_device_access_peer(source, destination))

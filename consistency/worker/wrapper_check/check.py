@@ -1,0 +1,296 @@
+"""Hold a wrapped model against the plain one: what PEFT and trainers find, and what is held in memory."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from consistency.worker.memory.host_memory import is_out_of_memory
+from consistency.worker.model.inputs import made_inputs, with_labels
+from consistency.worker.wrapper_check.held import Held, held_twice
+from consistency.worker.wrapper_check.keys import other_keys, prefix_of
+from consistency.worker.wrapper_check.peft_view import (
+    Layers,
+    adapted_layers,
+    checkpointed,
+    inject,
+    inject_anyway,
+    is_quantized,
+    prepared,
+    untouched,
+)
+from consistency.worker.wrapper_check.reach import HINT, hidden
+from consistency.worker.wrapper_check.report import WrapperFinding, WrapperReport
+from consistency.worker.wrapper_check.step import Step, training_step
+
+_SEQUENCES, _TOKENS = 2, 64
+"""Enough that the activations of a training step outweigh the adapter of a small model."""
+
+_MOST_NAMED = 3
+
+
+def check_wrapped(
+    wrapped: torch.nn.Module,
+    plain: torch.nn.Module,
+    *,
+    adapter: Any = None,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    step: bool = True,
+) -> WrapperReport:
+    """Look at a module around a model: whether what PEFT and trainers need is found, and nothing is held twice.
+
+    Both models are left as they were: what changes a model is tried on copies that share its tensors.
+
+    Parameters
+    ----------
+    wrapped, plain : torch.nn.Module
+        The wrapper, and the model without it: the very one that is inside the wrapper, or another of the same kind.
+    adapter : peft.PeftConfig, optional
+        The adapter to be trained; without it a LoRA on the layers that PEFT chooses for the plain model.
+    inputs : mapping of str to torch.Tensor, optional
+        The keyword arguments of a forward pass, with labels; without it they are made from the plain model's config.
+    step : bool
+        Whether to run two training steps on each, for the peak of memory.
+
+    Returns
+    -------
+    WrapperReport
+        `findings` is empty where the wrapper hides nothing. A mismatch is never raised.
+    """
+    with warnings.catch_warnings():
+        # what libraries warn of is not about the wrapper, and where warnings are errors it would look like one
+        warnings.simplefilter("ignore")
+        return _Look(wrapped=wrapped, plain=plain).run(adapter, inputs, step)
+
+
+@dataclass(kw_only=True)
+class _Look:
+    wrapped: torch.nn.Module
+    plain: torch.nn.Module
+    prefix: str | None = None
+    findings: list[WrapperFinding] = field(default_factory=list)
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def run(self, adapter: Any, inputs: Mapping[str, torch.Tensor] | None, step: bool) -> WrapperReport:
+        # tied weights are under both their names in a state dict, through the wrapper and without it
+        names, plain_names = self.wrapped.state_dict(keep_vars=True), self.plain.state_dict(keep_vars=True)
+        self.prefix = prefix_of(names, plain_names)
+        self.findings += hidden(self.wrapped, self.plain)
+        self.figures["reach"] = {}
+        self.findings += other_keys(names, plain_names, self.prefix)
+        self.figures["keys"] = {"keys": len(names), "keys_plain": len(plain_names), "prefix": self.prefix}
+        self._look_at_storages()
+        with untouched(self.plain, self.wrapped):
+            config = self._look_at_layers(adapter)
+        if step:
+            self._look_at_step(config, inputs)
+        else:
+            self.skipped["training_step"] = "it was not asked for"
+        return WrapperReport(
+            findings=tuple(self.findings), prefix=self.prefix, figures=self.figures, skipped=self.skipped
+        )
+
+    def _add(self, check: str, kind: str, what: str, *, where: str, got: Any, wanted: Any, hint: str) -> None:
+        self.findings.append(
+            WrapperFinding(check=check, kind=kind, what=what, where=where, got=str(got), wanted=str(wanted), hint=hint)
+        )
+
+    def _look_at_storages(self) -> None:
+        wrapped, plain = Held.by(self.wrapped), Held.by(self.plain)
+        twice = held_twice(wrapped, plain)
+        if twice:
+            size = sum(wrapped.tensors[other].untyped_storage().nbytes() for _, other in twice)
+            one, other = twice[0]
+            self._add(
+                "storages", "held-twice", f"{len(twice)} storages are held twice: {size} bytes",
+                where=f"{other} is a copy of {one}", got=f"{wrapped.nbytes} bytes", wanted=f"{plain.nbytes} bytes",
+                hint="keep the model itself, not a copy of it or of its weights",
+            )  # fmt: skip
+        self.figures["storages"] = {"bytes": wrapped.nbytes, "bytes_plain": plain.nbytes}
+        other_dtypes = [
+            (name, tensor.dtype, wrapped.tensors[f"{self.prefix or ''}{name}"].dtype)
+            for name, tensor in plain.tensors.items()
+            if f"{self.prefix or ''}{name}" in wrapped.tensors
+            and wrapped.tensors[f"{self.prefix or ''}{name}"].dtype != tensor.dtype
+        ]
+        if other_dtypes:
+            name, wanted, got = other_dtypes[0]
+            self._add(
+                "dtypes", "dtype", f"{len(other_dtypes)} tensors have another dtype through the wrapper", where=name,
+                got=str(got).removeprefix("torch."), wanted=str(wanted).removeprefix("torch."),
+                hint="wrap the model as it was loaded; `.to`, `.half` and `.float` on it undo a quantization",
+            )  # fmt: skip
+        self.figures["dtypes"] = {"bytes": wrapped.bytes_by_dtype, "bytes_plain": plain.bytes_by_dtype}
+
+    def _look_at_layers(self, adapter: Any) -> Any:
+        """Compare the layers that PEFT puts an adapter on; return the adapter's config, None where there is none."""
+        here = adapted_layers(self.plain, "")
+        if here:
+            self._compare_layers(adapted_layers(self.wrapped, self.prefix or ""), here)
+            return None
+        try:
+            config, plain = _on_plain(self.plain, adapter)
+            wanted, resolved = adapted_layers(plain, "base_model.model."), plain.peft_config["default"]
+        except Exception as error:  # PEFT refuses in many ways what it does not know
+            self.skipped["adapter_layers"] = f"PEFT puts no adapter on the plain model: {_text(error)}"
+            return None
+        try:
+            found, refused = inject(self.wrapped, config), None
+            layers = adapted_layers(found, f"base_model.model.{self.prefix or ''}")
+        except Exception as error:
+            # what PEFT makes of the wrapper where it is told by name what it cannot find out
+            anyway = _try(lambda: inject_anyway(self.wrapped, resolved))
+            refused, layers = _text(error), {} if anyway is None else adapted_layers(anyway, self.prefix or "")
+        if refused is not None:
+            self._add(
+                "adapter_layers", "layers-missed", "get_peft_model does not take the wrapped model",
+                where="get_peft_model", got=refused, wanted=f"{len(wanted)} adapted layers", hint=HINT,
+            )  # fmt: skip
+        self._compare_layers(layers, wanted)
+        self._look_at_preparation()
+        return resolved
+
+    def _compare_layers(self, found: Layers, wanted: Layers) -> None:
+        self.figures["adapter_layers"] = {"layers": len(found), "layers_plain": len(wanted)}
+        missed = [name for name in wanted if name not in found]
+        if missed:
+            self._add(
+                "adapter_layers", "layers-missed",
+                f"PEFT finds {len(wanted) - len(missed)} of {len(wanted)} adapted layers through the wrapper",
+                where=_some(missed), got=len(wanted) - len(missed), wanted=len(wanted), hint=HINT,
+            )  # fmt: skip
+        other = [name for name in wanted if name in found and found[name] != wanted[name]]
+        if other:
+            self._add(
+                "adapter_layers", "layers-missed",
+                f"{len(other)} of {len(wanted)} adapted layers are of another kind through the wrapper",
+                where=_some(other), got=_layer(found[other[0]]), wanted=_layer(wanted[other[0]]), hint=HINT,
+            )  # fmt: skip
+        more = [name for name in found if name not in wanted]
+        if more:
+            self._add(
+                "adapter_layers", "layers-missed", f"PEFT adapts {len(more)} layers that are not the model's",
+                where=_some(more), got=len(found), wanted=len(wanted),
+                hint="give target_modules as names that only the model has, or exclude_modules",
+            )  # fmt: skip
+
+    def _look_at_preparation(self) -> None:
+        """Compare what `prepare_model_for_kbit_training` does to a quantized model."""
+        if not is_quantized(self.plain):
+            return
+        wanted = checkpointed(prepared(self.plain, quantized=True))
+        try:
+            got: int | str = checkpointed(prepared(self.wrapped, quantized=True))
+        except Exception as error:
+            got = _text(error)
+        self.figures["reach"] |= {"checkpointed": got, "checkpointed_plain": wanted}
+        if got != wanted:
+            self._add(
+                "reach", "hidden",
+                "prepare_model_for_kbit_training does not turn gradient checkpointing on through the wrapper",
+                where="prepare_model_for_kbit_training", got=f"{got} modules that compute their activations again",
+                wanted=wanted, hint="prepare the model before it is wrapped, or: " + HINT,
+            )  # fmt: skip
+
+    def _look_at_step(self, config: Any, inputs: Mapping[str, torch.Tensor] | None) -> None:
+        if config is None:
+            self.skipped["training_step"] = "there is no adapter to train"
+            return
+        batch, reason = (dict(inputs), "") if inputs is not None else _batch(self.plain)
+        if batch is None:
+            self.skipped["training_step"] = reason
+            return
+        try:
+            plain = self._step(self.plain, config, batch)
+        except Exception as error:
+            self.skipped["training_step"] = f"the plain model cannot be trained: {_text(error)}"
+            return
+        try:
+            wrapped = self._step(self.wrapped, config, batch)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._add(
+                "training_step", "does-not-run", "the adapter cannot be trained through the wrapper",
+                where="forward and backward", got=_text(error), wanted="a training step, as without the wrapper",
+                hint=HINT,
+            )  # fmt: skip
+            return
+        self.figures["training_step"] = {
+            "peak_bytes": wrapped.peak_bytes,
+            "peak_plain_bytes": plain.peak_bytes,
+            "allowed_bytes": plain.allowed_bytes,
+        }
+        if wrapped.peak_bytes > plain.allowed_bytes:
+            self._add(
+                "training_step", "more-memory",
+                f"a training step takes {wrapped.peak_bytes / plain.peak_bytes:.2f} times the memory",
+                where="peak of forward, backward and AdamW", got=f"{wrapped.peak_bytes} bytes",
+                wanted=f"at most {plain.allowed_bytes} bytes: the plain model's {plain.peak_bytes} and one copy of "
+                "its output",
+                hint=HINT,
+            )  # fmt: skip
+
+    def _step(self, model: torch.nn.Module, config: Any, batch: Mapping[str, torch.Tensor]) -> Step:
+        from peft import get_peft_model, inject_adapter_in_model
+
+        with untouched(self.plain, self.wrapped):
+            # through a wrapper that hides its quantization the user's own call prepares nothing, or fails
+            ready = _try(lambda: prepared(model, quantized=is_quantized(self.plain)))
+            if ready is None:
+                ready = prepared(model, quantized=False)
+                ready.requires_grad_(False)
+            trained = _try(lambda: get_peft_model(ready, copy.deepcopy(config)))
+            if trained is None:
+                trained = inject_adapter_in_model(copy.deepcopy(config), ready)
+            return training_step(trained, batch)
+
+
+def _on_plain(plain: torch.nn.Module, adapter: Any) -> tuple[Any, Any]:
+    """Return the adapter's config and the plain model with it; without one, a LoRA on every linear layer at worst."""
+    from peft import LoraConfig
+
+    if adapter is not None:
+        return adapter, inject(plain, adapter)
+    first = LoraConfig()
+    found = _try(lambda: inject(plain, first))
+    if found is not None:
+        return first, found
+    linear = {name.rpartition(".")[2] for name, part in plain.named_modules() if isinstance(part, torch.nn.Linear)}
+    second = LoraConfig(target_modules=sorted(linear))
+    return second, inject(plain, second)
+
+
+def _batch(plain: torch.nn.Module) -> tuple[dict[str, torch.Tensor] | None, str]:
+    batch, reason = made_inputs(plain, sequences=_SEQUENCES, tokens=_TOKENS)
+    return (None, reason) if batch is None else (with_labels(batch, plain), "")
+
+
+def _try(make: Callable[[], Any]) -> Any:
+    """Return what a function makes, None where it cannot."""
+    try:
+        return make()
+    except Exception as error:  # PEFT and model code raise whatever they like
+        if is_out_of_memory(error):
+            raise
+        return None
+
+
+def _layer(layer: tuple[str, tuple[tuple[int, ...], ...]]) -> str:
+    return f"{layer[0]} with {', '.join(map(str, layer[1])) or 'no parameters'}"
+
+
+def _some(names: Iterable[str]) -> str:
+    found = list(names)
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return ", ".join(found[:_MOST_NAMED]) + more
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"[:300]

@@ -1,0 +1,71 @@
+"""The keys of a model through a wrapper: the same ones, each behind the same prefix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from consistency.worker.wrapper_check.report import WrapperFinding
+
+_MOST_NAMED = 3
+_TRIED = 8  # keys by which the prefix is found: one could be the wrapper's own by chance
+HINT = "let the wrapper register the model as one submodule, under one name"
+
+
+def prefix_of(wrapped: Collection[str], plain: Collection[str]) -> str | None:
+    """Return what stands before every key of the plain model in the wrapper; None where no key is found.
+
+    Of several, the one behind which the most keys are found, and of those the shortest.
+    """
+    tried = sorted(plain, key=len, reverse=True)[:_TRIED]
+    found = Counter(
+        name.removesuffix(key)
+        for key in tried
+        for name in wrapped
+        if name == key or name.endswith(f".{key}")  # a prefix ends with a dot, or is empty
+    )
+    return min(found, key=lambda prefix: (-found[prefix], len(prefix))) if found else None
+
+
+def other_keys(wrapped: Mapping[str, Any], plain: Collection[str], prefix: str | None) -> Iterator[WrapperFinding]:
+    """Yield the keys that are missing through the wrapper, and those that are there twice."""
+    names = set(wrapped)
+    missing = [key for key in plain if prefix is None or prefix + key not in names]
+    if missing:
+        yield WrapperFinding(
+            check="keys",
+            kind="keys",
+            what=f"{len(missing)} of {len(plain)} keys of the model are not in the wrapper's state dict",
+            where=_some(missing),
+            got="none" if len(missing) == len(plain) else f"{len(plain) - len(missing)} keys",
+            wanted=f"{len(plain)} keys behind one prefix",
+            hint=HINT,
+        )
+    if prefix is None:
+        return
+    expected = {prefix + key for key in plain}
+    addresses = {_address(wrapped[name]) for name in expected & names} - {None}
+    doubled = [name for name in wrapped if name not in expected and _address(wrapped[name]) in addresses]
+    if doubled:
+        yield WrapperFinding(
+            check="keys",
+            kind="keys",
+            what=f"{len(doubled)} keys of the model are in the wrapper's state dict a second time",
+            where=_some(doubled),
+            got=f"{len(plain) + len(doubled)} keys",
+            wanted=f"{len(plain)} keys behind {prefix or 'no prefix'}",
+            hint=HINT,
+        )
+
+
+def _address(value: Any) -> int | None:
+    has_one = isinstance(value, torch.Tensor) and value.numel() > 0 and not value.is_meta
+    return value.data_ptr() or None if has_one else None
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,0 +1,98 @@
+"""What PEFT and trainers ask a model for, and whether a wrapper answers as the model does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from consistency.worker.wrapper_check.report import WrapperFinding
+
+_ASKED = {
+    "config": "PEFT and trainers read from it what kind of model it is",
+    "hf_device_map": "accelerate and trainers see from it that the model is laid out over devices",
+    "is_loaded_in_8bit": "PEFT chooses 8-bit adapter layers and prepares the model for training by it",
+    "is_loaded_in_4bit": "PEFT chooses 4-bit adapter layers and prepares the model for training by it",
+    "is_quantized": "trainers refuse or allow to train the model by it",
+    "quantization_method": "prepare_model_for_kbit_training asks it what may be cast to float32",
+    "hf_quantizer": "trainers ask it whether the quantized model can be trained",
+}
+_CALLED = {
+    "gradient_checkpointing_enable": "without it every activation of a training step stays in memory",
+    "enable_input_require_grads": "without it a frozen base under gradient checkpointing gives no gradients",
+    "get_input_embeddings": "PEFT and trainers find the embeddings by it",
+}
+HINT = (
+    "wrap the model after get_peft_model, or let the wrapper's __getattr__ ask the model inside it for what it "
+    "does not have itself"
+)
+
+
+def hidden(wrapped: torch.nn.Module, plain: torch.nn.Module) -> Iterator[WrapperFinding]:
+    """Yield what the plain model answers, and the wrapper does not, or otherwise.
+
+    What the plain model has not, or answers with None or False, may be missing: that is how it is asked.
+    """
+    for name, why in _ASKED.items():
+        wanted = getattr(plain, name, None)
+        if wanted is None or wanted is False:
+            continue
+        got = getattr(wrapped, name, None)
+        if not _same(got, wanted):
+            yield _finding(name, why, _shown(got), _shown(wanted))
+    quantization = getattr(getattr(plain, "config", None), "quantization_config", None)
+    got = getattr(getattr(wrapped, "config", None), "quantization_config", None)
+    if quantization is not None and getattr(wrapped, "config", None) is not None and not _same(got, quantization):
+        yield _finding("config.quantization_config", _ASKED["is_quantized"], _shown(got), _shown(quantization))
+    for name, why in _CALLED.items():
+        if callable(getattr(plain, name, None)) and not callable(getattr(wrapped, name, None)):
+            yield _finding(name, why, "nothing", "a method")
+    if callable(getattr(wrapped, "get_input_embeddings", None)):
+        wanted, got = _embeddings(plain), _embeddings(wrapped)
+        if wanted is not None and not _same_shape(got, wanted):
+            yield _finding("get_input_embeddings", _CALLED["get_input_embeddings"], _shown(got), _shown(wanted))
+
+
+def _finding(name: str, why: str, got: str, wanted: str) -> WrapperFinding:
+    return WrapperFinding(
+        check="reach",
+        kind="hidden",
+        what=f"the wrapper hides {name}: {why}",
+        where=name,
+        got=got,
+        wanted=wanted,
+        hint=HINT,
+    )
+
+
+def _same(got: Any, wanted: Any) -> bool:
+    if got is wanted:
+        return True
+    if type(got) is not type(wanted):
+        return False
+    if hasattr(wanted, "to_dict"):
+        return bool(got.to_dict() == wanted.to_dict())
+    if hasattr(wanted, "quantization_config"):  # a quantizer: an object of its own for each model
+        return _same(got.quantization_config, wanted.quantization_config)
+    return bool(got == wanted)
+
+
+def _embeddings(model: Any) -> Any:
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _same_shape(got: Any, wanted: Any) -> bool:
+    weights = [getattr(module, "weight", None) for module in (got, wanted)]
+    return type(got) is type(wanted) and getattr(weights[0], "shape", None) == getattr(weights[1], "shape", None)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, (bool, int, str, dict)):
+        return str(value)[:120]
+    return type(value).__name__

@@ -1,0 +1,1 @@
+"""What a user asks for as a whole: run, drill, doctor, bisect, reproduce."""

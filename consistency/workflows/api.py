@@ -1,0 +1,102 @@
+"""The Python face: `consistency.run(...)` and `consistency.compare(...)`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from consistency.capture.folder import Capture
+from consistency.capture.transport import fetch
+from consistency.case.options import Case, Options, make_options
+from consistency.comparison.history.baseline import read_baseline
+from consistency.comparison.history.store import History
+from consistency.comparison.result import Comparison
+from consistency.devices.discovery import select
+from consistency.devices.spec import parse_devices
+from consistency.launch.local import Watcher
+from consistency.launch.process import Limits
+from consistency.workflows import pipeline
+from consistency.workflows.pipeline import Report
+
+__all__ = ["Comparison", "Report", "compare", "run"]
+
+
+def run(
+    case: Case | Options | None = None,
+    *,
+    devices: str | Iterable[str] = "auto",
+    out: str | Path | None = None,
+    timeout_s: float | None = None,
+    stall_s: float = 300.0,
+    threads: int | None = None,
+    replace: bool = False,
+    history: str | Path | None = None,
+    baseline: str | Path | None = None,
+    watch: Watcher | None = None,
+    **options: Any,
+) -> Report:
+    """Run a case on devices and compare what they saw.
+
+    Parameters
+    ----------
+    case : Case or Options, optional
+        What is checked; without it, keywords as on the command line (`base`, `adapter`, `dtype`, `stages`, …), and
+        without those the built-in case.
+    devices : str or iterable of str
+        `auto`, or specs such as `cpu`, `cuda:0`, `cpu@avx2`.
+    out : path, optional
+        Folder for `report.json` and `captures/`; nothing is kept without it.
+    timeout_s, stall_s : float
+        Limits per worker, in seconds, altogether and from one sign of life to the next.
+    threads : int, optional
+        Threads per worker.
+    replace : bool
+        Overwrite an earlier run's results in `out`.
+    history : path or URL, optional
+        Nights that this run is held against and added to.
+    baseline : path, optional
+        What is known and accepted.
+    watch : callable, optional
+        Called with the plan of a worker and each of its events.
+    **options
+        Fields of `Options`.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    ConsistencyError
+        The input cannot be used, or the capture cannot be written. A mismatch is never raised.
+    """
+    names = parse_devices(devices)
+    if isinstance(case, Case):
+        if options:
+            raise TypeError(f"a complete case takes no further options: {', '.join(sorted(options))}")
+        limits = Limits(timeout_s=timeout_s, stall_s=stall_s, threads=threads)
+        plan = pipeline.Plan(case=case, devices=select(names), limits=limits)
+    else:
+        table = {k: getattr(case, k) for k in Options.__struct_fields__} if case is not None else {}
+        table.update(options, devices=names, timeout=timeout_s, stall=stall_s, threads=threads)
+        plan = pipeline.prepare(make_options(table))
+    target = None if out is None else Path(out)
+    return pipeline.run(
+        plan,
+        target,
+        watch=watch or (lambda *_: None),
+        replace=replace,
+        history=None if history is None else History(str(history)),
+        baseline=None if baseline is None else read_baseline(Path(baseline)),
+    )
+
+
+def compare(captures: Iterable[Capture | str | Path]) -> Comparison:
+    """Compare captures (folders, ZIP files, URLs, or read ones); the first one's reference worker is the reference."""
+    with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
+        found, unread = pipeline.read_captures(
+            c if isinstance(c, Capture) else fetch(str(c), Path(scratch)) for c in captures
+        )
+        return pipeline.compare_captures(found, unread=unread)

@@ -1,0 +1,366 @@
+"""The one place that composes the steps: case and devices -> capture -> compare -> files of a report."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from consistency import __version__
+from consistency.capture.folder import (
+    SCHEMA,
+    Capture,
+    CaptureManifest,
+    CaptureWriter,
+    RecordPool,
+    capture_name,
+    holds_capture,
+    read_capture,
+    tell,
+)
+from consistency.capture.transport import deliver, fetch, is_remote, refuse_to_replace, travels
+from consistency.case.options import Case, Options
+from consistency.case.preflight import prepare_case
+from consistency.comparison.compare import compare
+from consistency.comparison.history.baseline import Baseline, apply
+from consistency.comparison.history.drift import find_drift
+from consistency.comparison.history.store import History, night_of
+from consistency.comparison.result import Comparison, Finding, with_findings
+from consistency.comparison.weight_files.diff import diff
+from consistency.devices.discovery import select
+from consistency.devices.host import read_box, since
+from consistency.devices.spec import DeviceInfo, parse_devices
+from consistency.errors import CaptureError, UsageError
+from consistency.launch.local import Watcher, run_workers
+from consistency.launch.plan import WorkerPlan, plan_waves
+from consistency.launch.process import Limits
+from consistency.report.json import write_report
+from consistency.report.summary import groups
+
+CAPTURES = "captures"
+REPORT_FILES = ("report.json", "report.html", "report.md")
+_MOST_DAMAGE = 6  # one line of an error is no place for a thousand workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A case that was checked, the devices it runs on, and how long it may take.
+
+    Attributes
+    ----------
+    faults : mapping of str to str
+        Fault to plant (of `consistency.worker.faults`) by name of the device: how the tool itself is tried.
+    """
+
+    case: Case
+    devices: tuple[DeviceInfo, ...]
+    limits: Limits
+    faults: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a run says.
+
+    Attributes
+    ----------
+    comparison : Comparison
+    folder : Path or None
+        Where the files of the report and `captures/` lie; None where nothing was to be kept.
+    elapsed_s : float
+    """
+
+    comparison: Comparison
+    folder: Path | None
+    elapsed_s: float
+
+    @property
+    def verdict(self) -> str:
+        return self.comparison.verdict
+
+    @property
+    def exit_status(self) -> int:
+        return self.comparison.exit_status
+
+
+def prepare(options: Options) -> Plan:
+    """Check everything that can be checked before a worker starts.
+
+    Raises
+    ------
+    InputError, UsageError
+    """
+    devices = select(parse_devices(options.devices))
+    return Plan(
+        case=prepare_case(options),
+        devices=devices,
+        limits=Limits(timeout_s=options.timeout, stall_s=options.stall, threads=options.threads),
+    )
+
+
+def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) -> Path:
+    """Run one worker per device and road, and leave a capture at `target`.
+
+    Returns
+    -------
+    Path
+        `target`; a folder that was there is replaced only where `replace` says so.
+    """
+    return capture_plans(
+        plan.case, plan_waves(plan.case, plan.devices), target,
+        limits=plan.limits, faults=plan.faults, watch=watch, replace=replace,
+    )  # fmt: skip
+
+
+def capture_plans(
+    case: Case,
+    waves: Sequence[Sequence[WorkerPlan]],
+    target: Path,
+    *,
+    limits: Limits,
+    faults: Mapping[str, str],
+    watch: Watcher = lambda *_: None,
+    replace: bool = False,
+) -> Path:
+    """Run workers that were planned, and leave a capture at `target`."""
+    with CaptureWriter(target, replace=replace) as writer:
+        devices = list({plan.info.spec.name: plan.info for wave in waves for plan in wave}.values())
+        before = read_box(devices)
+        slugs = run_workers(case, waves, writer, limits=limits, watch=watch, faults=faults)
+        manifest = CaptureManifest(
+            schema=SCHEMA,
+            tool=__version__,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            host=platform.node(),
+            case=case,
+            workers=slugs,
+            box=since(before, read_box(devices)),
+        )
+        return writer.commit(manifest)
+
+
+def capture_to(plan: Plan, target: str, *, watch: Watcher, replace: bool = False) -> Capture:
+    """Leave a capture in a folder, in one file (`….zip`), or at a URL; return what is in it.
+
+    Raises
+    ------
+    CaptureError
+        There is something at the target and `replace` does not say to replace it, or it cannot be written.
+    """
+    if not travels(target):
+        return read_capture(capture(plan, Path(target), watch=watch, replace=replace))
+    if not replace:
+        refuse_to_replace(target)
+    with tempfile.TemporaryDirectory(prefix="consistency-capture-") as scratch:
+        folder = capture(plan, Path(scratch) / "capture", watch=watch)
+        found = read_capture(folder)
+        deliver(folder, target)
+    return found
+
+
+def run(
+    plan: Plan,
+    out: Path | None,
+    *,
+    watch: Watcher,
+    replace: bool = False,
+    history: History | None = None,
+    baseline: Baseline | None = None,
+) -> Report:
+    """Capture, compare and report.
+
+    Parameters
+    ----------
+    plan : Plan
+    out : Path or None
+        Folder for `REPORT_FILES` and `captures/`; None keeps nothing.
+    watch : callable
+        Called with every event of every worker.
+    replace : bool
+        Overwrite what an earlier run left in `out`.
+    history : History, optional
+        Nights that this one is held against, and added to.
+    baseline : Baseline, optional
+        What is known and accepted.
+    """
+    started = datetime.datetime.now(datetime.UTC)
+    with _output(out, replace=replace) as folder:
+        found = read_capture(capture(plan, folder / CAPTURES, watch=watch, replace=replace))
+        comparison = compare_captures([found])
+        if history is not None:
+            comparison = with_nights(history, [found], comparison, baseline)
+        elif baseline is not None:
+            comparison = apply(baseline, comparison)
+        elapsed = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
+        if out is not None:
+            _write_reports(comparison, folder)
+    return Report(comparison=comparison, folder=out, elapsed_s=elapsed)
+
+
+def with_nights(
+    history: History, captures: Sequence[Capture], comparison: Comparison, baseline: Baseline | None
+) -> Comparison:
+    """Say where a device has drifted since the nights before, and add this night to them."""
+    night, tables = night_of(captures, comparison)
+    drift = find_drift(history, night, tables)
+    damage = [
+        Finding(kind="damaged-night", severity="warning", message=f"history: {text}: left out")
+        for text in history.damage
+    ]
+    comparison = with_findings(comparison, [*drift.findings, *comparison.findings, *damage])
+    stages = drift.stages
+    if baseline is not None:
+        comparison = apply(baseline, comparison)
+        red = {label for f in comparison.findings if f.kind == "drift" and f.severity == "error" for label in f.workers}
+        stages = {(w.device, w.road): stages.get((w.device, w.road), ()) for w in night.workers if w.name in red}
+    workers = tuple(
+        msgspec.structs.replace(worker, drift=stages.get((worker.device, worker.road), ())) for worker in night.workers
+    )
+    errors = tuple(f.message for f in comparison.findings if f.severity == "error")
+    tonight = msgspec.structs.replace(night, workers=workers, verdict=comparison.verdict, findings=errors)
+    history.append(tonight, tables)
+    return comparison
+
+
+def compare_folders(
+    given: Sequence[str | Path], out: Path | None, *, replace: bool = False, baseline: Baseline | None = None
+) -> Comparison:
+    """Compare captures that were made apart; write the report where `out` says.
+
+    Parameters
+    ----------
+    given : sequence of str or Path
+        Folders, ZIP files or URLs of captures, or of the `--out` folders of runs.
+    out : Path or None
+    replace : bool
+        Overwrite what an earlier run left in `out`.
+    baseline : Baseline, optional
+        What is known and accepted.
+    """
+    with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
+        folders = [fetch(str(one), Path(scratch)) for one in given]
+        captures, unread = read_captures(folders)
+        comparison = compare_captures(captures, unread=unread)
+        places = tuple(str(one) if is_remote(str(one)) else str(Path(one).resolve()) for one in given)
+        comparison = msgspec.structs.replace(comparison, captures=places)
+        if baseline is not None:
+            comparison = apply(baseline, comparison)
+        if out is not None:
+            with _output(out, replace=replace, reads=folders) as folder:
+                _write_reports(comparison, folder)
+    return comparison
+
+
+def read_captures(given: Iterable[Capture | Path]) -> tuple[list[Capture], list[str]]:
+    """Read captures that are to be compared; return them, and what is to be said of those that cannot be read.
+
+    One of a thousand that is damaged or of another version does not keep the others from being compared. A path that
+    leads nowhere is a mistake in the command, not a damaged capture.
+
+    Raises
+    ------
+    CaptureError
+        A folder is not there or is something else than a capture, or no capture can be read.
+    """
+    pool = RecordPool()
+    found: list[Capture] = []
+    errors: list[CaptureError] = []
+    unread: list[str] = []
+    for one in given:
+        try:
+            found.append(one if isinstance(one, Capture) else read_capture(one, pool))
+        except CaptureError as error:
+            assert isinstance(one, Path)
+            if not holds_capture(one):
+                raise
+            errors.append(error)
+            unread.append(f"{capture_name(one)}: left out: {tell(error)}")
+    if errors and not found:
+        raise errors[0]
+    return found, unread
+
+
+def diff_weights(
+    actual: Path, expected: Path, out: Path | None, *, allow_pickle: bool = False, replace: bool = False
+) -> Comparison:
+    """Compare two weight files or folders; write the report where `out` says."""
+    if out is None:
+        return diff(actual, expected, allow_pickle=allow_pickle)
+    with _output(out, replace=replace, reads=(actual, expected)) as folder:  # what is in the way is said at once
+        comparison = diff(actual, expected, allow_pickle=allow_pickle)
+        _write_reports(comparison, folder)
+    return comparison
+
+
+def compare_captures(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Comparison:
+    """Compare captures.
+
+    Parameters
+    ----------
+    captures : sequence of Capture
+    unread : sequence of str
+        What is to be said of captures that could not be read at all.
+
+    Raises
+    ------
+    UsageError
+        Nothing was looked at, and no worker was lost: the options name nothing that is there.
+    """
+    comparison = compare(captures, unread=unread)
+    if not comparison.tensors and all(worker.status == "ok" for worker in comparison.workers):
+        damage = [text for capture in captures for text in capture.damage]
+        if damage:
+            raise CaptureError("no worker of the capture can be read", got="; ".join(damage[:_MOST_DAMAGE]))
+        raise UsageError("nothing was looked at: no tensor is in what was asked for", where="--stages, or `only`")
+    return comparison
+
+
+def _write_reports(comparison: Comparison, folder: Path) -> None:
+    """Write `REPORT_FILES`, the one that programs build on first."""
+    from consistency.report.html import write_html  # jinja2 and rich are nothing that a test session should wait for
+    from consistency.report.markdown import write_markdown
+
+    write_report(comparison, folder)
+    found = {road: groups(comparison, road) for road in comparison.roads}
+    write_html(comparison, folder, found)
+    write_markdown(comparison, folder, found)
+
+
+@contextmanager
+def _output(out: Path | None, *, replace: bool, reads: Sequence[Path] = ()) -> Iterator[Path]:
+    """Yield the folder to write into, and leave no folder behind where it was made and nothing came of it."""
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="consistency-run-") as scratch:
+            yield Path(scratch)
+        return
+    if out.exists() and not out.is_dir():
+        raise CaptureError("--out must be a folder", where=out, got="a file")
+    if out.resolve() in [folder.resolve() for folder in reads]:
+        raise CaptureError("--out is one of the folders that are compared", where=out, hint="choose another folder")
+    present = [name for name in (*REPORT_FILES, CAPTURES) if (out / name).exists()]
+    if present and not replace:
+        raise CaptureError(
+            "an earlier run's results are in the way",
+            where=out,
+            got=", ".join(present),
+            hint="choose another --out, or give --force to replace them",
+        )
+    existed = out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CaptureError("cannot make the output folder", where=out, got=error) from None
+    try:
+        yield out
+    except BaseException:
+        if not existed:
+            with suppress(OSError):
+                shutil.rmtree(out)
+        raise

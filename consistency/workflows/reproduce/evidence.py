@@ -1,0 +1,208 @@
+"""Find what a finding of a report rests on: the worker, its record, and the tensors that its capture kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from consistency.capture.folder import MANIFEST, Capture, RecordPool, read_capture
+from consistency.capture.json_codec import decode_json
+from consistency.capture.records import TensorRecord
+from consistency.capture.transport import fetch, is_remote
+from consistency.comparison.judge import judge
+from consistency.comparison.result import BAD, Finding, WorkerSummary, tensor_name
+from consistency.comparison.workers import Key, Participant, choose_reference, gather
+from consistency.errors import CaptureError, UsageError
+
+REPORT = "report.json"
+
+
+class ReportHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What is needed of a `report.json`."""
+
+    schema: str
+    findings: tuple[Finding, ...]
+    captures: tuple[str, ...] = ()
+    workers: tuple[WorkerSummary, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One tensor that shows a finding.
+
+    Attributes
+    ----------
+    finding : Finding
+    number : int
+        Of the finding, from 1, as the report has it.
+    participant : Participant
+        The worker on which it was seen.
+    record : TensorRecord
+    others : tuple of str
+        What else the finding is about, by name.
+    reference : Participant
+        The worker that all are held against.
+    is_bad : bool
+        Whether it is outside its rule; else the finding is about its bits.
+    """
+
+    finding: Finding
+    number: int
+    participant: Participant
+    record: TensorRecord
+    others: tuple[str, ...]
+    reference: Participant
+    is_bad: bool
+
+    @property
+    def name(self) -> str:
+        return tensor_name(*self.record.key)
+
+    def blob(self, name: str | None) -> Path | None:
+        """Return where a tensor lies that the capture kept."""
+        if name is None:
+            return None
+        path = self.participant.capture.blob_path(name)
+        return path if path.exists() else None
+
+
+def read_report(path: Path) -> tuple[ReportHead, Path]:
+    """Read a report, given as its file or its folder; return it and that folder.
+
+    Raises
+    ------
+    UsageError
+        There is no report, or it is of another schema.
+    """
+    file = path / REPORT if path.is_dir() else path
+    try:
+        head = decode_json(file.read_bytes(), ReportHead)
+    except FileNotFoundError:
+        raise UsageError("no report here", where=path, wanted=f"{REPORT}, or the --out folder of a run") from None
+    except OSError as error:
+        raise UsageError("cannot read the report", where=file, got=error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError("not a report", where=file, got=error) from None
+    if head.schema != "consistency.report/1":
+        raise UsageError("a report of another schema", where=file, got=head.schema, wanted="consistency.report/1")
+    return head, file.parent
+
+
+def find_evidence(path: Path, number: int, scratch: Path) -> Evidence:
+    """Return the tensor that shows a finding best.
+
+    Parameters
+    ----------
+    path : Path
+        `report.json`, or its folder, with the captures beside it.
+    number : int
+        Of the finding, from 1.
+    scratch : Path
+        Folder to unpack captures into, to be kept while the evidence is used.
+
+    Raises
+    ------
+    UsageError
+        There is no such finding, or it is about no tensor.
+    CaptureError
+        The captures are gone, or of another run.
+    """
+    head, folder = read_report(path)
+    if not 1 <= number <= len(head.findings):
+        raise UsageError(
+            f"the report has no finding {number}",
+            where=folder,
+            got=f"{len(head.findings)} findings",
+            wanted="--finding N",
+        )
+    finding = head.findings[number - 1]
+    if not finding.tensors:
+        raise UsageError(
+            f"finding {number} is about no tensor", got=f"{finding.kind}: {finding.message}",
+            hint=finding.next or "run the case again: the report has its command",
+        )  # fmt: skip
+    participants = gather(_captures(head, folder, scratch))
+    reference = choose_reference(participants)
+    seen = list(_seen(finding, participants))
+    if not seen or reference is None:
+        raise CaptureError("the captures do not hold what the finding is about", where=folder, got=finding.message)
+    participant, record = min(seen, key=lambda pair: _rank(pair[1]))
+    name = tensor_name(*record.key)
+    return Evidence(
+        finding=finding,
+        number=number,
+        participant=participant,
+        record=record,
+        others=tuple(other for other in finding.tensors if other != name),
+        reference=reference,
+        is_bad=judge(participant, reference, record.key).status in BAD,
+    )
+
+
+def find_tensor(path: Path, name: str, worker: str, scratch: Path) -> tuple[Participant, Participant, Key]:
+    """Return the worker of this name, the reference worker, and the key of the tensor of this name.
+
+    Raises
+    ------
+    UsageError
+        The report has no such worker or tensor.
+    """
+    head, folder = read_report(path)
+    participants = gather(_captures(head, folder, scratch))
+    reference = choose_reference(participants)
+    for participant in participants:
+        if participant.label != worker:
+            continue
+        for key in participant.records:
+            if tensor_name(*key) == name and reference is not None:
+                return participant, reference, key
+        raise UsageError("the worker has no such tensor", where="--tensor", got=name, wanted="stage::layer.tensor")
+    labels = ", ".join(participant.label for participant in participants)
+    raise UsageError("the report has no such worker", where="--worker", got=worker, wanted=labels)
+
+
+def _captures(head: ReportHead, folder: Path, scratch: Path) -> list[Capture]:
+    pool = RecordPool()
+    beside = folder / "captures"
+    if (beside / MANIFEST).exists():
+        return [read_capture(beside, pool)]
+    if not head.captures:
+        raise CaptureError("no capture beside the report", where=folder, wanted=f"captures/{MANIFEST}")
+    for text in head.captures:
+        if is_remote(text):  # a report may be a stranger's: it opens no connection
+            raise CaptureError(
+                "a capture of this report is not on this machine", where=text, hint="copy it here, and compare again"
+            )
+    return [read_capture(fetch(text, scratch), pool) for text in head.captures]
+
+
+def _seen(finding: Finding, participants: tuple[Participant, ...]) -> list[tuple[Participant, TensorRecord]]:
+    wanted, workers = set(finding.tensors), set(finding.workers)
+    return [
+        (view, record)
+        for participant in participants
+        if participant.label in workers
+        for view in _views(participant, finding.roads)
+        for key, record in view.records.items()
+        if tensor_name(*key) in wanted
+    ]
+
+
+def _views(participant: Participant, roads: Sequence[str]) -> Iterator[Participant]:
+    """Yield a worker as it stands on each road that a finding is about, on its default road where it names none."""
+    for road in roads or (participant.road,):
+        view = participant.on(road)
+        if view is not None:
+            yield view
+
+
+def _rank(record: TensorRecord) -> tuple[bool, bool, int, int]:
+    """Order what shows a finding: the worker itself saw it wrong, both tensors were kept, small before large."""
+    kept = record.blob is not None and (record.reference_blob is not None or bool(record.ingredients))
+    elements = 1
+    for size in record.shape:
+        elements *= size
+    return (record.status != "outside", not kept, elements, record.order)

@@ -1,0 +1,339 @@
+"""Write the folder of a reproducer, and run what was written before anybody is told that it is done."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from consistency.capture.folder import write_json
+from consistency.capture.names import HOST, split_pair
+from consistency.case.load_path import Road
+from consistency.case.options import Stage
+from consistency.devices.spec import KERNEL_VARIABLES, parse_device
+from consistency.errors import CaptureError, ConsistencyError, UsageError
+from consistency.report.terminal import clean
+from consistency.workflows.reproduce.evidence import Evidence, find_evidence
+
+if TYPE_CHECKING:
+    import torch
+
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+RUN_TIMEOUT_S = 300.0
+_HAPPENS = {0: False, 1: True}
+_OF_MODEL = (Stage.BASE, Stage.ADAPTER, Stage.MERGED, Stage.FORWARD, Stage.GRADIENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reproduced:
+    """What came of a reproducer on this machine.
+
+    Attributes
+    ----------
+    folder : Path
+    happens_here : bool
+        Whether the script met the fault anew.
+    shows : bool
+        Whether it finds the fault in what was recorded.
+    output : str
+        What it printed.
+    needs_model : bool
+        Whether only the second script, with the model, can try it anew.
+    """
+
+    folder: Path
+    happens_here: bool
+    shows: bool
+    output: str
+    needs_model: bool
+
+    @property
+    def sentence(self) -> str:
+        """Say whether the finding was reproduced on this machine."""
+        if self.happens_here:
+            return "reproduced: it happens on this machine"
+        recorded = "the recorded bytes show it" if self.shows else "no recorded bytes show it"
+        if self.needs_model:
+            return f"not tried anew, which takes more than the kept tensors; {recorded}"
+        return f"not reproduced: it does not happen on this machine now; {recorded}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What goes into the folder: script, tensors, which part of the whole they are, and what the script has to know."""
+
+    script: str
+    tensors: Mapping[str, torch.Tensor]
+    window: str
+    facts: Mapping[str, Any]
+
+
+def reproduce(report: Path, number: int, out: Path, *, replace: bool = False) -> Reproduced:
+    """Write a folder that shows a finding without this package, and run it.
+
+    Parameters
+    ----------
+    report : Path
+        `report.json`, or its folder.
+    number : int
+        Of the finding, from 1.
+    out : Path
+        The folder to write.
+    replace : bool
+        Replace a folder that is there.
+
+    Raises
+    ------
+    UsageError, CaptureError
+        There is no such finding, or nothing was kept that shows it.
+    ConsistencyError
+        What was written does not run.
+    """
+    if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(
+            "there is something in the place of the reproducer", where=out, hint="give --force, or another --out"
+        )
+    with tempfile.TemporaryDirectory(prefix="consistency-reproduce-") as scratch:
+        evidence = find_evidence(report, number, Path(scratch))
+        parts = _parts(evidence)
+    partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
+    try:
+        partial.mkdir(parents=True)
+        _write(partial, evidence, parts)
+        found = _try(partial, needs_model=parts.script == "recorded.py")
+        (partial / "transcript.txt").write_text(found.output, encoding="utf-8")
+        if out.exists():
+            shutil.rmtree(out) if out.is_dir() else out.unlink()
+        os.replace(partial, out)
+    except OSError as error:
+        raise CaptureError("cannot write the reproducer", where=out, got=error) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Reproduced(
+        folder=out,
+        happens_here=found.happens_here,
+        shows=found.shows,
+        output=found.output,
+        needs_model=found.needs_model,
+    )
+
+
+def _parts(evidence: Evidence) -> _Parts:
+    from consistency.workflows.reproduce.cut import cut_moved, cut_product, read_blob
+
+    record = evidence.record
+    actual, expected = evidence.blob(record.blob), evidence.blob(record.reference_blob)
+    worst = None if record.measure is None else record.measure.worst_index
+    recipe = record.evidence.get("recipe")
+    made_of = {name: evidence.blob(blob) for name, blob in record.ingredients.items()}
+    if (
+        isinstance(recipe, dict)
+        and actual is not None
+        and {"left", "right"} <= made_of.keys()
+        and all(made_of.values())
+    ):
+        whole = {name: read_blob(path) for name, path in made_of.items() if path is not None}
+        tensors, window = cut_product({**whole, "actual": read_blob(actual)}, worst)
+        return _Parts(script="merged.py", tensors=tensors, window=window, facts=recipe)
+    if expected is not None and record.rule == "bitwise":
+        whole = {"expected": read_blob(expected)} | ({} if actual is None else {"actual": read_blob(actual)})
+        if len({(t.shape, t.dtype) for t in whole.values()}) > 1:
+            del whole["actual"]  # another shape or dtype is said in words, and cannot be held against this
+        tensors, window = cut_moved(whole, worst)
+        hop = _hop(evidence) if record.stage == Stage.TRANSFER else {"via": _via(evidence)}
+        return _Parts(script="moved.py", tensors=tensors, window=window, facts=hop)
+    if record.stage == Stage.TRANSFER:
+        return _Parts(script="moved.py", tensors={"expected": _payload()}, window="made up", facts=_hop(evidence))
+    if expected is not None and actual is not None and record.measure is not None:
+        whole = {"expected": read_blob(expected), "actual": read_blob(actual)}
+        allowed = made_of.get("allowed")
+        tensors, window = cut_moved(whole if allowed is None else {**whole, "allowed": read_blob(allowed)}, worst)
+        return _Parts(script="recorded.py", tensors=tensors, window=window, facts={"allowed": _allowed(evidence)})
+    raise CaptureError(
+        "nothing was kept that shows this finding",
+        where=evidence.name,
+        got=evidence.finding.message,
+        hint=("it is about a fact, of which there is no tensor: " if record.rule == "limit" else "")
+        + (evidence.finding.next or "run the case again on this machine"),
+    )
+
+
+def _payload() -> torch.Tensor:
+    """Return bytes to copy: 4 MiB without a pattern, the same everywhere, every one of them of a finite number."""
+    import numpy as np
+    import torch
+
+    numbers = np.random.Generator(np.random.PCG64(0)).standard_normal(1 << 20, dtype=np.float32)
+    return torch.from_numpy(numbers)
+
+
+def _hop(evidence: Evidence) -> dict[str, Any]:
+    """Return the two ends of a copy: what the script calls `via`, and the device that the bytes go to."""
+    pair = split_pair(evidence.record.layer)
+    source, destination = pair if pair is not None else (HOST, _device(evidence))
+    return {"via": None if source == HOST else source, "device": destination}
+
+
+def _allowed(evidence: Evidence) -> float:
+    """Return what an element may be off, as the capture has it."""
+    record = evidence.record
+    stated = record.evidence.get("allowed")
+    if isinstance(stated, (int, float)):
+        return float(stated)
+    assert record.measure is not None
+    ratio = float(record.measure.bound_ratio or 0)
+    return float(record.measure.max_abs) / ratio if ratio > 0 else 0.0
+
+
+def _device(evidence: Evidence) -> str:
+    spec = parse_device(evidence.participant.info.name)
+    return spec.type if spec.index is None else f"{spec.type}:{spec.index}"
+
+
+def _via(evidence: Evidence) -> str | None:
+    """Return the device that PEFT's default loading goes by, where all devices were visible."""
+    device = _device(evidence)
+    kind, _, index = device.partition(":")
+    road = _road(evidence)
+    hops = road is not None and road.main is Road.SHARED and road.chooses_device
+    return f"{kind}:0" if evidence.record.stage == "adapter" and hops and index not in ("", "0") else None
+
+
+def _road(evidence: Evidence) -> Road | None:
+    """Return the road that the worker stands on; None for one that this version does not know."""
+    name = evidence.participant.road
+    return Road(name) if name in list(Road) else None
+
+
+def _load_arguments(evidence: Evidence) -> dict[str, Any]:
+    """Return the arguments with which PEFT takes the road of the finding."""
+    road = _road(evidence)
+    if road is None or road.by_transformers:
+        return {}
+    found: dict[str, Any] = {"low_cpu_mem_usage": True} if road.low_memory else {}
+    if road.torch_device is not None:
+        found["torch_device"] = "cpu" if road.torch_device == "cpu" else _device(evidence)
+    return found
+
+
+def _write(folder: Path, evidence: Evidence, parts: _Parts) -> None:
+    from safetensors.torch import save_file
+
+    from consistency.numerics.digest import as_bytes
+
+    info = evidence.participant.info
+    variables = info.environment.get("variables")
+    known = {str(k): str(v) for k, v in variables.items()} if isinstance(variables, dict) else {}
+    facts = {
+        "schema": "consistency.reproducer/1",
+        "finding": evidence.number,
+        "kind": evidence.finding.kind,
+        "message": evidence.finding.message,
+        "tensor": evidence.name,
+        "others": len(evidence.others),
+        "worker": evidence.participant.label,
+        "road": evidence.participant.road,
+        "planted": info.planted,
+        "device": _device(evidence),
+        "window": parts.window,
+        "diagnosis": evidence.record.diagnosis,
+        "variables": {name: known[name] for name in sorted(KERNEL_VARIABLES) if name in known},
+        "settings": info.in_force,
+        "sha256": {
+            name: hashlib.sha256(as_bytes(tensor).numpy().tobytes()).hexdigest()
+            for name, tensor in parts.tensors.items()
+        },
+        **parts.facts,
+    }
+    scripts = {"reproduce.py": parts.script}
+    case = evidence.participant.case
+    if case.adapter is not None and case.factory is None and evidence.record.stage in _OF_MODEL:
+        scripts["load_with_peft.py"] = "load_with_peft.py"
+        facts.update(
+            base=case.base,
+            adapter=case.adapter,
+            dtype=str(info.environment.get("dtype", "float32")),
+            **{"class": info.environment.get("model_class")},
+            load_arguments=_load_arguments(evidence),
+        )
+    save_file(dict(parts.tensors), folder / "tensors.safetensors")
+    write_json(folder / "finding.json", facts)
+    environment = {"architecture": info.architecture, "model": info.model, "driver": info.driver, **info.environment}
+    write_json(folder / "environment.json", {**environment, "simulated": info.simulated})
+    for name, source in scripts.items():
+        shutil.copyfile(SCRIPTS / source, folder / name)
+    (folder / "README.md").write_text(_readme(evidence, parts, scripts), encoding="utf-8")
+
+
+def _readme(evidence: Evidence, parts: _Parts, scripts: Mapping[str, str]) -> str:
+    info = evidence.participant.info
+    name = clean(evidence.name).replace("`", "'")
+    lines = [
+        f"# {evidence.finding.kind}: `{name}`",
+        "",
+        "    " + clean(evidence.finding.message),
+        "",
+        *(f"    {clean(line)}" for line in evidence.finding.detail[:3]),
+        "",
+        f"Seen on `{evidence.participant.label}` ({info.architecture}, {info.model}), torch "
+        f"{info.environment.get('torch')}. Here is one of {1 + len(evidence.others)} tensors, {parts.window}.",
+        "",
+        "```",
+        "pip install torch safetensors",
+        *(
+            ["python reproduce.py                 # judges what the device had: 1 where it is not what is allowed"]
+            if parts.script == "recorded.py"
+            else [
+                "python reproduce.py                 # 0: does not happen here, 1: happens here",
+                "python reproduce.py --as-recorded   # the same judgement on what the device held",
+            ]
+        ),
+    ]
+    if "load_with_peft.py" in scripts:
+        lines.append("python load_with_peft.py --base FOLDER --adapter FOLDER   # needs transformers and peft")
+    lines += ["```", ""]
+    if info.planted is not None:
+        lines += [f"**The fault was planted on purpose** (`{info.planted}`): it does not happen by itself.", ""]
+    if info.simulated:
+        lines += ["**The device was simulated in software.**", ""]
+    lines += [
+        "* `tensors.safetensors`: the tensors; `finding.json`: what they are, their SHA-256, what the script needs",
+        "* `environment.json`: where it was seen; `transcript.txt`: what the script printed where this was written",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _try(folder: Path, *, needs_model: bool) -> Reproduced:
+    """Run the script in both ways; raise where it does not end as it says that it does."""
+    output = []
+    statuses = []
+    for arguments in ([], ["--as-recorded"]):
+        command = [sys.executable, "-P", "reproduce.py", *arguments]
+        try:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise ConsistencyError(
+                "the reproducer takes too long", where=folder, got=f"no end after {RUN_TIMEOUT_S:g} s"
+            ) from None
+        text = f"$ python reproduce.py {' '.join(arguments)}".rstrip() + f"\n{done.stdout}{done.stderr}"
+        output.append(text + f"(exit status {done.returncode})\n")
+        if done.returncode not in _HAPPENS and not (arguments and "were not kept" in done.stderr):
+            raise ConsistencyError("the reproducer does not run here", where=folder, got=done.stderr.strip()[-600:])
+        statuses.append(_HAPPENS.get(done.returncode, False))
+    return Reproduced(
+        folder=folder,
+        happens_here=statuses[0] and not needs_model,
+        shows=statuses[1],
+        output="\n".join(output),
+        needs_model=needs_model,
+    )

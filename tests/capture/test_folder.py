@@ -1,0 +1,494 @@
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from consistency.capture.folder import (
+    MANIFEST,
+    SCHEMA,
+    Capture,
+    CaptureManifest,
+    CaptureWriter,
+    blob_key,
+    blob_name,
+    read_capture,
+    read_records,
+    unpack_blocks,
+    worker_slug,
+    write_json,
+)
+from consistency.capture.json_codec import Real, encode_json
+from consistency.capture.records import SettingChange, TensorMeasure, TensorRecord, WorkerInfo
+from consistency.case.load_path import Road
+from consistency.case.options import Case, Level
+from consistency.errors import CaptureError
+
+SLUG = "cuda_1@tf32.shared"
+BLOB = "ab" * 32
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+def make_measure(**changes: Any) -> TensorMeasure:
+    plain = TensorMeasure(
+        elements=6,
+        mismatched=2,
+        max_abs=Real("nan"),
+        mean_abs=Real("inf"),
+        rms=Real(0.1),
+        max_rel=Real("-inf"),
+        max_ulp=2**64 - 2**54,
+        bound_ratio=Real(1.5),
+        worst_index=(1, 2),
+        worst_actual=Real("nan"),
+        worst_expected=Real(-0.0),
+        worst_actual_bits="0x7fc00000",
+        worst_expected_bits="0x80000000",
+        flipped_bits={0: 1, 31: 2},
+        first_byte=4,
+        last_byte=20,
+        magnitude=Real(3.25),
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def make_record(**changes: Any) -> TensorRecord:
+    plain = TensorRecord(
+        stage="adapter",
+        layer="model.layers.0.self_attn.q_proj",
+        tensor="lora_A",
+        shape=(2, 3),
+        dtype="float32",
+        status="outside",
+        digest="00ff" * 8,
+        blocks="0123456789abcdef" * 2,
+        reference="file",
+        reference_digest="11" * 16,
+        reference_error=Real("inf"),
+        measure=make_measure(),
+        diagnosis="zeros",
+        evidence={"nonzero_in_reference": 6, "where": ["a", 1, None]},
+        blob=BLOB,
+        repeats=("22" * 16,),
+        order=7,
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def make_info(**changes: Any) -> WorkerInfo:
+    plain = WorkerInfo(
+        name="cuda:1@tf32",
+        road="shared",
+        architecture="Ampere sm_86",
+        model="RTX A6000",
+        status="lost",
+        reason="signal 9 after merged · model.layers.3",
+        environment={"torch": "2.13", "threads": 1},
+        changes=(SettingChange(setting="threads", asked=1, in_force=4, stage="forward"),),
+        elapsed_s=1.25,
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def make_manifest(*slugs: str) -> CaptureManifest:
+    return CaptureManifest(
+        schema=SCHEMA,
+        tool="0.1.0",
+        created="2025-01-01T00:00:00Z",
+        host="host-a",
+        case=Case(name="llama", base="/b", adapter="/a", level=Level.QUICK, roads=(Road.SHARED,)),
+        workers=slugs,
+    )
+
+
+def write_records(folder: Path, *records: TensorRecord) -> Path:
+    path = folder / "records.jsonl"
+    path.write_bytes(b"".join(encode_json(record) + b"\n" for record in records))
+    return path
+
+
+def write_capture(target: Path, *records: TensorRecord, slug: str = SLUG) -> Path:
+    with CaptureWriter(target) as writer:
+        writer.write_worker(slug, make_info())
+        write_records(writer.worker_folder(slug), *records)
+        (writer.blobs / f"{BLOB}.safetensors").write_bytes(b"tensor")
+        return writer.commit(make_manifest(slug))
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# --- there and back -------------------------------------------------------------------------------------------------
+
+
+def test_a_capture_is_read_as_it_was_written(tmp_path: Path) -> None:
+    records = (make_record(), make_record(tensor="lora_B", measure=None, status="equal", evidence={}))
+    target = write_capture(tmp_path / "out" / "captures", *records)
+    found = read_capture(target)
+    assert found.folder == target == tmp_path / "out" / "captures"
+    assert found.manifest == make_manifest(SLUG)
+    assert found.damage == ()
+    assert [worker.info for worker in found.workers] == [make_info()]
+    assert repr(found.workers[0].records) == repr(records)  # by their text: NaN is not equal to itself
+    assert found.blob_path(BLOB).read_bytes() == b"tensor"
+
+
+def test_the_folder_of_a_run_leads_to_its_capture(tmp_path: Path) -> None:
+    write_capture(tmp_path / "out" / "captures")
+    assert read_capture(tmp_path / "out").folder == tmp_path / "out" / "captures"
+
+
+def test_what_is_not_finite_survives(tmp_path: Path) -> None:
+    found = read_capture(write_capture(tmp_path / "c", make_record())).workers[0].records[0]
+    assert found.measure is not None
+    assert math.isnan(found.measure.max_abs)
+    assert (found.measure.mean_abs, found.measure.max_rel) == (math.inf, -math.inf)
+    assert str(found.measure.worst_expected) == "-0.0"
+    assert found.measure.flipped_bits == {0: 1, 31: 2}
+    assert found.measure.max_ulp == 2**64 - 2**54
+    assert found.reference_error == math.inf
+
+
+def test_a_measure_of_the_numerics_has_every_field_of_the_written_one(tmp_path: Path) -> None:
+    import torch
+
+    from consistency.numerics import distance
+
+    found = distance.measure(torch.tensor([1.0, math.nan]), torch.tensor([2.0, 1.0]))
+    written = TensorMeasure.of(found)
+    assert repr(written.max_abs) == repr(found.max_abs)
+    assert (written.elements, written.mismatched, written.worst_index) == (2, 2, (1,))
+    back = read_capture(write_capture(tmp_path / "c", make_record(measure=written))).workers[0].records[0].measure
+    assert repr(back) == repr(written)
+
+
+def test_defaults_are_left_out_of_a_line() -> None:
+    assert json.loads(encode_json(TensorRecord(stage="base", layer="l", tensor="t"))) == {
+        "stage": "base",
+        "layer": "l",
+        "tensor": "t",
+    }
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=5))
+@settings(deadline=None)
+def test_block_digests_are_read_back(blocks: list[int]) -> None:
+    assert unpack_blocks("".join(f"{b:016x}" for b in blocks)) == tuple(blocks)
+
+
+def test_a_worker_without_records_is_a_worker(tmp_path: Path) -> None:
+    with CaptureWriter(tmp_path / "c") as writer:
+        writer.write_worker(SLUG, make_info())
+        writer.commit(make_manifest(SLUG))
+    found = read_capture(tmp_path / "c")
+    assert (found.damage, found.workers[0].records) == ((), ())
+
+
+def test_the_key_of_a_record_is_where_it_belongs() -> None:
+    assert make_record().key == ("adapter", "model.layers.0.self_attn.q_proj", "lora_A")
+
+
+@pytest.mark.parametrize(
+    ("name", "road", "slug"),
+    [("cpu", "isolated", "cpu.isolated"), ("cuda:1@tf32", "shared", SLUG), ("cpu@avx2", "shared", "cpu@avx2.shared")],
+)
+def test_a_worker_has_a_folder_of_its_own(name: str, road: str, slug: str) -> None:
+    assert worker_slug(name, road) == slug
+
+
+def test_a_kept_tensor_is_addressed_by_all_of_its_content() -> None:
+    keys = {
+        blob_key("float32", (2,), b"12345678"),
+        blob_key("int32", (2,), b"12345678"),
+        blob_key("float32", (2, 1), b"12345678"),
+        blob_key("float32", (2,), b"12345679"),
+    }
+    assert len(keys) == 4
+    assert all(blob_name(key) == key for key in keys)
+    assert blob_key("float32", [2], memoryview(b"12345678")) in keys
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_of_a_capture_that_was_not_committed(tmp_path: Path) -> None:
+    with CaptureWriter(tmp_path / "c") as writer:
+        writer.write_worker(SLUG, make_info())
+        assert any(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_of_a_capture_that_failed(tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError), CaptureWriter(tmp_path / "c") as writer:
+        write_json(writer.worker_folder(SLUG) / "worker.json", {"a": object()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_until_it_is_committed_nothing_is_in_its_place(tmp_path: Path) -> None:
+    target = tmp_path / "c"
+    with CaptureWriter(target) as writer:
+        writer.write_worker(SLUG, make_info())
+        assert not target.exists()
+        assert not (writer.folder / MANIFEST).exists()
+        with pytest.raises(CaptureError, match="no capture here"):
+            read_capture(target)
+        writer.commit(make_manifest(SLUG))
+        assert (target / MANIFEST).exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
+
+
+def test_half_written_tensors_are_no_part_of_it(tmp_path: Path) -> None:
+    with CaptureWriter(tmp_path / "c") as writer:
+        (writer.blobs / f"{BLOB}.safetensors.tmp").touch()
+        (writer.blobs / f"{BLOB}.safetensors").touch()
+        writer.commit(make_manifest())
+    assert [p.name for p in (tmp_path / "c" / "blobs").iterdir()] == [f"{BLOB}.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["capture", "stray", "file"])
+def test_what_is_in_the_place_is_not_overwritten(kind: str, tmp_path: Path) -> None:
+    target = tmp_path / "c"
+    if kind == "capture":
+        write_capture(target)
+    elif kind == "stray":
+        target.mkdir()
+        (target / "thesis.txt").write_text("mine")
+    else:
+        target.write_text("mine")
+    before = sorted(str(p) for p in tmp_path.rglob("*"))
+    with pytest.raises(CaptureError, match="there is something in the place") as caught:
+        CaptureWriter(target)
+    assert caught.value.where == str(target)
+    assert "--force" in (caught.value.hint or "")
+    assert sorted(str(p) for p in tmp_path.rglob("*")) == before
+
+
+def test_an_empty_folder_in_the_place_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    assert read_capture(write_capture(tmp_path / "c")).manifest.host == "host-a"
+
+
+def test_what_is_in_the_place_is_replaced_where_that_was_asked_for(tmp_path: Path) -> None:
+    target = write_capture(tmp_path / "c", make_record())
+    (target / "old.txt").touch()
+    with CaptureWriter(target, replace=True) as writer:
+        assert (target / "old.txt").exists()  # until the new one is whole
+        writer.write_worker("cpu.isolated", make_info(name="cpu"))
+        writer.commit(make_manifest("cpu.isolated"))
+    assert [worker.info.name for worker in read_capture(target).workers] == ["cpu"]
+    assert not (target / "old.txt").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CaptureError, match="cannot write the capture") as caught:
+        CaptureWriter(tmp_path / "file" / "c")
+    assert caught.value.where == str(tmp_path / "file" / "c")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(NotImplementedError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    with pytest.raises(CaptureError, match="cannot write"):
+        write_json(tmp_path / "none" / "x.json", {})
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+# --- the manifest ---------------------------------------------------------------------------------------------------
+
+
+def test_where_there_is_no_capture_one_is_asked_for(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(CaptureError, match="no capture here") as caught:
+            read_capture(folder)
+        assert caught.value.where == str(folder)
+    target = write_capture(tmp_path / "c")
+    (target / MANIFEST).unlink()
+    with pytest.raises(CaptureError, match="no capture here"):
+        read_capture(target)
+
+
+@pytest.mark.parametrize("schema", ["consistency.capture/2", "consistency.report/1", "", None, 1])
+def test_another_schema_is_refused_with_both_names(schema: object, tmp_path: Path) -> None:
+    target = write_capture(tmp_path / "c")
+    edit(target / MANIFEST, schema=schema, something_new={"x": 1}, case=None)
+    with pytest.raises(CaptureError, match="a capture of another schema") as caught:
+        read_capture(target)
+    assert caught.value.wanted == SCHEMA
+    assert caught.value.got == (None if schema is None else str(schema))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"workers": "cpu"},
+        {"workers": [1]},
+        {"workers": None},
+        {"case": None},
+        {"case": {"name": "x"}},
+        {"case": {"name": "x", "base": "/b", "evil": 1}},
+        {"case": {"name": "x", "base": "/b", "level": "endless"}},
+        {"host": 7},
+    ],
+)
+def test_a_tampered_manifest_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    target = write_capture(tmp_path / "c")
+    edit(target / MANIFEST, **changes)
+    with pytest.raises(CaptureError, match=r"capture\.json is damaged") as caught:
+        read_capture(target)
+    assert caught.value.where == str(target / MANIFEST)
+    assert next(iter(changes)) in (caught.value.got or "")
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"schema": ' + b"[" * 100_000]
+)
+def test_a_manifest_that_is_no_json_object_is_refused(raw: bytes, tmp_path: Path) -> None:
+    target = write_capture(tmp_path / "c")
+    (target / MANIFEST).write_bytes(raw)
+    with pytest.raises(CaptureError, match=r"capture\.json is damaged"):
+        read_capture(target)
+
+
+# --- workers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slug", ["..", "../secret", "/etc", "a/b", "", ".hidden", "a\\b", "cpu.isolated\n", "x" * 200])
+def test_a_worker_outside_the_capture_is_not_read(slug: str, tmp_path: Path) -> None:
+    target = write_capture(tmp_path / "c", make_record())
+    # what such a name would lead to is there, and whole
+    for place in (target / "workers" / "a" / "b", target / "workers" / ".hidden", target / "secret", target):
+        shutil.copytree(target / "workers" / SLUG, place, dirs_exist_ok=True)
+    edit(target / MANIFEST, workers=[slug, SLUG])
+    found = read_capture(target)
+    assert len(found.workers) == 1
+    assert found.damage == (f"c: worker {slug}: not the name of a worker" + (f" ({slug})" if slug else ""),)
+
+
+def two_workers(target: Path) -> Path:
+    with CaptureWriter(target) as writer:
+        for slug in ("cpu.isolated", SLUG):
+            writer.write_worker(slug, make_info(name=slug))
+            write_records(writer.worker_folder(slug), make_record())
+        return writer.commit(make_manifest("cpu.isolated", SLUG))
+
+
+def damage_of(found: Capture) -> str:
+    assert [worker.info.name for worker in found.workers] == ["cpu.isolated"]
+    assert len(found.damage) == 1
+    assert found.damage[0].startswith(f"c: worker {SLUG}: ")
+    return found.damage[0]
+
+
+def test_a_worker_that_is_missing_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    target = two_workers(tmp_path / "c")
+    shutil.rmtree(target / "workers" / SLUG)
+    assert "worker.json is missing" in damage_of(read_capture(target))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"status": "fine"}, {"name": None}, {"changes": [{"setting": 1}]}, {"simulated": "no"}, {"elapsed_s": "long"}],
+)
+def test_a_tampered_worker_is_named_and_the_rest_is_read(changes: dict[str, Any], tmp_path: Path) -> None:
+    target = two_workers(tmp_path / "c")
+    edit(target / "workers" / SLUG / "worker.json", **changes)
+    said = damage_of(read_capture(target))
+    assert "worker.json is damaged" in said
+    assert next(iter(changes)) in said
+
+
+# --- records --------------------------------------------------------------------------------------------------------
+
+
+def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = write_records(tmp_path, make_record(order=1), make_record(order=2))
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for length in (first, first + 1, first + 40, len(whole) - 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert [record.order for record in read_records(path)] == [1]
+    path.write_bytes(whole[: first - 1])
+    assert list(read_records(path)) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"status": "passed"},
+        {"shape": ["2"]},
+        {"shape": 2},
+        {"stage": None},
+        {"measure": {"elements": 1}},
+        {"evidence": []},
+        {"order": "1"},
+        {"reference_error": "huge"},
+        {"reference_error": 10**400},
+        {"blocks": "zz" * 8},
+        {"blocks": "0" * 15},
+        {"blocks": "0" * 16 + "\n"},
+    ],
+)
+def test_a_tampered_record_is_named_by_its_line(changes: dict[str, Any], tmp_path: Path) -> None:
+    target = two_workers(tmp_path / "c")
+    path = target / "workers" / SLUG / "records.jsonl"
+    line = path.read_text().splitlines()[0]
+    path.write_text(f"{line}\n{json.dumps(json.loads(line) | changes)}\n{line}\n")
+    said = damage_of(read_capture(target))
+    assert "line 2 is damaged" in said
+    assert next(iter(changes)) in said
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b"\xff", b'{"stage": ' + DEEP + b"}"])
+def test_a_line_that_is_no_record_is_named(line: bytes, tmp_path: Path) -> None:
+    target = two_workers(tmp_path / "c")
+    (target / "workers" / SLUG / "records.jsonl").write_bytes(line + b"\n")
+    assert "line 1 is damaged" in damage_of(read_capture(target))
+
+
+def test_evidence_nested_without_end_is_damage_and_no_crash(tmp_path: Path) -> None:
+    target = two_workers(tmp_path / "c")
+    deep = b'{"stage":"a","layer":"b","tensor":"c","evidence":{"x":' + DEEP + b"}}\n"
+    (target / "workers" / SLUG / "records.jsonl").write_bytes(deep)
+    assert "line 1 is damaged" in damage_of(read_capture(target))
+
+
+def test_records_that_cannot_be_read_are_damage(tmp_path: Path) -> None:
+    target = two_workers(tmp_path / "c")
+    path = target / "workers" / SLUG / "records.jsonl"
+    path.unlink()
+    path.mkdir()
+    assert "cannot read the records" in damage_of(read_capture(target))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "",
+        BLOB[:-1],
+        BLOB + "0",
+        BLOB.upper(),
+        BLOB[:-1] + "g",
+        BLOB + "\n",
+        "../" + BLOB,
+    ],
+)
+def test_the_name_of_a_kept_tensor_is_no_path(name: str, tmp_path: Path) -> None:
+    found = read_capture(write_capture(tmp_path / "c", make_record(blob=name)))
+    blob = found.workers[0].records[0].blob
+    assert blob is not None
+    with pytest.raises(CaptureError, match="not the name of a kept tensor"):
+        found.blob_path(blob)

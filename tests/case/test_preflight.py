@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from consistency.case.load_path import Road
+from consistency.case.options import LEVELS, Level, Options, Stage
+from consistency.case.preflight import check_files, prepare_case, read_adapter
+from consistency.errors import ConsistencyError, InputError, UsageError
+
+MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")
+PREFIX = "base_model.model."
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def save(path: Path, shapes: Shapes) -> None:
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, path, metadata={"format": "pt"})
+
+
+def make_base(
+    folder: Path,
+    shapes: Shapes | None = None,
+    config: dict[str, Any] | None = None,
+) -> Path:
+    """Write a base with two projections of 8 inputs and 12 outputs."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} if config is None else config))
+    plain: Shapes = {f"{m}.weight": (12, 8) for m in MODULES}
+    save(folder / "model.safetensors", shapes or plain)
+    return folder
+
+
+def make_adapter(
+    folder: Path,
+    *,
+    rank: int = 2,
+    features: tuple[int, int] = (12, 8),
+    modules: tuple[str, ...] = MODULES,
+    shapes: Shapes | None = None,
+    **config: Any,
+) -> Path:
+    folder.mkdir(parents=True)
+    table = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]} | config
+    (folder / "adapter_config.json").write_text(json.dumps({k: v for k, v in table.items() if v is not ...}))
+    if shapes is None:
+        a = {f"{PREFIX}{m}.lora_A.weight": (rank, features[1]) for m in modules}
+        shapes = a | {f"{PREFIX}{m}.lora_B.weight": (features[0], rank) for m in modules}
+    save(folder / "adapter_model.safetensors", shapes)
+    return folder
+
+
+def check(base: Path | None, adapter: Path | None) -> None:
+    check_files(base, adapter, allow_pickle=False)
+
+
+# --- what fits ------------------------------------------------------------------------------------------------------
+
+
+def test_a_base_and_its_adapter_make_a_case(tmp_path: Path) -> None:
+    base, adapter = make_base(tmp_path / "llama"), make_adapter(tmp_path / "mine")
+    case = prepare_case(
+        Options(base=str(base), adapter=str(adapter), stages=("merged", "adapter"), roads=("all",), dtype="float16")
+    )
+    assert (case.base, case.adapter, case.name) == (str(base), str(adapter), "llama + mine")
+    assert case.stages == (Stage.ADAPTER, Stage.MERGED)
+    assert case.roads == tuple(Road)
+    assert case.dtype == "float16"
+    assert case.inputs is None
+
+
+def test_the_level_chooses_what_the_options_leave_open(tmp_path: Path) -> None:
+    base = str(make_base(tmp_path / "llama"))
+    quick = prepare_case(Options(base=base, level=Level.QUICK))
+    assert (quick.stages, quick.repeat, quick.roads, quick.adapter) == (
+        LEVELS[Level.QUICK].stages,
+        1,
+        None,
+        None,
+    )
+    assert prepare_case(Options(base=base, level=Level.THOROUGH)).repeat == 2
+    assert prepare_case(Options(base=base, level=Level.THOROUGH, repeat=5)).repeat == 5
+
+
+def test_relative_folders_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_base(tmp_path / "llama")
+    monkeypatch.chdir(tmp_path)
+    assert prepare_case(Options(base="llama")).base == str((tmp_path / "llama").resolve())
+
+
+@pytest.mark.parametrize(
+    ("base", "adapter", "name"),
+    [("a/base", "a/adapter", "a"), ("a/base", "b/adapter", "a + b"), ("a", None, "a"), ("x", "y", "x + y")],
+)
+def test_a_case_is_named_after_its_folders(base: str, adapter: str | None, name: str, tmp_path: Path) -> None:
+    make_base(tmp_path / base)
+    other = None if adapter is None else str(make_adapter(tmp_path / adapter))
+    assert prepare_case(Options(base=str(tmp_path / base), adapter=other)).name == name
+    assert prepare_case(Options(base=str(tmp_path / base), adapter=other, name="given")).name == "given"
+
+
+@pytest.mark.parametrize("strip", ["", "model."])
+def test_layers_are_matched_where_the_base_was_saved_bare(strip: str, tmp_path: Path) -> None:
+    shapes = {f"{m.removeprefix(strip)}.weight": (12, 8) for m in MODULES}
+    check(make_base(tmp_path / "base", shapes), make_adapter(tmp_path / "adapter"))
+
+
+def test_a_base_that_stores_its_weights_as_in_out_fits(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", {f"{m}.weight": (8, 12) for m in MODULES})
+    check(base, make_adapter(tmp_path / "adapter"))
+
+
+def test_a_layer_whose_weight_transformers_fuses_is_left_to_the_worker(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", {f"model.layers.{i}.self_attn.qkv.weight": (36, 8) for i in range(2)})
+    check(base, make_adapter(tmp_path / "adapter"))
+
+
+def test_a_layer_whose_name_fits_several_of_the_base_is_left_to_the_worker(tmp_path: Path) -> None:
+    key = f"{PREFIX}model.layers.5.self_attn.q_proj"
+    shapes = {f"{key}.lora_A.weight": (2, 99), f"{key}.lora_B.weight": (99, 2)}
+    shapes |= {f"{PREFIX}{MODULES[0]}.lora_A.weight": (2, 8), f"{PREFIX}{MODULES[0]}.lora_B.weight": (12, 2)}
+    check(make_base(tmp_path / "base"), make_adapter(tmp_path / "adapter", shapes=shapes))
+
+
+def test_a_rank_of_its_own_is_looked_up_in_the_pattern(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    check(base, make_adapter(tmp_path / "fits", rank=4, rank_pattern={"q_proj": 4}))
+    with pytest.raises(InputError) as caught:
+        check(base, make_adapter(tmp_path / "other", rank=3, rank_pattern={"q_proj": 4}))
+    assert (caught.value.wanted or "").startswith("r=2 or 4 in ")
+
+
+def test_another_method_than_lora_needs_no_rank(tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter", peft_type="IA3", r=..., shapes={"base_model.model.x.ia3_l": (8, 1)})
+    check(make_base(tmp_path / "base"), adapter)
+
+
+def test_target_parameters_stand_for_target_modules(tmp_path: Path) -> None:
+    adapter = make_adapter(
+        tmp_path / "adapter",
+        target_modules=...,
+        target_parameters=["experts.down"],
+        shapes={f"{PREFIX}{MODULES[0]}.lora_A.weight": (64, 8)},  # rank times experts
+    )
+    check(make_base(tmp_path / "base"), adapter)
+
+
+def test_a_factory_has_no_folder(tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "mine")
+    case = prepare_case(Options(base="python:package.module:make", adapter=str(adapter)))
+    assert (case.base, case.factory) == ("python:package.module:make", "package.module:make")
+
+
+# --- what does not fit ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("features", [(12, 16), (16, 8), (8, 12 + 1)])
+def test_an_adapter_for_another_base_is_named_by_layer_and_features(features: tuple[int, int], tmp_path: Path) -> None:
+    base, adapter = make_base(tmp_path / "base"), make_adapter(tmp_path / "adapter", features=features)
+    with pytest.raises(InputError, match="the adapter is for another base") as caught:
+        check(base, adapter)
+    error = caught.value
+    assert MODULES[0] in error.what
+    assert str(features) in error.what
+    assert "(12, 8)" in error.what
+    assert error.where == str(adapter / "adapter_model.safetensors")
+    assert error.wanted == f"in and out features of {MODULES[0]}.weight in model.safetensors"
+
+
+def test_an_adapter_none_of_whose_layers_is_in_the_base_is_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", {"h.0.attn.c_attn.weight": (8, 24), "wte.weight": (10, 8)})
+    with pytest.raises(InputError, match="none of its 2 layers is in the base") as caught:
+        check(base, make_adapter(tmp_path / "adapter"))
+    assert caught.value.got == MODULES[0]
+
+
+def test_one_layer_of_another_size_is_enough(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", {f"{MODULES[0]}.weight": (12, 8), f"{MODULES[1]}.weight": (12, 9)})
+    with pytest.raises(InputError, match="the adapter is for another base") as caught:
+        check(base, make_adapter(tmp_path / "adapter"))
+    assert MODULES[1] in caught.value.what
+
+
+def test_a_rank_that_the_config_does_not_have_is_told_with_shape_and_place(tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter", rank=4)
+    with pytest.raises(InputError) as caught:
+        check(make_base(tmp_path / "base"), adapter)
+    error = caught.value
+    assert error.what == (
+        f"adapter file has shape (4, 8), its config wants (2, 8) at {MODULES[0]}.lora_A: was it trained with r=4?"
+    )
+    assert error.got == "rank 4"
+    assert error.wanted == f"r=2 in {adapter / 'adapter_config.json'}"
+
+
+def test_a_rank_of_lora_b_alone_is_told_too(tmp_path: Path) -> None:
+    key = f"{PREFIX}{MODULES[0]}"
+    shapes = {f"{key}.lora_A.weight": (2, 8), f"{key}.lora_B.weight": (12, 4)}
+    with pytest.raises(InputError, match=r"has shape \(12, 4\), its config wants \(12, 2\) at .*lora_B"):
+        check(make_base(tmp_path / "base"), make_adapter(tmp_path / "adapter", shapes=shapes))
+
+
+@pytest.mark.parametrize("field", ["peft_type", "r", "target_modules"])
+@pytest.mark.parametrize("value", [..., None, ""])
+def test_a_config_of_an_adapter_without_a_field_is_refused(field: str, value: Any, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter", **{field: value})
+    with pytest.raises(InputError, match=rf"adapter_config\.json lacks the field '{field}'"):
+        check(make_base(tmp_path / "base"), adapter)
+
+
+def test_a_config_of_a_base_without_a_model_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"config\.json lacks the field 'model_type'"):
+        check(make_base(tmp_path / "base", config={"hidden_size": 8}), None)
+
+
+def test_a_base_given_as_adapter_and_an_adapter_as_base_are_told(tmp_path: Path) -> None:
+    base, adapter = make_base(tmp_path / "base"), make_adapter(tmp_path / "adapter")
+    with pytest.raises(InputError, match=r"no config\.json in the folder"):
+        check(adapter, None)
+    with pytest.raises(InputError, match=r"no adapter_config\.json in the folder"):
+        check(base, base)
+
+
+def test_an_adapter_without_a_tensor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the adapter's file holds no tensor"):
+        read_adapter(make_adapter(tmp_path / "adapter", shapes={}), allow_pickle=False)
+
+
+def test_an_adapter_without_weights_and_one_as_pickle_are_refused(tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter")
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"no weights: neither adapter_model\.safetensors"):
+        read_adapter(adapter, allow_pickle=False)
+    (adapter / "adapter_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(InputError, match="which can run code when it is read"):
+        read_adapter(adapter, allow_pickle=False)
+    config, tensors = read_adapter(adapter, allow_pickle=True)
+    assert (config["r"], dict(tensors)) == (2, {})
+
+
+# --- what was asked for ---------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_without_a_base_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="an adapter without a base"):
+        prepare_case(Options(adapter=str(make_adapter(tmp_path / "adapter"))))
+
+
+@pytest.mark.parametrize("base", ["python:", "python:module", "python:a b:c", "python:a:b:c", "python:1a:b"])
+def test_what_is_no_factory_is_refused(base: str) -> None:
+    with pytest.raises(UsageError, match="not a model factory") as caught:
+        prepare_case(Options(base=base))
+    assert (caught.value.got, caught.value.wanted) == (base, "python:package.module:function")
+
+
+@pytest.mark.parametrize("text", ["./none", "/none/there", "~/none-there", "a/b/c"])
+def test_a_folder_that_is_not_there_is_no_hub_id(text: str) -> None:
+    with pytest.raises(InputError, match="no such folder for the base"):
+        prepare_case(Options(base=text))
+
+
+@pytest.mark.parametrize("text", ["a b", "-x", "org/", "org/name?x", "org\\name"])
+def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="neither a folder nor a hub id for the base"):
+        prepare_case(Options(base=text))
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    file = make_base(tmp_path / "base") / "model.safetensors"
+    with pytest.raises(InputError, match="the base must be a folder"):
+        prepare_case(Options(base=str(file)))
+
+
+def test_an_unknown_built_in_case_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(InputError, match="the built-in case 'none' is not installed") as caught:
+        prepare_case(Options(base="builtin:none"))
+    assert caught.value.wanted == "one of llama, gpt2, bert"
+
+
+def test_a_hub_id_is_told_to_be_offline(tmp_path: Path) -> None:
+    # the hub's library reads its variables once, when it is imported
+    script = (
+        "from consistency.case.options import Options; from consistency.case.preflight import prepare_case\n"
+        "from consistency.errors import InputError\n"
+        "try:\n    prepare_case(Options(base='org/no-such-model'))\n"
+        "except InputError as error:\n    print(error)\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert (
+        "no folder 'org/no-such-model' for the base, and the hub does not give it (HF_HUB_OFFLINE is set)"
+        in done.stdout
+    )
+    assert "hint:   give the path of a local folder" in done.stdout
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_inputs_file_is_checked(tmp_path: Path) -> None:
+    base = str(make_base(tmp_path / "base"))
+    good, empty, other = tmp_path / "in.safetensors", tmp_path / "empty.safetensors", tmp_path / "in.npz"
+    save(good, {"input_ids": (1, 4)})
+    save(empty, {})
+    other.touch()
+    assert prepare_case(Options(base=base, inputs=str(good))).inputs == str(good)
+    for path, what in (
+        (empty, "the inputs file holds no tensor"),
+        (other, "inputs are a safetensors file"),
+        (tmp_path / "none.safetensors", "no such inputs file"),
+        (tmp_path, "no such inputs file"),
+    ):
+        with pytest.raises(InputError, match=what) as caught:
+            prepare_case(Options(base=base, inputs=str(path)))
+        assert caught.value.where == str(path)
+
+
+def test_every_refusal_ends_with_the_status_for_bad_input(tmp_path: Path) -> None:
+    for options in (Options(base="./none"), Options(adapter="x"), Options(base="python:")):
+        with pytest.raises(ConsistencyError) as caught:
+            prepare_case(options)
+        assert caught.value.exit_status == 2
+
+
+def test_preflight_needs_no_torch(tmp_path: Path) -> None:
+    base, adapter = make_base(tmp_path / "base"), make_adapter(tmp_path / "adapter")
+    script = (
+        "import sys; from pathlib import Path; from consistency.case.preflight import check_files\n"
+        f"check_files(Path({str(base)!r}), Path({str(adapter)!r}), allow_pickle=False)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0

@@ -1,0 +1,454 @@
+"""The command line as a process: bad input, signals, full disks. No traceback ever reaches a user."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Cli, FinishedRun, command
+from tests.made_weights import f32, put
+
+
+@pytest.fixture
+def copies(tmp_path: Path, llama_base: Path, llama_adapter: Path) -> tuple[Path, Path]:
+    """Copy base and adapter, so that a test can spoil them."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(llama_base, base)
+    shutil.copytree(llama_adapter, adapter)
+    return base, adapter
+
+
+def refused(done: subprocess.CompletedProcess[str], *words: object) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert done.stderr.startswith("consistency: ")
+    for word in words:
+        assert str(word) in done.stderr
+    assert ": import" not in done.stderr, "a worker was started"
+
+
+def edit(path: Path, **changes: object) -> None:
+    table = json.loads(path.read_text())
+    table.update(changes)
+    path.write_text(json.dumps({k: v for k, v in table.items() if v is not None}))
+
+
+def test_missing_folders(cli: Cli, tmp_path: Path, llama_base: Path) -> None:
+    refused(cli("run", "--base", tmp_path / "nowhere"), "no such folder for the base", tmp_path / "nowhere")
+    refused(cli("run", "--base", llama_base, "--adapter", "./nowhere"), "no such folder for the adapter")
+    refused(cli("run", "--base", llama_base, "--adapter", tmp_path), "adapter_config.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("atol=1", "atol alone"),
+        ("stage=adapter,atol=1,rtol=1", "only moves bytes"),
+        ("layers=x,atol=1,rtol=1", "layers"),
+        ("atol=nan,rtol=0", "finite"),
+    ],
+)
+def test_bad_tolerance(cli: Cli, tmp_path: Path, text: str, words: str) -> None:
+    refused(cli("run", "--tolerance", text), words)
+    refused(cli("capture", "--out", tmp_path / "out", "--tolerance", "atol=1,rtol=1", "--tolerance", text), words)
+
+
+def test_tolerances_of_the_command_line_come_after_those_of_the_file(cli: Cli, tmp_path: Path) -> None:
+    config, out = tmp_path / "mine.toml", tmp_path / "out"
+    config.write_text('devices = "cpu"\nstages = "merged"\nlevel = "quick"\n[[tolerance]]\natol = 0\nrtol = 0\n')
+    done = cli("run", config, "--tolerance", "stage=merged,layer=model.*,atol=1e-3,rtol=0", "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "note: tolerance stage=merged,layer=model.*,atol=0.001,rtol=0.0: 56 tensors judged by it" in done.stdout
+    assert "note: tolerance atol=0.0,rtol=0.0: judged no tensor: a later one wins where it matches" in done.stdout
+    report = json.loads((out / "report.json").read_text())
+    assert {tensor["rule"] for tensor in report["tensors"]} == {"user"}
+    case = json.loads((out / "captures" / "capture.json").read_text())["case"]
+    assert [table["atol"] for table in case["tolerance"]] == [0, 1e-3]
+    assert cli("run", config, "--out", tmp_path / "exact").returncode == 1
+
+
+def test_adapter_without_base(cli: Cli, llama_adapter: Path) -> None:
+    refused(cli("run", "--adapter", llama_adapter), "an adapter without a base")
+
+
+def test_adapter_without_weights(cli: Cli, copies: tuple[Path, Path]) -> None:
+    base, adapter = copies
+    (adapter / "adapter_model.safetensors").unlink()
+    refused(cli("run", "--base", base, "--adapter", adapter), "no weights", "adapter_model.safetensors", adapter)
+
+
+def test_pickled_adapter_is_refused_with_the_way_out(cli: Cli, copies: tuple[Path, Path]) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    base, adapter = copies
+    weights = load_file(adapter / "adapter_model.safetensors")
+    (adapter / "adapter_model.safetensors").unlink()
+    torch.save(weights, adapter / "adapter_model.bin")
+    run = ("run", "--base", base, "--adapter", adapter, "--devices", "cpu", "--stages", "adapter")
+    done = cli(*run)
+    refused(done, "pickle", "adapter_model.bin", "--allow-pickle", "weights_only=True")
+
+    allowed = cli(*run, "--allow-pickle")
+    assert allowed.returncode == 0, allowed.stderr
+    script = next(line for line in done.stderr.splitlines() if "python -c" in line).split('"')[1]
+    subprocess.run([sys.executable, "-c", script], cwd=adapter, check=True)
+    converted = cli(*run)
+    assert converted.returncode == 0, converted.stderr
+
+
+def test_a_pickle_that_would_run_code_does_not(cli: Cli, copies: tuple[Path, Path], tmp_path: Path) -> None:
+    import pickle
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (os.system, (f"touch {tmp_path / 'owned'}",))
+
+    base, adapter = copies
+    (adapter / "adapter_model.safetensors").unlink()
+    (adapter / "adapter_model.bin").write_bytes(pickle.dumps({"lora_A": Evil()}))
+    done = cli("run", "--base", base, "--adapter", adapter, "--devices", "cpu", "--allow-pickle")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "owned").exists()
+
+
+def test_git_lfs_pointer(cli: Cli, copies: tuple[Path, Path]) -> None:
+    base, adapter = copies
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 269216\n"
+    (adapter / "adapter_model.safetensors").write_text(pointer)
+    refused(cli("run", "--base", base, "--adapter", adapter), "Git LFS pointer", "git lfs pull", "269216")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 300, 100_000])
+def test_truncated_weights(cli: Cli, copies: tuple[Path, Path], keep: int) -> None:
+    base, adapter = copies
+    path = adapter / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    refused(cli("run", "--base", base, "--adapter", adapter), "cut short or corrupt", path)
+
+
+def test_corrupt_base_header(cli: Cli, copies: tuple[Path, Path]) -> None:
+    base, adapter = copies
+    path = base / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[20:60] = os.urandom(40)
+    path.write_bytes(raw)
+    refused(cli("run", "--base", base, "--adapter", adapter), "cut short or corrupt", path)
+
+
+def test_configs_without_their_keys(cli: Cli, copies: tuple[Path, Path]) -> None:
+    base, adapter = copies
+    run = ("run", "--base", base, "--adapter", adapter)
+    edit(adapter / "adapter_config.json", peft_type=None)
+    refused(cli(*run), "adapter_config.json lacks the field 'peft_type'")
+    edit(base / "config.json", model_type=None)
+    refused(cli(*run), "config.json lacks the field 'model_type'", base)
+    (base / "config.json").write_text("{")
+    refused(cli(*run), "config.json is not JSON")
+
+
+def test_config_that_transformers_cannot_use(cli: Cli, copies: tuple[Path, Path]) -> None:
+    base, adapter = copies
+    edit(base / "config.json", model_type="no-such-model", architectures=["NoSuchModel"])
+    done = cli("run", "--base", base, "--adapter", adapter, "--devices", "cpu")
+    assert done.returncode == 2
+    assert "transformers cannot use this config" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_adapter_for_another_base(cli: Cli, copies: tuple[Path, Path]) -> None:
+    _, adapter = copies
+    refused(cli("run", "--base", "builtin:bert", "--adapter", adapter), "the adapter is for another base")
+
+
+def test_rank_that_the_weights_do_not_have(cli: Cli, copies: tuple[Path, Path]) -> None:
+    base, adapter = copies
+    edit(adapter / "adapter_config.json", r=16)
+    refused(cli("run", "--base", base, "--adapter", adapter), "16", "rank")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--devices", "cuda:99"), ("this machine has no device cuda:99",)),
+        (("--devices", "cpu@sse9"), ("unknown variant of cpu: sse9",)),
+        (("--devices", "c p u"), ("not a device",)),
+        (("--devices", ","), ("no device given",)),
+        (("--stages", "base,merge"), ("unknown stage: merge", "base, adapter, merged, forward")),
+        (("--roads", "motorway"), ("unknown road: motorway",)),
+        (("--dtype", "int3"), ("invalid choice: 'int3'",)),
+        (("--level", "extreme"), ("invalid choice",)),
+        (("--repeat", "0"), ("repeat",)),
+        (("--stall", "-1"), ("time limit",)),
+        (("--base", "python:no module"), ("not a model factory",)),
+        (("--inputs", "nowhere.safetensors"), ("no such inputs file",)),
+        (("nowhere.toml",), ("no such configuration file",)),
+        (("--dev", "cpu"), ("unrecognized arguments",)),
+    ],
+)
+def test_bad_usage(cli: Cli, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    refused(cli("run", *arguments), *words)
+
+
+def test_unknown_command_and_help(cli: Cli) -> None:
+    refused(cli("frobnicate"), "frobnicate")
+    refused(cli())
+    done = cli("--help")
+    assert done.returncode == 0
+    assert "exit status: 0 consistent" in done.stdout
+
+
+def test_configuration_file(cli: Cli, tmp_path: Path, copies: tuple[Path, Path]) -> None:
+    config = tmp_path / "case.toml"
+    config.write_text('base = "base"\nadapter = "adapter"\nstages = "adapter"\ndevices = ["cpu"]\nnames = "x"\n')
+    refused(cli("run", config), "names", config)
+    config.write_text(config.read_text().replace("names =", "name ="))
+    done = cli("run", config, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["case"] == "x"
+    assert {tensor["stage"] for tensor in report["tensors"]} == {"adapter"}
+
+
+def test_factory_without_adapter(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "factory.py").write_text(
+        "import torch\n\n"
+        "def make():\n    torch.manual_seed(0)\n    return torch.nn.Linear(8, 8)\n\n"
+        "def number():\n    return 3\n\n"
+        "def broken():\n    raise ValueError('no luck')\n"
+    )
+    run = ("run", "--devices", "cpu", "--base")
+    done = cli(*run, "python:factory:make", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {t["layer"] for t in json.loads(done.stdout)["tensors"] if t["stage"] == "base"} == {"weight", "bias"}
+    for function, words in (("number", "does not return a module"), ("nothing", "cannot import the model factory")):
+        done = cli(*run, f"python:factory:{function}", cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert words in done.stderr
+    done = cli(*run, "python:factory:broken", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "no luck" in done.stderr
+
+
+def test_inputs_from_a_file(cli: Cli, tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    good, bad = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
+    save_file({"input_ids": np.arange(12, dtype=np.int64).reshape(2, 6)}, good)
+    save_file({"input_ids": np.full((2, 6), 10**6, dtype=np.int64)}, bad)  # past the vocabulary
+    run = ("run", "--devices", "cpu", "--stages", "forward", "--json", "--inputs")
+    done = cli(*run, good)
+    assert done.returncode == 0, done.stderr
+    logits = next(t for t in json.loads(done.stdout)["tensors"] if t["layer"] == "logits")
+    assert logits["shape"][:2] == [2, 6]
+    done = cli(*run, bad)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (finding,) = [f for f in json.loads(done.stdout)["findings"] if f["severity"] == "error"]
+    assert finding["kind"] == "ids-past-vocabulary"
+    assert "ids past the vocabulary: largest id 1000000, embedding has 512 rows" in finding["message"]
+
+
+def test_libraries_that_do_not_fit_one_another(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "__init__.py").write_text("raise ImportError(\"cannot import name 'HybridCache'\")")
+    done = cli("run", "--devices", "cpu", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2, done.stdout
+    assert "cannot be imported together" in done.stderr
+    assert "HybridCache" in done.stderr
+
+
+def test_out_is_not_overwritten_unasked(cli: Cli, finished_run: FinishedRun, tmp_path: Path) -> None:
+    refused(cli("run", "--out", finished_run.folder), "in the way", "--force")
+    (tmp_path / "file").write_text("")
+    refused(cli("run", "--out", tmp_path / "file"), "must be a folder")
+    refused(cli("compare", finished_run.folder, "--out", finished_run.folder), "choose another folder")
+
+
+def test_compare_what_is_no_capture(cli: Cli, finished_run: FinishedRun, tmp_path: Path) -> None:
+    refused(cli("compare", tmp_path), "no capture here", tmp_path)
+    broken = tmp_path / "broken"
+    shutil.copytree(finished_run.folder / "captures", broken)
+    manifest = broken / "capture.json"
+    manifest.write_text(manifest.read_text().replace("consistency.capture/1", "consistency.capture/9"))
+    refused(cli("compare", broken), "another schema", "consistency.capture/9")
+    done = cli("compare", finished_run.folder, broken)
+    assert done.returncode == 3, "what can be read is compared, and what cannot is said"
+    assert "broken: left out: a capture of another schema (consistency.capture/9, wanted" in done.stdout
+
+
+def test_edited_capture_is_named_and_the_rest_is_compared(cli: Cli, finished_run: FinishedRun, tmp_path: Path) -> None:
+    edited = tmp_path / "edited"
+    shutil.copytree(finished_run.folder / "captures", edited)
+    records = edited / "workers" / "cpu.isolated" / "records.jsonl"
+    records.write_text(records.read_text().replace('"digest":"', '"digest":7,"x":"', 1))
+    done = cli("compare", finished_run.folder, edited)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "edited: worker cpu.isolated: line 1 is damaged" in done.stdout
+
+
+def test_devices_lists_the_cpu_without_torch(cli: Cli) -> None:
+    done = cli("devices", "--json")
+    assert done.returncode == 0
+    rows = json.loads(done.stdout)
+    assert rows[0]["name"] == "cpu"
+    assert {"architecture", "model", "uuid", "pci_bus_id", "driver", "capability"} <= set(rows[0])
+    assert "architecture" in cli("devices").stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_leaves_no_process_and_no_half_written_capture(
+    tmp_path: Path, number: signal.Signals, worker_commands: Callable[[], list[str]]
+) -> None:
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        command("run", "--out", out, "--stages", "base,adapter,merged"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    started = process.stderr.readline()
+    assert ": import" in started
+    time.sleep(1.0)
+    assert any(str(tmp_path) in line for line in worker_commands())
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped" in errors
+    assert "Traceback" not in errors
+    assert not any(str(tmp_path) in line for line in worker_commands())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path, worker_commands: Callable[[], list[str]]) -> None:
+    process = subprocess.Popen(command("run", "--out", tmp_path / "out"), stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert ": import" in process.stderr.readline()
+    process.kill()
+    process.communicate(timeout=60)
+    until = time.monotonic() + 30
+    while any(str(tmp_path) in line for line in worker_commands()) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(str(tmp_path) in line for line in worker_commands())
+
+
+def test_file_size_limit_is_told_as_what_it_is(tmp_path: Path) -> None:
+    """A capture that cannot be written is status 2, not a lost worker."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+
+    done = subprocess.run(
+        command("run", "--out", tmp_path / "out", "--devices", "cpu", "--stages", "base,adapter"),
+        capture_output=True, text=True, check=False, timeout=300, preexec_fn=limit,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "cannot" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kib", [64, 300, 500])
+def test_full_disk(cli: Cli, tmp_path: Path, kib: int) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(disk)], check=False, capture_output=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip("this user may not mount a small disk")
+    try:
+        done = cli("run", "--out", disk / "out", "--devices", "cpu", "--stages", "base,adapter,merged", "--keep")
+        left = [path.name for path in disk.rglob("*")]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "cannot" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert left == []
+
+
+def test_output_that_nobody_reads(finished_run: FinishedRun) -> None:
+    process = subprocess.Popen(
+        command("compare", finished_run.folder, "-v"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.wait(timeout=60)
+    process.stderr.close()
+    assert "Traceback" not in errors
+
+
+def test_plain_text_where_the_terminal_has_no_unicode(cli: Cli, finished_run: FinishedRun) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = cli("compare", finished_run.folder, "-v", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    assert "<= 0." in done.stdout
+
+
+def weights(folder: Path, **changes: tuple[float, ...]) -> Path:
+    values = {"x.a": (1.0, 2.0), "x.b": (3.0,)} | changes
+    return put(folder / "model.safetensors", {name: f32(*numbers) for name, numbers in values.items()})
+
+
+def test_diff_tells_by_its_exit_status(cli: Cli, tmp_path: Path) -> None:
+    a, b = weights(tmp_path / "a"), weights(tmp_path / "b", **{"x.b": (4.0,)})
+    same = cli("diff", a, a)
+    assert (same.returncode, same.stderr) == (0, "")
+    assert "CONSISTENT   all 2 tensors have the same bytes in both" in same.stdout
+    done = cli("diff", a.parent, b, "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["reference"]) == (1, str(a.parent)), "the first is the reference"
+    (row,) = next(t for t in report["tensors"] if t["tensor"] == "b")["rows"]
+    assert (row["worker"], row["evidence"]["actual"], row["evidence"]["expected"]) == (str(b), 4.0, 3.0)
+
+
+def test_diff_refuses_what_it_cannot_read(cli: Cli, tmp_path: Path) -> None:
+    a = weights(tmp_path / "a")
+    refused(cli("diff", a, tmp_path / "nowhere"), "no such file or folder", tmp_path / "nowhere")
+    refused(cli("diff", a), "required")
+    cut = weights(tmp_path / "cut")
+    os.truncate(cut, cut.stat().st_size - 2)
+    refused(cli("diff", cut, a), "cut short or corrupt", cut)
+    hostile = put(tmp_path / "h.safetensors", {"x": ("\x1b[31mF32", (1,), b"1234")})
+    done = cli("diff", a, hostile)
+    refused(done, "cut short or corrupt")
+    assert "\x1b" not in done.stderr
+
+
+def test_diff_writes_a_report_where_nothing_is_in_the_way(cli: Cli, tmp_path: Path) -> None:
+    a, b, out = weights(tmp_path / "a"), weights(tmp_path / "b", **{"x.a": (1.0, 5.0)}), tmp_path / "out"
+    done = cli("diff", a, b, "--out", out)
+    assert done.returncode == 1
+    assert f"report: {out}" in done.stdout
+    first = (out / "report.json").read_bytes()
+    refused(cli("diff", a, a, "--out", out), "in the way", "--force")
+    assert (out / "report.json").read_bytes() == first
+    assert cli("diff", a, a, "--out", out, "--force").returncode == 0
+    assert json.loads((out / "report.json").read_bytes())["verdict"] == "consistent"
+    for there in (a.parent, b.parent):
+        refused(cli("diff", a.parent, b.parent, "--out", there, "--force"), "--out is one of the folders", there)
+    refused(cli("diff", a, b, "--out", a), "--out must be a folder")
+    refused(cli("diff", a, tmp_path / "gone", "--out", tmp_path / "new"), "no such file")
+    assert not (tmp_path / "new").exists()
+    assert sorted(p.name for p in a.parent.iterdir()) == ["model.safetensors"]
+
+
+def test_diff_on_a_terminal_without_unicode(cli: Cli, tmp_path: Path) -> None:
+    a, b = weights(tmp_path / "a"), weights(tmp_path / "b", **{"x.b": (4.0,)})
+    done = cli("diff", a, b, "-v", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (1, "")

@@ -1,0 +1,116 @@
+"""Rows that one cause explains are one finding, with what they rest on in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from consistency.capture.json_codec import Real
+from consistency.comparison.findings.causes import describe, find_causes
+from consistency.comparison.result import Finding, Row, TensorComparison
+
+
+def tensor(
+    layer: str, name: str, *workers: str, rule: str = "bitwise", stage: str = "adapter", **row: Any
+) -> TensorComparison:
+    road = row.pop("road", "isolated")
+    fields: dict[str, Any] = {"reference": "file", "status": "outside", **row}
+    return TensorComparison(
+        stage=stage, road=road, layer=layer, tensor=name, shape=(2, 2), dtype="float32", rule=rule, classes=(),
+        rows=tuple(Row(worker=worker, **fields) for worker in workers),
+    )  # fmt: skip
+
+
+def causes(*tensors: TensorComparison) -> list[Finding]:
+    return list(find_causes(tensors, next_step=lambda workers: f"look at {','.join(workers)}"))
+
+
+def test_256_tensors_are_one_finding() -> None:
+    wrong = [tensor(f"layers.{i}", t, "cuda:1", diagnosis="zeros") for i in range(128) for t in ("lora_A", "lora_B")]
+    (finding,) = causes(*wrong, tensor("layers.0", "lora_C", "cuda:1", status="equal"))
+    assert finding.message == "adapter · cuda:1 · zeros where the file is not zero in 256 of 257 tensors"
+    assert (len(finding.tensors), len(finding.detail), finding.next) == (256, 5, "look at cuda:1")
+    assert (finding.kind, finding.severity, finding.workers) == ("zeros", "error", ("cuda:1",))
+
+
+def test_another_word_worker_stage_or_road_is_another_cause() -> None:
+    found = causes(
+        tensor("a", "w", "cuda:0", diagnosis="zeros"),
+        tensor("b", "w", "cuda:0", diagnosis="bit-flip"),
+        tensor("c", "w", "cuda:1", diagnosis="zeros"),
+        tensor("d", "w", "cuda:0", diagnosis="zeros", stage="base"),
+        tensor("e", "w", "cuda:0", diagnosis="zeros", road="shared"),
+        tensor("f", "w", "cuda:0", "cuda:1", diagnosis="zeros"),
+    )
+    assert len(found) == 6
+    assert all("on the road" in f.message for f in found)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"evidence": {"ratio": 0.5}}, "0.5 times what it should be"),
+        ({"evidence": {"offset_bytes": 4096, "length_bytes": 512}}, "from byte 4096 · 512 bytes long"),
+        ({"evidence": {"bits": [3, 7], "fields": ["mantissa"]}}, "bit 3, 7 (mantissa)"),
+        ({"evidence": {"holds": "layers.1.w"}}, "holds layers.1.w"),
+        ({"evidence": {"when": "loaded again, over NaN"}}, "when loaded again, over NaN"),
+        ({"evidence": {"also": "rounded-to-tf32"}}, "could be rounded-to-tf32 too"),
+        ({"evidence": {"unit": "bytes"}}, "counted in bytes: torch has no such dtype"),
+        ({"evidence": {"got": [1], "wanted": [2]}}, "got [1] · wanted [2]"),
+        ({"mismatched": 3, "elements": 4}, "3 of 4 elements"),
+        ({"bound_ratio": Real(2.5)}, "2.5 of the bound"),
+        ({"reason": "only the reference has it"}, "only the reference has it"),
+        (
+            {
+                "worst_index": (0, 1),
+                "evidence": {"actual": 1.0, "expected": "nan", "actual_bits": "0x1", "expected_bits": "0x2"},
+            },
+            "layers.0.w[0, 1] · got 1 (0x1), wanted nan (0x2)",
+        ),
+    ],
+)  # fmt: skip
+def test_evidence_in_words(row: dict[str, Any], words: str) -> None:
+    one = tensor("layers.0", "w", "cuda:0", **row)
+    text = describe(one, one.rows[0])
+    assert text.startswith("layers.0.w")
+    assert words in text
+
+
+@pytest.mark.parametrize("evidence", [{"bits": 3}, {"blocks": 5}, {"ratio": None}, {"inactive": "x"}, {"holds": {}}])
+def test_evidence_of_a_stranger_is_shown_and_not_relied_on(evidence: dict[str, Any]) -> None:
+    one = tensor("layers.0", "w", "cuda:0", evidence=evidence)
+    assert describe(one, one.rows[0]).startswith("layers.0.w")
+
+
+@pytest.mark.parametrize(
+    ("rule", "word", "phrase"),
+    [
+        ("bound", "zeros", "nothing computed, all zeros"),
+        ("bitwise", "zeros", "zeros where the file is not zero"),
+        ("bound", "rounded-to-bf16", "rounded through bfloat16 after it was computed"),
+        ("relative", "block", "one contiguous range outside the bound"),
+        ("bound", "unknown", "outside the bound"),
+        ("user", "unknown", "outside the tolerance given"),
+        ("bitwise", "unknown", "other bits"),
+        ("user", "wrong-scale", "one constant factor off"),
+        ("bound", "a-word-of-a-later-version", "a-word-of-a-later-version"),
+    ],
+)
+def test_what_was_computed_has_phrases_of_its_own(rule: str, word: str, phrase: str) -> None:
+    (finding,) = causes(tensor("layers.0", "w", "cuda:0", rule=rule, diagnosis=word, stage="merged"))
+    assert finding.message == f"merged · cuda:0 · {phrase} in w of layers.0"
+
+
+def test_what_follows_from_wrong_bytes_says_so() -> None:
+    wrong, follows = causes(
+        tensor("a", "w", "cuda:0", diagnosis="zeros"),
+        tensor("a", "weight", "cuda:0", diagnosis="unknown", stage="merged", rule="bound"),
+    )
+    assert "follows" not in wrong.message
+    assert follows.message.endswith(": it follows from the wrong bytes above")
+    _, other = causes(
+        tensor("a", "w", "cuda:0", diagnosis="zeros"),
+        tensor("a", "weight", "cuda:1", diagnosis="unknown", stage="merged", rule="bound"),
+    )
+    assert "follows" not in other.message

@@ -1,0 +1,143 @@
+"""Tolerances of the user's own in a run: planted faults found, let through, and what the report says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from consistency.capture.records import TensorRecord
+from consistency.case.options import Level
+from consistency.case.tolerance import Override
+from consistency.comparison.result import Comparison, Finding
+from tests.comparison.test_compare import compared, computed, errors, only_row
+from tests.conftest import MakeCapture
+
+Run = Callable[..., Comparison]
+FAULTY = "cpu@baseline"
+QUICK: dict[str, Any] = {"stages": ("merged",), "level": Level.QUICK}
+
+
+def notes(comparison: Comparison) -> list[Finding]:
+    return [f for f in comparison.findings if f.kind == "tolerance"]
+
+
+# --- planted faults ---------------------------------------------------------------------------------------------------
+
+
+def test_a_fault_passes_where_the_user_allows_it_and_nowhere_else(run_with_faults: Run) -> None:
+    """`merge-off` multiplies every delta by 1.001: 1e-3 of it, or 5e-4 at most in these weights."""
+    wide = Override(stage="merged", layer="*.q_proj", dtype="float32", atol=1e-3, rtol=1e-2)
+    found = run_with_faults({FAULTY: "merge-off"}, tolerance=(wide,), **QUICK)
+    assert found.verdict == "inconsistent"
+    (finding,) = errors(found)
+    assert finding.workers == (FAULTY,)
+    assert not any("q_proj" in name for name in finding.tensors)
+    judged = [t for t in found.tensors if t.layer.endswith(".q_proj")]
+    rest = [t for t in found.tensors if not t.layer.endswith(".q_proj")]
+    assert len(judged) == 8
+    assert len(rest) == len(finding.tensors) == 48
+    assert {t.rule for t in judged} == {"user"}
+    assert {t.rule for t in rest} == {"bound"}
+    for tensor in judged:
+        row = tensor.row(FAULTY)
+        assert row is not None
+        assert (row.status, row.reference, row.diagnosis) == ("within", "float64", None)
+        assert row.evidence["tolerance"] == str(wide)
+        assert 0 < float(row.bound_ratio or 0) <= 1
+    (note,) = notes(found)
+    assert note.severity == "note"
+    assert note.message.startswith(f"tolerance {wide}: 8 tensors judged by it")
+    assert set(note.tensors) == {t.name for t in judged}
+
+    everywhere = run_with_faults({FAULTY: "merge-off"}, tolerance=(Override(atol=1e-3, rtol=1e-2),), **QUICK)
+    assert everywhere.verdict == "consistent"
+    assert {t.rule for t in everywhere.tensors} == {"user"}
+
+
+def test_nothing_allowed_puts_roundings_of_a_healthy_run_outside(run_with_faults: Run) -> None:
+    exact = Override(stage="merged", atol=0.0, rtol=0.0)
+    found = run_with_faults({}, tolerance=(exact,), **QUICK)
+    assert found.verdict == "inconsistent"
+    differing = [t for t in found.tensors if len(t.classes) > 1]
+    assert differing
+    rows = [row for t in differing for row in t.rows if row.worker == FAULTY]
+    assert {row.status for row in rows} == {"outside"}
+    assert {float(row.bound_ratio or 0) for row in rows} == {float("inf")}
+    assert "outside the tolerance given" in errors(found)[0].message
+    assert "--tolerance stage=merged,atol=0.0,rtol=0.0" in (errors(found)[0].next or "")
+
+
+def test_a_forward_pass_is_judged_by_what_is_given(run_with_faults: Run) -> None:
+    """`forward-off` multiplies every activation by 1.0001."""
+    given = (
+        Override(stage="forward", atol=0.0, rtol=0.0),
+        Override(stage="forward", layer="hidden_states.*", atol=1e-2, rtol=1e-3),
+        Override(stage="merged", atol=0.0, rtol=0.0),
+    )
+    found = run_with_faults({FAULTY: "forward-off"}, tolerance=given, stages=("forward",))
+    assert {t.rule for t in found.tensors} == {"user"}
+    statuses = {(t.layer == "logits", row.status) for t in found.tensors for row in t.rows if row.worker == FAULTY}
+    assert statuses == {(True, "outside"), (False, "within")}
+    assert [n.message.partition(": ")[2] for n in notes(found)] == [
+        "15 tensors judged by it instead of the tool's own rule",
+        "3 tensors judged by it instead of the tool's own rule",
+        "matched no tensor of what was looked at",
+    ]
+
+
+# --- what the report says, of captures made by hand -------------------------------------------------------------------
+
+GIVEN = Override(stage="merged", layer="layers.*", atol=1e-3, rtol=0.0)
+
+
+def judged(bits: str = "a", ratio: float = 0.5, by: Override = GIVEN, **changes: Any) -> TensorRecord:
+    return computed(bits, ratio, **{"rule": "user", "evidence": {"tolerance": str(by)}, **changes})
+
+
+@pytest.mark.parametrize(("ratio", "status"), [(1.0, "within"), (1.5, "outside"), (float("nan"), "outside")])
+def test_a_row_is_what_its_worker_measured(make_capture: MakeCapture, ratio: float, status: str) -> None:
+    workers = {"cpu": [judged()], "cuda:0": [judged("b", ratio)]}
+    found = compared(make_capture("a", workers, case={"tolerance": (GIVEN,)}))
+    assert only_row(found, "cuda:0").status == status
+    assert found.tensors[0].rule == "user"
+
+
+def test_a_tolerance_that_judged_nothing_is_named(make_capture: MakeCapture) -> None:
+    misspelt = Override(layer="layer.*", atol=1.0, rtol=1.0)
+    hidden = Override(layer="layers.0.*", atol=1.0, rtol=1.0)
+    without = Override(stage="forward", atol=1.0, rtol=1.0)
+    peer = computed("a", stage="forward", layer="logits", tensor="adapter_on", rule="peer", status="measured")
+    case = {"tolerance": (misspelt, hidden, without, GIVEN)}
+    found = compared(make_capture("a", {"cpu": [judged(), peer]}, case=case))
+    assert {n.severity for n in notes(found)} == {"note"}
+    assert [n.message for n in notes(found)] == [
+        f"tolerance {GIVEN}: 1 tensor judged by it instead of the tool's own rule",
+        f"tolerance {misspelt}: matched no tensor of what was looked at",
+        f"tolerance {hidden}: judged no tensor: a later one wins where it matches (1 tensor)",
+        f"tolerance {without}: judged no tensor: no float64 value is known where it matches (1 tensor)",
+    ]
+    assert found.verdict == "consistent"
+
+
+def test_silence_of_lost_workers_is_no_misspelling(make_capture: MakeCapture) -> None:
+    lost = {"cpu": {"status": "lost", "reason": "SIGKILL"}}
+    found = compared(make_capture("a", {"cpu": []}, info=lost, case={"tolerance": (GIVEN,)}))
+    assert notes(found) == []
+
+
+def test_captures_with_different_tolerances_are_judged_by_their_own(make_capture: MakeCapture) -> None:
+    given = make_capture("host-a", {"cpu": [judged(ratio=0.1)]}, case={"tolerance": (GIVEN,)})
+    derived = make_capture("host-b", {"cpu": [computed("b", 7.0)]})
+    found = compared(given, derived)
+    assert only_row(found, "host-a:cpu").status == "within"
+    assert only_row(found, "host-b:cpu").status == "outside"
+    first, second = notes(found)
+    assert first.message == (
+        "the captures were made with different tolerances, and each row is judged by its own: "
+        f"host-a:cpu: {GIVEN}; host-b:cpu: none"
+    )
+    assert second.workers == ("host-a:cpu",)
+    same = compared(given, make_capture("host-c", {"cpu": [judged()]}, case={"tolerance": (GIVEN,)}))
+    assert len(notes(same)) == 1

@@ -1,0 +1,242 @@
+"""The matrix of pairs: what goes wrong in one sentence, what is fine beside it, and what explains it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from consistency.capture.folder import read_capture
+from consistency.capture.json_codec import encode_json
+from consistency.capture.names import CASTING, CHAIN, DIRECT, HOST_STAGED, OVERLAPPED, STRIDED, pair_name
+from consistency.capture.records import TensorRecord
+from consistency.case.options import Stage
+from consistency.comparison.compare import compare
+from consistency.comparison.findings.transfers import home_of, matrices
+from consistency.comparison.result import Comparison, Finding
+from consistency.devices.host import Box, Gpu
+from consistency.report.doctor import print_doctor
+from consistency.report.terminal import make_console, print_report
+from consistency.workflows.doctor import advise, as_table
+from tests.comparison.test_compare import measured
+from tests.conftest import MakeCapture
+
+DEVICES = ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+CASE: dict[str, Any] = {"base": "", "adapter": None, "stages": (Stage.TRANSFER,)}
+
+
+def copies(pair: tuple[str, str], kind: str = DIRECT, word: str | None = None, **of: Any) -> TensorRecord:
+    evidence = {"bytes": [8], "read_back": "agree", **of.pop("evidence", {})}
+    if kind == DIRECT and word is None:
+        evidence.setdefault("gb_per_s", 20.0)
+    return TensorRecord(
+        stage="transfer", layer=pair_name(*pair), tensor=kind, shape=(8,), dtype="uint8", reference="payload",
+        digest=("ab" if word else "cd") * 16, reference_digest="cd" * 16, evidence=evidence, diagnosis=word,
+        status="outside" if word else "equal", measure=measured(bound_ratio=None) if word else None, **of,
+    )  # fmt: skip
+
+
+def workers(wrong: dict[tuple[str, str], dict[str, str]]) -> dict[str, list[TensorRecord]]:
+    """Return what the workers of four GPUs record, all of them right but these kinds of these pairs."""
+    found = {"cpu": [copies(("cpu", "cpu"))]}
+    for own in DEVICES:
+        pairs = [(own, "cpu"), ("cpu", own), (own, own), *((other, own) for other in DEVICES if other != own)]
+        found[own] = []
+        for pair in pairs:
+            kinds = [DIRECT, STRIDED, CASTING, OVERLAPPED]
+            words = wrong.get(pair, {})
+            found[own] += [copies(pair, kind, words.get(kind)) for kind in kinds]
+            if "cpu" not in pair and pair[0] != pair[1]:
+                via = next(d for d in DEVICES if d not in pair)
+                found[own].append(copies(pair, HOST_STAGED, words.get(HOST_STAGED), evidence={"via": "cpu"}))
+                broken = any(wrong.get(hop, {}).get(DIRECT) for hop in ((pair[0], via), (via, pair[1])))
+                word = "zeros" if broken else words.get(CHAIN)
+                found[own].append(copies(pair, CHAIN, word, evidence={"via": via}))
+    return found
+
+
+ALL = {DIRECT: "never-written", STRIDED: "never-written", CASTING: "never-written", OVERLAPPED: "never-written"}
+TWO = {("cuda:0", "cuda:1"): ALL, ("cuda:0", "cuda:3"): ALL}
+
+
+def machine(**of: Any) -> Box:
+    gpus = tuple(
+        Gpu(name=n, pci_bus_id=f"0000:{i}0:00.0", iommu_type=of.get("iommu", "identity"), **of.get("gpu", {}))
+        for i, n in enumerate(DEVICES)
+    )
+    return Box(host="box", boot_id=of.get("boot_id", "b1"), uptime_s=7200.0, gpus=gpus, log=of.get("log", ()))
+
+
+def compared(make: MakeCapture, wrong: dict[tuple[str, str], dict[str, str]], box: Box | None = None) -> Comparison:
+    info = {name: {"road": "shared", "stages_done": ("transfer",)} for name in DEVICES}
+    return compare([read_capture(make("a", workers(wrong), info=info, case=CASE, box=box))])
+
+
+def errors(comparison: Comparison) -> list[Finding]:
+    return [f for f in comparison.findings if f.severity == "error"]
+
+
+def printed(found: Comparison) -> str:
+    file = io.StringIO()
+    print_report(found, make_console(file))
+    return file.getvalue()
+
+
+def test_a_machine_whose_copies_are_right(make_capture: MakeCapture) -> None:
+    found = compared(make_capture, {}, machine(iommu="DMA-FQ", log=("[1.0] NVRM: Xid 31",)))
+    assert found.verdict == "consistent"
+    assert found.findings == ()
+    assert found.first_divergence == found.first_other_bits == ()
+    assert "nothing that was looked at is wrong on 5 workers" in printed(found)
+
+
+def test_one_sentence_says_which_copies_are_wrong_and_which_are_fine(make_capture: MakeCapture) -> None:
+    found = compared(make_capture, TWO)
+    (error,) = errors(found)
+    assert error.kind == "never-written"
+    assert error.workers == ("cuda:1", "cuda:3")
+    assert error.message.startswith(
+        "transfer · cuda:1, cuda:3 · copies cuda:0→cuda:1 and cuda:0→cuda:3 deliver nothing: what was there before is "
+        "still there; cuda:0→cuda:2 and 9 others are fine"
+    )
+    (matrix,) = matrices(found.tensors)
+    assert set(matrix.wrong) == set(TWO)
+    assert matrix.places == ("cpu", *DEVICES)
+    assert len(matrix.cells) == 1 + 4 * 6
+
+
+def test_a_chain_that_leads_over_a_wrong_pair_is_no_fault_of_its_own(make_capture: MakeCapture) -> None:
+    found = compared(make_capture, TWO)
+    chains = [t for t in found.tensors if t.tensor == CHAIN and any(row.status == "outside" for row in t.rows)]
+    assert len(chains) > 2
+    (error,) = errors(found)
+    assert {t.name for t in chains} <= set(error.tensors), "no wrong row is left without a finding"
+    alone = compare(
+        [read_capture(make_capture("b", workers({("cuda:2", "cuda:1"): {HOST_STAGED: "stale"}}), case=CASE))]
+    )
+    (error,) = errors(alone)
+    assert (error.kind, error.workers) == ("stale", ("cuda:1",))
+    assert "copies cuda:2→cuda:1 deliver the bytes of an earlier copy, but only by way of the host" in error.message
+
+
+def test_copies_that_fail_beside_work_alone(make_capture: MakeCapture) -> None:
+    (error,) = errors(compared(make_capture, {("cuda:0", "cuda:1"): {OVERLAPPED: "stale"}}))
+    assert "deliver the bytes of an earlier copy, but only beside running work" in error.message
+
+
+def test_what_explains_it(make_capture: MakeCapture) -> None:
+    acs = {"acs": {"0000:16:01.0": ("request redirect",)}, "after": {"ecc uncorrected, since boot": 3}}
+    box = machine(iommu="DMA-FQ", gpu=acs, log=("[1.0] AMD-Vi: IO_PAGE_FAULT",))
+    found = compared(make_capture, TWO, box)
+    error = next(f for f in errors(found) if f.kind == "never-written")
+    assert "the IOMMU translates (group type DMA-FQ; no iommu=pt)" in error.message
+    assert "ACS sends peer traffic up to the root at 0000:16:01.0" in error.message
+    assert "on cuda:1 ecc uncorrected, since boot (now 3) rose" in error.message
+    assert error.next is not None
+    assert "iommu=pt" in error.next
+    assert any("boot b1, up 2.0 h: a reboot may hide it" in text for text in error.detail)
+    assert any("IO_PAGE_FAULT" in text for text in error.detail)
+
+
+def test_the_host_s_lanes_are_no_matter_of_peer_traffic(make_capture: MakeCapture) -> None:
+    (error,) = errors(compared(make_capture, {("cpu", "cuda:1"): ALL}, machine(iommu="DMA-FQ")))
+    assert "IOMMU" not in error.message
+    assert "copies cpu→cuda:1 deliver nothing" in error.message
+
+
+def test_peer_access_that_is_missing_is_named(make_capture: MakeCapture) -> None:
+    records = {"cuda:1": [copies(("cuda:0", "cuda:1"), DIRECT, "zeros", evidence={"peer_access": False})]}
+    (error,) = errors(compare([read_capture(make_capture("a", records, case=CASE))]))
+    assert "there is no peer access cuda:0→cuda:1" in error.message
+
+
+def test_each_machine_of_several_has_its_own_matrix(make_capture: MakeCapture) -> None:
+    info = {name: {"road": "shared"} for name in DEVICES}
+    a = make_capture("host-a", workers({}), info=info, case=CASE, box=machine())
+    b = make_capture("host-b", workers(TWO), info=info, case=CASE, box=machine(boot_id="b2"))
+    found = compare([read_capture(a), read_capture(b)])
+    (error,) = errors(found)
+    assert error.workers == ("host-b:cuda:1", "host-b:cuda:3")
+    assert [m.home for m in matrices(found.tensors)] == ["host-a", "host-b"]
+    assert [f.message for f in found.findings if f.kind == "rebooted"] == [
+        "box was rebooted between these captures: what differs may be what a reboot cures"
+    ]
+    assert len(found.boxes) == 2
+
+
+def test_captures_of_two_levels_are_no_difference(make_capture: MakeCapture) -> None:
+    other = [copies(("cpu", "cpu"))]
+    more = [msgspec.structs.replace(r, digest="ef" * 16, reference_digest="ef" * 16, shape=(99,)) for r in other]
+    a, b = make_capture("a", {"cpu": other}, case=CASE), make_capture("b", {"cpu": more}, case=CASE)
+    found = compare([read_capture(a), read_capture(b)])
+    assert found.verdict == "consistent"
+    assert found.tensors[0].classes == (("a:cpu", "b:cpu"),)
+
+
+@pytest.mark.parametrize("status", ["equal", "outside"])
+def test_a_record_that_says_it_is_equal_and_is_not(make_capture: MakeCapture, status: Any) -> None:
+    lies = msgspec.structs.replace(copies(("cpu", "cpu")), digest=None, reference_digest=None, status=status)
+    assert compare([read_capture(make_capture("a", {"cpu": [lies]}, case=CASE))]).verdict == "inconsistent"
+
+
+def test_the_report_shows_the_matrix(make_capture: MakeCapture) -> None:
+    text = printed(compared(make_capture, TWO))
+    lines = [line.split() for line in text.splitlines()]
+    start = next(i for i, words in enumerate(lines) if words[:1] == ["copies"])
+    assert lines[start] == ["copies", "cpu", *DEVICES]
+    assert lines[start + 2] == ["cuda:0", "=", "20", "=", "20", "✗", "=", "20", "✗"]
+    assert lines[start + 1] == ["cpu", "=", "20", *["=", "20"] * 4]
+    assert "->cuda:1" not in text.split("copies")[-1], "what the matrix shows is in no table beside it"
+
+
+def test_names_of_workers() -> None:
+    names = ["cuda:1", "host-a:cuda:1", "cpu@avx2", "night/1:cpu", "a:b:npu:0@tf32"]
+    assert [home_of(name) for name in names] == ["", "host-a", "", "night/1", "a:b"]
+
+
+def test_what_to_mend_first(make_capture: MakeCapture) -> None:
+    link = {"width": 4, "max_width": 16, "slot_width": 16}
+    found = compared(
+        make_capture, TWO, machine(iommu="DMA", gpu={"link": link, "counters": {"row remapping pending": 1}})
+    )
+    advice = advise(found)
+    assert advice[0].what.startswith("transfer · cuda:1, cuda:3 · copies")
+    assert "iommu=pt" in (advice[0].mend or "")
+    assert [a.urgent for a in advice] == sorted((a.urgent for a in advice), reverse=True)
+    assert any("cuda:2 has 4 PCIe lanes; it and its slot are made for 16" in a.what for a in advice)
+    assert any("cuda:2 waits for a reset" in a.what for a in advice)
+    file = io.StringIO()
+    print_doctor(found, make_console(file), elapsed_s=3.0)
+    text = file.getvalue()
+    assert "to mend first:" in text
+    assert "  1  transfer" in text
+    assert "cuda:3: PCI 0000:30:00.0, IOMMU group None DMA, link x4" in text
+    table = as_table(found)
+    assert len(table["copies"]) == 25
+    encode_json(table)
+
+
+def test_a_pair_that_is_slow_beside_others(make_capture: MakeCapture) -> None:
+    records = workers({})
+    records["cuda:1"] = [
+        copies(("cuda:0", "cuda:1"), evidence={"gb_per_s": 0.8})
+        if r.layer == "cuda:0->cuda:1" and r.tensor == DIRECT
+        else r
+        for r in records["cuda:1"]
+    ]
+    found = compare([read_capture(make_capture("a", records, case=CASE))])
+    (advice,) = advise(found)
+    assert "slow beside others of its kind, which make 20 GB/s: cuda:0→cuda:1 0.8 GB/s" in advice.what
+    assert not advice.urgent
+    assert found.verdict == "consistent"
+
+
+def test_nothing_to_mend_on_a_healthy_machine(make_capture: MakeCapture, tmp_path: Path) -> None:
+    found = compared(make_capture, {}, machine(iommu="identity"))
+    assert advise(found) == ()
+    file = io.StringIO()
+    print_doctor(found, make_console(file), elapsed_s=3.0)
+    assert "nothing to mend" in file.getvalue()

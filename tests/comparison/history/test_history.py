@@ -1,0 +1,269 @@
+"""Nights made by hand: what is drift, what is none, and what a baseline makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from consistency.capture.folder import read_capture
+from consistency.capture.records import TensorRecord
+from consistency.comparison.history.baseline import Baseline, accept, apply, read_baseline
+from consistency.comparison.history.store import History
+from consistency.comparison.result import Comparison, Finding
+from consistency.errors import CaptureError, UsageError
+from consistency.report.history import device_rows, night_rows
+from consistency.workflows.pipeline import compare_captures, with_nights
+from tests.conftest import MakeCapture
+
+Night = Callable[..., Comparison]
+
+
+def record(stage: str, layer: str, digest: str, *, file: str | None = None) -> TensorRecord:
+    rule = "bitwise" if file else "peer"
+    return TensorRecord(
+        stage=stage, layer=layer, tensor="weight", rule=rule, status="equal" if file else "measured", digest=digest,
+        reference="file" if file else None, reference_digest=file, shape=(2, 2), dtype="float32",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def night(tmp_path: Path, make_capture: MakeCapture) -> Night:
+    """Run a night: each device has the base's bytes and the merged bits that it is given."""
+    count = 0
+
+    def run(
+        bits: dict[str, str],
+        *,
+        baseline: Baseline | None = None,
+        base: str = "b",
+        software: str = "torch 2",
+        stages: tuple[str, ...] = ("base", "merged"),
+        info: dict[str, Any] | None = None,
+        url: str | None = None,
+    ) -> Comparison:
+        nonlocal count
+        count += 1
+        workers = {
+            device: [
+                *([record("base", "l", base, file=base)] if "base" in stages else []),
+                *([record("merged", "l", merged)] if "merged" in stages else []),
+            ]
+            for device, merged in bits.items()
+        }
+        facts = {d: {"kernel_key": f"{software} {d}", "uuid": f"GPU-{d}", **(info or {}).get(d, {})} for d in bits}
+        captures = [read_capture(make_capture(f"night-{count}", workers, info=facts))]
+        history = History(url or str(tmp_path / "history"))
+        return with_nights(history, captures, compare_captures(captures), baseline)
+
+    return run
+
+
+def drift(found: Comparison) -> list[Finding]:
+    return [f for f in found.findings if f.kind == "drift" and f.severity == "error"]
+
+
+def test_first_night_knows_no_drift(night: Night) -> None:
+    assert night({"cuda:0": "m"}).exit_status == 0
+
+
+def test_same_bits_are_no_drift(night: Night) -> None:
+    for _ in range(3):
+        assert night({"cuda:0": "m", "cuda:1": "n"}).exit_status == 0
+
+
+def test_other_bits_of_one_device_are_its_drift(night: Night) -> None:
+    night({"cuda:0": "m", "cuda:1": "m"})
+    found = night({"cuda:0": "m", "cuda:1": "x"})
+    (finding,) = drift(found)
+    assert finding.workers == ("cuda:1",)
+    assert finding.tensors == ("merged::l.weight",)
+    assert "GPU-cuda:1" in finding.message
+    assert "1 of 1 merged tensors" in finding.message
+    assert found.exit_status == 1
+
+
+def test_drift_stays_red_until_it_is_gone(night: Night) -> None:
+    night({"cuda:0": "m"})
+    assert drift(night({"cuda:0": "x"}))
+    assert drift(night({"cuda:0": "x"}))  # as on the night before, and still not as it was
+    assert not drift(night({"cuda:0": "m"}))
+
+
+def test_device_is_known_under_another_number(night: Night) -> None:
+    night({"cuda:0": "m"}, info={"cuda:0": {"uuid": "GPU-a", "kernel_key": "k"}})
+    found = night({"cuda:3": "x"}, info={"cuda:3": {"uuid": "GPU-a", "kernel_key": "k"}})
+    assert drift(found)[0].workers == ("cuda:3",)
+
+
+def test_other_device_in_the_same_place_is_no_drift(night: Night) -> None:
+    night({"cuda:0": "m"}, info={"cuda:0": {"uuid": "GPU-a"}})
+    assert night({"cuda:0": "x"}, info={"cuda:0": {"uuid": "GPU-b"}}).exit_status == 0
+
+
+def test_other_inputs_are_no_drift(night: Night) -> None:
+    night({"cuda:0": "m"}, base="b")
+    assert night({"cuda:0": "x"}, base="c").exit_status == 0
+
+
+def test_other_software_is_a_note(night: Night) -> None:
+    night({"cuda:0": "m"})
+    found = night({"cuda:0": "x"}, software="torch 3")
+    assert found.exit_status == 0
+    assert [f.kind for f in found.findings if f.severity == "note"] == ["software"]
+
+
+def test_older_night_of_the_same_software_counts(night: Night) -> None:
+    night({"cuda:0": "m"})
+    night({"cuda:0": "x"}, software="torch 3")
+    assert drift(night({"cuda:0": "y"}))
+
+
+def test_stage_that_was_not_looked_at_is_no_drift(night: Night) -> None:
+    night({"cuda:0": "m"}, stages=("base", "merged"))
+    assert night({"cuda:0": "m"}, stages=("base",)).exit_status == 0
+    assert drift(night({"cuda:0": "x"}))
+
+
+def test_lost_worker_is_no_measure_of_drift(night: Night) -> None:
+    night({"cuda:0": "x"}, info={"cuda:0": {"status": "lost", "reason": "killed"}})
+    assert not drift(night({"cuda:0": "m"}))
+
+
+def test_table_that_is_gone_still_tells_that_bits_differ(night: Night, tmp_path: Path) -> None:
+    night({"cuda:0": "m"})
+    for table in (tmp_path / "history" / "tables").iterdir():
+        table.write_text("{}")  # not what its name says
+    assert drift(night({"cuda:0": "x"}))
+
+
+def test_damaged_night_is_named_and_the_others_count(night: Night, tmp_path: Path) -> None:
+    night({"cuda:0": "m"})
+    (tmp_path / "history" / "nights" / "20990101T000000-ffffffff.json").write_bytes(b"{ cut sho")
+    found = night({"cuda:0": "x"})
+    assert drift(found)
+    assert [f.kind for f in found.findings if f.severity == "warning"] == ["damaged-night"]
+
+
+def test_history_in_memory_as_in_an_object_store(night: Night) -> None:
+    url = "memory://nights-of-a-test"
+    night({"cuda:0": "m"}, url=url)
+    assert drift(night({"cuda:0": "x"}, url=url))
+    assert len(History(url).names()) == 2
+
+
+def test_history_that_cannot_be_written(night: Night, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CaptureError, match="history"):
+        night({"cuda:0": "m"}, url=str(tmp_path / "file"))
+
+
+def test_unknown_protocol() -> None:
+    with pytest.raises(CaptureError, match="cannot open the history"):
+        History("nosuchprotocol://x")
+
+
+def test_rows_for_people(night: Night, tmp_path: Path) -> None:
+    night({"cuda:0": "m"})
+    night({"cuda:0": "x"})
+    history = History(str(tmp_path / "history"))
+    verdicts = sorted(row.verdict for row in night_rows(history, 0))
+    assert verdicts == ["consistent", "inconsistent"]
+    rows = device_rows(history, "GPU-cuda:0", 0)
+    assert {row.bits["base"] for row in rows} == {"A"}
+    assert {row.bits["merged"] for row in rows} == {"A", "B"}
+    assert [row.change for row in rows if row.change] == ["drift in merged"]
+    with pytest.raises(UsageError, match="no night has this device"):
+        device_rows(history, "cuda:7", 0)
+
+
+@pytest.fixture
+def accepted(night: Night, tmp_path: Path) -> Path:
+    night({"cuda:0": "m", "cuda:1": "m"})
+    found = night({"cuda:0": "m", "cuda:1": "x"})
+    path = tmp_path / "baseline.json"
+    accept(path, found.findings, found.workers, reason="a new card")
+    return path
+
+
+def test_accepted_drift_is_green(night: Night, accepted: Path) -> None:
+    found = night({"cuda:0": "m", "cuda:1": "x"}, baseline=read_baseline(accepted))
+    assert found.exit_status == 0
+    (note,) = [f for f in found.findings if f.kind == "drift"]
+    assert note.severity == "note"
+    assert "a new card" in note.message
+    # and what was accepted is from then on how the device is
+    assert night({"cuda:0": "m", "cuda:1": "x"}).exit_status == 0
+
+
+@pytest.mark.parametrize("bits", [{"cuda:0": "m", "cuda:1": "y"}, {"cuda:0": "x", "cuda:1": "x"}])
+def test_what_goes_beyond_the_baseline_is_red(night: Night, accepted: Path, bits: dict[str, str]) -> None:
+    assert drift(night(bits, baseline=read_baseline(accepted)))
+
+
+def test_baseline_accepts_no_more_tensors_than_it_names(accepted: Path) -> None:
+    entry = read_baseline(accepted).accepted[0]
+    known = Finding(kind="zeros", severity="error", message="", workers=("cpu",), tensors=("adapter::l.a",))
+    wider = Finding(
+        kind="zeros", severity="error", message="", workers=("cpu",), tensors=("adapter::l.a", "adapter::l.b")
+    )
+
+    baseline = Baseline(
+        schema="consistency.baseline/1",
+        accepted=(msgspec.structs.replace(entry, kind="zeros", devices=("cpu",), tensors=known.tensors, state=None),),
+    )
+    assert apply(baseline, comparison(known)).exit_status == 0
+    assert apply(baseline, comparison(wider)).exit_status == 1
+
+
+def comparison(*findings: Finding, verdict: Any = "inconsistent") -> Comparison:
+    return Comparison(
+        case="c", dtype="float32", level="standard", roads=("isolated",), verdict=verdict, reference="cpu", workers=(),
+        architectures=(), tensors=(), findings=findings,
+    )  # fmt: skip
+
+
+def test_lost_worker_cannot_be_accepted(tmp_path: Path) -> None:
+    lost = Finding(kind="lost-worker", severity="error", message="cpu was lost", workers=("cpu",))
+    with pytest.raises(UsageError, match="cannot be accepted"):
+        accept(tmp_path / "b.json", [lost], [], reason="whatever")
+    assert not (tmp_path / "b.json").exists()
+    baseline = Baseline(schema="consistency.baseline/1", accepted=())
+    assert apply(baseline, comparison(lost, verdict="incomplete")).exit_status == 3
+
+
+@pytest.mark.parametrize("reason", ["", "   "])
+def test_baseline_names_a_reason(tmp_path: Path, reason: str) -> None:
+    error = Finding(kind="zeros", severity="error", message="m", workers=("cpu",), tensors=("t",))
+    with pytest.raises(UsageError, match="reason"):
+        accept(tmp_path / "b.json", [error], [], reason=reason)
+
+
+def test_nothing_to_accept(tmp_path: Path) -> None:
+    note = Finding(kind="skipped", severity="note", message="m")
+    with pytest.raises(UsageError, match="no error to accept"):
+        accept(tmp_path / "b.json", [note], [], reason="r")
+    with pytest.raises(UsageError, match="no finding 2"):
+        accept(tmp_path / "b.json", [note], [], reason="r", numbers=[2])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"schema": "other"}', '{"schema": "consistency.baseline/1", "accepted": [{"kind": "zeros"}]}'],
+)
+def test_rubbish_for_a_baseline(tmp_path: Path, text: str) -> None:
+    (tmp_path / "b.json").write_text(text)
+    with pytest.raises(UsageError):
+        read_baseline(tmp_path / "b.json")
+
+
+def test_baseline_keeps_what_was_accepted_before(accepted: Path) -> None:
+    error = Finding(kind="zeros", severity="error", message="m", workers=("cpu",), tensors=("t",))
+    accept(accepted, [error], [], reason="another")
+    entries = json.loads(accepted.read_text())["accepted"]
+    assert [entry["kind"] for entry in entries] == ["drift", "zeros"]
+    assert all(entry["date"] and entry["reason"] for entry in entries)

@@ -1,0 +1,476 @@
+"""Comparing captures that were made by hand: classes, statuses, findings, verdicts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from consistency.capture.folder import read_capture
+from consistency.capture.json_codec import Real
+from consistency.capture.records import TensorMeasure, TensorRecord
+from consistency.comparison.compare import compare
+from consistency.comparison.result import Comparison, Finding
+from tests.conftest import MakeCapture
+
+
+def digest(text: str) -> str:
+    return text.encode().hex().ljust(32, "0")
+
+
+def measured(**changes: Any) -> TensorMeasure:
+    fields: dict[str, Any] = {
+        "elements": 4, "mismatched": 2, "max_abs": Real(1e-7), "mean_abs": Real(1e-8), "rms": Real(1e-8),
+        "max_rel": Real(1e-6), "max_ulp": 3, "bound_ratio": Real(0.5), "worst_index": (0, 1),
+        "worst_actual": Real(1.0), "worst_expected": Real(2.0), "worst_actual_bits": "0x1",
+        "worst_expected_bits": "0x2", "flipped_bits": {}, "first_byte": None, "last_byte": None,
+        "magnitude": Real(1.0),
+    }  # fmt: skip
+    return TensorMeasure(**{**fields, **changes})
+
+
+def moved(held: str = "file", file: str = "file", tensor: str = "lora_B", **changes: Any) -> TensorRecord:
+    equal = held == file
+    fields: dict[str, Any] = {
+        "stage": "adapter", "layer": "layers.0.q", "tensor": tensor, "shape": (2, 2), "dtype": "float32",
+        "digest": digest(held), "reference_digest": digest(file), "reference": "file",
+        "status": "equal" if equal else "outside",
+        "measure": None if equal else measured(bound_ratio=None),
+        "diagnosis": None if equal else "bit-flip",
+    }  # fmt: skip
+    return TensorRecord(**{**fields, **changes})
+
+
+def computed(bits: str = "a", ratio: float = 0.5, **changes: Any) -> TensorRecord:
+    fields: dict[str, Any] = {
+        "stage": "merged", "layer": "layers.0.q", "tensor": "weight", "shape": (2, 2), "dtype": "float32",
+        "rule": "bound", "digest": digest(bits), "status": "within" if ratio <= 1 else "outside",
+        "measure": measured(bound_ratio=Real(ratio)), "diagnosis": "accumulation-order",
+    }  # fmt: skip
+    return TensorRecord(**{**fields, **changes})
+
+
+def forward(bits: str = "a", error: float = 1e-7, reference_error: float | None = None) -> TensorRecord:
+    return computed(
+        bits, stage="forward", layer="logits", tensor="adapter_on", rule="relative", status="measured",
+        shape=(2**14, 4), measure=measured(bound_ratio=None, max_abs=Real(error)), diagnosis=None,
+        reference_error=None if reference_error is None else Real(reference_error),
+    )  # fmt: skip
+
+
+def compared(*folders: Path) -> Comparison:
+    return compare([read_capture(folder) for folder in folders])
+
+
+def errors(comparison: Comparison) -> list[Finding]:
+    return [finding for finding in comparison.findings if finding.severity == "error"]
+
+
+def only_row(comparison: Comparison, worker: str) -> Any:
+    (tensor,) = comparison.tensors
+    row = tensor.row(worker)
+    assert row is not None
+    return row
+
+
+def test_equal_workers_form_one_class(make_capture: MakeCapture) -> None:
+    found = compared(make_capture("a", {"cpu": [moved()], "cuda:0": [moved()]}))
+    assert found.verdict == "consistent"
+    assert found.tensors[0].classes == (("cpu", "cuda:0"),)
+    assert only_row(found, "cuda:0").status == "equal"
+    assert only_row(found, "cuda:0").mismatched == 0
+    assert found.findings == ()
+    assert found.first_divergence == ()
+
+
+def test_classes_begin_with_the_reference_and_tell_who_agrees(make_capture: MakeCapture) -> None:
+    workers = {"cuda:1": [moved("x")], "cpu": [moved()], "cuda:0": [moved()], "cuda:3": [moved("x")]}
+    found = compared(make_capture("a", workers))
+    assert found.reference == "cpu"
+    assert found.tensors[0].classes == (("cpu", "cuda:0"), ("cuda:1", "cuda:3"))
+    (finding,) = errors(found)
+    assert finding.workers == ("cuda:1", "cuda:3")
+    assert finding.tensors == ("adapter::layers.0.q.lora_B",)
+    assert {d.worker for d in found.first_divergence} == {"cuda:1", "cuda:3"}
+
+
+def test_one_cause_is_one_finding(make_capture: MakeCapture) -> None:
+    def records(held: str) -> list[TensorRecord]:
+        return [moved(held, layer=f"layers.{i}.q", tensor=t) for i in range(64) for t in ("lora_A", "lora_B")]
+
+    wrong = [r if r.tensor == "lora_A" else moved("x", layer=r.layer, diagnosis="zeros") for r in records("file")]
+    found = compared(make_capture("a", {"cpu": records("file"), "cuda:1": wrong, "cuda:3": wrong}))
+    (finding,) = errors(found)
+    assert finding.kind == "zeros"
+    assert finding.message == "adapter · cuda:1, cuda:3 · zeros where the file is not zero in 64 of 64 lora_B tensors"
+    assert len(finding.tensors) == 64
+    assert len(finding.detail) == 5
+
+
+def test_outside_the_bound(make_capture: MakeCapture) -> None:
+    found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": [computed("b", 3.0, diagnosis="unknown")]}))
+    assert found.verdict == "inconsistent"
+    assert errors(found)[0].message == "merged · cuda:0 · outside the bound in weight of layers.0.q"
+    assert "3 of the bound" in errors(found)[0].detail[0]
+
+
+def test_other_bits_within_the_bound_are_fine_between_models(make_capture: MakeCapture) -> None:
+    found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": [computed("b")]}))
+    assert found.verdict == "consistent"
+    assert [(d.worker, d.stage, d.status) for d in found.first_other_bits] == [("cuda:0", "merged", "within")]
+    assert found.first_divergence == ()
+
+
+def test_other_bits_within_the_bound_are_a_finding_on_one_model(make_capture: MakeCapture) -> None:
+    program = {"kernel_key": "torch 2 cuda 13", "architecture": "Hopper sm_90", "model": "H200"}
+    workers = {"cuda:0": [computed()], "cuda:1": [computed("b")]}
+    found = compared(make_capture("a", workers, info=dict.fromkeys(workers, program)))
+    (finding,) = errors(found)
+    assert finding.kind == "same-model"
+    assert finding.workers == ("cuda:0", "cuda:1")
+    assert found.exit_status == 1
+    other = {"cuda:0": program, "cuda:1": {**program, "model": "H100"}}
+    assert compared(make_capture("b", workers, info=other)).verdict == "consistent"
+
+
+def test_wrong_bytes_do_not_also_count_as_a_model_that_disagrees(make_capture: MakeCapture) -> None:
+    program = {"kernel_key": "torch 2", "model": "H200"}
+    workers = {"cuda:0": [moved(), computed()], "cuda:1": [moved("x"), computed("b")]}
+    found = compared(make_capture("a", workers, info=dict.fromkeys(workers, program)))
+    assert [f.kind for f in errors(found)] == ["bit-flip"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(1e-7, "within"), (2e-7 + 2**-24, "within"), (2.1e-7 + 2**-24, "outside"), (math.nan, "outside")],
+)
+def test_relative_rule_takes_the_reference_workers_error(make_capture: MakeCapture, error: float, status: str) -> None:
+    found = compared(make_capture("a", {"cpu": [forward()], "cuda:0": [forward("b", error)]}))
+    row = only_row(found, "cuda:0")
+    assert row.status == status
+    assert row.reference == "float64"
+    assert only_row(found, "cpu").status == "within"
+    if status == "outside":
+        assert row.diagnosis == ("non-finite" if math.isnan(error) else "unknown")
+
+
+def test_relative_rule_without_a_cpu_is_skipped_not_passed(make_capture: MakeCapture) -> None:
+    """A device that is held against its own error alone would always pass."""
+    found = compared(make_capture("a", {"cuda:0": [forward()]}))
+    assert only_row(found, "cuda:0").status == "skipped"
+    found = compared(make_capture("b", {"cuda:0": [forward(reference_error=1e-7)]}))
+    assert only_row(found, "cuda:0").status == "within"
+
+
+def few(bits: str, error: float, *, draws: int = 1, magnitude: float = 1.0, mismatched: int = 2) -> TensorRecord:
+    """Make an activation whose error the CPU knows from `draws` independent numbers."""
+    found = measured(
+        bound_ratio=None, max_abs=Real(error), magnitude=Real(magnitude), mismatched=mismatched if error else 0
+    )
+    return msgspec.structs.replace(forward(bits), measure=found, reference_draws=draws)
+
+
+def test_an_allowance_that_zeros_would_pass_judges_nothing(make_capture: MakeCapture) -> None:
+    """Of one number luck allows 6·10⁸ times the CPU's error: here 60 where the tensor is no larger than 1."""
+    found = compared(make_capture("a", {"cpu": [few("a", 1e-7)], "cuda:0": [few("b", 1.0)]}))
+    row = only_row(found, "cuda:0")
+    assert row.status == "skipped"
+    assert row.bound_ratio is None
+    assert row.diagnosis is None
+    assert row.max_abs == 1.0, "what was measured is still told"
+    assert only_row(found, "cpu").status == "skipped"
+    (note,) = found.findings
+    assert (note.severity, note.kind) == ("note", "skipped")
+    assert "the CPU's error is the largest of one independent number" in note.message
+    assert "on cpu, cuda:0" in note.message
+
+
+@pytest.mark.parametrize(("error", "draws"), [(100.0, 1), (math.nan, 1), (math.inf, 1), (1.0, 2)])
+def test_outside_of_the_widest_allowance_stays_outside(make_capture: MakeCapture, error: float, draws: int) -> None:
+    # of two numbers luck allows 32 278 times the error, which is 0.003 here: less than the tensor, so it judges
+    found = compared(
+        make_capture("a", {"cpu": [few("a", 1e-7, draws=draws)], "cuda:0": [few("b", error, draws=draws)]})
+    )
+    assert only_row(found, "cuda:0").status == "outside"
+    assert only_row(found, "cpu").status == ("skipped" if draws == 1 else "within")
+
+
+def test_exact_bits_and_true_zeros_need_no_allowance(make_capture: MakeCapture) -> None:
+    found = compared(make_capture("a", {"cpu": [few("a", 1e-7)], "cuda:0": [few("b", 0.0)]}))
+    assert only_row(found, "cuda:0").status == "equal"
+    zeros = {"cpu": [few("a", 0.0, magnitude=0.0)], "cuda:0": [few("b", 2.0**-151, magnitude=0.0)]}
+    assert only_row(compared(make_capture("b", zeros)), "cuda:0").status == "within"
+
+
+def test_an_error_as_large_as_the_tensor_judges_nothing(make_capture: MakeCapture) -> None:
+    workers = {"cpu": [few("a", 0.5, draws=2**14)], "cuda:0": [few("b", 0.1, draws=2**14)]}
+    row = only_row(compared(make_capture("a", workers)), "cuda:0")
+    assert row.status == "skipped"
+    assert row.reason == "the CPU's own error in float32 is so large that twice that would let a tensor of zeros pass"
+    less = {"cpu": [few("a", 0.4999, draws=2**14)], "cuda:0": [few("b", 0.1, draws=2**14)]}
+    assert only_row(compared(make_capture("b", less)), "cuda:0").status == "within"
+
+
+def test_a_short_table_with_the_reference_workers_bits_is_equal(make_capture: MakeCapture) -> None:
+    def table(bits: str) -> TensorRecord:
+        return msgspec.structs.replace(few(bits, 1e-7), stage="base", layer="rotary", tensor="inv_freq")
+
+    found = compared(make_capture("a", {"cpu": [table("a")], "cuda:0": [table("a")], "cuda:1": [table("b")]}))
+    assert [only_row(found, name).status for name in ("cpu", "cuda:0", "cuda:1")] == ["equal", "equal", "skipped"]
+
+
+def test_settings_are_held_against_the_reference_worker(make_capture: MakeCapture) -> None:
+    def settings(bits: str, scaling: float) -> TensorRecord:
+        values = {f"rank 8, scaling {scaling}": 4}
+        return TensorRecord(
+            stage="adapter", layer="adapter_settings", tensor="rank_and_scaling", rule="peer", status="measured",
+            dtype="uint8", digest=digest(bits), evidence={"values": values},
+        )  # fmt: skip
+
+    found = compared(make_capture("a", {"cpu": [settings("a", 2.0)], "cuda:0": [settings("b", 4.0)]}))
+    (finding,) = errors(found)
+    assert finding.kind == "settings"
+    assert "scaling 4.0" in finding.detail[0]
+    assert "scaling 2.0" in finding.detail[0]
+
+
+def test_table_without_a_reference_is_skipped_never_passed(make_capture: MakeCapture) -> None:
+    def table(bits: str) -> TensorRecord:
+        return TensorRecord(
+            stage="base", layer="rotary", tensor="inv_freq", rule="peer", status="measured", dtype="float32",
+            digest=digest(bits), evidence={"buffer": "not in the state dict"},
+        )  # fmt: skip
+
+    found = compared(make_capture("a", {"cpu": [table("a")], "cuda:0": [table("b")]}))
+    assert only_row(found, "cuda:0").status == "skipped"
+    assert found.verdict == "consistent"
+    assert [f.kind for f in found.findings] == ["skipped"]
+
+
+def test_weight_without_a_file_that_differs_is_a_finding(make_capture: MakeCapture) -> None:
+    def weight(bits: str, **changes: Any) -> TensorRecord:
+        return TensorRecord(
+            stage="base", layer="layers.0.q", tensor="weight_after_adapter", rule="peer", status="measured",
+            dtype="float32", digest=digest(bits), diagnosis="recomputed", **changes,
+        )  # fmt: skip
+
+    found = compared(make_capture("a", {"cpu": [weight("a")], "cuda:0": [weight("b")]}))
+    assert [f.kind for f in errors(found)] == ["recomputed"]
+    found = compared(make_capture("b", {"cpu": [], "cuda:0": [weight("b")]}))
+    assert found.verdict == "inconsistent"
+
+
+def test_missing_unexpected_and_skipped(make_capture: MakeCapture) -> None:
+    absent: dict[str, Any] = {"digest": None, "measure": None, "reason": "so it is"}
+    records = [
+        moved(tensor="lora_A", status="missing", diagnosis="missing", **absent),
+        moved(tensor="lora_B", status="unexpected", diagnosis="unexpected", **absent),
+        moved(tensor="lora_C", status="skipped", diagnosis=None, **absent),
+    ]
+    found = compared(make_capture("a", {"cpu": records}))
+    assert [row.status for t in found.tensors for row in t.rows] == ["missing", "unexpected", "skipped"]
+    assert {f.kind for f in errors(found)} == {"missing", "unexpected"}
+
+
+def test_worker_may_not_skip_what_the_reference_worker_could_make(make_capture: MakeCapture) -> None:
+    failed = computed(status="skipped", digest=None, measure=None, diagnosis=None, reason="RuntimeError: a kernel")
+    found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": [failed]}))
+    assert found.verdict == "inconsistent"
+    assert [f.kind for f in errors(found)] == ["missing"]
+    assert "RuntimeError: a kernel" in (only_row(found, "cuda:0").reason or "")
+    assert compared(make_capture("b", {"cpu": [failed], "cuda:0": [failed]})).verdict == "consistent"
+
+
+def test_worker_that_lacks_a_tensor_of_the_others(make_capture: MakeCapture) -> None:
+    found = compared(make_capture("a", {"cpu": [moved(), moved(tensor="lora_A")], "cuda:0": [moved()]}))
+    assert [f.kind for f in errors(found)] == ["missing"]
+    assert errors(found)[0].tensors == ("adapter::layers.0.q.lora_A",)
+
+
+def test_lost_worker_blocks_what_it_did_not_see(make_capture: MakeCapture) -> None:
+    lost = {"cuda:0": {"status": "lost", "reason": "was killed by SIGKILL", "stack": "File x\n  line"}}
+    found = compared(make_capture("a", {"cpu": [moved(), computed()], "cuda:0": [moved("x")]}, info=lost))
+    assert found.verdict == "incomplete"
+    assert found.exit_status == 3
+    assert {f.kind for f in errors(found)} == {"lost-worker", "bit-flip"}, "what it saw is still compared"
+    merged = next(t for t in found.tensors if t.stage == "merged").row("cuda:0")
+    assert merged is not None
+    assert merged.status == "blocked"
+    assert "SIGKILL" in (merged.reason or "")
+
+
+def test_bits_that_do_not_repeat(make_capture: MakeCapture) -> None:
+    found = compared(make_capture("a", {"cpu": [computed("a", repeats=(digest("a"), digest("c")))]}))
+    assert only_row(found, "cpu").repeated is False
+    assert [f.kind for f in errors(found)] == ["not-repeatable"]
+    found = compared(make_capture("b", {"cpu": [computed("a", repeats=(digest("a"),))]}))
+    assert only_row(found, "cpu").repeated is True
+    assert found.verdict == "consistent"
+
+
+def test_inputs_and_settings(make_capture: MakeCapture) -> None:
+    change: dict[str, Any] = {"setting": "cudnn_allow_tf32", "asked": False, "in_force": True, "stage": "merged"}
+    from consistency.capture.records import SettingChange
+
+    info = {
+        "cpu": {"inputs_digest": "1", "asked": {"threads": 1}, "in_force": {"threads": 1}},
+        "cuda:0": {
+            "inputs_digest": "2",
+            "changes": (SettingChange(**change),),
+            "asked": {"threads": 1},
+            "in_force": {"threads": 2},
+        },
+    }
+    found = compared(make_capture("a", {"cpu": [moved()], "cuda:0": [moved()]}, info=info))
+    assert [f.kind for f in found.findings] == ["inputs", "setting-changed", "setting-refused"]
+    assert found.verdict == "inconsistent"
+    assert "cudnn_allow_tf32 was set to True during merged, on cuda:0" in found.findings[1].message
+
+
+# --- captures made apart ----------------------------------------------------------------------------------------------
+
+
+def test_workers_of_equal_name_get_their_folders_name(make_capture: MakeCapture) -> None:
+    found = compared(make_capture("host-a", {"cpu": [moved()]}), make_capture("host-b", {"cpu": [moved()]}))
+    assert [worker.name for worker in found.workers] == ["host-a:cpu", "host-b:cpu"]
+    assert found.reference == "host-a:cpu"
+    assert found.tensors[0].classes == (("host-a:cpu", "host-b:cpu"),)
+    apart = compared(make_capture("host-c", {"cpu": [moved()]}), make_capture("host-d", {"cuda:0": [moved()]}))
+    assert [worker.name for worker in apart.workers] == ["cpu", "cuda:0"]
+
+
+def test_folders_of_equal_name_are_told_apart(make_capture: MakeCapture, tmp_path: Path) -> None:
+    one, two = make_capture("x/night", {"cpu": [moved()]}), make_capture("y/night", {"cpu": [moved()]})
+    assert [w.name for w in compared(one, two).workers] == ["x/night:cpu", "y/night:cpu"]
+    assert [w.name for w in compared(one, one).workers] == ["night:cpu", "night#2:cpu"]
+
+
+def test_files_that_differ_without_kept_tensors_tell_the_block(make_capture: MakeCapture) -> None:
+    def weight(text: str, second_block: int) -> TensorRecord:
+        blocks = f"{1:016x}{second_block:016x}"
+        return moved(text, text, stage="base", tensor="weight", blocks=blocks)
+
+    found = compared(make_capture("a", {"cpu": [weight("x", 2)]}), make_capture("b", {"cpu": [weight("y", 3)]}))
+    row = only_row(found, "b:cpu")
+    assert row.status == "outside"
+    assert row.evidence["blocks"] == [1]
+    assert errors(found)[0].message.endswith(": the files differ")
+
+
+def test_other_shape_or_dtype_is_structure(make_capture: MakeCapture) -> None:
+    one = make_capture("a", {"cpu": [moved("x", "x")]})
+    shape = make_capture("b", {"cpu": [moved("y", "y", shape=(2, 4))]})
+    dtype = make_capture("c", {"cpu": [moved("z", "z", dtype="bfloat16")]})
+    assert only_row(compared(one, shape), "b:cpu").diagnosis == "shape"
+    found = only_row(compared(one, dtype), "c:cpu")
+    assert found.diagnosis == "dtype"
+    assert (found.evidence["got"], found.evidence["wanted"]) == ("bfloat16", "float32")
+
+
+def test_other_software_is_said_first(make_capture: MakeCapture) -> None:
+    def host(name: str, torch: str, held: str) -> Path:
+        info = {"cpu": {"environment": {"torch": torch, "peft": "0.21"}}}
+        return make_capture(name, {"cpu": [moved(held)]}, info=info)
+
+    found = compared(host("a", "2.8.0", "file"), host("b", "2.13.0", "file"))
+    assert [f.kind for f in found.findings] == ["environment"]
+    assert found.findings[0].message == "torch is not the same everywhere: 2.8.0: a:cpu; 2.13.0: b:cpu"
+    assert found.verdict == "consistent"
+    differs = compared(host("c", "2.8.0", "file"), host("d", "2.13.0", "other"))
+    assert [f.severity for f in differs.findings][:2] == ["warning", "error"]
+    assert differs.findings[0].kind == "environment"  # it may explain what follows
+
+
+def test_stage_that_one_capture_did_not_ask_for_is_not_missing(make_capture: MakeCapture) -> None:
+    one = make_capture("a", {"cpu": [moved(), computed()]})
+    two = make_capture("b", {"cpu": [moved()]}, case={"stages": ("base", "adapter")})
+    assert compared(one, two).verdict == "consistent"
+
+
+def test_damaged_worker_makes_it_incomplete(make_capture: MakeCapture) -> None:
+    folder = make_capture("a", {"cpu": [moved()], "cuda:0": [moved()]})
+    (folder / "workers" / "cuda_0.isolated" / "worker.json").write_text("{")
+    found = compared(folder)
+    assert found.verdict == "incomplete"
+    assert [f.kind for f in errors(found)] == ["damaged-capture"]
+    assert [w.name for w in found.workers] == ["cpu"]
+
+
+# --- roads ------------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_only_when_shared_is_the_copy(make_capture: MakeCapture) -> None:
+    alone = make_capture("alone", {"cpu": [moved()], "cuda:1": [moved()]})
+    shared = make_capture("shared", {"cuda:1": [moved("x", diagnosis="zeros")]}, info={"cuda:1": {"road": "shared"}})
+    found = compared(alone, shared)
+    assert found.roads == ("isolated", "shared")
+    (finding,) = errors(found)
+    assert finding.message.endswith(
+        "when all devices are visible, and the right bytes when alone: peer copies 0→1 drop data"
+    )
+    shared_tensor = next(t for t in found.tensors if t.road == "shared")
+    assert shared_tensor.classes == (("cpu",), ("cuda:1",)), "the reference worker stands in every road"
+
+
+def test_wrong_on_both_roads_is_not_blamed_on_the_copy(make_capture: MakeCapture) -> None:
+    wrong = [moved("x", diagnosis="zeros")]
+    alone = make_capture("alone", {"cpu": [moved()], "cuda:1": wrong})
+    shared = make_capture("shared", {"cuda:1": wrong}, info={"cuda:1": {"road": "shared"}})
+    (finding,) = errors(compared(alone, shared))
+    assert finding.message.endswith("lora_B of layers.0.q on every road taken (isolated, shared)")
+
+
+def test_bytes_of_an_earlier_run_are_stale(make_capture: MakeCapture) -> None:
+    """The second's file is another one, and its device holds what the first's file does."""
+    first = make_capture("first", {"cpu": [moved("old", "old")]})
+    second = make_capture("second", {"cpu": [moved("new", "new")], "cuda:0": [moved("old", "new")]})
+    found = compared(first, second)
+    row = next(r for r in found.tensors[0].rows if r.worker.endswith("cuda:0"))
+    assert (row.status, row.diagnosis) == ("outside", "stale")
+    assert row.evidence["holds"] == "what the file of first:cpu holds, not what its own does"
+    assert only_row(found, "first:cpu").status == "equal"
+    right = only_row(found, "second:cpu")
+    assert (right.status, right.diagnosis) != ("outside", "stale")
+    assert right.evidence["own_file"] == "holds its own file's bytes"
+    assert found.exit_status == 1
+
+
+def loaded_again(status: str = "measured") -> TensorRecord:
+    fields: dict[str, Any] = {"layer": "adapter_settings", "tensor": "loaded_again", "stage": "adapter", "shape": ()}
+    if status == "skipped":
+        return TensorRecord(status="skipped", reason="PEFT cannot load this adapter twice: IndexError: x", **fields)
+    return TensorRecord(dtype="uint8", rule="peer", status="measured", digest=digest("done"), **fields)
+
+
+def test_an_adapter_that_one_device_alone_cannot_load_again_is_a_finding(make_capture: MakeCapture) -> None:
+    found = compared(make_capture("a", {"cpu": [loaded_again()], "cuda:0": [loaded_again("skipped")]}))
+    row = only_row(found, "cuda:0")
+    assert (row.status, row.diagnosis) == ("missing", "missing")
+    assert "PEFT cannot load this adapter twice" in (row.reason or "")
+    (finding,) = errors(found)
+    assert (finding.kind, finding.workers) == ("missing", ("cuda:0",))
+    assert found.exit_status == 1
+
+
+def test_an_adapter_that_no_device_can_load_again_is_a_note(make_capture: MakeCapture) -> None:
+    workers = {"cpu": [moved(), loaded_again("skipped")], "cuda:0": [moved(), loaded_again("skipped")]}
+    found = compared(make_capture("a", workers))
+    assert found.verdict == "consistent"
+    (note,) = found.findings
+    assert (note.severity, note.kind) == ("note", "skipped")
+    assert "PEFT cannot load this adapter twice" in note.message
+
+
+def test_bits_that_the_reference_worker_never_had_are_nobodys_other_bits(make_capture: MakeCapture) -> None:
+    narrow = make_capture("a", {"cpu": [moved()]}, case={"stages": ("base", "adapter")})
+    wide = make_capture("b", {"cpu": [moved(), computed(digest="x")], "cuda:0": [moved(), computed(digest="y")]})
+    assert compared(narrow, wide).first_other_bits == ()
+
+
+def test_adapter_that_came_wrong_over_poison_is_one_finding(make_capture: MakeCapture) -> None:
+    wrong = moved("zeros", repeats=("poison",))
+    found = compared(make_capture("a", {"cpu": [moved()], "cuda:0": [wrong]}))
+    assert "not-repeatable" not in {f.kind for f in found.findings}

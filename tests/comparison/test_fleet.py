@@ -1,0 +1,376 @@
+"""Many workers: what is judged once holds for each, the work grows with the rows, and people can still read it."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import consistency
+from consistency.capture.folder import SCHEMA, Capture, CaptureManifest, RecordPool, WorkerCapture, read_capture
+from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.records import TensorRecord, WorkerInfo
+from consistency.case.options import Case
+from consistency.comparison.compare import compare
+from consistency.comparison.judge import judge
+from consistency.comparison.result import Comparison
+from consistency.comparison.workers import Participant
+from consistency.report import json as report_json
+from consistency.report.terminal import make_console, print_report
+from consistency.workflows import pipeline
+from tests.comparison.test_compare import computed, digest, errors, forward, moved
+from tests.conftest import MakeCapture
+
+# --- captures in memory ---------------------------------------------------------------------------------------------
+
+
+def make_info(name: str, **fields: Any) -> WorkerInfo:
+    plain: dict[str, Any] = {"road": "isolated", "architecture": "Hopper sm_90", "model": "H100", "status": "ok"}
+    return WorkerInfo(name=name, **{**plain, **fields})
+
+
+def make_capture_of(number: int, info: WorkerInfo, records: Sequence[TensorRecord]) -> Capture:
+    return Capture(
+        folder=Path(f"/nowhere/node-{number:04}"),
+        manifest=CaptureManifest(
+            schema=SCHEMA, tool="0", created="2026-01-01", host="h", workers=(),
+            case=Case(name="made-up", base="base", adapter="adapter"),
+        ),
+        workers=(WorkerCapture(info=info, records=tuple(records)),),
+    )  # fmt: skip
+
+
+def unshared(records: Sequence[TensorRecord]) -> list[TensorRecord]:
+    return [decode_json(encode_json(record), TensorRecord) for record in records]
+
+
+def layers(count: int, bits: str, *, faulty: bool = False) -> list[TensorRecord]:
+    """Return the records of a worker: `count` layers of four tensors, of which two are computed."""
+    found = []
+    for i in range(count):
+        right = moved(layer=f"layers.{i}", order=i)
+        wrong = moved("x", layer=f"layers.{i}", diagnosis="zeros", order=i)
+        found += [
+            moved(layer=f"layers.{i}", stage="base", tensor="weight", order=i),
+            wrong if faulty else right,
+            computed(bits, layer=f"layers.{i}", order=i),
+            forward(bits),
+        ]
+        found[-1] = decode_json(encode_json(found[-1]).replace(b'"logits"', f'"layers.{i}"'.encode()), TensorRecord)
+    return found
+
+
+def fleet(
+    workers: int, tensors: int = 2, *, apart: bool = False, faulty: frozenset[int] = frozenset()
+) -> list[Capture]:
+    """Return captures of a CPU and GPUs, which agree with one another to the bit or not at all."""
+    alike = {is_faulty: layers(tensors, "gpu", faulty=is_faulty) for is_faulty in (False, True)}
+    captures = [make_capture_of(0, make_info("cpu", architecture="x86-64", model="EPYC"), layers(tensors, "cpu"))]
+    for number in range(1, workers):
+        seen = layers(tensors, f"{number}", faulty=number in faulty) if apart else alike[number in faulty]
+        captures.append(make_capture_of(number, make_info("cuda:0"), seen))
+    return captures
+
+
+def scattered(workers: int, tensors: int) -> list[Capture]:
+    """Return captures in which each tensor is wrong on workers of its own: as many findings as tensors."""
+    right, wrong = layers(tensors, "gpu"), layers(tensors, "gpu", faulty=True)
+    captures = fleet(1, tensors)
+    for number in range(1, workers):
+        lot = random.Random(number)
+        seen = [w if lot.random() < 0.2 else r for r, w in zip(right, wrong, strict=True)]
+        captures.append(make_capture_of(number, make_info("cuda:0"), seen))
+    return captures
+
+
+def printed(found: Comparison, **options: Any) -> str:
+    file = io.StringIO()
+    print_report(found, make_console(file), **options)
+    return file.getvalue()
+
+
+# --- what is judged once holds for each -----------------------------------------------------------------------------
+
+PALETTE: dict[str, list[TensorRecord]] = {
+    "moved": [
+        moved(), moved("x"), moved("other", "other"), moved("other", "other", blob="ab" * 32, reference_blob="ab" * 32),
+        moved(status="skipped", digest=None, reason="so it is"), moved(repeats=(digest("z"),)),
+    ],
+    "bound": [computed(), computed("b"), computed("c", 3.0), computed(status="skipped", digest=None, measure=None)],
+    "relative": [forward(), forward("b", 1e-3), forward("c", 1e-6, 1e-5), forward("d", 1e-5, 1e-9)],
+    "peer": [
+        computed(bits, stage="base", layer="rotary", tensor="inv_freq", rule="peer", status="measured", measure=None)
+        for bits in "ab"
+    ],
+}  # fmt: skip
+WORKERS = [
+    make_info("cpu", architecture="x86-64", model="EPYC"),
+    make_info("cpu@avx2", architecture="x86-64 AVX2", model="EPYC"),
+    make_info("cuda:0", kernel_key="a"),
+    make_info("cuda:0", kernel_key="a"),
+    make_info("cuda:1", kernel_key="b"),
+    make_info("cuda:2", status="lost", reason="was killed by SIGKILL"),
+    make_info("cuda:2", status="lost", reason="ran out of memory"),
+]
+one_of_each = st.fixed_dictionaries({rule: st.sampled_from([None, *records]) for rule, records in PALETTE.items()})
+
+
+@given(st.lists(st.tuples(st.sampled_from(WORKERS), one_of_each), min_size=1, max_size=8))
+@settings(deadline=None, max_examples=300)
+def test_workers_that_share_a_record_are_judged_like_each_alone(
+    drawn: list[tuple[WorkerInfo, dict[str, TensorRecord | None]]],
+) -> None:
+    shared, alone = [], []
+    for number, (info, seen) in enumerate(drawn):
+        records = [record for record in seen.values() if record is not None]
+        shared.append(make_capture_of(number, info, records))
+        alone.append(make_capture_of(number, info, unshared(records)))
+    assert encode_json(compare(shared)) == encode_json(compare(alone))
+
+
+def test_what_one_capture_has_lost_another_may_hold(make_capture: MakeCapture) -> None:
+    """Two captures with one record: the tensor it names is in the second alone, and there it is measured."""
+    import torch
+    from safetensors.torch import save_file
+
+    from consistency.capture.folder import blob_key
+
+    names = []
+    tensors = [torch.zeros(2, 2), torch.ones(2, 2)]
+    for tensor in tensors:
+        names.append(blob_key("float32", tensor.shape, tensor.numpy().tobytes()))
+    one = make_capture("a", {"cpu": [moved("f", "f", blob=names[0], reference_blob=names[0])]})
+    other = moved("g", "g", blob=names[1], reference_blob=names[1])
+    folders = [one, make_capture("b", {"cpu": [other]}), make_capture("c", {"cpu": [other]})]
+    for folder, place in ((folders[0], 0), (folders[2], 1)):
+        save_file({"tensor": tensors[place]}, folder / "blobs" / f"{names[place]}.safetensors")
+    found = pipeline.compare_folders(folders, None)
+    first, second = (found.tensors[0].row(name) for name in ("b:cpu", "c:cpu"))
+    assert first is not None
+    assert "kept" in first.evidence
+    assert second is not None
+    assert second.mismatched == 4
+
+
+def test_equal_lines_are_one_record(make_capture: MakeCapture) -> None:
+    folder = make_capture("a", {"cpu": [moved(), computed()], "cuda:0": [moved(), computed("b")]})
+    pool = RecordPool()
+    first, second = (read_capture(folder, pool) for _ in range(2))
+    cpu, cuda = (worker.records for worker in first.workers)
+    assert cpu[0] is cuda[0]
+    assert cpu[0] is second.workers[0].records[0]
+    assert (cpu[1].digest, cuda[1].digest) == (digest("a"), digest("b"))
+    apart = read_capture(folder)
+    assert apart == first
+    assert apart.workers[0].records[0] is not cpu[0]
+
+
+# --- the work grows with the rows -----------------------------------------------------------------------------------
+
+
+def test_of_workers_of_one_kind_one_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(subject: Participant, *rest: Any) -> Any:
+        calls.append(subject.label)
+        return judge(subject, *rest)
+
+    monkeypatch.setattr("consistency.comparison.compare.judge", counted)
+    counts = []
+    for workers in (4, 40, 400):
+        calls.clear()
+        found = compare(fleet(workers))
+        assert sum(len(tensor.rows) for tensor in found.tensors) == 8 * workers
+        counts.append(len(calls))
+    assert counts == [16, 16, 16]  # 8 tensors, on the CPU and on one GPU
+
+
+def operations(captures: list[Capture]) -> int:
+    """Count the bytecode operations of this package that comparing and reporting takes."""
+    home = str(Path(consistency.__file__).parent)
+    count = 0
+
+    def watch(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(home):
+            return None
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        found = compare(captures)
+        printed(found)
+        report_json.as_bytes(found)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("kind", ["alike", "apart", "scattered"])
+@pytest.mark.parametrize("grows", ["workers", "tensors"])
+def test_the_work_grows_no_faster_than_the_rows(grows: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one size to twice that size as much is added as at most from half of it: 2 where linear, 4 where quadratic.
+
+    What C code does inside one operation is not counted; benchmarks/scaling.py measures the time of all of it.
+    """
+    monkeypatch.setattr(report_json, "FOLD_ABOVE", 0)
+    faulty = frozenset(range(3, 200, 9))
+
+    def work(size: int) -> int:
+        workers, tensors = (size, 6) if grows == "workers" else (12, size)
+        if kind == "scattered":
+            return operations(scattered(workers, 2 * tensors))
+        return operations(fleet(workers, tensors, apart=kind == "apart", faulty=faulty))
+
+    work(12)  # fills caches
+    small, middle, large = work(24), work(48), work(96)
+    # linear work measures 1.87 to 2.02 (what does not grow at all is in no difference; tables have a longest length)
+    assert (large - middle) / (middle - small) < 2.05
+
+
+# --- people can still read it ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["alike", "apart"])
+def test_the_report_of_a_fleet_fits_some_pages(apart: bool) -> None:
+    found = compare(fleet(1000, 3, apart=apart, faulty=frozenset({7, 700})))
+    text = printed(found)
+    assert len(text.splitlines()) < 80
+    assert len(text) < 10_000
+    assert "zeros where the file is not zero in 3 of 3 lora_B tensors" in text
+    table = text.partition("forward\n")[2].partition("= equal bits")[0]
+    assert "✗ 3/3" in table
+    assert "node-0000:cpu (reference)" in table
+    if apart:
+        assert "992 others, of 992 kinds of bits" in table
+    else:
+        assert "… and 994 more" in table
+        assert "node-0007:cuda:0  node-0700:cuda:0" in table
+    assert len(table.splitlines()) < 16
+
+
+def test_a_bad_worker_is_not_summed_up_with_good_ones() -> None:
+    """The last of a thousand kinds of bits is the one that is wrong: it has a line of its own."""
+    table = printed(compare(fleet(1000, 1, apart=True, faulty=frozenset({999}))))
+    (line,) = [line for line in table.splitlines() if line.strip().startswith("node-0999:cuda:0 ")]
+    assert "✗" in line
+
+
+def test_what_is_summed_up_shows_its_worst() -> None:
+    faulty = frozenset(range(1, 60))
+    table = printed(compare(fleet(80, 2, apart=True, faulty=faulty))).partition("forward\n")[2]
+    (line,) = [line for line in table.splitlines() if "others, of" in line]
+    assert "72 others, of 72 kinds of bits" in line
+    assert "✗ 104/144" in line  # 52 of the 59 faulty ones, each with 2 of its 2 adapter tensors
+
+
+def test_findings_are_gathered_and_cut() -> None:
+    lost = [make_capture_of(i, make_info("cuda:0", status="lost", reason="no sign of life"), []) for i in range(1, 300)]
+    found = compare([*fleet(1), *lost])
+    assert [f.kind for f in found.findings] == ["lost-worker"]
+    assert found.findings[0].message == (
+        "node-0001:cuda:0, node-0002:cuda:0, node-0003:cuda:0, node-0004:cuda:0, node-0005:cuda:0 and 294 more "
+        "were lost: no sign of life"
+    )
+    assert len(found.findings[0].workers) == 299
+    many = [
+        make_capture_of(i, make_info("cuda:0", status="lost", reason=f"reason {i}"), []) for i in range(1, 300)
+    ]  # fmt: skip
+    found = compare([*fleet(1), *many])
+    assert len(found.findings) == 299
+    text = printed(found)
+    assert len(text.splitlines()) < 120
+    assert "and 279 more findings: -v shows all" in text
+    assert "reason 299" in printed(found, verbose=True)
+
+
+def test_software_is_named_by_few_workers() -> None:
+    captures = [
+        make_capture_of(i, make_info("cuda:0", environment={"torch": "2.8" if i % 2 else "2.13"}), [moved()])
+        for i in range(100)
+    ]
+    (finding,) = compare(captures).findings
+    assert finding.message.endswith("node-0009:cuda:0 and 45 more")
+    assert len(finding.message) < 300
+
+
+def test_bits_that_do_not_repeat_on_many_workers_are_one_finding() -> None:
+    seen = [computed("a", repeats=(digest("b"),))]
+    found = compare([make_capture_of(i, make_info("cuda:0"), seen) for i in range(20)])
+    (finding,) = errors(found)
+    assert finding.kind == "not-repeatable"
+    assert len(finding.workers) == 20
+
+
+# --- the report of a fleet is folded --------------------------------------------------------------------------------
+
+
+def report(found: Comparison) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(report_json.as_bytes(found))
+    return table
+
+
+def test_small_reports_are_not_folded() -> None:
+    table = report(compare(fleet(3, 4)))
+    assert len(table["tensors"]) == 16
+    assert not any("count" in tensor for tensor in table["tensors"])
+
+
+def test_equal_tensors_are_folded_over_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compare(fleet(3, 4))
+    whole = report(found)
+    monkeypatch.setattr(report_json, "FOLD_ABOVE", 0)
+    folded = report(found)
+    assert {k: v for k, v in folded.items() if k != "tensors"} == {k: v for k, v in whole.items() if k != "tensors"}
+    counts = {t["stage"]: t["count"] for t in folded["tensors"] if "count" in t}
+    assert counts == {"base": 4, "adapter": 4}
+    assert unfolded(folded["tensors"]) == sorted(whole["tensors"], key=place)
+
+
+def test_nothing_but_the_layer_may_differ_in_a_fold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_json, "FOLD_ABOVE", 0)
+    seen = [
+        moved(layer="l0"),
+        moved(layer="l1", shape=(3, 2)),
+        moved(layer="l2", evidence={"note": 1}),
+        moved(layer="l3"),
+        moved(layer="l4", tensor="lora_A"),
+        moved("x", layer="l5"),
+    ]
+    found = compare([make_capture_of(0, make_info("cpu"), seen)])
+    assert not any("count" in tensor for tensor in report(found)["tensors"])
+    assert unfolded(report(found)["tensors"]) == sorted(json.loads(encode_json(found.tensors)), key=place)
+
+
+def test_a_report_of_nothing_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_json, "FOLD_ABOVE", -1)
+    assert report(compare([make_capture_of(0, make_info("cpu"), [])]))["tensors"] == []
+
+
+def place(tensor: dict[str, Any]) -> list[Any]:
+    return [tensor["stage"], tensor["tensor"], tensor["layer"]]
+
+
+def unfolded(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Undo the folding; a tensor's place in the model's order is all that it loses."""
+    order = {(t["stage"], name): int(name.lstrip("layers.")) for t in tensors for name in t.get("layers", ())}
+    whole = []
+    for tensor in tensors:
+        rest = {k: v for k, v in tensor.items() if k not in ("count", "layers")}
+        for layer in tensor.get("layers", [tensor["layer"]]):
+            place = {"order": order[tensor["stage"], layer]} if "layers" in tensor else {}
+            whole.append({**rest, "layer": layer, **place})
+        assert tensor.get("count", 1) == len(tensor.get("layers", [1]))
+    return sorted(whole, key=lambda t: [t["stage"], t["tensor"], t["layer"]])

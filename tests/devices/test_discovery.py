@@ -1,0 +1,161 @@
+"""Finding devices: the processor's own flags, and NVML by way of a stand-in where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from consistency.devices import discovery
+from consistency.devices.discovery import accelerators, cpu_info, discover, select
+from consistency.devices.spec import parse_device
+from consistency.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    caches = (discovery._nvidia, discovery._probed, discovery._torch_build, discovery._cpuinfo)
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    yield
+    monkeypatch.undo()
+    for cache in caches:
+        cache.cache_clear()
+
+
+def plug_in(monkeypatch: pytest.MonkeyPatch, *devices: dict[str, Any]) -> None:
+    """Stand in for NVML and for a torch that was built with CUDA: no GPU is at hand in a test."""
+    import pynvml
+
+    functions: dict[str, Any] = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "580.65",
+        "nvmlDeviceGetCount": lambda: len(devices),
+        "nvmlDeviceGetHandleByIndex": lambda i: devices[i],
+        "nvmlDeviceGetCudaComputeCapability": lambda d: d["capability"],
+        "nvmlDeviceGetUUID": lambda d: d["uuid"],
+        "nvmlDeviceGetName": lambda d: d["name"],
+        "nvmlDeviceGetPciInfo": lambda d: types.SimpleNamespace(busId=d["bus"]),
+        "nvmlDeviceGetMemoryInfo": lambda _: types.SimpleNamespace(total=48 * 2**30),
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(pynvml, name, function)
+    monkeypatch.setattr(discovery, "_torch_build", lambda: {"cuda": "13.0", "hip": None, "xpu": None})
+
+
+A6000 = [
+    {"capability": (8, 6), "uuid": f"GPU-{i}{i}{i}", "name": "NVIDIA RTX A6000", "bus": f"0000:{i}1:00.0"}
+    for i in range(4)
+]
+
+
+def test_cpu_is_always_first() -> None:
+    assert discover()[0].spec.name == "cpu"
+    assert cpu_info().architecture
+    assert cpu_info().model
+
+
+def test_auto_without_accelerator_is_the_cpu_and_its_other_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "accelerators", lambda: ())
+    flags = frozenset(["sse4_1", "avx2", "fma", "avx512f", "avx512dq", "avx512bw", "avx512vl"])
+    monkeypatch.setattr(discovery, "_cpuinfo", lambda: (flags, "chip"))
+    assert [i.spec.name for i in select(["auto"])] == ["cpu", "cpu@baseline", "cpu@avx2"]
+    assert len({i.architecture for i in select(["auto"])}) == 3
+    monkeypatch.setattr(discovery, "_cpuinfo", lambda: (frozenset({"sse4_1", "avx2", "fma"}), "chip"))
+    assert [i.spec.name for i in select(["auto"])] == ["cpu", "cpu@baseline"]
+    monkeypatch.setattr(discovery, "_cpuinfo", lambda: (frozenset({"asimd"}), "chip"))
+    assert [i.spec.name for i in select(["auto"])] == ["cpu"]
+
+
+def test_variant_that_the_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_cpuinfo", lambda: (frozenset({"sse4_1"}), "old chip"))
+    with pytest.raises(UsageError, match="cannot run cpu@avx2") as caught:
+        select(["cpu@avx2"])
+    assert "old chip" in (caught.value.got or "")
+
+
+def test_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, *A6000)
+    found = accelerators()
+    assert [i.spec.name for i in found] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert found[1].architecture == "Ampere sm_86"
+    assert found[1].model == "NVIDIA RTX A6000"
+    assert found[1].uuid == found[1].visible_id == "GPU-111"
+    assert (found[1].pci_bus_id, found[1].driver, found[1].capability) == ("0000:11:00.0", "580.65", "8.6")
+    assert [i.spec.name for i in select(["auto"])] == ["cpu", "cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert select(["cuda:1@tf32"])[0].uuid == "GPU-111"
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [
+        ("2,0", ["GPU-222", "GPU-000"]),
+        ("GPU-333", ["GPU-333"]),
+        ("GPU-1", ["GPU-111"]),
+        ("1,9,0", ["GPU-111"]),  # CUDA stops at the first entry that it cannot resolve
+        ("", []),
+        ("-1", []),
+    ],
+)
+def test_ordinals_follow_what_the_user_made_visible(
+    monkeypatch: pytest.MonkeyPatch, visible: str, uuids: list[str]
+) -> None:
+    plug_in(monkeypatch, *A6000)
+    monkeypatch.setattr(discovery, "_probed", lambda: ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = accelerators()
+    assert [i.uuid for i in found] == uuids
+    assert [i.spec.index for i in found] == list(range(len(uuids)))
+
+
+def test_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, *A6000[:1])
+    with pytest.raises(UsageError, match="no device cuda:1") as caught:
+        select(["cuda:1"])
+    assert caught.value.got == "cpu, cuda:0"
+
+
+def test_torch_built_for_the_cpu_alone_has_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, *A6000)
+    monkeypatch.setattr(discovery, "_torch_build", lambda: {"cuda": None, "hip": None, "xpu": None})
+    monkeypatch.setattr(discovery, "_probed", lambda: ())
+    assert accelerators() == ()
+
+
+def test_probe_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this machine it finds nothing; that it ran and was understood is what is seen."""
+    import subprocess
+
+    calls: list[list[str]] = []
+    real = subprocess.run
+
+    def run(command: list[str], **options: Any) -> Any:
+        calls.append(command)
+        return real(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(discovery, "_nvidia", lambda: ())
+    monkeypatch.setattr(discovery, "_torch_build", lambda: {"cuda": None, "hip": None, "xpu": "2025"})
+    found = accelerators()
+    assert calls
+    assert calls[0][-1] == "consistency.devices.probe"
+    assert all(not info.spec.is_cpu for info in found)
+    assert parse_device("xpu:0").index == 0
+
+
+def test_simulated_device_says_so_in_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    import subprocess
+
+    row = {"type": "npu", "index": 0, "architecture": "npu A", "model": "chip"}
+    rows = [{**row, "simulated": True}, {**row, "index": 1, "simulated": False}]
+    done = subprocess.CompletedProcess([], 0, stdout=json.dumps(rows))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(discovery, "_torch_build", lambda: {"cuda": None, "hip": None, "xpu": "2025"})
+    double, real = accelerators()
+    assert (double.architecture, double.simulated) == ("npu A (simulated)", True)
+    assert (real.architecture, real.simulated) == ("npu A", False)

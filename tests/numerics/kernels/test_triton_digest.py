@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from consistency.numerics import digest as digest_module
+from consistency.numerics.digest import BLOCK_BYTES, ROW_BYTES, digest
+from consistency.numerics.kernels import triton_digest
+from consistency.worker import determinism, environment
+from consistency.worker.memory.per_stage import StageMemoryLog
+from consistency.worker.memory.placement import Placement
+from consistency.worker.protocol import Told
+from consistency.worker.session import Session
+
+WORDS = ROW_BYTES // 8
+BLOCK_WORDS = BLOCK_BYTES // 8
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda:0")
+
+Launch = Callable[..., torch.Tensor]
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: only CUDA builds of torch bring it"
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_tried_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_digest, "_states", {})
+    monkeypatch.delenv(triton_digest.PLAIN_VARIABLE, raising=False)
+
+
+@functools.cache
+def weights() -> tuple[torch.Tensor, torch.Tensor]:
+    return digest_module._weights_on(CPU)
+
+
+def large(extra: int = 5, seed: int = 0) -> torch.Tensor:
+    """Make words enough for the kernel to be worth it."""
+    return random_words(triton_digest._WORTH_BYTES // 8 + extra, seed)
+
+
+def random_words(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, size=count, dtype=np.int64))
+
+
+def right(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
+    return triton_digest._plain(words, w, v)
+
+
+def sums_by(launch: Launch, monkeypatch: pytest.MonkeyPatch, words: torch.Tensor) -> torch.Tensor | None:
+    monkeypatch.setattr(triton_digest, "_launch", launch)
+    return triton_digest.sums(words, *weights())
+
+
+# --- whether it is trusted ------------------------------------------------------------------------------------------
+
+
+def test_a_right_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = large()
+    found = sums_by(right, monkeypatch, words)
+    assert found is not None
+    assert np.array_equal(found.numpy(), digest_module._rows_on_cpu(words.numpy().view(np.uint8)))
+    assert triton_digest.state(CPU) == "fused"
+
+
+def test_it_is_checked_once_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+
+    def count(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
+        launches.append((len(words), words.data_ptr() % 16, turns))
+        return right(words, w, v, turns=turns)
+
+    first = large()
+    sums_by(count, monkeypatch, first)
+    assert len({(alignment, rows) for _, alignment, rows in launches[:-1]}) == 4  # each binary, one block and several
+    assert launches[-1][0] == len(first)
+    before = len(launches)
+    sums_by(count, monkeypatch, first)
+    assert len(launches) == before + 1
+
+
+def logical_shift(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
+    high = (words >> 32) & 0xFFFFFFFF
+    blocks = zip(words.split(WORDS), high.split(WORDS), strict=True)
+    return torch.stack([(x * w[: len(x)] + h * v[: len(h)]).sum() for x, h in blocks])
+
+
+def without_the_last_word(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
+    return right(words[:-1], w, v, turns=turns)
+
+
+def without_the_last_block(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
+    return right(words, w, v, turns=turns)[:-1]
+
+
+def in_other_order(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
+    return right(words, w, v, turns=turns).flip(0)
+
+
+def in_double_precision(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
+    exact = right(words, w, v, turns=turns)
+    return exact.clamp(-(2**53), 2**53)
+
+
+def wrong_in_several_rows(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
+    found = right(words, w, v, turns=turns)
+    found[1:] += turns > 1
+    return found
+
+
+def wrong_where_misaligned(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
+    return right(words, w, v, turns=turns) + bool(words.data_ptr() % 16)
+
+
+def with_the_weights_swapped(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
+    return right(words, v, w, turns=turns)
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        logical_shift,
+        without_the_last_word,
+        without_the_last_block,
+        in_other_order,
+        in_double_precision,
+        wrong_in_several_rows,
+        wrong_where_misaligned,
+        with_the_weights_swapped,
+    ],
+)
+def test_a_wrong_kernel_is_never_used(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sums_by(launch, monkeypatch, large()) is None
+    assert triton_digest.state(CPU).startswith("plain: ")
+
+    def never(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise AssertionError("a kernel that was found wrong ran again")
+
+    assert sums_by(never, monkeypatch, large()) is None
+
+
+def test_the_reason_says_how_much_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums_by(without_the_last_word, monkeypatch, large())
+    assert triton_digest.state(CPU) == "plain: the kernel's sums are wrong in 1 of 5 made-up rows"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("Failed to find C compiler. Please specify via CC"), "RuntimeError: Failed to find C compiler."),
+        (PermissionError(13, "Permission denied", "cache"), "PermissionError: [Errno 13] Permission denied"),
+        (subprocess.CalledProcessError(1, ["ptxas"]), "CalledProcessError: Command '['ptxas']' returned non-zero"),
+        (ValueError("\nat 3:4:\n  x = \n"), "ValueError: at 3:4:"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_not_used(error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise error
+
+    assert sums_by(fail, monkeypatch, large()) is None
+    assert triton_digest.state(CPU).startswith(f"plain: {reason}")
+
+
+def test_without_triton_the_plain_path_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "consistency.numerics.kernels.triton_digest_kernel", raising=False)
+    assert triton_digest.sums(large(), *weights()) is None
+    assert "triton" in triton_digest.state(CPU)
+
+
+def test_the_variable_keeps_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONSISTENCY_PLAIN_DIGEST", "1")
+    assert sums_by(right, monkeypatch, large()) is None
+    assert triton_digest.state(CPU) == "plain: CONSISTENCY_PLAIN_DIGEST is set"
+
+
+def test_small_tensors_do_not_even_start_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sums_by(right, monkeypatch, large(extra=-1)) is None
+    assert triton_digest.state(CPU) == "plain: no tensor was large enough for the kernel"
+    assert sums_by(right, monkeypatch, large(extra=0)) is not None
+
+
+def test_the_check_leaves_generators_and_settings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with determinism.deterministic() as asked:
+        before = torch.get_rng_state(), np.random.get_state()[1].tobytes()  # type: ignore[index]  # noqa: NPY002
+        sums_by(right, monkeypatch, large())
+        after = torch.get_rng_state(), np.random.get_state()[1].tobytes()  # type: ignore[index]  # noqa: NPY002
+        assert determinism.changed(asked) == {}
+    assert torch.equal(before[0], after[0])
+    assert before[1] == after[1]
+
+
+# --- where it is used -----------------------------------------------------------------------------------------------
+
+
+class OnCuda(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return CUDA
+
+
+@pytest.mark.parametrize("launch", [right, without_the_last_word], ids=["right", "wrong"])
+def test_the_digest_on_a_gpu_is_that_of_the_cpu(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+
+    def note(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
+        launches.append(len(words))
+        return launch(words, w, v, turns=turns)
+
+    monkeypatch.setattr(triton_digest, "_launch", note)
+    monkeypatch.setattr(digest_module, "_weights_on", lambda _: weights())
+    monkeypatch.setattr(triton_digest, "_check", functools.partial(checked, triton_digest._check))
+    tensor = large(extra=WORDS + 7).view(torch.uint8)[:-3]
+    found = digest(tensor.as_subclass(OnCuda))
+    assert (len(tensor) // ROW_BYTES * WORDS in launches) == (launch is right)
+    assert found == digest(tensor)
+
+
+def checked(check: Callable[..., str], w: torch.Tensor, v: torch.Tensor) -> str:
+    """Check on plain tensors: only the digested one pretends."""
+    return check(w.as_subclass(torch.Tensor), v.as_subclass(torch.Tensor))
+
+
+def test_tensors_of_the_cpu_never_get_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise AssertionError("the kernel is for CUDA alone")
+
+    monkeypatch.setattr(triton_digest, "sums", never)
+    digest(large())
+
+
+# --- what is told of it ---------------------------------------------------------------------------------------------
+
+
+def test_the_environment_of_a_cpu_worker_does_not_speak_of_it() -> None:
+    assert "digest_kernel" not in environment.describe(CPU)
+
+
+def test_a_worker_tells_what_became_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    untried = {"torch": "2", "digest_kernel": triton_digest.state(CUDA)}
+    session = Session.__new__(Session)
+    session._job = SimpleNamespace(device="cuda:0")  # type: ignore[assignment]
+    session._asked = {}
+    session._path = tmp_path / "told.json"
+    session._placement = Placement(torch.device("cpu"))
+    session._memory = StageMemoryLog(torch.device("cpu"))
+    session._told = Told(environment=untried, asked={}, in_force={}, kernel_key="")
+    triton_digest._states[CUDA] = triton_digest.FUSED
+    session._check("base")
+    assert session._told.environment == {"torch": "2", "digest_kernel": "fused"}
+
+
+def test_devices_are_the_same_program_whichever_path_they_took() -> None:
+    told = {"torch": "2", "device_name": "H200", "digest_kernel": "fused"}
+    plain = {**told, "digest_kernel": "plain: no compiler"}
+    assert environment.kernel_key(told, {}) == environment.kernel_key(plain, {})
+    assert environment.kernel_key(told, {}) != environment.kernel_key({**told, "device_name": "H100"}, {})
+
+
+# --- the kernel itself ----------------------------------------------------------------------------------------------
+
+
+@needs_triton
+def test_the_kernel_in_tritons_interpreter() -> None:
+    file = Path(__file__).with_name("interpreted_digest.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::UserWarning", file],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.parametrize("capability", [75, 80, 90])
+def test_the_kernel_compiles_without_a_gpu(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from consistency.numerics.kernels import triton_digest_kernel
+
+    constants = {"ROW_WORDS": WORDS, "PART_WORDS": triton_digest_kernel._PART_WORDS}
+    pointers, sizes = ("words", "w", "v", "out"), ("rows", "last_words", "turns")
+    signature = dict.fromkeys(pointers, "*i64") | dict.fromkeys(sizes, "i32") | dict.fromkeys(constants, "constexpr")
+    aligned = {(place,): [["tt.divisibility", 16]] for place in range(len(pointers))}
+    source = ASTSource(triton_digest_kernel._sum_parts, signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": triton_digest_kernel._WARPS}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert compiled.asm["cubin"]
+    assert "ld.global.v2.b64" in compiled.asm["ptx"]  # 16 bytes a load, or it would not come near the memory's rate
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device on this machine")
+    return CUDA
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("offset", [0, 1, 3, 8, 16])
+@pytest.mark.parametrize("extra", [0, 1, 8, BLOCK_BYTES, 3 * BLOCK_BYTES + 4099])
+def test_the_kernel_runs_and_agrees_with_the_cpu(extra: int, offset: int, gpu: torch.device) -> None:
+    data = large(extra=WORDS).view(torch.uint8)
+    tensor = torch.cat([data, data[: 4 * BLOCK_BYTES]])[: offset + triton_digest._WORTH_BYTES + extra]
+    assert digest(tensor.to(gpu)[offset:]) == digest(tensor[offset:])
+    assert triton_digest.state(gpu) == "fused"
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_more_words_than_fit_an_int_agree_with_the_cpu(gpu: torch.device) -> None:
+    before = 2**31 // BLOCK_WORDS  # blocks, 16 GiB
+    if torch.cuda.mem_get_info(gpu)[0] < before * BLOCK_BYTES * 5 // 4:
+        pytest.skip("less than 20 GiB of free memory on the GPU")
+    end = random_words(3 * WORDS + 5)
+    tensor = torch.zeros(before * BLOCK_WORDS + len(end), dtype=torch.int64, device=gpu)
+    tensor[before * BLOCK_WORDS :] = end.to(gpu)
+    torch.cuda.reset_peak_memory_stats(gpu)
+    held = torch.cuda.memory_allocated(gpu)
+    assert digest(tensor).blocks == (0,) * before + digest(end).blocks
+    assert triton_digest.state(gpu) == "fused"
+    assert torch.cuda.max_memory_allocated(gpu) - held < before * BLOCK_BYTES // 100  # no scratch of its size
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_the_kernel_leaves_the_settings_alone(gpu: torch.device) -> None:
+    with determinism.deterministic() as asked:
+        digest(large().to(gpu))
+        assert triton_digest.state(gpu) == "fused"
+        assert determinism.changed(asked) == {}

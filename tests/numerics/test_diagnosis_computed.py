@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from consistency.capture.json_codec import Real
+from consistency.numerics.bound import (
+    Allowance,
+    GivenAllowance,
+    delta_allowance,
+    measure_against_exact,
+    measure_low_rank,
+    merged_allowance,
+)
+from consistency.numerics.diagnosis_computed import diagnose_computed, exact_chunks, low_rank_chunks
+from consistency.numerics.diagnosis_moved import Diagnosis
+from consistency.numerics.distance import Measure
+from consistency.numerics.dtype import bit_patterns
+
+ROWS, COLUMNS, RANK = 96, 640, 8
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape)).to(dtype)
+
+
+class Case:
+    """A healthy merge or delta, and what a device made of it."""
+
+    def __init__(self, *, weight: torch.dtype | None = torch.float32, adapter: torch.dtype = torch.float32) -> None:
+        self.left = normal(ROWS, RANK, seed=1, dtype=adapter)
+        self.right = normal(RANK, COLUMNS, seed=2, dtype=adapter)
+        self.scaling = 2.0
+        self.base = None if weight is None else normal(ROWS, COLUMNS, seed=3, dtype=weight)
+        self.adapter, self.weight = adapter, weight
+        self.delta = ((self.left.float() @ self.right.float()) * self.scaling).to(adapter)
+
+    def healthy(self) -> torch.Tensor:
+        if self.base is None:
+            return self.delta.clone()
+        return (self.base.float() + self.delta.float()).to(self.base.dtype)
+
+    def diagnose(self, actual: torch.Tensor) -> Diagnosis:
+        def allowance(*, tf32: bool) -> Allowance:
+            delta = delta_allowance(RANK, scaling=self.scaling, adapter=self.adapter, tf32=tf32)
+            return delta if self.weight is None else merged_allowance(delta, weight=self.weight, roundings=1)
+
+        factors: dict[str, Any] = {"left": self.left, "right": self.right, "scaling": self.scaling, "base": self.base}
+        plain, wide = (partial(measure_low_rank, actual, **factors, allowance=allowance(tf32=t)) for t in (False, True))
+        chunks = partial(low_rank_chunks, actual, **factors, allowance=allowance(tf32=False))
+        return diagnose_computed(plain(), chunks, in_tf32=wide)
+
+
+CASES = [
+    pytest.param({"weight": None}, id="delta"),
+    *(pytest.param({"weight": dtype}, id=f"weight-{dtype}") for dtype in FLOATS),
+    pytest.param({"weight": torch.bfloat16, "adapter": torch.bfloat16}, id="weight-and-adapter-bfloat16"),
+]
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_a_healthy_merge_is_accumulation_order(options: dict[str, torch.dtype]) -> None:
+    case = Case(**options)
+    assert case.diagnose(case.healthy()) == Diagnosis(word="accumulation-order")
+
+
+@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("ratio", [0.5, 2.0, -1.0, 3.0])
+def test_another_factor_is_a_wrong_scale(options: dict[str, torch.dtype], ratio: float) -> None:
+    case = Case(**options)
+    case.delta = (case.delta.float() * ratio).to(case.delta.dtype)
+    found = case.diagnose(case.healthy())
+    assert found.word == "wrong-scale"
+    assert found.evidence["ratio"] == pytest.approx(ratio, rel=0.01)
+
+
+def test_a_factor_that_tf32_could_explain_is_a_wrong_scale_all_the_same() -> None:
+    case = Case()
+    case.delta *= 1.0005
+    found = case.diagnose(case.healthy())
+    assert (found.word, found.evidence["ratio"]) == ("wrong-scale", pytest.approx(1.0005, rel=1e-6))
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_a_merge_that_added_nothing_is_zeros(options: dict[str, torch.dtype]) -> None:
+    case = Case(**options)
+    case.delta.zero_()
+    assert case.diagnose(case.healthy()).word == "zeros"
+
+
+@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("bit", ["sign", "exponent", "mantissa"])
+def test_a_bit_that_flipped_after_the_merge_is_told_from_rounding(options: dict[str, torch.dtype], bit: str) -> None:
+    case = Case(**options)
+    actual = case.healthy()
+    width = 8 * actual.element_size()
+    mantissa = round(-math.log2(torch.finfo(actual.dtype).eps))
+    flipped = {"sign": width - 1, "exponent": width - 2, "mantissa": mantissa - 1}[bit]
+    flat = bit_patterns(actual.reshape(-1))
+    place = int(actual.float().abs().reshape(-1).argmax())
+    flat[place] ^= torch.tensor(-(1 << flipped) if flipped == width - 1 else 1 << flipped, dtype=flat.dtype)
+    found = case.diagnose(actual)
+    if bit == "mantissa" and case.adapter == torch.bfloat16:
+        # eight bits of mantissa, and a bound of several of their last: too near for a rounding to be ruled out
+        assert found == Diagnosis(word="unknown")
+        return
+    assert (found.word, found.evidence["bits"], found.evidence["fields"]) == ("bit-flip", [flipped], [bit])
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_a_range_that_was_not_merged_is_a_block(options: dict[str, torch.dtype]) -> None:
+    case = Case(**options)
+    actual = case.healthy()
+    size = actual.element_size()
+    actual.reshape(-1)[4096 // size : 12288 // size] = 1000.0
+    found = case.diagnose(actual)
+    assert found == Diagnosis(word="block", evidence={"offset_bytes": 4096, "length_bytes": 8192, "page_aligned": True})
+
+
+@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_named_and_counted(options: dict[str, torch.dtype], value: float) -> None:
+    case = Case(**options)
+    actual = case.healthy()
+    actual[2:7:2, 3] = value
+    found = case.diagnose(actual)
+    counts = {"nan": 3, "inf": 0} if math.isnan(value) else {"nan": 0, "inf": 3}
+    assert found == Diagnosis(word="non-finite", evidence=counts)
+
+
+def test_a_range_of_nan_is_non_finite_and_no_block() -> None:
+    case = Case()
+    actual = case.healthy()
+    actual.reshape(-1)[1000:3000] = math.nan
+    assert case.diagnose(actual) == Diagnosis(word="non-finite", evidence={"nan": 2000, "inf": 0})
+
+
+def test_nan_among_other_errors_is_counted() -> None:
+    case = Case()
+    actual = case.healthy()
+    actual[::3] += 7.0
+    actual[5, ::7] = math.nan
+    assert case.diagnose(actual) == Diagnosis(word="non-finite", evidence={"nan": 92, "inf": 0})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "word"), [(torch.bfloat16, "rounded-to-bf16"), (torch.float16, "rounded-to-fp16")], ids=str
+)
+@pytest.mark.parametrize("weight", [None, torch.float32], ids=str)
+def test_a_merge_in_a_narrower_format_is_named(weight: torch.dtype | None, dtype: torch.dtype, word: str) -> None:
+    case = Case(weight=weight)
+    assert case.diagnose(case.healthy().to(dtype).float()).word == word
+
+
+@pytest.mark.parametrize("weight", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("truncated", [True, False])
+def test_products_in_tf32_are_named(weight: torch.dtype | None, truncated: bool) -> None:
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        bits = x.view(torch.int32)
+        bits = bits if truncated else bits + 0xFFF + ((bits >> 13) & 1)
+        return (bits & ~0x1FFF).view(torch.float32)
+
+    case = Case(weight=weight)
+    case.delta = (cut(case.left) @ cut(case.right)) * case.scaling
+    found = case.diagnose(case.healthy())
+    assert found.word == "tf32-products"
+    assert 0 < found.evidence["tf32_bound_ratio"] <= 1
+
+
+def test_another_adapter_is_unknown() -> None:
+    case = Case()
+    case.delta = normal(ROWS, COLUMNS, seed=9)
+    assert case.diagnose(case.healthy()) == Diagnosis(word="unknown")
+
+
+# --- against an exact value, one allowance for all ------------------------------------------------------------------
+
+
+def activations(actual: torch.Tensor, exact: torch.Tensor, allowed: float) -> Diagnosis:
+    return diagnose_computed(measure_against_exact(actual, exact), partial(exact_chunks, actual, exact, allowed))
+
+
+def test_activations_are_named_too() -> None:
+    exact = normal(64, 300, dtype=torch.float64)
+    rounded = exact.float()
+    assert activations(rounded * 1.0001, exact, 1e-6).word == "wrong-scale"
+    assert activations(torch.zeros_like(rounded), exact, 1e-6).word == "zeros"
+    assert activations(rounded.bfloat16().float(), exact, 1e-6).word == "rounded-to-bf16"
+    assert activations(rounded + 0.1, exact, 1e-6).word == "unknown"
+
+
+@given(seed=st.integers(0, 2**16), factor=st.floats(1.01, 20))
+@settings(deadline=None, max_examples=60)
+def test_one_element_a_few_times_outside_is_no_flipped_bit(seed: int, factor: float) -> None:
+    # some bit of some size brings most of them back: that is no sign of one
+    exact = normal(40, 50, seed=seed, dtype=torch.float64)
+    actual = exact.float()
+    actual.view(-1)[seed % 2000] += factor * 1e-5
+    found = activations(actual, exact, 1e-5)
+    assert found.word in ("unknown", "accumulation-order")
+
+
+def test_inside_the_bound_is_accumulation_order() -> None:
+    for ratio in (0.0, 0.5, 1.0):
+        found = Measure(elements=4, mismatched=1, bound_ratio=Real(ratio))
+        assert diagnose_computed(found) == Diagnosis(word="accumulation-order")
+
+
+def test_outside_the_bound_or_without_one_is_unknown() -> None:
+    for ratio in (1.0000001, 1e9, math.nan, None):
+        found = Measure(elements=4, mismatched=1, bound_ratio=None if ratio is None else Real(ratio))
+        assert diagnose_computed(found) == Diagnosis(word="unknown")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_without_the_values_what_is_not_finite_is_named_with_its_place(value: float) -> None:
+    exact = normal(4, 5, dtype=torch.float64)
+    actual = exact.float()
+    actual[2, 3] = value
+    found = diagnose_computed(measure_against_exact(actual, exact))
+    assert found == Diagnosis(word="non-finite", evidence={"at": [2, 3]})
+
+
+@given(seed=st.integers(0, 2**16), factor=st.floats(1.5, 50))
+@settings(deadline=None, max_examples=40)
+def test_noise_of_a_few_times_the_bound_is_no_word_of_a_cause(seed: int, factor: float) -> None:
+    exact = normal(40, 50, seed=seed, dtype=torch.float64)
+    allowed = 1e-5
+    noise = torch.from_numpy(np.random.default_rng(seed + 1).choice([-factor, factor], exact.shape)) * allowed
+    assert activations((exact + noise).float(), exact, allowed) == Diagnosis(word="unknown")
+
+
+def test_a_tolerance_of_the_users_own_is_what_is_gone_by() -> None:
+    case = Case()
+    actual = case.healthy()
+    bit_patterns(actual.reshape(-1))[7] ^= 1 << 30
+    tight = GivenAllowance(atol=1e-3, rtol=1e-3)
+    factors: dict[str, Any] = {"left": case.left, "right": case.right, "scaling": case.scaling, "base": case.base}
+    found = measure_low_rank(actual, **factors, allowance=tight)
+    word = diagnose_computed(found, partial(low_rank_chunks, actual, **factors, allowance=tight)).word
+    assert word == "bit-flip"
+    exact = normal(64, 300, dtype=torch.float64)
+    scaled = (exact * 3).float()
+    measured = measure_against_exact(scaled, exact, tight)
+    assert diagnose_computed(measured, partial(exact_chunks, scaled, exact, tight)).word == "wrong-scale"

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from consistency.numerics import rules
+from consistency.numerics.rules import (
+    FALSE_ALARM,
+    HALF_SMALLEST_SUBNORMAL,
+    UNIT_ROUNDOFF,
+    Rule,
+    luck,
+    passes,
+    ratio,
+    relative_allowance,
+)
+
+
+def test_the_roundoffs_are_those_of_the_formats() -> None:
+    # 1 / 2**(stored mantissa bits + 1), and 2**(exponent of the least subnormal - 1)
+    mantissa = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
+    assert {name: 2.0 ** -(bits + 1) for name, bits in mantissa.items()} == UNIT_ROUNDOFF
+    least = {"float32": -126 - 23, "float16": -14 - 10, "bfloat16": -126 - 7}
+    assert {"float64": 0.0} | {name: 2.0 ** (e - 1) for name, e in least.items()} == HALF_SMALLEST_SUBNORMAL
+
+
+def test_a_device_may_be_off_twice_the_error_of_the_cpu_and_one_store() -> None:
+    assert relative_allowance(0.25, 8.0, "float32") == 0.5 + 8 * 2.0**-24 + 2.0**-150
+    assert relative_allowance(0.0, 1.0, "bfloat16") == 2.0**-8 + 2.0**-134
+    assert relative_allowance(0.0, 0.0, "float16") == 2.0**-25
+
+
+def test_the_fewer_errors_the_more_is_luck_and_never_less_than_twice() -> None:
+    factors = [luck(n) for n in range(1, 200)]
+    assert factors == sorted(factors, reverse=True)
+    assert (luck(0), luck(2**14), luck(10**9)) == (luck(1), 2.0, 2.0)
+
+
+@pytest.mark.parametrize("draws", [1, 2])
+def test_luck_is_the_ratio_that_healthy_errors_exceed_as_rarely_as_it_says(draws: int) -> None:
+    # of one draw each the ratio is Cauchy's, P(|x| / |y| > c) = 2 arctan(1 / c) / pi; the largest of two by counting
+    if draws == 1:
+        assert 2 / math.pi * math.atan(1 / luck(1)) == pytest.approx(FALSE_ALARM, rel=0.01)
+        return
+    values = np.abs(np.random.default_rng(0).standard_normal((2, 1_000_000, 2))).max(axis=2)
+    beyond = [(values[0] > c * values[1]).mean() for c in (10.0, 40.0)]
+    # P falls as c**-n, so what was counted at c gives the c of FALSE_ALARM
+    assert [c * math.sqrt(p / FALSE_ALARM) for c, p in zip((10.0, 40.0), beyond, strict=True)] == pytest.approx(
+        [luck(2)] * 2, rel=0.1
+    )
+
+
+def test_luck_is_the_quantile_of_simulated_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "FALSE_ALARM", 1e-2)
+    generator = np.random.default_rng(0)
+    largest = np.abs(generator.standard_normal((2, 100_000, 16), dtype=np.float32)).max(axis=-1)
+    assert rules._luck.__wrapped__(16) == pytest.approx(np.quantile(largest[0] / largest[1], 0.99), rel=0.02)
+
+
+def test_an_unknown_dtype_has_no_allowance() -> None:
+    with pytest.raises(KeyError):
+        relative_allowance(0.0, 1.0, "int8")
+
+
+def test_a_ratio_is_error_over_allowance() -> None:
+    assert ratio(1.0, 4.0) == 0.25
+    assert ratio(0.0, 0.0) == 0.0
+    assert ratio(0.0, 4.0) == 0.0
+    assert ratio(1e-300, 0.0) == math.inf
+    assert math.isnan(ratio(math.nan, 4.0))
+    assert ratio(math.inf, 4.0) == math.inf
+
+
+def test_a_ratio_of_one_passes_and_nan_does_not() -> None:
+    assert passes(0.0)
+    assert passes(1.0)
+    assert not passes(math.nextafter(1.0, 2.0))
+    assert not passes(math.inf)
+    assert not passes(math.nan)
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000))
+@settings(deadline=None)
+def test_what_passes_is_what_is_off_no_more_than_allowed(error: int, allowed: int) -> None:
+    assert passes(ratio(error / 8, allowed / 8)) == (error <= allowed)
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf])
+def test_no_allowance_is_wide_enough_for_what_is_not_finite(error: float) -> None:
+    assert not passes(ratio(error, 1e300))
+    assert not passes(ratio(error, 0.0))
+
+
+def test_rules_are_written_by_their_names() -> None:
+    assert [str(rule) for rule in Rule] == ["bitwise", "bound", "relative", "user", "peer", "limit"]

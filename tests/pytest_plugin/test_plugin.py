@@ -1,0 +1,246 @@
+"""The pytest plugin, from outside: selection, reruns, reports, lost workers, and the fixtures."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+BASE = ("--consistency-base", "builtin:llama", "--consistency-devices", "cpu")
+LAYER = "model.layers.1.self_attn.v_proj"
+
+# A fault for the device's worker, planted from a conftest: the option for it exists in no command line.
+PLANT = """
+import dataclasses
+from consistency.workflows import pipeline
+
+real = pipeline.prepare
+
+
+def prepare(options):
+    return dataclasses.replace(real(options), faults={faults!r})
+
+
+pipeline.prepare = prepare
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_inherited_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+
+
+def collected(pytester: pytest.Pytester, *arguments: str) -> list[str]:
+    done = pytester.runpytest_subprocess("--co", "-q", *arguments)
+    return [line for line in done.outlines if line.startswith("consistency::")]
+
+
+def test_items_are_made_from_headers(pytester: pytest.Pytester) -> None:
+    found = collected(pytester, *BASE)
+    assert f"consistency::llama::adapter::{LAYER}.lora_B[cpu]" in found
+    assert f"consistency::llama::merged::{LAYER}.delta[cpu]" in found
+    assert f"consistency::llama::merged::{LAYER}.weight_safe_merge[cpu]" in found
+    assert f"consistency::llama::base::{LAYER}.weight[cpu]" in found
+    assert "consistency::llama::forward::logits.adapter_merged[cpu]" in found
+    assert "consistency::llama::forward::hidden_states.4.adapter_off[cpu]" in found
+    assert "consistency::llama::base::everything_else[cpu]" in found
+    assert found[-1] == "consistency::llama::run::agreement"
+    assert len(found) == len(set(found)) > 200
+
+
+def test_several_devices_have_items_each(pytester: pytest.Pytester) -> None:
+    found = collected(
+        pytester, *BASE[:2], "--consistency-devices", "cpu,cpu@baseline", "--consistency-stages", "adapter"
+    )
+    assert [f for f in found if f"{LAYER}.lora_A" in f] == [
+        f"consistency::llama::adapter::{LAYER}.lora_A[cpu]",
+        f"consistency::llama::adapter::{LAYER}.lora_A[cpu@baseline]",
+    ]
+    assert not any("::merged::" in f for f in found)
+
+
+def test_selection(pytester: pytest.Pytester) -> None:
+    found = collected(pytester, *BASE, "-k", "v_proj and merged and delta")
+    assert [f.rpartition("::")[2] for f in found] == [f"model.layers.{i}.self_attn.v_proj.delta[cpu]" for i in range(4)]
+    one = f"consistency::llama::merged::{LAYER}.delta[cpu]"
+    assert collected(pytester, *BASE, one) == [one]
+    assert len(collected(pytester, *BASE, "consistency::llama::adapter")) == 59
+
+
+def test_own_tests_are_left_out_unless_a_path_is_given(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_own="def test_own(): pass")
+    assert len(collected(pytester, *BASE)) > 200
+    done = pytester.runpytest_subprocess("--co", "-q", *BASE)
+    assert not any("test_own" in line for line in done.outlines)
+    done = pytester.runpytest_subprocess("--co", "-q", *BASE, "test_own.py")
+    assert any("test_own.py::test_own" in line for line in done.outlines)
+    assert any(line.startswith("consistency::llama::") for line in done.outlines)
+
+
+def test_only_what_is_selected_is_captured(pytester: pytest.Pytester) -> None:
+    done = pytester.runpytest_subprocess(*BASE, "--consistency-out", "out", "-k", "adapter and v_proj and layers.1")
+    done.assert_outcomes(passed=2, deselected=len(collected(pytester, *BASE)) - 2)
+    records = pytester.path / "out" / "captures" / "workers" / "cpu.isolated" / "records.jsonl"
+    places = [(r["layer"], r["tensor"]) for r in map(json.loads, records.read_text().splitlines())]
+    assert {layer for layer, _ in places} == {"model.layers.1.self_attn.v_proj"}
+    assert {tensor for _, tensor in places} == {"lora_A", "lora_B"}
+
+
+def test_a_session_without_options_is_left_alone(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_own(): pass")
+    done = pytester.runpytest_subprocess("-q")
+    done.assert_outcomes(passed=1)
+    assert "consistency" not in "".join(done.outlines[1:])
+
+
+def test_bad_input_is_a_usage_error(pytester: pytest.Pytester) -> None:
+    done = pytester.runpytest_subprocess("--consistency-base", "./nowhere")
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines(["*no such folder for the base*"])
+    done = pytester.runpytest_subprocess(*BASE, "--consistency-stages", "merge")
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines(["*unknown stage: merge*"])
+
+
+def test_mismatch_is_a_failure_that_last_failed_runs_again(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(PLANT.format(faults={"cpu": "adapter-bit-flip"}))
+    options = (*BASE, "--consistency-stages", "adapter")
+    done = pytester.runpytest_subprocess(*options, "--junitxml", "out.xml")
+    outcomes = done.parseoutcomes()
+    assert outcomes["failed"] == 1
+    assert outcomes["passed"] == 58
+    assert done.ret == pytest.ExitCode.TESTS_FAILED
+    done.stdout.fnmatch_lines(
+        [
+            "*adapter: cpu is outside (bit-flip)*",
+            "*model.layers.0.mlp.gate_proj.lora_B[[]0, 5[]] · got *bit 20 (mantissa)*1 of 2048 elements*",
+            "*inconsistent: adapter · cpu · single bits flipped in lora_B of model.layers.0.mlp.gate_proj*",
+        ]
+    )
+    suite = ElementTree.parse(pytester.path / "out.xml").getroot()
+    (failed,) = [case for case in suite.iter("testcase") if case.find("failure") is not None]
+    assert failed.get("classname") == "consistency.llama.adapter"
+    assert failed.get("name") == "model.layers.0.mlp.gate_proj.lora_B[cpu]"
+    properties = {p.get("name"): p.get("value") for p in failed.iter("property")}
+    assert properties["status"] == "outside"
+
+    again = pytester.runpytest_subprocess(*options, "--lf")
+    assert again.parseoutcomes()["failed"] == 1
+    assert "passed" not in again.parseoutcomes()
+
+
+def test_tolerances_of_file_and_options(pytester: pytest.Pytester) -> None:
+    """The options' come after the file's, and the last one that matches wins."""
+    pytester.makefile(".toml", mine='base = "builtin:llama"\ndevices = "cpu"\n[[tolerance]]\natol = 0\nrtol = 0\n')
+    options = ("--consistency-config", "mine.toml", "--consistency-stages", "merged", "--consistency-level", "quick")
+    given = "layer=model.layers.1.*,atol=1e-3,rtol=1e-2"
+    done = pytester.runpytest_subprocess(*options, "--consistency-tolerance", given, "-k", "v_proj and weight")
+    done.assert_outcomes(passed=1, failed=3, deselected=len(collected(pytester, *options)) - 4)
+    done.stdout.fnmatch_lines(
+        [
+            "*inf of the tolerance given*",
+            "*held against float64; rule: user*",
+            "*inconsistent: merged · cpu · outside the tolerance given*",
+            "note: tolerance layer=model.layers.1.[*],atol=0.001,rtol=0.01: 2 tensors judged by it *",
+        ]
+    )
+    assert not any(f"{LAYER}.weight" in line for line in done.outlines if line.startswith("FAILED"))
+
+
+def test_bad_tolerance_is_a_usage_error(pytester: pytest.Pytester) -> None:
+    done = pytester.runpytest_subprocess(*BASE, "--consistency-tolerance", "stage=base,atol=1,rtol=1")
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines(["*the stage base only moves bytes, and no byte may differ*"])
+
+
+def test_lost_worker_is_an_error_with_signal_and_last_event(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(PLANT.format(faults={"cpu": "killed"}))
+    done = pytester.runpytest_subprocess(*BASE, "--consistency-stages", "adapter,merged", "-k", LAYER)
+    outcomes = done.parseoutcomes()
+    assert outcomes["passed"] == 2, "what it captured before it was lost is still compared"
+    assert outcomes["errors"] == 3
+    assert "failed" not in outcomes
+    done.stdout.fnmatch_lines(["*cpu was lost: was killed by SIGKILL; last event: merged*"])
+
+
+def test_stack_of_a_worker_that_hangs(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(PLANT.format(faults={"cpu": "hung"}))
+    options = (*BASE, "--consistency-stages", "merged", "--consistency-stall", "15")
+    done = pytester.runpytest_subprocess(*options, "-k", f"{LAYER}.delta")
+    assert done.parseoutcomes()["errors"] == 1
+    done.stdout.fnmatch_lines(["*no sign of life for 15 s*", "*process.py*in _hang*"])
+
+
+def test_lost_worker_under_xdist(pytester: pytest.Pytester) -> None:
+    """One process runs the devices; the others wait for it and say the same."""
+    pytester.makeconftest(PLANT.format(faults={"cpu": "killed"}))
+    done = pytester.runpytest_subprocess(*BASE, "--consistency-stages", "adapter,merged", "-k", LAYER, "-n", "2")
+    assert done.parseoutcomes()["errors"] == 3
+    assert done.parseoutcomes()["passed"] == 2
+
+
+def test_process_that_held_the_lock_and_died_is_told(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    pytester.makeconftest(
+        """
+        import os
+        from consistency.workflows import pipeline
+
+
+        def run(*arguments, **options):
+            os._exit(9)
+
+
+        pipeline.run = run
+        """
+    )
+    options = (*BASE, "--consistency-stages", "adapter", "-n", "2", "--maxfail", "3")
+    done = pytester.runpytest_subprocess(*options)
+    done.stdout.fnmatch_lines(["*the pytest process that ran the devices died before it was done*"])
+    assert done.ret != 0
+
+
+def test_auto_starts_as_many_as_there_are_devices(pytester: pytest.Pytester) -> None:
+    devices = ("--consistency-devices", "cpu,cpu@baseline", "--consistency-stages", "adapter")
+    done = pytester.runpytest_subprocess(*BASE[:2], *devices, "-n", "auto", "-k", LAYER)
+    done.assert_outcomes(passed=4)
+    done.stdout.fnmatch_lines(["*2 workers*"])
+
+
+def test_fixtures(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_own="""
+        import torch
+
+        def test_deterministic(deterministic):
+            assert deterministic["cudnn_allow_tf32"] is False
+            assert torch.get_deterministic_debug_mode() == 1
+            first = torch.rand(3)
+            torch.manual_seed(0)
+            assert torch.equal(first, torch.rand(3))
+
+        def test_settings_are_put_back():
+            assert torch.get_deterministic_debug_mode() == 0
+
+        def test_devices(consistency_devices):
+            assert consistency_devices == ("cpu",)
+
+        def test_report(consistency_report):
+            assert consistency_report.verdict == "consistent"
+            assert {t.stage for t in consistency_report.tensors} == {"adapter"}
+
+        def test_run(consistency_run):
+            report = consistency_run(base="builtin:gpt2", devices="cpu", stages=("adapter",))
+            assert report.verdict == "consistent"
+        """
+    )
+    done = pytester.runpytest_subprocess(*BASE, "--consistency-stages", "adapter", "test_own.py")
+    done.assert_outcomes(passed=5 + 59, skipped=1)
+
+
+def test_report_fixture_without_a_case_is_skipped(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_own(consistency_report): pass")
+    done = pytester.runpytest_subprocess("-rs")
+    done.assert_outcomes(skipped=1)
+    done.stdout.fnmatch_lines(["*give --consistency-base*"])

@@ -1,0 +1,280 @@
+"""Every fault that can be planted is found and named; without it the same run is clean (see test_end_to_end)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, read_capture, worker_slug
+from consistency.capture.records import WorkerInfo
+from consistency.case.load_path import Road
+from consistency.case.options import Level, Options
+from consistency.case.preflight import prepare_case
+from consistency.comparison.compare import compare
+from consistency.comparison.result import Comparison, Finding
+from consistency.devices.discovery import discover
+from consistency.worker import session
+from consistency.worker.faults import FAULTS, plant
+from consistency.worker.protocol import EventLog, Job
+from consistency.workflows.drill import HARMLESS_WRAPPER
+
+Run = Callable[..., Comparison]
+FAULTY = "cpu@baseline"
+
+# fault: stage that tells it, kind of the finding
+NAMED = {
+    "adapter-zeros": ("adapter", "zeros"),
+    "adapter-bit-flip": ("adapter", "bit-flip"),
+    "adapter-other-tensor": ("adapter", "swapped"),
+    "adapter-through-bfloat16": ("adapter", "rounded-to-bf16"),
+    "adapter-nan": ("adapter", "non-finite"),
+    "adapter-half-a-page": ("adapter", "block"),
+    "adapter-missing-key": ("adapter", "zeros"),  # lora_B stays at its initial zeros, which the file does not hold
+    "adapter-inactive": ("adapter", "inactive"),
+    "adapter-wrong-scaling": ("adapter", "settings"),
+    "adapter-layers-swapped": ("adapter", "swapped"),
+    "adapter-copy-dropped": ("adapter", "fresh-init"),
+    "adapter-copy-dropped-later": ("adapter", "never-written"),
+    "adapter-old-bytes": ("adapter", "stale"),
+    "adapter-bit-flip-in-a": ("adapter", "bit-flip"),
+    "adapter-through-float16": ("adapter", "rounded-to-fp16"),
+    "adapter-through-tf32": ("adapter", "rounded-to-tf32"),
+    "transfer-dropped": ("transfer", "never-written"),
+    "transfer-zeros": ("transfer", "zeros"),
+    "transfer-corrupt": ("transfer", "bit-flip"),
+    "transfer-stale-beside-work": ("transfer", "stale"),
+    "road-copies-dropped": ("adapter", "zeros"),
+    "road-low-memory-rounds": ("adapter", "rounded-to-bf16"),
+    "road-transformers-zeros": ("adapter", "zeros"),
+    "base-bit-flip": ("base", "bit-flip"),
+    "base-through-bfloat16": ("base", "rounded-to-bf16"),
+    "merge-bit-flip": ("merged", "bit-flip"),
+    "merge-in-tf32": ("merged", "tf32-products"),
+    "merge-zeros": ("merged", "zeros"),
+    "merge-off": ("merged", "wrong-scale"),
+    "merge-fails": ("merged", "missing"),
+    "forward-off": ("forward", "wrong-scale"),
+    "forward-fails": ("forward", "missing"),
+    "placed-elsewhere": ("memory", "wrong-device"),
+    "merge-third-copy": ("memory", "third-copy"),
+    "operator-off": ("operators", "wrong-scale"),
+    "operator-in-tf32": ("operators", "tf32-products"),
+    "operator-fails": ("operators", "missing"),
+    "gradient-off": ("gradient", "wrong-scale"),
+    "gradient-zeros": ("gradient", "zeros"),
+    "optimizer-off": ("gradient", "wrong-scale"),
+    "labels-changed-on-hop": ("sharding", "labels-changed"),
+    "ids-past-vocabulary": ("sharding", "ids-past-vocabulary"),
+    "wrapper-hides-model": ("wrapping", "hidden"),
+    "wrapper-holds-twice": ("wrapping", "held-twice"),
+}
+SENTENCES = {
+    "labels-changed-on-hop": "labels changed on the way to device cpu: labels[0, 3] was",
+    "ids-past-vocabulary": "ids past the vocabulary: largest id 515, embedding has 512 rows",
+    "wrapper-hides-model": "the wrapper hides config",
+    "wrapper-holds-twice": "39 storages are held twice: 2888192 bytes",
+}
+LOST = {
+    "killed": "SIGKILL",
+    "hung": "no sign of life for 15 s",
+    "stopped": "no sign of life for 15 s",
+    "out-of-memory": "ran out of memory",
+}
+STALL_S = 15.0
+LOSABLE = [info.spec.name for info in discover() if info.spec.name in (FAULTY, "cpu@avx2")]
+# a scaling is in no file, a merge that no device makes is no fault of one, and the forward pass needs a CPU's own error
+NEED_ANOTHER = {
+    "adapter-wrong-scaling",
+    "merge-fails",
+    "forward-off",
+    "forward-fails",
+    "gradient-off",
+    "gradient-zeros",
+}
+NEED_RELOAD = {"adapter-copy-dropped-later"}
+SIDE_ROADS = (Road.ISOLATED_CPU, Road.ISOLATED_LOW_MEMORY, Road.ISOLATED_TRANSFORMERS)
+# fault: what the roads say of it
+BY_ROAD = {
+    "road-copies-dropped": "the right bytes with torch_device=cpu: copies by way of the device that PEFT chooses",
+    "road-low-memory-rounds": "with low_cpu_mem_usage=True, and the right bytes without: the dtype on the way",
+    "road-transformers-zeros": "and the right bytes with PEFT's: transformers' loader",
+    "adapter-zeros": "with PEFT's loader, and the right bytes with transformers': PEFT's loader",
+}
+OTHERS = {"merge-not-repeatable", "setting-flipped"}
+ON_SEVERAL_DEVICES = {"bytes-elsewhere"}  # tests/accelerator/inside_memory.py
+
+
+def test_every_fault_is_tried() -> None:
+    assert set(FAULTS) == set(NAMED) | set(LOST) | OTHERS | ON_SEVERAL_DEVICES
+
+
+def errors(comparison: Comparison) -> list[Finding]:
+    return [finding for finding in comparison.findings if finding.severity == "error"]
+
+
+@pytest.fixture
+def look_at_fault(tmp_path: Path) -> Run:
+    """Run the session of a worker in this process with a fault planted, and compare what it saw."""
+
+    def run(fault: str, stage: str, side_roads: tuple[Road, ...] = ()) -> Comparison:
+        # of one sequence's gradient luck leaves little to tell
+        level = Level.STANDARD if fault in NEED_RELOAD or stage == "gradient" else Level.QUICK
+        wrapper = HARMLESS_WRAPPER if stage == "wrapping" else None
+        case = prepare_case(Options(base="builtin:llama", stages=(stage,), level=level, wrapper=wrapper))
+        workers = {"cpu": None, FAULTY: fault} if fault in NEED_ANOTHER else {FAULTY: fault}
+        slugs: list[str] = []
+        with CaptureWriter(tmp_path / "capture") as writer:
+            for name, planted in workers.items():
+                slug = worker_slug(name, "isolated")
+                folder = writer.worker_folder(slug)
+                job = Job(
+                    case=case, name=name, device="cpu", road="isolated", folder=str(folder), blobs=str(writer.blobs),
+                    scratch=str(tmp_path), settings={}, makes_reference=not slugs, threads=1, parent_pid=os.getpid(),
+                    fault=planted, side_roads=side_roads,
+                )  # fmt: skip
+                with EventLog(folder / "events.jsonl") as events:
+                    session.run(job, events)
+                info = WorkerInfo(name=name, road="isolated", architecture=name, model="chip", status="ok")
+                writer.write_worker(slug, info)
+                slugs.append(slug)
+            manifest = CaptureManifest(
+                schema=SCHEMA, tool="0", created="2026-01-01", host="here", case=case, workers=tuple(slugs)
+            )
+            return compare([read_capture(writer.commit(manifest))])
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+@pytest.mark.parametrize("fault", NAMED)
+def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: str) -> None:
+    stage, kind = NAMED[fault]
+    found = look_at_fault(fault, stage, SIDE_ROADS if fault in BY_ROAD else ())
+    assert found.verdict == "inconsistent"
+    assert found.exit_status == 1
+    first = errors(found)[0]
+    assert first.kind == kind
+    assert first.workers == (FAULTY,)
+    assert first.message.startswith(f"{stage} · {FAULTY} · {SENTENCES.get(fault, '')}")
+    assert all(name.startswith(f"{stage}::") for name in first.tensors)
+    assert {d.worker for d in found.first_divergence} == {FAULTY}
+    assert BY_ROAD.get(fault, "") in first.message
+    assert len(errors(found)) == 1 or fault not in BY_ROAD, "one cause is one finding, on however many roads it shows"
+
+
+@pytest.mark.parametrize(
+    "stage", ["transfer", "operators", "base", "adapter", "merged", "gradient", "memory", "sharding", "wrapping"]
+)
+def test_without_a_fault_nothing_is_found(look_at_fault: Run, stage: str) -> None:
+    with plant("merge-off"):
+        pass  # and a fault that was taken away is gone
+    found = look_at_fault(None, stage)
+    assert found.verdict == "consistent"
+    assert found.findings == ()
+
+
+def test_wrong_numbers_are_found_without_another_device(run_with_faults: Run) -> None:
+    """A device that is held against its own neighbours alone passes when all are wrong; the file is the reference."""
+    found = run_with_faults({"cpu": "adapter-bit-flip"}, devices=("cpu",), stages=("adapter",))
+    assert [f.kind for f in errors(found)] == ["bit-flip"]
+    assert "bit 20 (mantissa)" in errors(found)[0].detail[0]
+
+
+def test_same_fault_on_all_devices_is_found(run_with_faults: Run) -> None:
+    found = run_with_faults({"cpu": "adapter-zeros", FAULTY: "adapter-zeros"}, stages=("adapter",))
+    (finding,) = errors(found)
+    assert finding.kind == "zeros"
+    assert finding.workers == ("cpu", FAULTY)
+    assert "28 of 28 lora_B tensors" in finding.message
+
+
+def test_wrong_bytes_show_in_what_is_computed_from_them(run_with_faults: Run) -> None:
+    found = run_with_faults({FAULTY: "adapter-zeros"})
+    kinds = [(f.message.split(" · ")[0], f.kind) for f in errors(found)]
+    assert kinds[0] == ("adapter", "zeros")
+    assert {stage for stage, _ in kinds} == {"adapter", "merged", "forward", "gradient"}
+    assert all("follows from the wrong bytes" in f.message for f in errors(found)[1:])
+    (divergence,) = found.first_divergence
+    assert (divergence.stage, divergence.tensor) == ("adapter", "lora_B")
+    assert divergence.layer.startswith("model.layers.0.")
+
+
+@pytest.mark.parametrize("faults", [("killed", "hung"), ("out-of-memory", "stopped")], ids="+".join)
+def test_lost_workers_are_named_and_the_rest_is_compared(run_with_faults: Run, faults: tuple[str, str]) -> None:
+    # a processor without AVX2 has no third worker to lose
+    planted = dict(zip(LOSABLE, faults, strict=False))
+    found = run_with_faults(planted, devices=("cpu", *planted), stall=STALL_S, stages=("adapter", "merged"))
+    assert found.verdict == "incomplete"
+    assert found.exit_status == 3
+    by_worker = {f.workers[0]: f for f in errors(found)}
+    assert set(by_worker) == set(planted)
+    for worker, fault in planted.items():
+        finding = by_worker[worker]
+        assert finding.kind == "lost-worker"
+        assert LOST[fault] in finding.message
+        assert "last event: merged" in finding.message
+        if fault == "hung":
+            assert any("faults" in line and "_hang" in line for line in finding.detail)
+    adapter = [t for t in found.tensors if t.stage == "adapter"]
+    assert adapter
+    assert {row.status for t in adapter for row in t.rows} == {"equal"}
+    merged = [row for t in found.tensors if t.stage == "merged" for row in t.rows]
+    assert {row.status for row in merged if row.worker in planted} == {"blocked"}
+    assert {row.status for row in merged if row.worker == "cpu"} == {"within"}
+
+
+def test_loss_of_the_worker_that_makes_the_reference_blocks_the_others(run_with_faults: Run) -> None:
+    found = run_with_faults({"cpu": "killed"}, stages=("merged", "forward"))
+    assert found.exit_status == 3
+    rows = [row for t in found.tensors if t.stage == "forward" for row in t.rows if row.worker == FAULTY]
+    assert {row.status for row in rows} == {"blocked"}
+    assert "cpu, which makes it, is gone" in (rows[0].reason or "")
+
+
+def test_bits_that_do_not_repeat(run_with_faults: Run) -> None:
+    found = run_with_faults({FAULTY: "merge-not-repeatable"}, stages=("merged",), repeat=2)
+    assert {f.kind for f in errors(found)} == {"not-repeatable"}
+    assert errors(found)[0].workers == (FAULTY,)
+    assert run_with_faults({}, stages=("merged",), repeat=2).verdict == "consistent"
+
+
+def test_the_default_run_tells_a_fault_of_one_road(run_with_faults: Run) -> None:
+    """The default road is right, so that no other stage of the run can see it."""
+    found = run_with_faults({FAULTY: "road-low-memory-rounds"}, stages=("adapter",))
+    (finding,) = errors(found)
+    assert (finding.kind, finding.workers) == ("rounded-to-bf16", (FAULTY,))
+    assert BY_ROAD["road-low-memory-rounds"] in finding.message
+    assert finding.roads == ("isolated+low-memory",)
+    wrong = [t for t in found.tensors if any(row.status == "outside" for row in t.rows)]
+    assert {t.road for t in wrong} == {"isolated+low-memory"}
+    assert len(wrong) == 56
+    assert found.exit_status == 1
+
+
+def test_setting_that_was_flipped_in_mid_run(run_with_faults: Run) -> None:
+    found = run_with_faults({FAULTY: "setting-flipped"}, stages=("merged",))
+    changed = [f for f in found.findings if f.kind == "setting-changed"]
+    assert changed
+    assert changed[0].workers == (FAULTY,)
+    assert "float32_matmul_precision was set to medium during merged" in changed[0].message
+
+
+def test_equal_devices_that_differ_inside_the_bound(run_with_faults: Run) -> None:
+    """Two workers of one program must agree to the bit, however small the difference."""
+    devices = ("cpu", "cpu@avx512")
+    from consistency.devices.discovery import cpu_info
+    from consistency.devices.spec import parse_device
+    from consistency.errors import UsageError
+
+    try:
+        cpu_info(parse_device("cpu@avx512"))
+    except UsageError:
+        pytest.skip("this processor has no AVX-512, so no second name for its native kernels")
+    found = run_with_faults({"cpu@avx512": "merge-not-repeatable"}, devices=devices, stages=("merged",))
+    assert [f.kind for f in errors(found)] == ["same-model"]
+    assert all(row.status == "within" for t in found.tensors for row in t.rows)
+    assert found.exit_status == 1
+    assert run_with_faults({}, devices=devices, stages=("merged",)).verdict == "consistent"

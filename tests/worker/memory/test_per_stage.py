@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from consistency.worker.memory.host_memory import reset_peak, resident_bytes
+from consistency.worker.memory.per_stage import StageMemoryLog
+
+SIZE = 2**26
+MOST = SIZE * 9 // 10  # the kernel adds up resident pages in batches per processor, so its figures lag a little
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="only Linux lets a process reset its high-water mark"
+)
+
+
+def take() -> None:
+    np.ones(SIZE // 8)
+
+
+def test_what_a_stage_takes_and_gives_back_is_its_own_peak() -> None:
+    log = StageMemoryLog(torch.device("cpu"))
+    log.begin()
+    before = resident_bytes()
+    take()
+    first = log.end("one")
+    log.begin()
+    second = log.end("two")
+    assert (first.stage, second.stage) == ("one", "two")
+    assert first.host_peak_bytes >= before + MOST
+    assert second.host_peak_bytes < first.host_peak_bytes - MOST
+    assert first.host_resident_bytes < first.host_peak_bytes
+    assert (first.device_resident_bytes, first.device_peak_bytes) == (None, None)
+    assert log.peak_bytes >= first.host_peak_bytes, "the whole run's peak is not lost with the mark"
+
+
+def test_a_mark_that_is_reset_within_a_stage_is_not_lost() -> None:
+    log = StageMemoryLog(torch.device("cpu"))
+    log.begin()
+    before = resident_bytes()
+    take()
+    log.keep()
+    assert reset_peak()
+    assert log.end("one").host_peak_bytes >= before + MOST

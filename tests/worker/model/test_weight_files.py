@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from consistency.errors import InputError
+from consistency.worker.model.weight_files import WeightFiles, file_names
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def tensors(shapes: Shapes) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, float(i)) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def match(model: Shapes, files: Shapes, folder: Path) -> dict[str, str]:
+    save_file(tensors(files), folder / "model.safetensors")
+    return file_names(tensors(model), WeightFiles.of_base(str(folder), allow_pickle=False))
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_names_belong_together(tmp_path: Path) -> None:
+    shapes: Shapes = {"model.norm.weight": (4,), "model.layers.0.q.weight": (4, 4), "scale": ()}
+    assert match(shapes, shapes, tmp_path) == {name: name for name in shapes}
+
+
+def test_a_checkpoint_of_the_bare_model_lacks_the_first_component(tmp_path: Path) -> None:
+    found = match(
+        {
+            "transformer.h.0.q.weight": (4, 4),
+            "transformer.h.1.q.weight": (4, 4),
+            "transformer.wte.weight": (9, 4),
+        },
+        {"h.0.q.weight": (4, 4), "h.1.q.weight": (4, 4), "wte.weight": (9, 4)},
+        tmp_path,
+    )
+    assert found == {
+        "transformer.h.0.q.weight": "h.0.q.weight",
+        "transformer.h.1.q.weight": "h.1.q.weight",
+        "transformer.wte.weight": "wte.weight",
+    }
+
+
+def test_a_checkpoint_of_a_larger_model_has_further_components(tmp_path: Path) -> None:
+    found = match(
+        {"layers.0.q.weight": (4, 4)}, {"outer.model.layers.0.q.weight": (4, 4), "head.weight": (9, 4)}, tmp_path
+    )
+    assert found == {"layers.0.q.weight": "outer.model.layers.0.q.weight"}
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "model.norm.weight"])
+def test_another_shape_is_another_tensor(name: str, tmp_path: Path) -> None:
+    assert match({"model.norm.weight": (4,)}, {name: (5,)}, tmp_path) == {}
+
+
+def test_where_two_tensors_of_the_file_have_the_ending_neither_is_taken(tmp_path: Path) -> None:
+    files: Shapes = {"text.layers.0.q.weight": (4, 4), "image.layers.0.q.weight": (4, 4)}
+    assert match({"layers.0.q.weight": (4, 4)}, files, tmp_path) == {}
+
+
+@pytest.mark.parametrize("order", [("text", "image"), ("image", "text")])
+def test_where_two_tensors_of_the_model_have_the_ending_neither_gets_it(order: tuple[str, str], tmp_path: Path) -> None:
+    model: Shapes = {f"{tower}.layers.0.q.weight": (4, 4) for tower in order}
+    assert match(model, {"layers.0.q.weight": (4, 4)}, tmp_path) == {}
+
+
+def test_of_two_tensors_of_the_model_the_one_of_that_shape_gets_it(tmp_path: Path) -> None:
+    model: Shapes = {"text.layers.0.q.weight": (4, 4), "image.layers.0.q.weight": (6, 6)}
+    assert match(model, {"layers.0.q.weight": (6, 6)}, tmp_path) == {"image.layers.0.q.weight": "layers.0.q.weight"}
+
+
+def test_a_tensor_with_its_own_name_in_the_file_does_not_give_way(tmp_path: Path) -> None:
+    model: Shapes = {"outer.layers.0.q.weight": (4, 4), "layers.0.q.weight": (4, 4)}
+    assert match(model, {"layers.0.q.weight": (4, 4)}, tmp_path) == {"layers.0.q.weight": "layers.0.q.weight"}
+
+
+def test_the_last_component_alone_is_no_ending(tmp_path: Path) -> None:
+    assert match({"norm.weight": (4,)}, {"other.weight": (4,)}, tmp_path) == {}
+    assert match({"norm.weight": (4,)}, {"weight": (4,)}, tmp_path) == {}
+
+
+def test_layers_of_other_numbers_are_kept_apart(tmp_path: Path) -> None:
+    model: Shapes = {"model.layers.1.q.weight": (4, 4)}
+    assert match(model, {"layers.0.q.weight": (4, 4), "layers.11.q.weight": (4, 4)}, tmp_path) == {}
+
+
+def test_what_no_file_holds_stays_unmatched(tmp_path: Path) -> None:
+    model: Shapes = {"model.layers.0.qkv.weight": (12, 4), "model.norm.weight": (4,)}
+    files: Shapes = {"model.layers.0.q.weight": (4, 4), "model.norm.weight": (4,), "unused.weight": (3,)}
+    assert match(model, files, tmp_path) == {"model.norm.weight": "model.norm.weight"}
+
+
+# --- contents -------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_are_read_in_the_dtype_and_the_bits_of_the_file(tmp_path: Path) -> None:
+    saved = {
+        "a": torch.tensor([1.0, -0.0, float("nan")], dtype=torch.bfloat16),
+        "b": torch.arange(6).reshape(2, 3),
+        "c": torch.tensor(1.5).to(torch.float8_e4m3fn),
+    }
+    save_file(saved, tmp_path / "adapter_model.safetensors")
+    files = WeightFiles.of_adapter(str(tmp_path), allow_pickle=False)
+    assert sorted(files.names()) == ["a", "b", "c"]
+    for name, tensor in files.read_all().items():
+        assert tensor.dtype == saved[name].dtype
+        assert tensor.device.type == "cpu"
+        assert files.shape(name) == tuple(tensor.shape) == tuple(saved[name].shape)
+        assert tensor.view(-1).view(torch.uint8).tolist() == saved[name].view(-1).view(torch.uint8).tolist()
+    header = files.header("a")
+    assert header is not None
+    assert (header.dtype, header.shape) == ("BF16", (3,))
+    assert files.header("none") is None
+
+
+def test_tensors_of_all_shards_are_read(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "1.safetensors")
+    save_file({"b": torch.zeros(3)}, tmp_path / "2.safetensors")
+    index = '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    files = WeightFiles.of_base(str(tmp_path), allow_pickle=False)
+    assert {name: tensor.tolist() for name, tensor in files.read_all().items()} == {"a": [1, 1], "b": [0, 0, 0]}
+
+
+def test_a_pickle_is_read_only_where_that_was_allowed(tmp_path: Path) -> None:
+    torch.save({"h.0.w": torch.ones(2, 2)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match="the weights are a pickle"):
+        WeightFiles.of_base(str(tmp_path), allow_pickle=False)
+    files = WeightFiles.of_base(str(tmp_path), allow_pickle=True)
+    assert files.read("h.0.w").tolist() == [[1, 1], [1, 1]]
+    assert (files.shape("h.0.w"), files.header("h.0.w")) == ((2, 2), None)
+    assert file_names({"transformer.h.0.w": torch.zeros(2, 2)}, files) == {"transformer.h.0.w": "h.0.w"}
+
+
+class Touch:
+    """Unpickling this creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return (Path.touch, (self.path,))
+
+
+def test_a_pickle_that_was_allowed_still_runs_no_code(tmp_path: Path) -> None:
+    torch.save({"w": Touch(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        WeightFiles.of_base(str(tmp_path), allow_pickle=True)
+    assert not (tmp_path / "ran").exists()
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def resident_of(path: Path) -> int:
+    """Return how many bytes of a file are mapped into this process and resident."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        head = line.split(maxsplit=5)
+        if "-" in head[0] and not head[0].endswith(":"):
+            inside = len(head) == 6 and head[5] == str(path)
+        elif inside and head[0] == "Rss:":
+            found += int(head[1]) * 1024
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what is resident of a file")
+def test_what_was_read_and_let_go_does_not_stay_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consistency.worker.model.weight_files.MAPPED_BYTES", 4 * 2**20)
+    path = tmp_path / "model.safetensors"
+    given = {f"layers.{i}.weight": torch.full((2**18,), float(i)) for i in range(32)}  # of 1 MiB each
+    save_file(given, path)
+    files = WeightFiles.of_base(str(tmp_path), allow_pickle=False)
+    held = files.read("layers.0.weight")
+    most = 0
+    for name, tensor in given.items():
+        assert torch.equal(files.read(name), tensor)
+        most = max(most, resident_of(path))
+    assert 2**20 <= most <= 16 * 2**20  # the mapping that is read, the one of `held`, and what the kernel reads ahead
+    assert torch.equal(held, given["layers.0.weight"]), "a tensor in use keeps its bytes"

@@ -1,0 +1,106 @@
+"""Operators on a device that lacks a dtype or a kernel, that fails, and that gives something else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from consistency.capture.folder import CaptureWriter
+from consistency.capture.json_codec import decode_json
+from consistency.capture.names import UNSUPPORTED
+from consistency.capture.records import TensorRecord
+from consistency.case.options import Level
+from consistency.case.tolerance import Override
+from consistency.worker.protocol import EventLog
+from consistency.worker.recorder import Recorder
+from consistency.worker.stages.operators import stage as operators
+from consistency.worker.stages.operators.table import Operation, operations
+from tests.comparison.test_compare import compared, computed, only_row
+from tests.conftest import MakeCapture
+
+
+def look(folder: Path, *, only: Sequence[str] = (), **options: object) -> dict[tuple[str, str], TensorRecord]:
+    trials = operators.Trials(device=torch.device("cpu"), settings={}, **{"level": Level.QUICK, **options})  # type: ignore[arg-type]
+    with CaptureWriter(folder / "capture") as writer:
+        home = writer.worker_folder("cpu.isolated")
+        with EventLog(home / "events.jsonl") as events, Recorder(home, writer.blobs, only=only) as record:
+            operators.run(trials, record, events)
+        lines = (home / "records.jsonl").read_bytes().splitlines()
+    return {(r.layer, r.tensor): r for r in (decode_json(line, TensorRecord) for line in lines)}
+
+
+def test_levels_try_more_and_more() -> None:
+    counts = [len(operations(level)) for level in Level]
+    assert 0 < counts[0] < counts[1] < counts[2]
+    names = [(o.name, o.size) for o in operations(Level.THOROUGH)]
+    assert len(set(names)) == len(names), "a record is known by them"
+
+
+def test_inputs_of_one_operation_do_not_depend_on_the_others() -> None:
+    by_level = [{(o.name, o.size): o.inputs()[0].tobytes() for o in operations(level)} for level in Level]
+    assert by_level[0].items() <= by_level[1].items() <= by_level[2].items()
+
+
+def test_every_operation_has_a_record_in_every_dtype(tmp_path: Path) -> None:
+    found = look(tmp_path, repeat=2)
+    assert set(found) == {(o.name, f"{d} {o.size}") for o in operations(Level.QUICK) for d in o.dtypes}
+    assert {r.status for r in found.values()} <= {"within", "equal"}  # some processors round as float64 does, here and there
+    assert {r.rule for r in found.values()} == {"bound"}
+    assert all(r.repeats == (r.digest,) for r in found.values())
+
+
+def test_only_what_is_asked_for_is_tried(tmp_path: Path) -> None:
+    assert {name for name, _ in look(tmp_path, only=("operators::exp",))} == {"exp"}
+
+
+def test_a_tolerance_of_the_users_own_replaces_the_bound(tmp_path: Path) -> None:
+    given = (Override(layer="exp", atol=0.0, rtol=0.0), Override(layer="softmax", atol=1.0, rtol=0.0))
+    found = look(tmp_path, tolerance=given)
+    assert {r.rule for (name, _), r in found.items() if name in ("exp", "softmax")} == {"user"}
+    assert {r.status for (name, _), r in found.items() if name == "exp"} == {"outside"}
+    assert {r.status for (name, _), r in found.items() if name == "softmax"} == {"within"}
+    assert {r.rule for (name, _), r in found.items() if name == "matmul"} == {"bound"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(NotImplementedError("no kernel"), "skipped"), (RuntimeError("launch failed"), "missing")]
+)
+def test_what_there_is_no_kernel_for_is_told_from_what_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str
+) -> None:
+    def compute(operation: Operation, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(operators, "compute", compute)
+    found = look(tmp_path, only=("operators::exp",))
+    assert {r.status for r in found.values()} == {status}
+    assert all(str(error) in (r.reason or "") for r in found.values())
+    assert all((UNSUPPORTED in r.evidence) is (status == "skipped") for r in found.values())
+
+
+def test_a_result_of_another_shape_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "compute", lambda *_: torch.zeros(3))
+    assert {r.status for r in look(tmp_path, only=("operators::exp",)).values()} == {"missing"}
+
+
+def test_a_dtype_that_the_device_does_not_have_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_why_not", lambda _, dtype: "no float16" if dtype == "float16" else "")
+    found = look(tmp_path, only=("operators::exp",))
+    assert {tensor.split()[0]: r.status for (_, tensor), r in found.items()} == {
+        "float32": "within", "bfloat16": "within", "float16": "skipped",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("evidence", "status"), [({UNSUPPORTED: True}, "skipped"), ({}, "missing")])
+def test_only_what_there_is_no_kernel_for_excuses_a_device(
+    make_capture: MakeCapture, evidence: dict[str, bool], status: str
+) -> None:
+    cpu = computed("a", stage="operators", layer="exp", tensor="float64 2048")
+    other = TensorRecord(
+        stage="operators", layer="exp", tensor="float64 2048", rule="bound", status="skipped", evidence=evidence,
+        reason="there is no float64 here",
+    )  # fmt: skip
+    assert only_row(compared(make_capture("a", {"cpu": [cpu], "mps": [other]})), "mps").status == status

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from consistency.worker.protocol import EventLog, EventReader
+
+
+def written(path: Path) -> EventReader:
+    with EventLog(path) as log:
+        log.stage("base")
+        log.step("model.norm", 0, 2)
+        log.wait("for another")
+        log.step("lm_head", 1, 2)
+        log.done()
+    return EventReader(path)
+
+
+def test_events_come_once_and_in_order(tmp_path: Path) -> None:
+    reader = written(tmp_path / "events.jsonl")
+    assert [event.kind for event in reader.new()] == ["stage", "step", "wait", "step", "done"]
+    assert reader.new() == []
+
+
+def test_events_of_a_kind_are_dropped_and_the_others_stay_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    reader = written(path)
+    before = path.read_bytes().splitlines()
+    reader.drop("step")
+    assert path.read_bytes().splitlines() == [before[0], before[2], before[4]]
+    assert [file.name for file in tmp_path.iterdir()] == ["events.jsonl"]
+
+
+@pytest.mark.parametrize("damage", [b'{"at": 1.0, "kind": "st', b"\xff\n", b'{"at": 1.0, "kind": "dance"}\n'])
+def test_what_cannot_be_read_is_left_as_it_is(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "events.jsonl"
+    reader = written(path)
+    path.write_bytes(path.read_bytes() + damage)
+    before = path.read_bytes()
+    reader.drop("step")
+    assert path.read_bytes() == before
+    EventReader(tmp_path / "none.jsonl").drop("step")

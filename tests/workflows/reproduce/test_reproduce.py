@@ -1,0 +1,177 @@
+"""A reproducer from a real run with a planted fault, run as a stranger would: in isolation from this package."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from consistency.capture.folder import MANIFEST
+from consistency.capture.records import TensorRecord
+from consistency.case.options import Options
+from consistency.errors import CaptureError, UsageError
+from consistency.workflows import pipeline
+from consistency.workflows.reproduce.folder import Reproduced, reproduce
+from tests.conftest import Cli, MakeCapture
+
+FAULTY = "cpu@baseline"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run with a fault whose wrong bytes show in the adapter, in the merge and in the forward pass."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    options = Options(base="builtin:llama", devices=("cpu", FAULTY), stages=("adapter", "merged", "forward"))
+    plan = dataclasses.replace(pipeline.prepare(options), faults={FAULTY: "adapter-zeros"})
+    pipeline.run(plan, out, watch=lambda *_: None)
+    return out
+
+
+def number_of(report: Path, stage: str) -> int:
+    findings = json.loads((report / "report.json").read_text())["findings"]
+    return next(i for i, f in enumerate(findings, start=1) if f["message"].startswith(f"{stage} · "))
+
+
+@pytest.fixture(scope="module")
+def made(report: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reproduced]:
+    folder = tmp_path_factory.mktemp("made")
+    return {s: reproduce(report, number_of(report, s), folder / s) for s in ("adapter", "merged", "forward")}
+
+
+@pytest.mark.parametrize("stage", ["adapter", "merged", "forward"])
+def test_folder_shows_the_finding_without_this_package(made: dict[str, Reproduced], stage: str) -> None:
+    found = made[stage]
+    assert found.shows
+    assert not found.happens_here  # it was planted
+    assert sum(file.stat().st_size for file in found.folder.iterdir()) < 10e6
+    script = (found.folder / "reproduce.py").read_text()
+    imported = {line.split()[1].split(".")[0] for line in script.splitlines() if line.startswith(("import ", "from "))}
+    assert imported - set(sys.stdlib_module_names) == {"torch", "safetensors"}
+    readme = (found.folder / "README.md").read_text()
+    assert "adapter-zeros" in readme  # planted, and says so
+    assert (found.folder / "transcript.txt").read_text() == found.output
+    assert json.loads((found.folder / "environment.json").read_text())["torch"] == torch.__version__
+
+
+def test_script_shows_the_wrong_bytes_of_the_finding(made: dict[str, Reproduced]) -> None:
+    tensors = load_file(made["adapter"].folder / "tensors.safetensors")
+    assert not tensors["actual"].any()
+    assert tensors["expected"].any()
+    assert "all zeros where they are not" in made["adapter"].output
+    assert "it does not happen here" in made["adapter"].output
+
+
+def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-I", "reproduce.py", *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def test_merge_is_computed_anew_and_judged(made: dict[str, Reproduced], tmp_path: Path) -> None:
+    """What the device had follows from its zeros; from the right factors this machine merges inside the bound."""
+    assert "of the bound" in made["merged"].output
+    # and a merge that is off here is met: the factors' product no longer is what the bound is made for
+    for file in made["merged"].folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    facts = json.loads((tmp_path / "finding.json").read_text())
+    facts["allowance"] = {"product": 0.0, "weight": 0.0, "floor": 0.0}
+    (tmp_path / "finding.json").write_text(json.dumps(facts))
+    done = run_script(tmp_path)
+    assert done.returncode == 1
+    assert "it happens here" in done.stdout
+
+
+def test_damaged_tensors_are_refused(made: dict[str, Reproduced], tmp_path: Path) -> None:
+    for file in made["adapter"].folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "tensors.safetensors")
+    save_file({**tensors, "expected": tensors["expected"] + 1}, tmp_path / "tensors.safetensors")
+    done = run_script(tmp_path)
+    assert done.returncode == 2  # neither of the two answers
+    assert "damaged" in done.stderr
+
+
+def test_command_says_what_came_of_it(report: Path, tmp_path: Path, cli: Cli) -> None:
+    done = cli("reproduce", report / "report.json", "--finding", number_of(report, "adapter"), "--out", tmp_path / "r")
+    assert done.returncode == 0, done.stderr
+    assert "not reproduced: it does not happen on this machine now; the recorded bytes show it" in done.stdout
+    assert (tmp_path / "r" / "load_with_peft.py").exists()
+
+
+def test_nothing_is_written_where_there_is_something(report: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(UsageError, match="in the place"):
+        reproduce(report, 1, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_finding_that_is_not_there(report: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no finding 99"):
+        reproduce(report, 99, tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_finding_about_no_tensor(report: Path, tmp_path: Path) -> None:
+    findings = json.loads((report / "report.json").read_text())["findings"]
+    planted = next(i for i, f in enumerate(findings, start=1) if f["kind"] == "planted")
+    with pytest.raises(UsageError, match="about no tensor"):
+        reproduce(report, planted, tmp_path / "r")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": "other/1", "findings": []}', '{"findings": 3}'])
+def test_rubbish_for_a_report(tmp_path: Path, text: str) -> None:
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(UsageError):
+        reproduce(tmp_path, 1, tmp_path / "r")
+
+
+def test_report_without_its_captures(report: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_bytes((report / "report.json").read_bytes())
+    with pytest.raises(CaptureError, match=r"no capture beside the report"):
+        reproduce(tmp_path, 1, tmp_path / "r")
+
+
+def test_kept_tensors_that_are_gone(report: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(report, copy)
+    assert (copy / "captures" / MANIFEST).exists()
+    shutil.rmtree(copy / "captures" / "blobs")
+    with pytest.raises(CaptureError, match="nothing was kept"):
+        reproduce(copy, number_of(report, "adapter"), tmp_path / "r")
+
+
+def test_copy_between_devices_is_tried_on_the_same_two(make_capture: MakeCapture, tmp_path: Path) -> None:
+    """Where no payload was kept one is made up; the script is told both ends."""
+    pair = TensorRecord(
+        stage="transfer", layer="cuda:0->cuda:1", tensor="direct", digest="a" * 32, reference="file",
+        reference_digest="b" * 32, shape=(4,), dtype="uint8", status="outside", diagnosis="zeros",
+    )  # fmt: skip
+    run = make_capture("run/captures", {"cuda:1": [pair]})
+    finding = {"kind": "zeros", "severity": "error", "message": "m", "workers": ["cuda:1"],
+               "tensors": ["transfer::cuda:0->cuda:1.direct"]}  # fmt: skip
+    report = {"schema": "consistency.report/1", "findings": [finding]}
+    (run.parent / "report.json").write_text(json.dumps(report))
+    found = reproduce(run.parent, 1, tmp_path / "r")
+    facts = json.loads((tmp_path / "r" / "finding.json").read_text())
+    assert (facts["via"], facts["device"]) == ("cuda:0", "cuda:1")
+    assert not found.shows
+    assert "this machine has no cuda:1" in found.output or torch.cuda.device_count() > 1
+
+
+def test_fact_has_no_reproducer(make_capture: MakeCapture, tmp_path: Path) -> None:
+    fact = TensorRecord(stage="memory", layer="cuda:0", tensor="allocated", rule="limit", status="outside")
+    run = make_capture("run/captures", {"cuda:1": [fact]})
+    finding = {"kind": "touched", "severity": "error", "message": "m", "workers": ["cuda:1"],
+               "tensors": ["memory::cuda:0.allocated"], "next": "give torch_device"}  # fmt: skip
+    (run.parent / "report.json").write_text(json.dumps({"schema": "consistency.report/1", "findings": [finding]}))
+    with pytest.raises(CaptureError, match="nothing was kept") as caught:
+        reproduce(run.parent, 1, tmp_path / "r")
+    assert caught.value.hint == "it is about a fact, of which there is no tensor: give torch_device"

@@ -1,0 +1,169 @@
+"""Which setting explains a difference: the search on made-up causes, and one on real kernels."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from consistency.capture.folder import read_capture
+from consistency.capture.records import TensorRecord
+from consistency.case.options import Options
+from consistency.comparison.workers import Participant, gather
+from consistency.errors import UsageError
+from consistency.launch.change import Change
+from consistency.launch.environment import worker_environment
+from consistency.workflows import bisect as bisecting
+from consistency.workflows import pipeline
+from consistency.workflows.bisect import bisect, candidates, smallest
+from tests.conftest import MakeCapture
+
+CHANGES = tuple(Change(name=name, environment={name: None}) for name in "ABCDEF")
+
+
+def cured_by(causes: set[frozenset[str]]) -> Any:
+    """Return a trial in which the difference goes away with any of some sets of changes, and what goes beyond them."""
+
+    def gone(chosen: Sequence[Sequence[Change]]) -> list[bool]:
+        return [any(cause <= {change.name for change in changes} for cause in causes) for changes in chosen]
+
+    return gone
+
+
+@given(st.sets(st.frozensets(st.sampled_from("ABCDEF"), min_size=1), max_size=3))
+def test_what_is_named_is_enough_and_has_no_part_to_spare(causes: set[frozenset[str]]) -> None:
+    gone = cured_by(causes)
+    found = smallest(CHANGES, gone)
+    assert bool(found) == bool(causes)
+    if found:
+        assert gone([found])[0]
+        for part in itertools.combinations(found, len(found) - 1):
+            assert not part or not gone([part])[0]
+
+
+def test_one_change_is_named_before_two() -> None:
+    found = smallest(CHANGES, cured_by({frozenset("AB"), frozenset("C")}))
+    assert [change.name for change in found] == ["C"]
+
+
+def test_changes_of_one_thing_are_not_made_at_once() -> None:
+    """Two values of a setting contradict one another: the set of all holds the first of them."""
+    tried: list[tuple[str, ...]] = []
+
+    def gone(chosen: Sequence[Sequence[Change]]) -> list[bool]:
+        tried.extend(tuple(change.name for change in changes) for changes in chosen)
+        return [False] * len(chosen)
+
+    changes = [Change(name="one", threads=1), Change(name="two", threads=2), Change(name="other", settings={"a": 1})]
+    assert smallest(changes, gone) == ()
+    assert tried == [("one",), ("two",), ("other",), ("one", "other")]
+
+
+def participant(make_capture: MakeCapture, name: str, **info: Any) -> Participant:
+    folder = make_capture(
+        f"c-{name.replace(':', '-')}", {name: [TensorRecord(stage="base", layer="l", tensor="t")]}, info={name: info}
+    )
+    return gather([read_capture(folder)])[0]
+
+
+def test_variant_is_taken_apart_into_its_variables(make_capture: MakeCapture) -> None:
+    environment = {"environment": {"threads": 2}}
+    subject = participant(make_capture, "cpu@baseline", **environment)
+    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "merged")
+    assert [change.name for change in found] == [
+        "ATEN_CPU_CAPABILITY unset", "MKL_CBWR unset", "ONEDNN_MAX_CPU_ISA unset", "1 thread"
+    ]  # fmt: skip
+
+
+def test_accelerator_has_its_switches_tried(make_capture: MakeCapture) -> None:
+    asked = {"matmul_allow_tf32": False, "cudnn_allow_tf32": False, "bf16_reduced_precision_reduction": False}
+    subject = participant(make_capture, "cuda:1", asked=asked, road="shared", environment={"threads": 1})
+    names = [
+        c.name for c in candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "merged")
+    ]
+    assert "TF32 in matrix products" in names
+    assert "bfloat16 sums in reduced precision" in names
+    assert "SDPA flash" in names
+    assert "the other devices hidden" in names
+
+
+def test_variant_with_tf32_has_it_put_back(make_capture: MakeCapture) -> None:
+    subject = participant(make_capture, "cuda:0@tf32", asked={"matmul_allow_tf32": True}, environment={"threads": 1})
+    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "merged")
+    assert Change(name="matmul_allow_tf32 = False", settings={"matmul_allow_tf32": False}) in found
+    assert "TF32 in matrix products" not in [change.name for change in found]
+
+
+@pytest.mark.parametrize(("dtype", "tried"), [("bfloat16", True), ("float32", False)])
+def test_dtype_of_the_adapter_is_tried_on_a_half_precision_base(
+    make_capture: MakeCapture, dtype: str, tried: bool
+) -> None:
+    subject = participant(make_capture, "cpu@baseline", environment={"threads": 1, "dtype": dtype})
+    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "merged")
+    assert ("autocast_adapter_dtype=False" in [change.name for change in found]) is tried
+
+
+def test_adapter_has_its_roads_tried(make_capture: MakeCapture) -> None:
+    subject = participant(make_capture, "cuda:1", road="shared", environment={"threads": 1})
+    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "adapter")
+    roads = {change.name: change.road for change in found if change.road}
+    assert roads == {
+        "the other devices hidden": "isolated",
+        "torch_device='cpu'": "shared+cpu",
+        "torch_device=target": "shared+target",
+        "low_cpu_mem_usage=True": "shared+low-memory",
+        "transformers' loader": "shared+transformers",
+    }
+
+
+def test_change_has_the_last_word_in_the_environment() -> None:
+    from consistency.case.load_path import Road
+    from consistency.devices.discovery import cpu_info
+    from consistency.devices.spec import parse_device
+
+    info = cpu_info(parse_device("cpu@baseline"))
+    found = worker_environment(info, Road.ISOLATED, threads=1, change={"MKL_CBWR": None, "EXTRA": "1"})
+    assert "MKL_CBWR" not in found
+    assert found["EXTRA"] == "1"
+    assert found["ATEN_CPU_CAPABILITY"] == "default"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bisect") / "out"
+    options = Options(devices=("cpu", "cpu@baseline"), stages=("merged",), only=("merged::model.layers.0.self_attn",))
+    pipeline.run(pipeline.prepare(options), out, watch=lambda *_: None)
+    return out
+
+
+def test_kernels_of_matrix_products_explain_other_bits(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = (
+        Change(name="MKL", environment={"MKL_CBWR": None}),
+        Change(name="oneDNN", environment={"ONEDNN_MAX_CPU_ISA": None}),
+    )
+    monkeypatch.setattr(bisecting, "candidates", lambda *_: changes)
+    name = "merged::model.layers.0.self_attn.q_proj.delta"
+    found = bisect(report, tensor=name, worker="cpu@baseline")
+    if not found.repeats:
+        pytest.skip("this processor's baseline kernels give the native bits")
+    assert found.explained_by == ("MKL",)
+    assert found.sentence == f"{name} on cpu@baseline is as it should be with MKL"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({}, "nothing to explain"),
+        ({"tensor": "merged::no.such", "worker": "cpu"}, "no such tensor"),
+        ({"tensor": "merged::no.such", "worker": "cuda:9"}, "no such worker"),
+        ({"number": 77}, "no finding 77"),
+    ],
+)
+def test_what_cannot_be_asked(report: Path, arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises(UsageError, match=error):
+        bisect(report, **arguments)

@@ -1,0 +1,53 @@
+"""`consistency doctor` as a user starts it, and that nothing of a model is needed for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from consistency.capture.folder import CaptureManifest, read_capture
+from consistency.capture.json_codec import decode_json
+from consistency.case.options import MODEL_LESS, Case, Level, Stage
+from consistency.errors import UsageError
+from consistency.launch.process import Limits
+from consistency.workflows.doctor import doctor_plan
+from tests.conftest import Cli
+
+
+def test_doctor_without_any_model(cli: Cli, tmp_path: Path) -> None:
+    done = cli("doctor", "--devices", "cpu", "--level", "quick", "--json", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["verdict"] == "consistent"
+    assert [(row["source"], row["destination"], row["verdict"]) for row in said["copies"]] == [("cpu", "cpu", "fine")]
+    assert said["mend"] == []
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["boxes"] == said["boxes"]
+    assert report["boxes"][0]["host"] == report["workers"][0]["host"]
+    assert {tensor["stage"] for tensor in report["tensors"]} <= set(MODEL_LESS)
+    capture = read_capture(tmp_path / "out")
+    assert capture.manifest.box is not None
+    assert capture.manifest.box.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    events = (capture.folder / "workers" / "cpu.isolated" / "events.jsonl").read_text()
+    assert "import libraries" not in events
+    assert "load base" not in events
+    again = cli("doctor", "--devices", "cpu", "--out", tmp_path / "out")
+    assert (again.returncode, "in the way" in again.stderr) == (2, True)
+
+
+def test_doctor_takes_every_stage_that_needs_no_model() -> None:
+    plan = doctor_plan(("cpu",), limits=Limits(), level=Level.QUICK)
+    assert plan.case.stages == MODEL_LESS
+    assert not plan.case.needs_model
+    assert Case(name="x", base="b", stages=(*MODEL_LESS, Stage.BASE)).needs_model
+    with pytest.raises(UsageError):
+        doctor_plan(("cuda:99",), limits=Limits())
+
+
+def test_a_capture_of_an_earlier_version_has_no_box() -> None:
+    old = (
+        b'{"schema": "s", "tool": "0", "created": "x", "host": "h", "case": {"name": "x", "base": "b"}, "workers": []}'
+    )
+    assert decode_json(old, CaptureManifest).box is None
