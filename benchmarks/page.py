@@ -27,8 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from consistency.capture.json_codec import Real
 from consistency.comparison.result import ArchitectureGroup, Comparison, Finding, Row, TensorComparison, WorkerSummary
+from consistency.numerics.real import Real
 from consistency.report.html import write_html
 from consistency.report.markdown import write_markdown
 from consistency.report.summary import groups

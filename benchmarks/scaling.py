@@ -33,9 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, worker_slug
-from consistency.capture.json_codec import Real, encode_json
+from consistency.capture.json_codec import encode_json
 from consistency.capture.records import TensorMeasure, TensorRecord, WorkerInfo
 from consistency.case.options import Case
+from consistency.numerics.real import Real
 
 ARCHITECTURES = (
     ("Ampere sm_86", "RTX A6000"),

@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from consistency.capture.version import __version__
     from consistency.case.options import Case, Options
     from consistency.case.tolerance import Override
     from consistency.errors import ConsistencyError
     from consistency.worker.wrapper_check import WrapperReport, check_wrapped
     from consistency.workflows.api import Comparison, Report, compare, run
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Case",
@@ -32,6 +31,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "__version__": "consistency.capture.version",
     "Case": "consistency.case.options",
     "Options": "consistency.case.options",
     "ConsistencyError": "consistency.errors",

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from consistency.case.options import Case, Level, Options, Stage, read_options
+from consistency.case.options import Case, Options, read_options
 from consistency.case.preflight import prepare_case
+from consistency.case.stages import Level, Stage
 from consistency.errors import ConsistencyError, InputError, UsageError
 
 FACTORY = "python:package.module:wrap"

@@ -10,13 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from consistency.numerics.real import Real
+
 T = TypeVar("T")
-
-
-class Real(float):
-    """A float64 that survives JSON: NaN and the infinities are written as `"nan"`, `"inf"`, `"-inf"`."""
-
-    __slots__ = ()
 
 
 def json_number(value: float) -> float | str:

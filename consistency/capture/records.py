@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from consistency.capture.json_codec import Real
+from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
 
 RecordStatus = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked", "measured"]

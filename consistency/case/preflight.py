@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint, read_header, read_json
-from consistency.case.options import LEVELS, Case, Options, Stage, parse_roads, parse_stages
+from consistency.case.options import Case, Options, parse_roads, parse_stages
+from consistency.case.stages import LEVELS, Stage
 from consistency.errors import InputError, UsageError
 
 BUILTIN_CASES = ("llama", "gpt2", "bert")

@@ -13,9 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from consistency import __version__
+from consistency.capture.version import __version__
 from consistency.case.load_path import GRAMMAR as ROADS
-from consistency.case.options import DTYPES, Level, Options, Stage, make_options, read_options, split_list
+from consistency.case.options import DTYPES, Options, make_options, read_options, split_list
+from consistency.case.stages import Level, Stage
 from consistency.case.tolerance import HELP as OVERRIDE_HELP
 from consistency.cli.commands import bisect, history, reproduce
 from consistency.devices.discovery import discover
@@ -305,9 +306,10 @@ def _diff(parsed: argparse.Namespace) -> int:
 def _doctor(parsed: argparse.Namespace) -> int:
     from consistency.capture.json_codec import encode_json
     from consistency.cli.progress import progress
+    from consistency.comparison.findings.advice import as_table
     from consistency.report.doctor import print_doctor
     from consistency.report.terminal import make_console
-    from consistency.workflows.doctor import as_table, doctor_plan
+    from consistency.workflows.doctor import doctor_plan
 
     options = make_options({name: getattr(parsed, name) for name in ("devices", "level", "timeout", "stall")})
     limits = Limits(timeout_s=options.timeout, stall_s=options.stall)
@@ -324,8 +326,9 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
 def _drill(parsed: argparse.Namespace) -> int:
     from consistency.capture.json_codec import encode_json
+    from consistency.cli.drill import print_drill
     from consistency.cli.progress import progress
-    from consistency.report.terminal import make_console, print_drill
+    from consistency.report.terminal import make_console
     from consistency.workflows.drill import choose, drill
 
     with progress(make_console(sys.stderr)) as watch:
@@ -339,7 +342,8 @@ def _drill(parsed: argparse.Namespace) -> int:
 
 def _devices(parsed: argparse.Namespace) -> int:
     from consistency.capture.json_codec import encode_json
-    from consistency.report.terminal import make_console, print_devices
+    from consistency.cli.devices import print_devices
+    from consistency.report.terminal import make_console
 
     found = list(discover())
     if parsed.json:

@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 from consistency.capture.folder import unpack_blocks
-from consistency.capture.json_codec import Real
 from consistency.capture.names import CAST_ON_THE_WAY, SETTINGS_LAYER, UNSUPPORTED
 from consistency.capture.records import TensorMeasure, TensorRecord
-from consistency.case.options import Stage
+from consistency.case.stages import Stage
 from consistency.comparison.kept_tensors import measure_kept
 from consistency.comparison.result import Row, Status
 from consistency.comparison.workers import Key, Participant
 from consistency.errors import CaptureError
+from consistency.numerics.real import Real
 from consistency.numerics.rules import UNIT_ROUNDOFF, Rule, passes, ratio, relative_allowance
 
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})

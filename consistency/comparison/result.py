@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from consistency.capture.json_codec import Real
 from consistency.capture.records import StageMemory
 from consistency.devices.host.facts import Box
+from consistency.numerics.real import Real
 
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked"]
 Verdict = Literal["consistent", "inconsistent", "incomplete"]

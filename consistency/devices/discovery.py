@@ -187,7 +187,7 @@ def _probed() -> tuple[DeviceInfo, ...]:
     plugged_in = bool(importlib.metadata.entry_points(group="torch.backends"))
     if not (any(build.values()) or plugged_in or sys.platform == "darwin"):
         return ()
-    from consistency.launch.environment import python_command, python_path
+    from consistency.devices.interpreter import python_command, python_path
 
     try:
         done = subprocess.run(

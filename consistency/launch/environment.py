@@ -3,50 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from consistency.case.load_path import Road
+from consistency.devices.interpreter import python_path
 from consistency.devices.spec import KERNEL_VARIABLES, DeviceInfo
 
 # The variable by which each backend is told what to show; its entries are identities or numbers.
 _VISIBILITY = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-
-
-def python_command() -> list[str]:
-    """Return the start of a command that runs a module of this package with this very interpreter.
-
-    `-P` keeps the working directory off the module path: a user's `json.py` must not become the worker's.
-    """
-    return [sys.executable, "-P", "-m"]
-
-
-def python_path() -> dict[str, str]:
-    """Return a `PYTHONPATH` under which a child finds this package, where it is used without being installed."""
-    if _PACKAGE_ROOT.name in ("site-packages", "dist-packages"):
-        return {}
-    inherited = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), *([inherited] if inherited else [])])}
-
-
-def available_cores() -> int:
-    """Return how many processors this process may use, a container's quota included."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass
-    return cores
-
-
-def threads_per_worker(workers: int) -> int:
-    """Share the processors out: OpenMP threads of two workers on one core spin against each other."""
-    return max(1, available_cores() // max(1, workers))
 
 
 def torch_device(info: DeviceInfo, road: Road) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from consistency.capture.folder import CaptureWriter
 from consistency.case.options import Case
-from consistency.launch.environment import threads_per_worker
+from consistency.devices.cores import threads_per_worker
 from consistency.launch.plan import WorkerPlan
 from consistency.launch.process import POLL_S, Limits, WorkerProcess
 from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, Event

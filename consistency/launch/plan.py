@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from consistency.capture.folder import worker_slug
 from consistency.case.load_path import Road
-from consistency.case.options import Case, Stage
+from consistency.case.options import Case
+from consistency.case.stages import Stage
 from consistency.devices.spec import DeviceInfo
 from consistency.launch.change import Change
 

@@ -17,10 +17,11 @@ from consistency.capture.folder import CaptureWriter, write_json
 from consistency.capture.json_codec import decode_json
 from consistency.capture.records import WorkerInfo, WorkerStatus
 from consistency.case.options import Case
+from consistency.devices.interpreter import python_command
 from consistency.devices.spec import DeviceInfo
 from consistency.errors import CaptureError, ConsistencyError, InputError, UsageError
 from consistency.launch.change import Change
-from consistency.launch.environment import python_command, torch_device, worker_environment
+from consistency.launch.environment import torch_device, worker_environment
 from consistency.launch.plan import WorkerPlan
 from consistency.worker.protocol import CANNOT_WRITE, TOLD_FILE, Event, EventReader, Job, Told
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from consistency.capture.json_codec import Real
 from consistency.errors import StructureError
 from consistency.numerics.bitcount import BitCount
 from consistency.numerics.dtype import bit_patterns, name_of, real_view
 from consistency.numerics.kernels import compiled as kernel
 from consistency.numerics.kernels.tally import Seen
+from consistency.numerics.real import Real
 from consistency.numerics.same_bytes import same_memory
 from consistency.numerics.steps import Steps, farthest
 

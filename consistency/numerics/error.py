@@ -12,9 +12,9 @@ import threading
 import numpy as np
 import torch
 
-from consistency.capture.json_codec import Real
 from consistency.numerics.distance import Measure, hexadecimal, is_worse, numbers_of, square_sum, unravel, worse
 from consistency.numerics.dtype import bit_patterns
+from consistency.numerics.real import Real
 from consistency.numerics.steps import Steps
 
 CHUNK = 1 << 14

@@ -27,8 +27,9 @@ from consistency.capture.names import (
     split_name,
 )
 from consistency.case.checkpoint import read_checkpoint, read_json
-from consistency.case.options import Case, Stage
+from consistency.case.options import Case
 from consistency.case.preflight import read_adapter
+from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison, Row, TensorComparison
 from consistency.launch.plan import WorkerPlan
 

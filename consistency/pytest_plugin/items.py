@@ -10,7 +10,7 @@ import pytest
 from _pytest._code.code import ExceptionInfo, TerminalRepr
 
 from consistency.case.load_path import is_side_road
-from consistency.case.options import Stage
+from consistency.case.stages import Stage
 from consistency.comparison.findings.causes import describe
 from consistency.comparison.result import BAD, Comparison, Finding, Row, TensorComparison
 from consistency.errors import ConsistencyError

@@ -20,7 +20,8 @@ import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.case.load_path import Road
-from consistency.case.options import Options, Stage, make_options, read_options, split_list
+from consistency.case.options import Options, make_options, read_options, split_list
+from consistency.case.stages import Stage
 from consistency.comparison.findings.tolerances import KIND as TOLERANCE
 from consistency.comparison.result import Comparison
 from consistency.devices.spec import parse_devices

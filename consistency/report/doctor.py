@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from consistency.comparison.findings.advice import MOST_ADVICE, about, advise
 from consistency.comparison.result import Comparison
 from consistency.report.copy_matrix import worth_showing
 from consistency.report.summary import groups, stages
 from consistency.report.terminal import Writer, sentence, without_trailing_blanks
-from consistency.workflows.doctor import MOST_ADVICE, about, advise
 
 
 def print_doctor(comparison: Comparison, console: Console, *, elapsed_s: float, folder: str | None = None) -> None:

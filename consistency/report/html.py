@@ -20,6 +20,7 @@ import msgspec
 from markupsafe import Markup
 
 from consistency.capture.folder import write_whole
+from consistency.capture.version import __version__
 from consistency.case.load_path import is_side_road
 from consistency.comparison.result import Comparison
 from consistency.report.page import agreement, cells, distributions, environments, memory, overview, transfers
@@ -51,8 +52,6 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
     found : mapping of str to sequence of Group, optional
         `summary.groups` by road, where they are known already: they take a look at every row.
     """
-    from consistency import __version__
-
     found = found if found is not None else {road: groups(comparison, road) for road in comparison.roads}
     stages = overview.stages(comparison)
     script, style = _part("page.js"), _part("style.css")

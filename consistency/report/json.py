@@ -15,6 +15,7 @@ from typing import Any
 
 from consistency.capture.folder import write_whole
 from consistency.capture.json_codec import encode_json
+from consistency.capture.version import __version__
 from consistency.comparison.result import Comparison, TensorComparison
 
 SCHEMA = "consistency.report/1"
@@ -37,8 +38,6 @@ def as_bytes(comparison: Comparison) -> bytes:
 
 def parts(comparison: Comparison) -> Iterator[bytes]:
     """Yield `report.json` piece by piece: indented where nothing is folded, else with one line per tensor."""
-    from consistency import __version__
-
     table = {name: getattr(comparison, name) for name in comparison.__struct_fields__}
     table = {"schema": SCHEMA, "tool": __version__, **table}
     if sum(len(tensor.rows) for tensor in comparison.tensors) <= FOLD_ABOVE:

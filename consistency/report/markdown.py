@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from consistency.capture.folder import write_whole
+from consistency.capture.version import __version__
 from consistency.case.load_path import is_side_road
 from consistency.comparison.result import BAD, PLANTED, Comparison, Finding, TensorComparison, WorkerSummary
 from consistency.report.page.labels import counted, shown
@@ -90,8 +91,6 @@ def _head(comparison: Comparison) -> Iterator[str]:
     if comparison.simulated:
         yield "**SIMULATED DEVICES: made up in software; this says nothing about hardware.**"
         yield ""
-    from consistency import __version__
-
     case = [comparison.case, *facts(comparison)]
     yield f"{' · '.join(escaped(part) for part in case)} · consistency {__version__}"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from consistency.case.load_path import is_side_road
-from consistency.case.options import Stage
+from consistency.case.stages import Stage
 from consistency.comparison.result import BAD, Comparison, Divergence, TensorComparison
 
 MOST_LINES = 8

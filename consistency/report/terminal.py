@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.padding import Padding
@@ -13,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from consistency.case.load_path import is_side_road
-from consistency.case.options import Stage
+from consistency.case.stages import Stage
 from consistency.comparison.findings.transfers import Matrix
 from consistency.comparison.result import BAD, Comparison, Finding, Row, TensorComparison, Verdict
-from consistency.devices.spec import DeviceInfo
 from consistency.report.copy_matrix import draw, legend, worth_showing
 from consistency.report.summary import (
     Cell,
@@ -31,9 +30,6 @@ from consistency.report.summary import (
     stages,
     worst_ratio,
 )
-
-if TYPE_CHECKING:
-    from consistency.workflows.drill import DrillRow
 
 PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
 _MOST_TENSORS = 20
@@ -95,35 +91,6 @@ def _print_report(
         write.line(f"report and captures: {folder}")
 
 
-def print_devices(devices: list[DeviceInfo], console: Console) -> None:
-    """Print the devices of this machine."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for title in ("device", "architecture", "model", "memory", "uuid", "PCI bus id", "driver"):
-        table.add_column(title, header_style="bold", overflow="fold")
-    for info in devices:
-        memory = "" if info.memory_bytes is None else f"{info.memory_bytes / 2**30:.1f} GiB"
-        model = f"{info.model} (simulated)" if info.simulated else info.model
-        cells = (info.spec.name, info.architecture, model, memory, info.uuid, info.pci_bus_id, info.driver)
-        table.add_row(*(Text(clean(cell or "")) for cell in cells))
-    with without_trailing_blanks(console):
-        console.print(table)
-
-
-def print_drill(rows: Sequence[DrillRow], console: Console) -> None:
-    """Print what came of each planted fault."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for title in ("fault", "case", "planted in", "expected", "named", "", "what the report says"):
-        table.add_column(title, header_style="bold", overflow="fold")
-    for row in rows:
-        outcome = "found" if row.passed else "NOT FOUND" if not row.found else "NOT NAMED"
-        cells = (row.fault, row.case or "", row.worker, row.expected, row.named or "nothing", outcome, row.message)
-        table.add_row(*(Text(clean(cell)) for cell in cells))
-    with without_trailing_blanks(console):
-        console.print(table)
-        passed = sum(row.passed for row in rows)
-        console.print(f"\n{passed} of {len(rows)} planted faults found and named")
-
-
 @contextmanager
 def without_trailing_blanks(console: Console) -> Iterator[None]:
     """Leave off what rich pads lines with, where the output is a file that people compare and paste."""
@@ -132,7 +99,9 @@ def without_trailing_blanks(console: Console) -> Iterator[None]:
         return
     with console.capture() as captured:
         yield
-    console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+    encoding = console.encoding or "ascii"  # rich cuts with an ellipsis, which not every encoding has
+    text = captured.get().encode(encoding, "replace").decode(encoding)
+    console.file.write("".join(f"{line.rstrip()}\n" for line in text.splitlines()))
 
 
 def clean(text: str) -> str:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from consistency.capture.folder import blob_key
-from consistency.capture.json_codec import Real, encode_json
+from consistency.capture.json_codec import encode_json
 from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
 from consistency.case.load_path import Road
 from consistency.errors import CaptureError
@@ -23,6 +23,7 @@ from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose
 from consistency.numerics.digest import TensorDigest, as_bytes, differing_blocks, digest
 from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import name_of
+from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
 
 KEEP_BYTES = 64 * 2**20

@@ -16,7 +16,7 @@ from consistency.capture.folder import write_json
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import SettingChange
 from consistency.case.load_path import Road
-from consistency.case.options import Stage
+from consistency.case.stages import Stage
 from consistency.errors import UsageError
 from consistency.numerics.digest import digest
 from consistency.worker import determinism, environment

@@ -16,14 +16,15 @@ import msgspec
 
 from consistency.capture.folder import Capture, read_capture
 from consistency.case.load_path import Road
-from consistency.case.options import Case, Stage
+from consistency.case.options import Case
+from consistency.case.stages import Stage
 from consistency.comparison.result import BAD
 from consistency.comparison.workers import Key, Participant, gather
+from consistency.devices.cores import available_cores
 from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo, Variant, parse_device
 from consistency.errors import UsageError
 from consistency.launch.change import Change
-from consistency.launch.environment import available_cores
 from consistency.launch.plan import WorkerPlan
 from consistency.launch.process import Limits
 from consistency.workflows import pipeline

@@ -1,56 +1,16 @@
-"""`consistency doctor`: look at the machine without any model, and say what to mend first.
-
-It is a run of the stages that need no model; what it adds is the short list at the end, gathered from the findings and
-from what is known of the machine.
-"""
+"""`consistency doctor`: a run of the stages that need no model; the advice comes from its comparison."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import msgspec
-
-from consistency.capture.names import HOST
 from consistency.case.load_path import Road
-from consistency.case.options import MODEL_LESS, Case, Level
-from consistency.comparison.findings.transfer_causes import arrow
-from consistency.comparison.findings.transfers import Matrix, matrices
-from consistency.comparison.result import Comparison, Finding
+from consistency.case.options import Case
+from consistency.case.stages import MODEL_LESS, Level
 from consistency.devices.discovery import select
-from consistency.devices.host.facts import Box, Gpu
-from consistency.devices.host.kernel_log import LOGGED
-from consistency.devices.host.nvml import REMAP_FAILED, REMAP_PENDING
 from consistency.launch.plan import default_roads
 from consistency.launch.process import Limits
 from consistency.workflows.pipeline import Plan
-
-MOST_ADVICE = 8
-
-_SLOW = 4
-"""A pair is slow below one part in four of the median of its kind: a link of x4 in a slot of x16. Copies of other
-workers run beside it, which has been seen to halve it."""
-
-_FEW_PAIRS = 3  # a median of fewer says nothing
-
-
-class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to mend.
-
-    Attributes
-    ----------
-    what : str
-        What is wrong or could go wrong, in one sentence.
-    mend : str or None
-        What to do about it.
-    urgent : bool
-        Whether something is wrong already.
-    """
-
-    what: str
-    mend: str | None = None
-    urgent: bool = True
 
 
 def doctor_plan(devices: Sequence[str], *, limits: Limits, level: Level = Level.STANDARD) -> Plan:
@@ -67,135 +27,3 @@ def doctor_plan(devices: Sequence[str], *, limits: Limits, level: Level = Level.
     roads = (Road.SHARED,) if Road.SHARED in default_roads(found) else None
     case = Case(name="doctor", base="", stages=MODEL_LESS, level=level, roads=roads)
     return Plan(case=case, devices=found, limits=limits)
-
-
-def advise(comparison: Comparison) -> tuple[Advice, ...]:
-    """Return what to mend, what is wrong already before what could go wrong."""
-    found = [*(_of_finding(f) for f in comparison.findings if f.severity != "note")]
-    for box in comparison.boxes:
-        found += _of_box(box, comparison)
-    if not comparison.simulated:
-        for matrix in matrices(comparison.tensors):
-            found += _slow(matrix)
-    unique = {(advice.what, advice.mend): advice for advice in found}
-    return tuple(sorted(unique.values(), key=lambda advice: not advice.urgent))
-
-
-def about(box: Box) -> Iterator[str]:
-    """Yield what is known of a machine, a line per kind of fact."""
-    up = "" if box.uptime_s is None else f", up {box.uptime_s / 3600:.1f} h"
-    yield f"{box.host}: kernel {box.kernel}, boot {box.boot_id or 'unknown'}{up}"
-    options = f" ({' '.join(box.iommu_options)})" if box.iommu_options else ""
-    yield f"IOMMU: {box.iommu or 'unknown'}{options}"
-    for gpu in box.gpus:
-        yield f"{gpu.name}: {', '.join(_facts(gpu))}"
-    for link in box.links:
-        parts = [text for text in (link.topology, link.ancestor and f"below {link.ancestor}") if text]
-        if link.peer is not None:
-            parts.append(f"peer access {link.peer}")
-        yield f"{link.a} and {link.b}: {', '.join(parts) or 'unknown'}"
-    if box.log:
-        yield f"kernel's log: {len(box.log)} lines of {LOGGED} since boot, the last: {box.log[-1]}"
-    for name, why in box.unread.items():
-        yield f"{name}: {why}"
-
-
-def as_table(comparison: Comparison) -> dict[str, Any]:
-    """Return what `doctor --json` prints."""
-    return {
-        "verdict": comparison.verdict,
-        "workers": [{"name": w.name, "status": w.status, "reason": w.reason} for w in comparison.workers],
-        "copies": [
-            {
-                "capture": matrix.home,
-                "source": source,
-                "destination": destination,
-                "verdict": "wrong" if cell.own else "fine" if cell.is_fine else "not tried",
-                "wrong": cell.own,
-                "gb_per_s": cell.gb_per_s,
-            }
-            for matrix in matrices(comparison.tensors)
-            for (source, destination), cell in matrix.cells.items()
-        ],
-        "findings": comparison.findings,
-        "boxes": comparison.boxes,
-        "mend": advise(comparison),
-    }
-
-
-def _of_finding(finding: Finding) -> Advice:
-    return Advice(what=finding.message, mend=finding.next, urgent=finding.severity == "error")
-
-
-def _of_box(box: Box, comparison: Comparison) -> Iterator[Advice]:
-    for gpu in box.gpus:
-        if gpu.counters.get(REMAP_FAILED):
-            yield Advice(what=f"{gpu.name} has bad memory rows and none left to put in their place", mend="replace it")
-        elif gpu.counters.get(REMAP_PENDING):
-            yield Advice(
-                what=f"{gpu.name} waits for a reset to put good memory rows in the place of bad ones", mend="reset it"
-            )
-        lost = gpu.counters.get("ecc uncorrected, since boot", 0)
-        if lost and not gpu.after:  # a counter that rose while we looked is a finding
-            yield Advice(
-                what=f"{gpu.name} has lost data {lost} times since boot (uncorrected ECC errors)",
-                mend="have it tested: dcgmi diag -r 3",
-            )
-        if gpu.lanes_lost is not None:
-            has, made_for = gpu.lanes_lost
-            yield Advice(
-                what=f"{gpu.name} has {has} PCIe lanes; it and its slot are made for {made_for}",
-                mend="reseat it, and look at its riser", urgent=False,
-            )  # fmt: skip
-    if box.log and not box.new_log:
-        yield Advice(
-            what=f"the kernel wrote {len(box.log)} lines of {LOGGED} since boot",
-            mend=f"look at them: {box.log[-1]}", urgent=False,
-        )  # fmt: skip
-    translated = [gpu.name for gpu in box.gpus if gpu.is_translated]
-    if len(box.gpus) > 1 and translated and comparison.verdict == "consistent":
-        yield Advice(
-            what=f"the IOMMU translates what {', '.join(translated)} write to one another; it went well this time",
-            mend="iommu=pt on the kernel's command line takes that out of the way",
-            urgent=False,
-        )
-
-
-def _slow(matrix: Matrix) -> Iterator[Advice]:
-    for between in (True, False):
-        speeds = {
-            pair: cell.gb_per_s
-            for pair, cell in matrix.cells.items()
-            if cell.gb_per_s is not None and pair[0] != pair[1] and (HOST not in pair) == between
-        }
-        if len(speeds) < _FEW_PAIRS:
-            continue
-        median = statistics.median(speeds.values())
-        slow = [pair for pair, speed in speeds.items() if speed < median / _SLOW]
-        if slow:
-            told = ", ".join(f"{arrow(pair)} {speeds[pair]:.3g} GB/s" for pair in slow[:4])
-            yield Advice(
-                what=f"slow beside others of its kind, which make {median:.3g} GB/s: {told}",
-                mend="look at its link: width, speed, and the way that nvidia-smi topo -m shows",
-                urgent=False,
-            )
-
-
-def _facts(gpu: Gpu) -> Iterator[str]:
-    yield f"PCI {gpu.pci_bus_id}"
-    if gpu.iommu_type is not None:
-        yield f"IOMMU group {gpu.iommu_group} {gpu.iommu_type}"
-    if "width" in gpu.link:
-        yield f"link x{gpu.link['width']} {gpu.link.get('speed', '')}".rstrip()
-    if gpu.numa_node is not None:
-        yield f"NUMA node {gpu.numa_node}"
-    if gpu.nvlinks is not None:
-        yield f"{gpu.nvlinks} NVLinks up"
-    on = [f"{bridge}: {', '.join(controls)}" for bridge, controls in gpu.acs.items() if controls]
-    if on:
-        yield f"ACS on at {'; '.join(on)}"
-    raised = {name: value for name, value in gpu.counters.items() if value}
-    if raised:
-        yield ", ".join(f"{name} {value}" for name, value in raised.items())
-    if gpu.driver is not None:
-        yield f"driver {gpu.driver}"

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from consistency.case.load_path import Road
-from consistency.case.options import Options, Stage
+from consistency.case.options import Options
+from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison
 from consistency.devices.discovery import accelerators, select
 from consistency.devices.spec import DeviceInfo

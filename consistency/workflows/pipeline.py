@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from consistency import __version__
 from consistency.capture.folder import (
     SCHEMA,
     Capture,
@@ -26,6 +25,7 @@ from consistency.capture.folder import (
     tell,
 )
 from consistency.capture.transport import deliver, fetch, is_remote, refuse_to_replace, travels
+from consistency.capture.version import __version__
 from consistency.case.options import Case, Options
 from consistency.case.preflight import prepare_case
 from consistency.comparison.compare import compare

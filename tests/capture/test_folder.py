@@ -25,11 +25,13 @@ from consistency.capture.folder import (
     worker_slug,
     write_json,
 )
-from consistency.capture.json_codec import Real, encode_json
+from consistency.capture.json_codec import encode_json
 from consistency.capture.records import SettingChange, TensorMeasure, TensorRecord, WorkerInfo
 from consistency.case.load_path import Road
-from consistency.case.options import Case, Level
+from consistency.case.options import Case
+from consistency.case.stages import Level
 from consistency.errors import CaptureError
+from consistency.numerics.real import Real
 
 SLUG = "cuda_1@tf32.shared"
 BLOB = "ab" * 32

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consistency.capture.json_codec import Real, decode_json, encode_json, json_number
+from consistency.capture.json_codec import decode_json, encode_json, json_number
+from consistency.numerics.real import Real
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,18 +9,8 @@ import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.case.load_path import Road
-from consistency.case.options import (
-    LEVELS,
-    Case,
-    Level,
-    Options,
-    Stage,
-    make_options,
-    parse_roads,
-    parse_stages,
-    read_options,
-    split_list,
-)
+from consistency.case.options import Case, Options, make_options, parse_roads, parse_stages, read_options, split_list
+from consistency.case.stages import LEVELS, Level, Stage
 from consistency.errors import UsageError
 
 

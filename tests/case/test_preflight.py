@@ -13,8 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from consistency.case.load_path import Road
-from consistency.case.options import LEVELS, Level, Options, Stage
+from consistency.case.options import Options
 from consistency.case.preflight import check_files, prepare_case, read_adapter
+from consistency.case.stages import LEVELS, Level, Stage
 from consistency.errors import ConsistencyError, InputError, UsageError
 
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")

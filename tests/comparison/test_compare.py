@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from consistency.capture.folder import read_capture
-from consistency.capture.json_codec import Real
 from consistency.capture.records import TensorMeasure, TensorRecord
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding
+from consistency.numerics.real import Real
 from tests.conftest import MakeCapture
 
 

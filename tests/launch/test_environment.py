@@ -8,8 +8,7 @@ import pytest
 
 from consistency.case.load_path import Road
 from consistency.devices.spec import KERNEL_VARIABLES, DeviceInfo, parse_device
-from consistency.launch import environment
-from consistency.launch.environment import threads_per_worker, torch_device, worker_environment
+from consistency.launch.environment import torch_device, worker_environment
 
 
 def device(name: str, **fields: Any) -> DeviceInfo:
@@ -65,8 +64,3 @@ def test_device_without_an_identity_keeps_its_place_in_what_is_visible(monkeypat
 
 def test_backend_that_cannot_hide_devices_keeps_its_number() -> None:
     assert torch_device(device("mps"), Road.ISOLATED) == "mps:0"
-
-
-def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "available_cores", lambda: 8)
-    assert [threads_per_worker(n) for n in (1, 2, 3, 8, 9, 0)] == [8, 4, 2, 1, 1, 8]

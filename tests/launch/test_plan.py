@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from consistency.case.load_path import Road
-from consistency.case.options import Case, Level, Stage
+from consistency.case.options import Case
+from consistency.case.stages import Level, Stage
 from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.launch.plan import default_roads, plan_waves
 

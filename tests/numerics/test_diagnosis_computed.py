@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consistency.capture.json_codec import Real
 from consistency.numerics.bound import (
     Allowance,
     GivenAllowance,
@@ -24,6 +23,7 @@ from consistency.numerics.diagnosis_computed import diagnose_computed, exact_chu
 from consistency.numerics.diagnosis_moved import Diagnosis
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import bit_patterns
+from consistency.numerics.real import Real
 
 ROWS, COLUMNS, RANK = 96, 640, 8
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,7 +16,6 @@ import jinja2
 import msgspec
 import pytest
 
-from consistency.capture.json_codec import Real
 from consistency.capture.records import StageMemory
 from consistency.comparison.result import (
     ArchitectureGroup,
@@ -27,6 +26,7 @@ from consistency.comparison.result import (
     TensorComparison,
     WorkerSummary,
 )
+from consistency.numerics.real import Real
 from consistency.report import html as report_html
 from consistency.report.html import as_html
 from consistency.report.page import cells

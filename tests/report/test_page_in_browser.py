@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from consistency.capture.json_codec import Real
 from consistency.comparison.result import Comparison, Row, Status, TensorComparison
+from consistency.numerics.real import Real
 from consistency.report.html import as_html
 from tests.report.test_html import ALL, HOSTILE, SAFE, faulty, hostile
 from tests.report.test_terminal import comparison, tensor

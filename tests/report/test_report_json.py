@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from consistency.capture.folder import read_capture
-from consistency.capture.json_codec import Real, decode_json, encode_json
+from consistency.capture.json_codec import decode_json, encode_json
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison
+from consistency.numerics.real import Real
 from consistency.report.json import as_bytes, write_report
 from tests.comparison.test_compare import computed, measured, moved
 from tests.conftest import FinishedRun, MakeCapture

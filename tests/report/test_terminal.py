@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from consistency.capture.json_codec import Real
 from consistency.comparison.result import (
     ArchitectureGroup,
     Comparison,
@@ -16,6 +15,7 @@ from consistency.comparison.result import (
     Verdict,
     WorkerSummary,
 )
+from consistency.numerics.real import Real
 from consistency.report.terminal import clean, make_console, print_report, sentence
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from consistency.capture.folder import CaptureManifest, read_capture
 from consistency.capture.json_codec import decode_json
-from consistency.case.options import MODEL_LESS, Case, Level, Stage
+from consistency.case.options import Case
+from consistency.case.stages import MODEL_LESS, Level, Stage
 from consistency.errors import UsageError
 from consistency.launch.process import Limits
 from consistency.workflows.doctor import doctor_plan

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from consistency.case.options import Stage
+from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison, Finding
 from consistency.errors import UsageError
 from consistency.worker.faults import FAULTS

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from consistency.case.load_path import is_side_road
-from consistency.case.options import Level, Stage
 from consistency.case.preflight import builtin_name
+from consistency.case.stages import Level, Stage
 from consistency.comparison.findings.causes import find_causes, names
 from consistency.comparison.findings.host import find_box
 from consistency.comparison.findings.load_paths import find_casts

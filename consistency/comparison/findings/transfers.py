@@ -21,7 +21,7 @@ from consistency.capture.names import (
     STRIDED,
     split_pair,
 )
-from consistency.case.options import Stage
+from consistency.case.stages import Stage
 from consistency.comparison.findings.causes import describe, names
 from consistency.comparison.findings.transfer_causes import Pair, about, arrow, listed, reasons
 from consistency.comparison.result import BAD, Finding, Row, TensorComparison

@@ -12,15 +12,15 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from consistency.capture.json_codec import Real
 from consistency.capture.names import adapter_place
 from consistency.capture.records import TensorMeasure
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.result import ArchitectureGroup, Comparison, Finding, Row, TensorComparison, WorkerSummary
 from consistency.comparison.weight_files.configs import find_settings
 from consistency.comparison.weight_files.mapped import StoredTensor, open_weights
+from consistency.devices.cores import available_cores
 from consistency.errors import InputError
-from consistency.launch.environment import available_cores
+from consistency.numerics.real import Real
 from consistency.numerics.same_bytes import same_memory
 
 STAGE = "file"

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from consistency.case.options import Stage
+from consistency.case.stages import Stage
 from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
 from consistency.report.page.labels import KEY, digits, shown
 from consistency.report.summary import Group, some_names

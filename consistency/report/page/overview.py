@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from consistency.case.load_path import is_side_road
-from consistency.case.options import Stage
+from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison, Finding
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
 from consistency.report import diff, terminal

@@ -12,7 +12,7 @@ import torch
 
 from consistency.capture.names import MERGE_PEAK, PLACEMENT, SAFE_MERGE_PEAK, adapter_place, module_place
 from consistency.capture.records import RecordStatus
-from consistency.case.options import Level
+from consistency.case.stages import Level
 from consistency.numerics.rules import passes, ratio
 from consistency.worker.memory.host_memory import is_out_of_memory, peak_bytes, reset_peak, resident_bytes
 from consistency.worker.memory.merge_peak import MergePeak, measure_merge

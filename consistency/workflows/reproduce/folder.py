@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from consistency.capture.folder import write_json
 from consistency.capture.names import HOST, split_pair
 from consistency.case.load_path import Road
-from consistency.case.options import Stage
+from consistency.case.stages import Stage
 from consistency.devices.spec import KERNEL_VARIABLES, parse_device
 from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.report.terminal import clean

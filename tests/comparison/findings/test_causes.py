@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from consistency.capture.json_codec import Real
 from consistency.comparison.findings.causes import describe, find_causes
 from consistency.comparison.result import Finding, Row, TensorComparison
+from consistency.numerics.real import Real
 
 
 def tensor(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from consistency.capture.json_codec import Real
 from consistency.capture.records import TensorRecord
 from consistency.comparison.findings.placement import size
 from consistency.comparison.result import Finding
+from consistency.numerics.real import Real
 from consistency.report.summary import worst_ratio
 from tests.comparison.test_compare import compared, computed
 from tests.conftest import MakeCapture

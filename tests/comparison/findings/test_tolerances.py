@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from consistency.capture.records import TensorRecord
-from consistency.case.options import Level
+from consistency.case.stages import Level
 from consistency.case.tolerance import Override
 from consistency.comparison.result import Comparison, Finding
 from tests.comparison.test_compare import compared, computed, errors, only_row

@@ -13,14 +13,14 @@ from consistency.capture.folder import read_capture
 from consistency.capture.json_codec import encode_json
 from consistency.capture.names import CASTING, CHAIN, DIRECT, HOST_STAGED, OVERLAPPED, STRIDED, pair_name
 from consistency.capture.records import TensorRecord
-from consistency.case.options import Stage
+from consistency.case.stages import Stage
 from consistency.comparison.compare import compare
+from consistency.comparison.findings.advice import advise, as_table
 from consistency.comparison.findings.transfers import home_of, matrices
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host import Box, Gpu
 from consistency.report.doctor import print_doctor
 from consistency.report.terminal import make_console, print_report
-from consistency.workflows.doctor import advise, as_table
 from tests.comparison.test_compare import measured
 from tests.conftest import MakeCapture
 

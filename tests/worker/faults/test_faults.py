@@ -11,8 +11,9 @@ import pytest
 from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, read_capture, worker_slug
 from consistency.capture.records import WorkerInfo
 from consistency.case.load_path import Road
-from consistency.case.options import Level, Options
+from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
+from consistency.case.stages import Level
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.discovery import discover

@@ -16,13 +16,14 @@ import transformers
 from safetensors.torch import save_file
 
 from consistency.capture.folder import CaptureWriter
-from consistency.capture.json_codec import Real, decode_json
+from consistency.capture.json_codec import decode_json
 from consistency.capture.records import TensorMeasure, TensorRecord
 from consistency.case.options import Case
 from consistency.case.tolerance import Override
 from consistency.errors import InputError
 from consistency.numerics.bound import independent_rows
 from consistency.numerics.exact import in_float64
+from consistency.numerics.real import Real
 from consistency.worker import determinism
 from consistency.worker.model.head_class import auto_class, labels
 from consistency.worker.model.loading import expected_adapter, load_adapter, load_base

@@ -58,7 +58,7 @@ import numpy as np
 import torch
 from torch.nn import functional as nn
 
-from consistency.case.options import Level
+from consistency.case.stages import Level
 from consistency.numerics.running_error import Tracked
 from consistency.worker.stages.gradient import adamw
 

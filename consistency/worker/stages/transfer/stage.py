@@ -25,7 +25,7 @@ from consistency.capture.names import (
 )
 from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
 from consistency.case.load_path import Road
-from consistency.case.options import Level, Stage
+from consistency.case.stages import Level, Stage
 from consistency.numerics.diagnosis_moved import Diagnosis, Known, diagnose_moved
 from consistency.numerics.digest import as_bytes, combine
 from consistency.numerics.distance import Measure, measure

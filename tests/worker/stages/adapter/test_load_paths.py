@@ -17,8 +17,9 @@ from consistency.capture.json_codec import decode_json
 from consistency.capture.names import CAST_ON_THE_WAY, LOADED_AGAIN
 from consistency.capture.records import TensorRecord
 from consistency.case.load_path import Road
-from consistency.case.options import Options, Stage
+from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
+from consistency.case.stages import Stage
 from consistency.numerics.digest import digest
 from consistency.worker import session
 from consistency.worker.model.loading import ADAPTER_NAME

@@ -1,0 +1,5 @@
+"""The version of this package: it stands in every capture and report."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

@@ -1,0 +1,23 @@
+"""How many processors there are to share out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def available_cores() -> int:
+    """Return how many processors this process may use, a container's quota included."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return cores
+
+
+def threads_per_worker(workers: int) -> int:
+    """Share the processors out: OpenMP threads of two workers on one core spin against each other."""
+    return max(1, available_cores() // max(1, workers))
