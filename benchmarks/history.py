@@ -29,7 +29,7 @@ def make(history: History, nights: int, devices: int) -> tuple[Night, dict[str, 
     def night(number: int) -> Night:
         workers = tuple(
             NightWorker(
-                name=f"cuda:{d}", road="isolated", device=f"GPU-{d:032x}", architecture="Ampere sm_86",
+                name=f"cuda:{d}", load_path="isolated", device=f"GPU-{d:032x}", architecture="Ampere sm_86",
                 model="NVIDIA RTX A6000", status="ok", software="0" * 16, inputs="1" * 16,
                 bits={stage: f"{hash((stage, d % 3)) % 2**64:016x}" for stage in STAGES}, table=name,
             )

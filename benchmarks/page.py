@@ -64,9 +64,9 @@ def main() -> int:
         for tensors, devices, alike in sizes:
             found = made_up(tensors, devices, alike=alike)
             started = time.process_time()
-            by_road = {road: groups(found, road) for road in found.roads}
-            page = write_html(found, Path(scratch), by_road)
-            text = write_markdown(found, Path(scratch), by_road)
+            by_load_path = {load_path: groups(found, load_path) for load_path in found.load_paths}
+            page = write_html(found, Path(scratch), by_load_path)
+            text = write_markdown(found, Path(scratch), by_load_path)
             seconds = time.process_time() - started
             loads = "" if driver is None else f"{load_ms(driver, page):9.0f}"
             print(
@@ -93,7 +93,7 @@ def made_up(tensors: int, devices: int, *, alike: bool) -> Comparison:
         adapter="adapter",
         dtype="bfloat16",
         level="standard",
-        roads=("isolated",),
+        load_paths=("isolated",),
         verdict="inconsistent" if off else "consistent",
         reference="cpu",
         workers=tuple(_worker(name, kinds[name]) for name in workers),
@@ -110,7 +110,7 @@ def _worker(name: str, kind: int) -> WorkerSummary:
     title, model = ARCHITECTURES[kind]
     environment = {"torch": "2.13.0", "cuda": "13.0", "python": "3.11.7", "variables": {"OMP_NUM_THREADS": "4"}}
     return WorkerSummary(
-        name=name, road="isolated", architecture=title, model=model, uuid=f"GPU-{name}", status="ok", reason=None,
+        name=name, load_path="isolated", architecture=title, model=model, uuid=f"GPU-{name}", status="ok", reason=None,
         environment=environment,
     )  # fmt: skip
 
@@ -138,7 +138,7 @@ def _tensor(
             rows[name] = _zeros(name) if name in lost else _named(template, name)
     return TensorComparison(
         stage=stage,
-        road="isolated",
+        load_path="isolated",
         layer=f"model.layers.{number // 7 % 80}.self_attn.{MODULES[number % 4]}",
         tensor=f"{part[stage]}.{number // 560}",
         shape=(4096, 4096),

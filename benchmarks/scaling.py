@@ -207,7 +207,7 @@ def worker(name: str, number: int, architecture: str, model: str, *, program: st
     settings = {"matmul_allow_tf32": False, "cudnn_deterministic": True, "cudnn_benchmark": False, "threads": 4}
     return WorkerInfo(
         name=name,
-        road="isolated",
+        load_path="isolated",
         architecture=architecture,
         model=model,
         status="ok",
@@ -297,7 +297,7 @@ def _relative(where: dict[str, Any], bits: str, *, is_faulty: bool) -> TensorRec
         blocks=blocks,
         reference="float64",
         reference_error=Real(1e-6),
-        reference_draws=128,
+        reference_samples=128,
         measure=_measure(0.5 if is_off else 1e-6 + int(value[:4], 16) * 1e-12, mismatched=9000, ratio=None),
     )
 

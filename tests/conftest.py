@@ -18,7 +18,7 @@ from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.case.options import Case, Options
 from consistency.case.preflight import builtin_folder
 from consistency.comparison.result import Comparison
-from consistency.devices.host import Box
+from consistency.devices.host import HostFacts
 from consistency.workflows import pipeline
 from tests.accelerator.fixtures import double, run_on_double  # noqa: F401 - fixtures for all tests
 
@@ -81,7 +81,7 @@ def make_capture(tmp_path: Path) -> MakeCapture:
         *,
         info: dict[str, dict[str, Any]] | None = None,
         case: dict[str, Any] | None = None,
-        box: Box | None = None,
+        host_facts: HostFacts | None = None,
     ) -> Path:
         full_case = Case(**{"name": "made-up", "base": "base", "adapter": "adapter", **(case or {})})
         with CaptureWriter(tmp_path / name) as writer:
@@ -89,14 +89,14 @@ def make_capture(tmp_path: Path) -> MakeCapture:
             for device, records in workers.items():
                 fields: dict[str, Any] = {
                     "name": device,
-                    "road": "isolated",
+                    "load_path": "isolated",
                     "architecture": "x86-64",
                     "model": "chip",
                     "status": "ok",
                     "stages_done": ("base", "adapter", "merged", "forward"),
                     **((info or {}).get(device) or {}),
                 }
-                slug = worker_slug(device, fields["road"])
+                slug = worker_slug(device, fields["load_path"])
                 writer.write_worker(slug, WorkerInfo(**fields))
                 lines = b"".join(encode_json(record) + b"\n" for record in records)
                 (writer.worker_folder(slug) / "records.jsonl").write_bytes(lines)
@@ -109,7 +109,7 @@ def make_capture(tmp_path: Path) -> MakeCapture:
                     host=name,
                     case=full_case,
                     workers=tuple(slugs),
-                    box=box,
+                    host_facts=host_facts,
                 )
             )
 

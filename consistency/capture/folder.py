@@ -29,7 +29,7 @@ import msgspec
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.case.options import Case
-from consistency.devices.host.facts import Box
+from consistency.devices.host.facts import HostFacts
 from consistency.errors import CaptureError
 
 SCHEMA = "consistency.capture/1"
@@ -40,7 +40,7 @@ _SLUG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.@+-]{0,120}$")
 T = TypeVar("T")
 
 
-class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True):
+class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True, rename={"host_facts": "box"}):
     """The commit mark of a capture.
 
     Attributes
@@ -55,7 +55,7 @@ class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     case: Case
     workers: tuple[str, ...]
-    box: Box | None = None
+    host_facts: HostFacts | None = None
 
 
 class WorkerCapture(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,9 +84,9 @@ def blob_name(name: str) -> str:
     return name
 
 
-def worker_slug(name: str, road: str) -> str:
+def worker_slug(name: str, load_path: str) -> str:
     """Return a folder name for a worker: `cuda_1@tf32.shared`."""
-    return f"{name.replace(':', '_')}.{road}"
+    return f"{name.replace(':', '_')}.{load_path}"
 
 
 def unpack_blocks(text: str) -> tuple[int, ...]:
@@ -202,7 +202,7 @@ _REPEATED_TEXTS = (
     "reference_digest",
     "diagnosis",
     "reason",
-    "road",
+    "load_path",
 )
 
 
@@ -308,11 +308,11 @@ def read_records(path: Path, pool: RecordPool | None = None, *, whole: bool = Fa
 
 def _refuse_doubles(records: Sequence[TensorRecord], path: Path) -> None:
     """Raise where a tensor was recorded twice: nobody can tell which of the two holds."""
-    if len({(record.road, *record.key) for record in records}) == len(records):
+    if len({(record.load_path, *record.key) for record in records}) == len(records):
         return
     first: dict[tuple[str, ...], int] = {}
     for number, record in enumerate(records, start=1):
-        place = (record.road, *record.key)
+        place = (record.load_path, *record.key)
         if place in first:
             raise CaptureError(
                 f"line {number} is about the same tensor as line {first[place]}",

@@ -64,7 +64,14 @@ class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return found
 
 
-class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class TensorRecord(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    gc=False,
+    rename={"reference_samples": "reference_draws", "load_path": "road"},
+):
     """What one worker saw of one tensor.
 
     Attributes
@@ -122,7 +129,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reference_digest: str | None = None
     reference_blob: str | None = None
     reference_error: Real | None = None
-    reference_draws: int | None = None
+    reference_samples: int | None = None
     measure: TensorMeasure | None = None
     diagnosis: str | None = None
     evidence: dict[str, Any] = {}
@@ -132,7 +139,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ingredients: dict[str, str] = {}
     order: int = 0
     limit_ratio: Real | None = None
-    road: str = ""
+    load_path: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -170,7 +177,7 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     device_peak_bytes: int | None = None
 
 
-class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
     """Who a worker was and how it ended.
 
     Attributes
@@ -204,7 +211,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    road: str
+    load_path: str
     architecture: str
     model: str
     status: WorkerStatus

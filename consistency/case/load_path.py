@@ -13,7 +13,7 @@ from typing import Literal
 TorchDevice = Literal["cpu", "target"]
 
 
-class Road(enum.StrEnum):
+class LoadPath(enum.StrEnum):
     """How the adapter's bytes reach the device.
 
     With one visible device per worker (`isolated`) no copy between devices can happen, which hides a broken one; with
@@ -40,9 +40,9 @@ class Road(enum.StrEnum):
     SHARED_TRANSFORMERS_LOW_MEMORY = "shared+transformers+low-memory"
 
     @property
-    def main(self) -> Road:
+    def main(self) -> LoadPath:
         """Return PEFT's default road with the same devices visible: the one that a worker's other stages stand on."""
-        return Road(self.value.partition("+")[0])
+        return LoadPath(self.value.partition("+")[0])
 
     @property
     def side(self) -> str:
@@ -73,26 +73,28 @@ class Road(enum.StrEnum):
         return self.torch_device is None and not self.by_transformers
 
     @property
-    def without_low_memory(self) -> Road:
-        return Road(self.value.removesuffix("+low-memory"))
+    def without_low_memory(self) -> LoadPath:
+        return LoadPath(self.value.removesuffix("+low-memory"))
 
-    def beside(self, main: Road) -> Road:
+    def beside(self, main: LoadPath) -> LoadPath:
         """Return the same road with other devices visible, or without."""
-        return Road(f"{main.main.value}+{self.side}") if self.side else main.main
+        return LoadPath(f"{main.main.value}+{self.side}") if self.side else main.main
 
 
 GRAMMAR = "isolated or shared, with +cpu, +target or +transformers, with +low-memory; or all"
 """What the name of a road can be, in words."""
 
-SIDES: tuple[str, ...] = tuple(road.side for road in Road if road.main is Road.ISOLATED and road.side)
+SIDES: tuple[str, ...] = tuple(
+    load_path.side for load_path in LoadPath if load_path.main is LoadPath.ISOLATED and load_path.side
+)
 """What can be different from the default road, whichever devices are visible."""
 
 
-def main_road(name: str) -> str:
+def main_path(name: str) -> str:
     """Return the default road of a road that a capture names, whatever it holds."""
     return name.partition("+")[0]
 
 
-def is_side_road(name: str) -> bool:
+def is_alternative(name: str) -> bool:
     """Tell whether a road that a capture names is beside a default road."""
     return "+" in name

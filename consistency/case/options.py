@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from consistency.case.load_path import GRAMMAR as ROADS
-from consistency.case.load_path import Road
+from consistency.case.load_path import GRAMMAR as LOAD_PATHS
+from consistency.case.load_path import LoadPath
 from consistency.case.stages import LARGE_COPIES, LEVELS, Level, LevelPlan, Stage
 from consistency.case.tolerance import Override, as_tables
 from consistency.devices.spec import parse_devices
@@ -26,7 +26,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"load_paths": "roads"}):
     """One base model and one adapter, and how they are looked at.
 
     Attributes
@@ -67,7 +67,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     adapter: str | None = None
     dtype: Dtype = "auto"
     stages: tuple[Stage, ...] = LEVELS[Level.STANDARD].stages
-    roads: tuple[Road, ...] | None = None
+    load_paths: tuple[LoadPath, ...] | None = None
     level: Level = Level.STANDARD
     inputs: str | None = None
     repeat: int = 1
@@ -111,7 +111,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return (*skipped, *rest)
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"load_paths": "roads"}):
     """Everything a user can set, from the command line, a TOML file or pytest, before any of it is checked."""
 
     base: str | None = None
@@ -120,7 +120,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     devices: tuple[str, ...] = ("auto",)
     dtype: Dtype = "auto"
     stages: tuple[str, ...] | None = None
-    roads: tuple[str, ...] | None = None
+    load_paths: tuple[str, ...] | None = None
     level: Level = Level.STANDARD
     inputs: str | None = None
     repeat: int | None = None
@@ -179,7 +179,7 @@ def make_options(table: dict[str, Any], *, where: str = "options") -> Options:
         raise UsageError("a time limit is a number of seconds above 0", where=where)
     parse_devices(options.devices)
     parse_stages(options.stages)
-    parse_roads(options.roads)
+    parse_load_paths(options.load_paths)
     return options
 
 
@@ -193,21 +193,21 @@ def parse_stages(names: Iterable[str] | None) -> tuple[Stage, ...] | None:
     return tuple(s for s in Stage if s in chosen)
 
 
-def parse_roads(names: Iterable[str] | None) -> tuple[Road, ...] | None:
+def parse_load_paths(names: Iterable[str] | None) -> tuple[LoadPath, ...] | None:
     """Turn road names into roads; `all` is every one, None stays None."""
     if names is None:
         return None
     wanted = list(names)
     if wanted == ["all"]:
-        return tuple(Road)
-    known = set(Road)
+        return tuple(LoadPath)
+    known = set(LoadPath)
     for name in wanted:
         if name not in known:
-            raise UsageError(f"unknown road: {name}", where="--roads", wanted=ROADS)
-    chosen = {Road(name) for name in wanted}
+            raise UsageError(f"unknown road: {name}", where="--roads", wanted=LOAD_PATHS)
+    chosen = {LoadPath(name) for name in wanted}
     if not chosen:
-        raise UsageError("no road given", where="--roads", wanted=ROADS)
-    return tuple(r for r in Road if r in chosen)
+        raise UsageError("no road given", where="--roads", wanted=LOAD_PATHS)
+    return tuple(r for r in LoadPath if r in chosen)
 
 
 def _member(kind: type[E], name: str, option: str) -> E:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint, read_header, read_json
-from consistency.case.options import Case, Options, parse_roads, parse_stages
+from consistency.case.options import Case, Options, parse_load_paths, parse_stages
 from consistency.case.stages import LEVELS, Stage
 from consistency.errors import InputError, UsageError
 
@@ -55,7 +55,7 @@ def prepare_case(options: Options) -> Case:
         adapter=None if adapter_folder is None else str(adapter_folder),
         dtype=options.dtype,
         stages=stages,
-        roads=parse_roads(options.roads),
+        load_paths=parse_load_paths(options.load_paths),
         level=options.level,
         inputs=inputs,
         repeat=options.repeat or plan.repeat,

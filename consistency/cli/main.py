@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from consistency.capture.version import __version__
-from consistency.case.load_path import GRAMMAR as ROADS
+from consistency.case.load_path import GRAMMAR as LOAD_PATHS
 from consistency.case.options import DTYPES, Options, make_options, read_options, split_list
 from consistency.case.stages import Level, Stage
 from consistency.case.tolerance import HELP as OVERRIDE_HELP
@@ -171,7 +171,8 @@ def _case_options(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=split_list, metavar="LIST", help="auto (default), or cpu,cuda:0,cpu@avx2,…")
     add("--dtype", choices=DTYPES, help="what the base is loaded as (default: what its config says)")
     add("--stages", type=split_list, metavar="LIST", help=f"of {','.join(Stage)} (default: the level's)")
-    add("--roads", type=split_list, metavar="LIST", help=f"{ROADS} (default: by level and devices)")
+    add("--load-paths", "--roads", dest="roads", type=split_list, metavar="LIST",
+        help=f"{LOAD_PATHS} (default: by level and devices)")  # fmt: skip
     add("--level", choices=list(Level), help="about a minute, some minutes, or a night (default: standard)")
     add("--inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
     add("--device-map", metavar="MAP", help="how the stage sharding splits the base too: auto, balanced, FILE.json")
@@ -200,7 +201,7 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 
 def _options(parsed: argparse.Namespace) -> Options:
     table = read_options(parsed.config) if parsed.config is not None else {}
-    for name in Options.__struct_fields__:
+    for name in Options.__struct_encode_fields__:
         value = getattr(parsed, name, None)
         if value is not None:
             # the last tolerance that matches wins: the command line's come after the file's
@@ -261,7 +262,7 @@ def _capture(parsed: argparse.Namespace) -> int:
     rows = [
         {
             "name": worker.info.name,
-            "road": worker.info.road,
+            "road": worker.info.load_path,
             "status": worker.info.status,
             "reason": worker.info.reason,
             "tensors": len(worker.records),

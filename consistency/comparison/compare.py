@@ -13,7 +13,7 @@ import msgspec
 from consistency.capture.folder import Capture
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import TensorRecord
-from consistency.case.load_path import SIDES, is_side_road
+from consistency.case.load_path import SIDES, is_alternative
 from consistency.case.options import Case
 from consistency.case.stages import Stage
 from consistency.comparison.findings.collect import find
@@ -28,7 +28,7 @@ from consistency.comparison.result import (
     Verdict,
     WorkerSummary,
 )
-from consistency.comparison.workers import Key, Participant, choose_reference, gather, on_road, roads_of
+from consistency.comparison.workers import Key, Participant, choose_reference, gather, load_paths_of, on_load_path
 from consistency.errors import UsageError
 from consistency.numerics.rules import Rule
 
@@ -56,10 +56,10 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
     participants = gather(captures)
     reference = choose_reference(participants)
     tensors: list[TensorComparison] = []
-    roads = roads_of(participants)
-    for road in roads if reference is not None else ():
+    load_paths = load_paths_of(participants)
+    for load_path in load_paths if reference is not None else ():
         assert reference is not None
-        tensors += _compare_road(road, *on_road(participants, reference, road))
+        tensors += _compare_load_path(load_path, *on_load_path(participants, reference, load_path))
     first = captures[0].manifest.case
     damage = (*unread, *(text for capture in captures for text in capture.damage))
     findings = find(participants, reference, tensors, damage=damage)
@@ -69,7 +69,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         adapter=first.adapter,
         dtype=_dtype(first.dtype, reference),
         level=first.level,
-        roads=roads,
+        load_paths=load_paths,
         verdict=_verdict(participants, tensors, damage, any(f.severity == "error" for f in findings)),
         reference=None if reference is None else reference.label,
         workers=tuple(_summary(p) for p in participants),
@@ -78,17 +78,17 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         findings=findings,
         first_divergence=_first(tensors, _bad),
         first_other_bits=_first(tensors, functools.partial(_other_bits, reference)),
-        not_looked_at=(*first.not_looked_at(), *_roads_left_out(first, roads)),
+        not_looked_at=(*first.not_looked_at(), *_load_paths_left_out(first, load_paths)),
         simulated=any(p.info.simulated for p in participants),
-        boxes=tuple(box for capture in captures if (box := capture.manifest.box) is not None),
+        hosts=tuple(host_facts for capture in captures if (host_facts := capture.manifest.host_facts) is not None),
     )
 
 
-def _roads_left_out(case: Case, taken: Sequence[str]) -> Iterable[str]:
+def _load_paths_left_out(case: Case, taken: Sequence[str]) -> Iterable[str]:
     """Name the side roads that were not taken, where there was an adapter to take them with."""
     if case.adapter is None or Stage.ADAPTER not in case.stages:
         return
-    left = [f"+{side}" for side in SIDES if not any(road.partition("+")[2] == side for road in taken)]
+    left = [f"+{side}" for side in SIDES if not any(load_path.partition("+")[2] == side for load_path in taken)]
     if left:
         yield "the adapter's side roads" if len(left) == len(SIDES) else f"the side roads {' '.join(left)}"
 
@@ -99,7 +99,9 @@ def _dtype(asked: str, reference: Participant | None) -> str:
     return str(found) if asked == "auto" and found else asked
 
 
-def _compare_road(road: str, members: Sequence[Participant], reference: Participant) -> Iterable[TensorComparison]:
+def _compare_load_path(
+    load_path: str, members: Sequence[Participant], reference: Participant
+) -> Iterable[TensorComparison]:
     order: dict[Key, int] = {}
     for member in (reference, *members):
         for key, record in member.records.items():
@@ -115,7 +117,7 @@ def _compare_road(road: str, members: Sequence[Participant], reference: Particip
         classes = _classes(members, reference, key)
         yield TensorComparison(
             stage=key[0],
-            road=road,
+            load_path=load_path,
             layer=key[1],
             tensor=key[2],
             shape=record.shape,
@@ -214,17 +216,19 @@ def _first(
         if not names:
             continue
         for row in tensor.rows:
-            if row.worker in names and (row.worker, tensor.road) not in found:
-                found[row.worker, tensor.road] = Divergence(
+            if row.worker in names and (row.worker, tensor.load_path) not in found:
+                found[row.worker, tensor.load_path] = Divergence(
                     worker=row.worker,
-                    road=tensor.road,
+                    load_path=tensor.load_path,
                     stage=tensor.stage,
                     layer=tensor.layer,
                     tensor=tensor.tensor,
                     status=row.status,
                 )
-    on_default = {worker for worker, road in found if not is_side_road(road)}
-    return tuple(d for (worker, road), d in found.items() if not is_side_road(road) or worker not in on_default)
+    on_default = {worker for worker, load_path in found if not is_alternative(load_path)}
+    return tuple(
+        d for (worker, load_path), d in found.items() if not is_alternative(load_path) or worker not in on_default
+    )
 
 
 def _architectures(participants: Sequence[Participant]) -> tuple[ArchitectureGroup, ...]:
@@ -238,7 +242,7 @@ def _summary(p: Participant) -> WorkerSummary:
     info = p.info
     return WorkerSummary(
         name=p.label,
-        road=info.road,
+        load_path=info.load_path,
         architecture=info.architecture,
         model=info.model,
         uuid=info.uuid,

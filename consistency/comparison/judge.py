@@ -161,8 +161,8 @@ def _relative(subject: Participant, reference: Participant, record: TensorRecord
             status="skipped",
             reason="the CPU's own numbers overflow float16, which ends at 65504: there is no error to compare with",
         )
-    draws = record.reference_draws or math.prod(record.shape)
-    allowed = relative_allowance(float(own), float(found.magnitude), record.dtype, draws=draws)
+    samples = record.reference_samples or math.prod(record.shape)
+    allowed = relative_allowance(float(own), float(found.magnitude), record.dtype, samples=samples)
     share = ratio(float(found.max_abs), allowed)
     status: Status = "within" if passes(share) else "outside"
     if share == 0 and found.mismatched == 0:
@@ -175,15 +175,15 @@ def _relative(subject: Participant, reference: Participant, record: TensorRecord
         status, truth, diagnosis = "equal", reference.label, None
     if status == "within" and 0 < float(found.magnitude) <= allowed:  # where all is zero, zeros are right
         row = _measured(subject, record, found, status="skipped", reference=truth)
-        return _replace(row, diagnosis=None, reason=_idle(record.dtype, draws, float(own), float(found.magnitude)))
+        return _replace(row, diagnosis=None, reason=_idle(record.dtype, samples, float(own), float(found.magnitude)))
     row = _measured(subject, record, found, status=status, reference=truth, diagnosis=diagnosis)
     return _replace(row, bound_ratio=Real(share))
 
 
-def _idle(dtype: str, draws: int, own: float, magnitude: float) -> str:
+def _idle(dtype: str, samples: int, own: float, magnitude: float) -> str:
     """Say why an allowance is so wide that a tensor of zeros would pass; no figure of one tensor, so that it groups."""
     if relative_allowance(own, magnitude, dtype) < magnitude:  # it is luck that makes it so wide
-        numbers = "one independent number" if draws == 1 else "few independent numbers"
+        numbers = "one independent number" if samples == 1 else "few independent numbers"
         return (
             f"the CPU's error is the largest of {numbers}: what luck allows beside it would let a tensor of zeros pass"
         )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from consistency.capture.records import StageMemory
-from consistency.devices.host.facts import Box
+from consistency.devices.host.facts import HostFacts
 from consistency.numerics.real import Real
 
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked"]
@@ -72,7 +72,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a
     repeated: bool | None = None
 
 
-class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
+class TensorComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
     """One tensor on all workers of a road.
 
     Attributes
@@ -84,7 +84,7 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     stage: str
-    road: str
+    load_path: str
     layer: str
     tensor: str
     shape: tuple[int, ...]
@@ -108,11 +108,11 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
         return next((row for row in self.rows if row.worker == worker), None)
 
 
-class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
     """Who a worker was and how it ended; `device` is who its device is, whatever number that has today."""
 
     name: str
-    road: str
+    load_path: str
     architecture: str
     model: str
     uuid: str | None
@@ -141,7 +141,7 @@ class ArchitectureGroup(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[str, ...]
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Finding(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths": "roads"}):
     """Something to act on.
 
     Attributes
@@ -176,10 +176,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     next: str | None = None
     state: str | None = None
     accepted: str | None = None
-    roads: tuple[str, ...] = ()
+    load_paths: tuple[str, ...] = ()
 
 
-class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+class Divergence(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
     """The first tensor, in the model's order, at which a worker leaves the others.
 
     Attributes
@@ -189,14 +189,14 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     worker: str
-    road: str
+    load_path: str
     stage: str
     layer: str
     tensor: str
     status: Status
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths": "roads", "hosts": "boxes"}):
     """Everything that comparing captures says.
 
     Attributes
@@ -220,7 +220,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     case: str
     dtype: str
     level: str
-    roads: tuple[str, ...]
+    load_paths: tuple[str, ...]
     verdict: Verdict
     reference: str | None
     workers: tuple[WorkerSummary, ...]
@@ -234,7 +234,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     simulated: bool = False
     captures: tuple[str, ...] = ()
-    boxes: tuple[Box, ...] = ()
+    hosts: tuple[HostFacts, ...] = ()
 
     @property
     def exit_status(self) -> int:

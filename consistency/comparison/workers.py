@@ -13,7 +13,7 @@ from consistency.capture.folder import Capture, WorkerCapture
 from consistency.capture.json_codec import encode_json
 from consistency.capture.names import LOADED_AGAIN, SETTINGS_LAYER
 from consistency.capture.records import TensorRecord, WorkerInfo
-from consistency.case.load_path import is_side_road, main_road
+from consistency.case.load_path import is_alternative, main_path
 from consistency.case.options import Case
 
 Key = tuple[str, str, str]
@@ -42,8 +42,8 @@ class Participant:
     sides: dict[str, dict[Key, TensorRecord]] = field(default_factory=dict)
 
     @property
-    def road(self) -> str:
-        return self.info.road
+    def load_path(self) -> str:
+        return self.info.load_path
 
     @property
     def case(self) -> Case:
@@ -76,19 +76,21 @@ class Participant:
         facts = (info.architecture, info.model, info.driver, info.capability, info.status, info.kernel_key)
         return encode_json((self.is_cpu, *facts, info.environment, info.in_force, self.case.dtype))
 
-    def on(self, road: str) -> Participant | None:
+    def on(self, load_path: str) -> Participant | None:
         """Return this worker as it stands on a road: itself, what it saw on a side road, or None."""
-        if road == self.road:
+        if load_path == self.load_path:
             return self
-        if road not in self.sides:
+        if load_path not in self.sides:
             return None
-        return replace(self, info=msgspec.structs.replace(self.info, road=road), records=self.sides[road], sides={})
+        return replace(
+            self, info=msgspec.structs.replace(self.info, load_path=load_path), records=self.sides[load_path], sides={}
+        )
 
     @property
     def gave_up(self) -> bool:
         """Tell whether this worker could not take the side road that it stands on: it owes no tensor there."""
         record = self.records.get(("adapter", SETTINGS_LAYER, LOADED_AGAIN))
-        return is_side_road(self.road) and record is not None and record.status == "skipped"
+        return is_alternative(self.load_path) and record is not None and record.status == "skipped"
 
     def could_have_seen(self, key: Key) -> bool:
         """Tell whether this worker's own case asked for a tensor that it has no record of."""
@@ -100,7 +102,7 @@ def gather(captures: Sequence[Capture]) -> tuple[Participant, ...]:
     """Return the workers of all captures, named apart."""
     labels = _labels([_home(capture.folder) for capture in captures])
     keys: dict[Key, Key] = {}  # one tuple per tensor for all workers
-    seen = Counter((worker.info.name, worker.info.road) for capture in captures for worker in capture.workers)
+    seen = Counter((worker.info.name, worker.info.load_path) for capture in captures for worker in capture.workers)
     prefixed = any(count > 1 for count in seen.values())
     return tuple(
         _participant(f"{label}:{worker.info.name}" if prefixed else worker.info.name, capture, worker, keys)
@@ -110,21 +112,21 @@ def gather(captures: Sequence[Capture]) -> tuple[Participant, ...]:
 
 
 def _participant(label: str, capture: Capture, worker: WorkerCapture, keys: dict[Key, Key]) -> Participant:
-    by_road: dict[str, dict[Key, TensorRecord]] = {"": {}}
+    by_load_path: dict[str, dict[Key, TensorRecord]] = {"": {}}
     for record in worker.records:
-        by_road.setdefault(record.road, {})[keys.setdefault(record.key, record.key)] = record
-    own = by_road.pop("")
-    return Participant(label=label, capture=capture, info=worker.info, records=own, sides=by_road)
+        by_load_path.setdefault(record.load_path, {})[keys.setdefault(record.key, record.key)] = record
+    own = by_load_path.pop("")
+    return Participant(label=label, capture=capture, info=worker.info, records=own, sides=by_load_path)
 
 
-def roads_of(participants: Sequence[Participant]) -> tuple[str, ...]:
+def load_paths_of(participants: Sequence[Participant]) -> tuple[str, ...]:
     """Return the roads that were taken: those that workers were started for, then what lies beside them."""
-    mains = dict.fromkeys(p.road for p in participants)
+    mains = dict.fromkeys(p.load_path for p in participants)
     return (*mains, *dict.fromkeys(side for p in participants for side in p.sides))
 
 
-def on_road(
-    participants: Sequence[Participant], reference: Participant, road: str
+def on_load_path(
+    participants: Sequence[Participant], reference: Participant, load_path: str
 ) -> tuple[list[Participant], Participant]:
     """Return the workers of a road, and the reference among them as it stands there.
 
@@ -133,24 +135,24 @@ def on_road(
     stands for it: every one was held against the file. A worker that was lost before a side road that its neighbours
     took owes it.
     """
-    if not is_side_road(road):
-        members = [p for p in participants if p.road == road]
+    if not is_alternative(load_path):
+        members = [p for p in participants if p.load_path == load_path]
         if not any(member is reference for member in members):
             members.insert(0, reference)
         return members, reference
-    took = {id(p.capture) for p in participants if road in p.sides}
+    took = {id(p.capture) for p in participants if load_path in p.sides}
     here: Participant | None = None
     members = []
     for p in participants:
-        view = p.on(road)
-        if view is None and p.info.status != "ok" and p.road == main_road(road) and id(p.capture) in took:
-            view = replace(p, info=msgspec.structs.replace(p.info, road=road), records={}, sides={})
+        view = p.on(load_path)
+        if view is None and p.info.status != "ok" and p.load_path == main_path(load_path) and id(p.capture) in took:
+            view = replace(p, info=msgspec.structs.replace(p.info, load_path=load_path), records={}, sides={})
         if view is not None:
             members.append(view)
             here = view if p is reference else here
     if here is None:
-        beside = road.removeprefix(main_road(road))
-        elsewhere = next((side for side in reference.sides if side.removeprefix(main_road(side)) == beside), None)
+        beside = load_path.removeprefix(main_path(load_path))
+        elsewhere = next((side for side in reference.sides if side.removeprefix(main_path(side)) == beside), None)
         here = None if elsewhere is None else reference.on(elsewhere)
         if here is not None:
             members.insert(0, here)

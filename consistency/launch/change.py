@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Change:
     environment: Mapping[str, str | None] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     threads: int | None = None
-    road: Road | None = None
+    load_path: LoadPath | None = None
     autocast_adapter_dtype: bool | None = None
 
     @property
@@ -41,7 +41,7 @@ class Change:
         """Name everything that it sets: two changes that touch the same cannot be made at once."""
         names = {*self.environment, *self.settings}
         names |= {"threads"} if self.threads is not None else set()
-        names |= {"road"} if self.road is not None else set()
+        names |= {"load_path"} if self.load_path is not None else set()
         return frozenset(names | ({"autocast_adapter_dtype"} if self.autocast_adapter_dtype is not None else set()))
 
     @staticmethod
@@ -49,11 +49,11 @@ class Change:
         """Return several changes as one."""
         environment: dict[str, str | None] = {}
         settings: dict[str, Any] = {}
-        threads, road, autocast, names = None, None, None, []
+        threads, load_path, autocast, names = None, None, None, []
         for change in changes:
             environment.update(change.environment)
             settings.update(change.settings)
-            threads, road = change.threads or threads, change.road or road
+            threads, load_path = change.threads or threads, change.load_path or load_path
             autocast = autocast if change.autocast_adapter_dtype is None else change.autocast_adapter_dtype
             names.append(change.name)
         return Change(
@@ -61,6 +61,6 @@ class Change:
             environment=environment,
             settings=settings,
             threads=threads,
-            road=road,
+            load_path=load_path,
             autocast_adapter_dtype=autocast,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.devices.interpreter import python_path
 from consistency.devices.spec import KERNEL_VARIABLES, DeviceInfo
 
@@ -13,17 +13,17 @@ from consistency.devices.spec import KERNEL_VARIABLES, DeviceInfo
 _VISIBILITY = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
-def torch_device(info: DeviceInfo, road: Road) -> str:
+def torch_device(info: DeviceInfo, load_path: LoadPath) -> str:
     """Return the device as torch numbers it inside the worker."""
     if info.spec.is_cpu:
         return "cpu"
-    if _isolates(info, road):
+    if _isolates(info, load_path):
         return f"{info.spec.type}:0"
     return f"{info.spec.type}:{info.spec.index}"
 
 
 def worker_environment(
-    info: DeviceInfo, road: Road, *, threads: int, change: Mapping[str, str | None] | None = None
+    info: DeviceInfo, load_path: LoadPath, *, threads: int, change: Mapping[str, str | None] | None = None
 ) -> dict[str, str]:
     """Return the whole environment of a worker; `change` has the last word, None in it takes a variable away."""
     found = {name: value for name, value in os.environ.items() if name not in KERNEL_VARIABLES}
@@ -42,7 +42,7 @@ def worker_environment(
         # PEFT asks for the accelerator by itself and would send the adapter through it
         found.update(dict.fromkeys(_VISIBILITY.values(), ""))
         found.pop("ZE_AFFINITY_MASK")  # an empty mask means all
-    elif _isolates(info, road):
+    elif _isolates(info, load_path):
         found[_VISIBILITY[info.spec.type]] = _visible_id(info)
     variant = info.spec.numerical_variant()
     if variant is not None:
@@ -54,8 +54,8 @@ def worker_environment(
     return found
 
 
-def _isolates(info: DeviceInfo, road: Road) -> bool:
-    return road is Road.ISOLATED and info.spec.type in _VISIBILITY
+def _isolates(info: DeviceInfo, load_path: LoadPath) -> bool:
+    return load_path is LoadPath.ISOLATED and info.spec.type in _VISIBILITY
 
 
 def _visible_id(info: DeviceInfo, environment: Mapping[str, str] = os.environ) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from consistency.capture.folder import worker_slug
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Case
 from consistency.case.stages import Stage
 from consistency.devices.spec import DeviceInfo
@@ -34,8 +34,8 @@ class WorkerPlan:
     """
 
     info: DeviceInfo
-    road: Road
-    side_roads: tuple[Road, ...] = ()
+    load_path: LoadPath
+    alternative_paths: tuple[LoadPath, ...] = ()
     makes_reference: bool = False
     change: Change | None = None
 
@@ -45,12 +45,12 @@ class WorkerPlan:
 
     @property
     def slug(self) -> str:
-        return worker_slug(self.name, self.road)
+        return worker_slug(self.name, self.load_path)
 
     @property
     def label(self) -> str:
         """Return the name for people: the road is named where it is not the usual one."""
-        return self.name if self.road is Road.ISOLATED else f"{self.name} ({self.road})"
+        return self.name if self.load_path is LoadPath.ISOLATED else f"{self.name} ({self.load_path})"
 
 
 def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPlan]]:
@@ -59,16 +59,20 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
     The CPU goes with the first wave only: no road leads past it. The worker that makes the float64 activations is the
     plain CPU where there is one.
     """
-    roads = case.roads or default_roads(devices, sides=case.plan.sides)
+    load_paths = case.load_paths or default_load_paths(devices, sides=case.plan.sides)
     maker = _reference_maker(devices)
     waves = []
-    for number, main in enumerate(dict.fromkeys(road.main for road in roads)):
-        sides = tuple(road for road in roads if road.main is main and not road.is_main) if _loads(case) else ()
+    for number, main in enumerate(dict.fromkeys(load_path.main for load_path in load_paths)):
+        sides = (
+            tuple(load_path for load_path in load_paths if load_path.main is main and not load_path.is_main)
+            if _loads(case)
+            else ()
+        )
         wave = [
             WorkerPlan(
                 info=info,
-                road=Road.ISOLATED if info.spec.is_cpu else main,
-                side_roads=_on_cpu(sides, chosen=case.roads is not None) if info.spec.is_cpu else sides,
+                load_path=LoadPath.ISOLATED if info.spec.is_cpu else main,
+                alternative_paths=_on_cpu(sides, chosen=case.load_paths is not None) if info.spec.is_cpu else sides,
                 makes_reference=number == 0 and info is maker,
             )
             for info in devices
@@ -80,7 +84,7 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
     return waves
 
 
-def default_roads(devices: Sequence[DeviceInfo], *, sides: Sequence[str] = ()) -> tuple[Road, ...]:
+def default_load_paths(devices: Sequence[DeviceInfo], *, sides: Sequence[str] = ()) -> tuple[LoadPath, ...]:
     """Return the roads that a fault of the copies can be told from a fault of the device by.
 
     Alone on its device a worker cannot meet a broken copy between devices; with one accelerator there is no such copy.
@@ -92,17 +96,21 @@ def default_roads(devices: Sequence[DeviceInfo], *, sides: Sequence[str] = ()) -
         What each default road is taken with beside.
     """
     accelerators = {(info.spec.type, info.spec.index) for info in devices if not info.spec.is_cpu}
-    mains = (Road.ISOLATED, Road.SHARED) if len(accelerators) > 1 else (Road.ISOLATED,)
-    return tuple(road for road in Road if road.main in mains and (road.is_main or road.side in sides))
+    mains = (LoadPath.ISOLATED, LoadPath.SHARED) if len(accelerators) > 1 else (LoadPath.ISOLATED,)
+    return tuple(
+        load_path
+        for load_path in LoadPath
+        if load_path.main in mains and (load_path.is_main or load_path.side in sides)
+    )
 
 
 def _loads(case: Case) -> bool:
     return case.adapter is not None and Stage.ADAPTER in case.stages
 
 
-def _on_cpu(sides: Sequence[Road], *, chosen: bool) -> tuple[Road, ...]:
+def _on_cpu(sides: Sequence[LoadPath], *, chosen: bool) -> tuple[LoadPath, ...]:
     """Return what the CPU takes beside its default road: to name `cpu` to PEFT there is to say what it does anyway."""
-    return tuple(road.beside(Road.ISOLATED) for road in sides if chosen or road.torch_device is None)
+    return tuple(load_path.beside(LoadPath.ISOLATED) for load_path in sides if chosen or load_path.torch_device is None)
 
 
 def _reference_maker(devices: Sequence[DeviceInfo]) -> DeviceInfo:

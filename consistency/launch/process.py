@@ -89,15 +89,15 @@ class WorkerProcess:
         job = Job(
             case=case,
             name=plan.name,
-            device=torch_device(plan.info, plan.road),
-            road=plan.road,
+            device=torch_device(plan.info, plan.load_path),
+            load_path=plan.load_path,
             folder=str(folder),
             blobs=str(writer.blobs),
             scratch=str(scratch),
             settings={**({} if variant is None else variant.settings), **change.settings},
             makes_reference=plan.makes_reference,
             threads=threads,
-            side_roads=plan.side_roads,
+            alternative_paths=plan.alternative_paths,
             parent_pid=os.getpid(),
             fault=fault,
             autocast_adapter_dtype=change.autocast_adapter_dtype is not False,
@@ -112,7 +112,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,  # held open: the worker ends when its parent is gone and this closes
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=worker_environment(plan.info, plan.road, threads=threads, change=change.environment),
+            env=worker_environment(plan.info, plan.load_path, threads=threads, change=change.environment),
             start_new_session=True,  # Ctrl-C goes to the parent alone, and the whole group can be killed
         )
         return cls(
@@ -165,7 +165,7 @@ class WorkerProcess:
         environment: dict[str, Any] = {} if told is None else dict(told.environment)
         return WorkerInfo(
             name=self.plan.name,
-            road=self.plan.road,
+            load_path=self.plan.load_path,
             architecture=device.architecture,
             model=device.model,
             status=ended.status,

@@ -71,7 +71,7 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenAllowance:
+class UserAllowance:
     """What an element may be off where the user says so: `atol + rtol * |exact|`.
 
     Attributes
@@ -143,7 +143,7 @@ def measure_low_rank(
     right: torch.Tensor,
     scaling: float,
     base: torch.Tensor | None,
-    allowance: Allowance | GivenAllowance,
+    allowance: Allowance | UserAllowance,
 ) -> Measure:
     r"""Measure how far a delta or a merged weight is from :math:`W + s\,(L R)` in float64.
 
@@ -199,10 +199,10 @@ def _multiply(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
 
 
 def _allowed(
-    allowance: Allowance | GivenAllowance, exact: np.ndarray, size: np.ndarray, weight: np.ndarray | None
+    allowance: Allowance | UserAllowance, exact: np.ndarray, size: np.ndarray, weight: np.ndarray | None
 ) -> np.ndarray:
     """Return what each element of a chunk may be off; what it is computed from, `size` and `weight`, is used up."""
-    if isinstance(allowance, GivenAllowance):
+    if isinstance(allowance, UserAllowance):
         return allowance.around(exact)
     with np.errstate(all="ignore"):  # NaN and infinities of the weight, which the tally settles
         np.multiply(size, allowance.product, out=size)
@@ -214,9 +214,7 @@ def _allowed(
     return size
 
 
-def measure_against_exact(
-    actual: torch.Tensor, exact: torch.Tensor, allowance: GivenAllowance | None = None
-) -> Measure:
+def measure_against_exact(actual: torch.Tensor, exact: torch.Tensor, allowance: UserAllowance | None = None) -> Measure:
     """Measure how far a tensor is from a float64 reference of the same shape, both on the CPU.
 
     Without an allowance there is no `bound_ratio`: what may be off is then known of the tensor as a whole alone.

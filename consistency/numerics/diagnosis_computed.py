@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from consistency.numerics.bound import Allowance, GivenAllowance
+from consistency.numerics.bound import Allowance, UserAllowance
 from consistency.numerics.diagnosis_moved import FEW_ELEMENTS, PAGE_BYTES, Diagnosis, bit_field
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import bit_patterns
@@ -66,7 +66,7 @@ def low_rank_chunks(
     right: torch.Tensor,
     scaling: float,
     base: torch.Tensor | None,
-    allowance: Allowance | GivenAllowance,
+    allowance: Allowance | UserAllowance,
 ) -> Iterator[Chunk]:
     """Yield a delta or a merged weight beside its exact value; see `consistency.numerics.bound.measure_low_rank`."""
     rows, columns = actual.shape
@@ -78,7 +78,7 @@ def low_rank_chunks(
         weight = None if base is None else base[part].to(torch.float64)
         size = scaled[part].abs() @ right64.abs()
         exact = exact if weight is None else exact + weight
-        if isinstance(allowance, GivenAllowance):
+        if isinstance(allowance, UserAllowance):
             allowed = torch.from_numpy(allowance.around(exact.numpy()))
         else:
             allowed = size * allowance.product + allowance.floor
@@ -95,7 +95,7 @@ def low_rank_chunks(
 def exact_chunks(
     actual: torch.Tensor,
     exact: torch.Tensor,
-    allowed: float | GivenAllowance | torch.Tensor,
+    allowed: float | UserAllowance | torch.Tensor,
     *,
     base: torch.Tensor | None = None,
 ) -> Iterator[Chunk]:
@@ -107,7 +107,7 @@ def exact_chunks(
     below = None if base is None else base.detach().reshape(-1)
     for start in range(0, flat.numel(), CHUNK):
         part = slice(start, start + CHUNK)
-        if isinstance(allowed, GivenAllowance):
+        if isinstance(allowed, UserAllowance):
             limit = torch.from_numpy(allowed.around(reference[part].numpy()))
         elif isinstance(allowed, torch.Tensor):
             limit = allowed.reshape(-1)[part]

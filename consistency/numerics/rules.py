@@ -49,11 +49,11 @@ class Rule(enum.StrEnum):
 FALSE_ALARM = 1e-9
 """How often `luck` may be wrong about a healthy tensor: a fleet of 1000 machines sees some 10⁹ rows in a few years."""
 
-_MOST_DRAWS = 2**14
+_MOST_SAMPLES = 2**14
 """From here on the largest error is no luck: the factor would be below 2; at half of it, it is 2.03."""
 
 
-def luck(draws: int) -> float:
+def error_factor(samples: int) -> float:
     r"""Return by how much the largest of n errors may exceed the largest of n others of the same kind; 2 at least.
 
     Two healthy devices round in another order. Take their errors for independent draws from one normal distribution,
@@ -66,14 +66,14 @@ def luck(draws: int) -> float:
     times, activations of 64 tokens by up to 1.9 times, and by up to 3.0 times where a strong adapter makes the model
     amplify the errors of a few tokens.
     """
-    n = max(1, min(draws, _MOST_DRAWS))
+    n = max(1, min(samples, _MOST_SAMPLES))
     step = 1 << max(0, n.bit_length() - 4)
-    return _luck(n // step * step)
+    return _error_factor(n // step * step)
 
 
 @functools.cache
-def _luck(n: int) -> float:
-    if n >= _MOST_DRAWS:
+def _error_factor(n: int) -> float:
+    if n >= _MOST_SAMPLES:
         return 2.0
     nodes = _nodes(n)
     low, high = math.log(2.0), math.log(1e10)
@@ -102,7 +102,7 @@ def _exceeds(c: float, n: int, nodes: list[tuple[float, float]]) -> float:
     return total
 
 
-def relative_allowance(reference_error: float, magnitude: float, dtype: str, *, draws: int = _MOST_DRAWS) -> float:
+def relative_allowance(reference_error: float, magnitude: float, dtype: str, *, samples: int = _MOST_SAMPLES) -> float:
     """Return what a tensor may be off at most, in its own unit, by the `relative` rule.
 
     Parameters
@@ -115,7 +115,7 @@ def relative_allowance(reference_error: float, magnitude: float, dtype: str, *, 
     draws : int
         How many independent errors the CPU's is the largest of.
     """
-    return luck(draws) * reference_error + UNIT_ROUNDOFF[dtype] * magnitude + HALF_SMALLEST_SUBNORMAL[dtype]
+    return error_factor(samples) * reference_error + UNIT_ROUNDOFF[dtype] * magnitude + HALF_SMALLEST_SUBNORMAL[dtype]
 
 
 def ratio(error: float, allowed: float) -> float:

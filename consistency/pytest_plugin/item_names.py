@@ -74,7 +74,7 @@ def places(case: Case) -> tuple[Place, ...]:
 
 def worker_suffix(plan: WorkerPlan) -> str:
     """Return what stands in an item's brackets: the device, and the road where it is not the usual one."""
-    return plan.name if plan.road == "isolated" else f"{plan.name}-{plan.road}"
+    return plan.name if plan.load_path == "isolated" else f"{plan.name}-{plan.load_path}"
 
 
 class RowFinder:
@@ -86,19 +86,19 @@ class RowFinder:
         itemized = {(p.stage.value, p.layer, p.tensor) for p in known if not p.is_rest}
         for tensor in comparison.tensors:
             layer, part = _place_in_file(tensor)
-            self._tensors[tensor.stage, tensor.road, layer, part] = tensor
+            self._tensors[tensor.stage, tensor.load_path, layer, part] = tensor
             if (tensor.stage, layer, part) not in itemized:
-                self._rest.setdefault((tensor.stage, tensor.road), []).append(tensor)
+                self._rest.setdefault((tensor.stage, tensor.load_path), []).append(tensor)
 
-    def one(self, place: Place, worker: str, road: str) -> tuple[TensorComparison, Row] | None:
+    def one(self, place: Place, worker: str, load_path: str) -> tuple[TensorComparison, Row] | None:
         """Return tensor and row of a place on a worker, None where that worker has none."""
-        tensor = self._tensors.get((place.stage.value, road, place.layer, place.tensor))
+        tensor = self._tensors.get((place.stage.value, load_path, place.layer, place.tensor))
         row = None if tensor is None else tensor.row(worker)
         return None if tensor is None or row is None else (tensor, row)
 
-    def rest(self, stage: Stage, worker: str, road: str) -> Iterator[tuple[TensorComparison, Row]]:
+    def rest(self, stage: Stage, worker: str, load_path: str) -> Iterator[tuple[TensorComparison, Row]]:
         """Yield what a worker saw in a stage beside the places that have an item of their own."""
-        for tensor in self._rest.get((stage.value, road), []):
+        for tensor in self._rest.get((stage.value, load_path), []):
             row = tensor.row(worker)
             if row is not None:
                 yield tensor, row

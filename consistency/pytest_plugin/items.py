@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from _pytest._code.code import ExceptionInfo, TerminalRepr
 
-from consistency.case.load_path import is_side_road
+from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.findings.causes import describe
 from consistency.comparison.result import BAD, Comparison, Finding, Row, TensorComparison
@@ -48,10 +48,10 @@ class CaseItem(pytest.Item):
             return clean(str(excinfo.value))
         return super().repr_failure(excinfo, style)
 
-    def lost(self, comparison: Comparison, worker: str, road: str) -> None:
+    def lost(self, comparison: Comparison, worker: str, load_path: str) -> None:
         """Raise what is known of a worker that was lost."""
         for summary in comparison.workers:
-            if (summary.name, summary.road) == (worker, road) and summary.status != "ok":
+            if (summary.name, summary.load_path) == (worker, load_path) and summary.status != "ok":
                 stack = f"\n\n{summary.stack}" if summary.stack else ""
                 raise LostWorkerError(f"{worker} was lost: {summary.reason}{stack}")
 
@@ -68,10 +68,10 @@ class DeviceItem(CaseItem):
     def setup(self) -> None:
         comparison = self.session_of_case.comparison()
         if not any(True for _ in self._found()):
-            self.lost(comparison, self.plan.name, self.plan.road)
+            self.lost(comparison, self.plan.name, self.plan.load_path)
         for tensor, row in self._found():
             if row.status == "blocked":
-                self.lost(comparison, self.plan.name, self.plan.road)
+                self.lost(comparison, self.plan.name, self.plan.load_path)
                 raise LostWorkerError(f"{describe(tensor, row)}")
 
     def runtest(self) -> None:
@@ -95,9 +95,9 @@ class DeviceItem(CaseItem):
     def _found(self) -> Iterator[tuple[TensorComparison, Row]]:
         rows = self.session_of_case.rows()
         if self.place.is_rest:
-            yield from rows.rest(self.place.stage, self.plan.name, self.plan.road)
+            yield from rows.rest(self.place.stage, self.plan.name, self.plan.load_path)
             return
-        one = rows.one(self.place, self.plan.name, self.plan.road)
+        one = rows.one(self.place, self.plan.name, self.plan.load_path)
         if one is not None:
             yield one
 
@@ -117,7 +117,7 @@ class RunItem(CaseItem):
     def setup(self) -> None:
         comparison = self.session_of_case.comparison()
         for worker in comparison.workers:
-            self.lost(comparison, worker.name, worker.road)
+            self.lost(comparison, worker.name, worker.load_path)
 
     def runtest(self) -> None:
         comparison = self.session_of_case.comparison()
@@ -181,7 +181,7 @@ def _message(tensor: TensorComparison, row: Row, *, simulated: bool) -> str:
 
 def _beside(finding: Finding) -> bool:
     """Tell whether a finding is about side roads alone: no tensor's own item looks at those."""
-    return bool(finding.roads) and all(is_side_road(road) for road in finding.roads)
+    return bool(finding.load_paths) and all(is_alternative(load_path) for load_path in finding.load_paths)
 
 
 def _sentence(finding: Finding) -> str:

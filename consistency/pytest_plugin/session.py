@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Options, make_options, read_options, split_list
 from consistency.case.stages import Stage
 from consistency.comparison.findings.tolerances import KIND as TOLERANCE
@@ -205,15 +205,15 @@ class Session:
         chosen_workers = [worker for _, worker in self._selected]
         names = {worker.name for worker in chosen_workers}
         maker = next(worker for worker in self.workers if worker.makes_reference)
-        taken = {r for w in chosen_workers if not w.info.spec.is_cpu for r in (w.road, *w.side_roads)}
-        taken = taken or {r for w in chosen_workers for r in (Road.ISOLATED, *w.side_roads)}
+        taken = {r for w in chosen_workers if not w.info.spec.is_cpu for r in (w.load_path, *w.alternative_paths)}
+        taken = taken or {r for w in chosen_workers for r in (LoadPath.ISOLATED, *w.alternative_paths)}
         whole = len(self._selected) == len(self.places) * len(self.workers)
         return dataclasses.replace(
             self.plan,
             case=msgspec.structs.replace(
                 case,
                 stages=tuple(s for s in case.stages if any(place.stage is s for place in chosen_places)),
-                roads=tuple(r for r in Road if r in taken),
+                load_paths=tuple(r for r in LoadPath if r in taken),
                 only=() if whole else tuple(sorted({_prefix(place) for place in chosen_places})),
             ),
             devices=tuple(i for i in self.plan.devices if i.spec.name in names or i is maker.info),
@@ -230,7 +230,7 @@ def _prefix(place: Place) -> str:
 def _options(config: pytest.Config) -> Options:
     path = config.getoption("consistency_config")
     table = read_options(Path(path)) if path is not None else {}
-    for name in Options.__struct_fields__:
+    for name in Options.__struct_encode_fields__:
         value = config.getoption(f"consistency_{name}", None)
         if value is None:
             continue

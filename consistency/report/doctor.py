@@ -17,12 +17,12 @@ def print_doctor(comparison: Comparison, console: Console, *, elapsed_s: float, 
         write = Writer(console)
         write.title(comparison, elapsed_s)
         write.verdict(comparison.verdict, sentence(comparison))
-        for road in comparison.roads:
-            write.table(groups(comparison, road), stages(comparison), comparison.reference)
+        for load_path in comparison.load_paths:
+            write.table(groups(comparison, load_path), stages(comparison), comparison.reference)
         for matrix in worth_showing(comparison.tensors):
             write.matrix(matrix)
-        for box in comparison.boxes:
-            for text in about(box):
+        for host_facts in comparison.hosts:
+            for text in about(host_facts):
                 write.line(text)
             console.print()
         _mend(write, comparison)

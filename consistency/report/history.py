@@ -30,7 +30,7 @@ class NightRow(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[str, ...]
 
 
-class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceRow(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
     """One device on one night.
 
     Attributes
@@ -45,7 +45,7 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     name: str
     device: str
-    road: str
+    load_path: str
     status: str
     case: str
     bits: dict[str, str]
@@ -90,13 +90,13 @@ def device_rows(history: History, device: str, last: int) -> list[DeviceRow]:
             known.add(worker.device)
             if device not in (worker.device, worker.name):
                 continue
-            key = (worker.device, worker.road)
+            key = (worker.device, worker.load_path)
             bits = {}
             for stage, digest in worker.bits.items():
                 seen = letters.setdefault((*key, stage), {})
                 bits[stage] = seen.setdefault(digest, _letter(len(seen)))
             row = DeviceRow(
-                at=night.at, host=night.host, name=worker.name, device=worker.device, road=worker.road,
+                at=night.at, host=night.host, name=worker.name, device=worker.device, load_path=worker.load_path,
                 status=worker.status, case=night.case, bits=bits, change=_change(before.get(key), worker),
             )  # fmt: skip
             rows.append(row)
@@ -127,7 +127,7 @@ def print_device(rows: list[DeviceRow], device: str, console: Console) -> None:
     table = _table("night", "name", "road", "status", *stages, "not as on the night before")
     for row in rows:
         cells = [row.bits.get(stage, "") for stage in stages]
-        _add(table, row.at[:16].replace("T", " "), row.name, row.road, row.status, *cells, row.change)
+        _add(table, row.at[:16].replace("T", " "), row.name, row.load_path, row.status, *cells, row.change)
     with without_trailing_blanks(console):
         console.print(clean(f"{device}: the same letter is the same bits\n"))
         console.print(table)

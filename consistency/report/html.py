@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from consistency.capture.folder import write_whole
 from consistency.capture.version import __version__
-from consistency.case.load_path import is_side_road
+from consistency.case.load_path import is_alternative
 from consistency.comparison.result import Comparison
 from consistency.report.page import agreement, cells, distributions, environments, memory, overview, transfers
 from consistency.report.page.labels import KEY, shown
@@ -52,11 +52,17 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
     found : mapping of str to sequence of Group, optional
         `summary.groups` by road, where they are known already: they take a look at every row.
     """
-    found = found if found is not None else {road: groups(comparison, road) for road in comparison.roads}
+    found = (
+        found
+        if found is not None
+        else {load_path: groups(comparison, load_path) for load_path in comparison.load_paths}
+    )
     stages = overview.stages(comparison)
     script, style = _part("page.js"), _part("style.css")
     parted, ways_left_out = agreement.partitions(comparison.tensors)
-    by_road = {road: cells.columns(comparison, road, found[road]) for road in comparison.roads}
+    by_load_path = {
+        load_path: cells.columns(comparison, load_path, found[load_path]) for load_path in comparison.load_paths
+    }
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -64,17 +70,17 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         agreement=parted,
         bits=distributions.bits(comparison.tensors),
         case=shown(comparison.case),
-        data=Markup(_data(comparison, by_road)),  # escaped for where it stands, which is no HTML
+        data=Markup(_data(comparison, by_load_path)),  # escaped for where it stands, which is no HTML
         environments=environments.environments(comparison.workers),
         facts=overview.facts(comparison),
         findings=overview.finding_texts(comparison.findings, notes=False),
         first_bits=overview.first_bits(comparison),
         groups={
-            road: overview.group_texts(found[road], stages, comparison.reference)
-            for road in comparison.roads
-            if not is_side_road(road)
+            load_path: overview.group_texts(found[load_path], stages, comparison.reference)
+            for load_path in comparison.load_paths
+            if not is_alternative(load_path)
         },
-        side_roads=overview.side_road_texts(comparison),
+        alternative_paths=overview.alternative_path_texts(comparison),
         key=KEY,
         left_out=overview.left_out(comparison),
         mark=_VERDICTS[comparison.verdict],
@@ -86,7 +92,7 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         sentence=overview.sentence(comparison),
-        shortened=any(column.stands_for != 1 for some in by_road.values() for column in some),
+        shortened=any(column.stands_for != 1 for some in by_load_path.values() for column in some),
         simulated=comparison.simulated,
         stages=[shown(stage) for stage in stages],
         style=Markup(style),
@@ -101,17 +107,18 @@ def _part(name: str) -> str:
     return (importlib.resources.files("consistency.report.page") / name).read_text(encoding="utf-8")
 
 
-def _data(comparison: Comparison, by_road: Mapping[str, Sequence[cells.Column]]) -> str:
+def _data(comparison: Comparison, by_load_path: Mapping[str, Sequence[cells.Column]]) -> str:
     """Return what the heat map is drawn from, as JSON that can stand in a script element."""
     strings = cells.Strings()
-    sections = cells.sections(comparison, by_road, strings)
+    sections = cells.sections(comparison, by_load_path, strings)
     table: dict[str, Any] = {
         "columns": {
-            shown(road): [[shown(column.label), column.stands_for] for column in some] for road, some in by_road.items()
+            shown(load_path): [[shown(column.label), column.stands_for] for column in some]
+            for load_path, some in by_load_path.items()
         },
         "sections": [
             {
-                "road": shown(section.road),
+                "road": shown(section.load_path),
                 "stage": shown(section.stage),
                 "total": section.total,
                 "bad": section.bad,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from consistency.capture.folder import write_whole
-from consistency.capture.json_codec import encode_json
+from consistency.capture.json_codec import by_json_name, encode_json
 from consistency.capture.version import __version__
 from consistency.comparison.result import Comparison, TensorComparison
 
@@ -38,7 +38,7 @@ def as_bytes(comparison: Comparison) -> bytes:
 
 def parts(comparison: Comparison) -> Iterator[bytes]:
     """Yield `report.json` piece by piece: indented where nothing is folded, else with one line per tensor."""
-    table = {name: getattr(comparison, name) for name in comparison.__struct_fields__}
+    table = by_json_name(comparison)
     table = {"schema": SCHEMA, "tool": __version__, **table}
     if sum(len(tensor.rows) for tensor in comparison.tensors) <= FOLD_ABOVE:
         yield encode_json(table, indent=1) + b"\n"
@@ -61,7 +61,7 @@ class _Fold:
     def entry(self) -> TensorComparison | dict[str, Any]:
         if len(self.layers) == 1:
             return self.first
-        fields = {name: getattr(self.first, name) for name in self.first.__struct_fields__}
+        fields = by_json_name(self.first)
         return {**fields, "count": len(self.layers), "layers": self.layers}
 
 
@@ -73,7 +73,7 @@ def fold(tensors: Sequence[TensorComparison]) -> Iterator[TensorComparison | dic
         if not tensor.is_equal:
             folds.append(_Fold(tensor, [tensor.layer]))
             continue
-        key = (tensor.stage, tensor.road, tensor.tensor, tensor.shape, tensor.dtype, tensor.rule, tensor.classes)
+        key = (tensor.stage, tensor.load_path, tensor.tensor, tensor.shape, tensor.dtype, tensor.rule, tensor.classes)
         into = latest.get(key)
         if into is None or into.first.rows != tensor.rows:  # to the last one alone: to try all would be quadratic
             into = latest[key] = _Fold(tensor)

@@ -25,12 +25,12 @@ def as_junit(comparison: Comparison, *, elapsed_s: float = 0.0) -> ElementTree.E
     seen: dict[tuple[str, str, str], set[str]] = {}
     for tensor in comparison.tensors:
         for row in tensor.rows:
-            seen.setdefault((tensor.road, row.worker, tensor.stage), set()).add(row.status)
+            seen.setdefault((tensor.load_path, row.worker, tensor.stage), set()).add(row.status)
     suite = ElementTree.Element("testsuite", name=_text(f"consistency {comparison.case}"), time=f"{elapsed_s:.3f}")
     failures = errors = skipped = 0
     wrong = [finding for finding in comparison.findings if finding.severity == "error"]
-    for (road, worker, stage), statuses in seen.items():
-        name = worker if len(comparison.roads) < 2 else f"{worker} ({road})"
+    for (load_path, worker, stage), statuses in seen.items():
+        name = worker if len(comparison.load_paths) < 2 else f"{worker} ({load_path})"
         place = _text(f"{comparison.case}.{stage}")
         case = ElementTree.SubElement(suite, "testcase", classname=place, name=_text(name))
         about = [finding for finding in wrong if worker in finding.workers and _of(finding, stage)]

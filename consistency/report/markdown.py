@@ -12,7 +12,7 @@ from pathlib import Path
 
 from consistency.capture.folder import write_whole
 from consistency.capture.version import __version__
-from consistency.case.load_path import is_side_road
+from consistency.case.load_path import is_alternative
 from consistency.comparison.result import BAD, PLANTED, Comparison, Finding, TensorComparison, WorkerSummary
 from consistency.report.page.labels import counted, shown
 from consistency.report.page.overview import cell_text, facts, first_bits, sentence, stages
@@ -43,7 +43,11 @@ def write_markdown(comparison: Comparison, folder: Path, found: Groups | None = 
 
 def as_markdown(comparison: Comparison, found: Groups | None = None) -> str:
     """Return the report in GitHub's Markdown; `found` is `summary.groups` by road, where they are known."""
-    found = found if found is not None else {road: groups(comparison, road) for road in comparison.roads}
+    found = (
+        found
+        if found is not None
+        else {load_path: groups(comparison, load_path) for load_path in comparison.load_paths}
+    )
     lines = [*_head(comparison), *_table(comparison, found), *_findings(comparison)]
     lines += [*_details(comparison), *_environment(comparison)]
     return "".join(f"{line}\n" for line in lines)
@@ -97,19 +101,19 @@ def _head(comparison: Comparison) -> Iterator[str]:
 
 def _table(comparison: Comparison, found: Groups) -> Iterator[str]:
     names = stages(comparison)
-    mains = {road: some for road, some in found.items() if not is_side_road(road)}
+    mains = {load_path: some for load_path, some in found.items() if not is_alternative(load_path)}
     several = len(mains) > 1
-    lines = [(road, group, line) for road, some in mains.items() for group in some for line in group.lines]
+    lines = [(load_path, group, line) for load_path, some in mains.items() for group in some for line in group.lines]
     if len(lines) > _GROUP_LINES:  # what is not well before what is
         lines.sort(key=lambda one: -sum(cell.bad for cell in one[2].cells.values()))
     yield ""
     yield f"| architecture | workers | {' | '.join(escaped(name) for name in names)} |"
     yield "|---" * (2 + len(names)) + "|"
-    for road, group, line in lines[:_GROUP_LINES]:
+    for load_path, group, line in lines[:_GROUP_LINES]:
         workers = escaped(", ".join(some_names(line.workers, shown=3)))
         cells = [cell_text(name, line.cells.get(name)) for name in names]
         texts = [f"{cell.mark} {escaped(f'{cell.text} {cell.place}'.rstrip())}".rstrip() for cell in cells]
-        title = escaped(group.architecture) + (f" ({escaped(road)})" if several else "")
+        title = escaped(group.architecture) + (f" ({escaped(load_path)})" if several else "")
         yield f"| {title} | {workers} | {' | '.join(texts)} |"
     if len(lines) > _GROUP_LINES:
         yield f"| and {len(lines) - _GROUP_LINES} more lines |"

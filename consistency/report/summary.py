@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
-from consistency.case.load_path import is_side_road
+from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.result import BAD, Comparison, Divergence, TensorComparison
 
@@ -76,10 +76,10 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SideRoad:
+class AlternativePath:
     """How a side road ended: the workers and tensors that are not as they should be, or that nobody could take it."""
 
-    road: str
+    load_path: str
     workers: tuple[str, ...]
     bad: int
     total: int
@@ -92,17 +92,17 @@ def stages(comparison: Comparison) -> list[str]:
     return [stage.value for stage in Stage if stage.value in seen]
 
 
-def groups(comparison: Comparison, road: str) -> list[Group]:
+def groups(comparison: Comparison, load_path: str) -> list[Group]:
     """Return the architectures on one road; workers with the same bits and cells share a line.
 
     Of more than `MOST_LINES` lines those are kept that say most, and the others become one.
     """
-    tensors = [tensor for tensor in comparison.tensors if tensor.road == road]
+    tensors = [tensor for tensor in comparison.tensors if tensor.load_path == load_path]
     signatures = _signatures(tensors)
     models: dict[str, list[str]] = {}
     alike: dict[str, dict[int, list[str]]] = {}
-    took = {row.worker for tensor in tensors for row in tensor.rows} if is_side_road(road) else set()
-    here = {w.name: w.model for w in comparison.workers if w.road == road or w.name in took}
+    took = {row.worker for tensor in tensors for row in tensor.rows} if is_alternative(load_path) else set()
+    here = {w.name: w.model for w in comparison.workers if w.load_path == load_path or w.name in took}
     for architecture in comparison.architectures:
         for name in architecture.workers:
             if name in here:
@@ -122,17 +122,21 @@ def groups(comparison: Comparison, road: str) -> list[Group]:
     return found
 
 
-def side_roads(comparison: Comparison) -> list[SideRoad]:
+def alternative_paths(comparison: Comparison) -> list[AlternativePath]:
     """Return what every side road gave, of which few say anything new."""
     found = []
-    for road in comparison.roads:
-        if not is_side_road(road):
+    for load_path in comparison.load_paths:
+        if not is_alternative(load_path):
             continue
-        tensors = [tensor for tensor in comparison.tensors if tensor.road == road]
+        tensors = [tensor for tensor in comparison.tensors if tensor.load_path == load_path]
         bad = [tensor for tensor in tensors if any(row.status in BAD for row in tensor.rows)]
         workers = dict.fromkeys(row.worker for tensor in bad for row in tensor.rows if row.status in BAD)
         looked = any(row.status not in ("skipped", "blocked") for tensor in tensors for row in tensor.rows)
-        found.append(SideRoad(road=road, workers=tuple(workers), bad=len(bad), total=len(tensors), skipped=not looked))
+        found.append(
+            AlternativePath(
+                load_path=load_path, workers=tuple(workers), bad=len(bad), total=len(tensors), skipped=not looked
+            )
+        )
     return found
 
 
@@ -201,7 +205,7 @@ def divergences(found: Sequence[Divergence]) -> list[tuple[Divergence, tuple[str
     """Gather workers that leave the others at the same place: one of them, and all their names."""
     alike: dict[tuple[str, ...], list[Divergence]] = {}
     for one in found:
-        alike.setdefault((one.road, one.stage, one.layer, one.tensor, one.status), []).append(one)
+        alike.setdefault((one.load_path, one.stage, one.layer, one.tensor, one.status), []).append(one)
     return [(ones[0], tuple(one.worker for one in ones)) for ones in alike.values()]
 
 

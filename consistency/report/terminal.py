@@ -12,20 +12,20 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from consistency.case.load_path import is_side_road
+from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.findings.transfers import Matrix
 from consistency.comparison.result import BAD, Comparison, Finding, Row, TensorComparison, Verdict
 from consistency.report.copy_matrix import draw, legend, worth_showing
 from consistency.report.summary import (
+    AlternativePath,
     Cell,
     Group,
     Line,
-    SideRoad,
+    alternative_paths,
     class_text,
     divergences,
     groups,
-    side_roads,
     some_names,
     stages,
     worst_ratio,
@@ -34,7 +34,7 @@ from consistency.report.summary import (
 PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
 _MOST_TENSORS = 20
 _MOST_FINDINGS = 20
-_MOST_ROADS = 4  # names of roads that fit a line
+_MOST_LOAD_PATHS = 4  # names of roads that fit a line
 _STYLES = {"consistent": "bold green", "inconsistent": "bold red", "incomplete": "bold yellow"}
 
 
@@ -72,14 +72,14 @@ def _print_report(
         write.finding(number, finding)
     if len(errors) > len(shown):
         write.line(f"and {_count(len(errors) - len(shown), 'more finding')}: -v shows all")
-    mains = [road for road in comparison.roads if not is_side_road(road)]
-    for road in mains:
+    mains = [load_path for load_path in comparison.load_paths if not is_alternative(load_path)]
+    for load_path in mains:
         if len(mains) > 1:
-            write.line(f"road: {road}", style="bold")
-        write.table(groups(comparison, road), stages(comparison), comparison.reference)
+            write.line(f"road: {load_path}", style="bold")
+        write.table(groups(comparison, load_path), stages(comparison), comparison.reference)
     for matrix in worth_showing(comparison.tensors):
         write.matrix(matrix)
-    write.side_roads(side_roads(comparison))
+    write.alternative_paths(alternative_paths(comparison))
     write.first_bits(comparison)
     write.layers(comparison, verbose=verbose)
     for finding in comparison.findings:
@@ -125,8 +125,8 @@ class Writer:
 
     def title(self, comparison: Comparison, elapsed_s: float | None) -> None:
         parts = ["consistency", comparison.case, comparison.dtype, _count(len(comparison.workers), "worker")]
-        if len(comparison.roads) > 1:
-            parts.append(_count(len(comparison.roads), "road"))
+        if len(comparison.load_paths) > 1:
+            parts.append(_count(len(comparison.load_paths), "road"))
         if elapsed_s is not None:
             parts.append(f"{elapsed_s:.0f} s")
         if comparison.simulated:
@@ -180,7 +180,7 @@ class Writer:
 
     def first_bits(self, comparison: Comparison) -> None:
         for found, workers in divergences(comparison.first_other_bits):
-            where = f" (road {found.road})" if found.road != comparison.roads[0] else ""
+            where = f" (road {found.load_path})" if found.load_path != comparison.load_paths[0] else ""
             self.line(
                 f"{', '.join(some_names(workers))}{where}: other bits than {comparison.reference} from {found.stage}, "
                 f"{found.layer}.{found.tensor} on ({found.status})"
@@ -188,21 +188,21 @@ class Writer:
         if comparison.first_other_bits:
             self._console.print()
 
-    def side_roads(self, found: Sequence[SideRoad]) -> None:
+    def alternative_paths(self, found: Sequence[AlternativePath]) -> None:
         """Print in one line the side roads on which all is equal, and those apart on which something is not."""
-        equal = [side.road for side in found if not side.bad and not side.skipped]
+        equal = [side.load_path for side in found if not side.bad and not side.skipped]
         if equal:
             count = f"{len(equal)} more, all equal" if len(equal) > 1 else "1 more, equal"
-            self.line(f"roads: {count}" + (f" ({', '.join(equal)})" if len(equal) <= _MOST_ROADS else ""))
+            self.line(f"roads: {count}" + (f" ({', '.join(equal)})" if len(equal) <= _MOST_LOAD_PATHS else ""))
         for side in found:
             if side.bad:
                 self.line(
-                    f"road {side.road}: {self._marks['✗']} {side.bad}/{side.total} on "
+                    f"road {side.load_path}: {self._marks['✗']} {side.bad}/{side.total} on "
                     f"{', '.join(some_names(side.workers))}",
                     style="bold red",
                 )
             elif side.skipped:
-                self.line(f"road {side.road}: skipped", style="dim")
+                self.line(f"road {side.load_path}: skipped", style="dim")
         if found:
             self._console.print()
 
@@ -217,7 +217,9 @@ class Writer:
             table.add_column(title, header_style="bold", overflow="fold")
         limit = len(shown) if verbose else _MOST_TENSORS
         for tensor in shown[:limit]:
-            stage = tensor.stage if tensor.road == comparison.roads[0] else f"{tensor.stage} ({tensor.road})"
+            stage = (
+                tensor.stage if tensor.load_path == comparison.load_paths[0] else f"{tensor.stage} ({tensor.load_path})"
+            )
             cells = (stage, tensor.layer, tensor.tensor, class_text(tensor.classes), self._worst(tensor))
             table.add_row(*(self.text(cell) for cell in cells))
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))

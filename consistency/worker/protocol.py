@@ -12,7 +12,7 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.records import SettingChange, StageMemory
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Case
 
 EventKind = Literal["stage", "step", "wait", "done", "failed"]
@@ -33,7 +33,7 @@ TOLD_FILE = "told.json"
 """Name of the file in which a worker tells of itself."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road", "alternative_paths": "side_roads"}):
     """Everything a worker needs to know.
 
     Attributes
@@ -63,7 +63,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     case: Case
     name: str
     device: str
-    road: str
+    load_path: str
     folder: str
     blobs: str
     scratch: str
@@ -71,7 +71,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     makes_reference: bool
     threads: int
     parent_pid: int
-    side_roads: tuple[Road, ...] = ()
+    alternative_paths: tuple[LoadPath, ...] = ()
     fault: str | None = None
     autocast_adapter_dtype: bool = True
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from consistency.capture.folder import blob_key
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.errors import CaptureError
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import TensorDigest, as_bytes, differing_blocks, digest
@@ -48,7 +48,7 @@ class Recorder:
         self._blobs = blobs
         self._only = tuple(only)
         self._order = 0
-        self._road = ""
+        self._load_path = ""
 
     def __enter__(self) -> Recorder:
         return self
@@ -64,17 +64,17 @@ class Recorder:
         )
 
     @contextmanager
-    def on_road(self, road: Road) -> Iterator[None]:
+    def on_load_path(self, load_path: LoadPath) -> Iterator[None]:
         """Record what follows as seen on a side road."""
-        self._road = road.value
+        self._load_path = load_path.value
         try:
             yield
         finally:
-            self._road = ""
+            self._load_path = ""
 
     def write(self, record: TensorRecord) -> None:
         self._order += 1
-        line = encode_json(msgspec.structs.replace(record, order=self._order, road=self._road)) + b"\n"
+        line = encode_json(msgspec.structs.replace(record, order=self._order, load_path=self._load_path)) + b"\n"
         try:
             os.write(self._file.fileno(), line)
         except OSError as error:
@@ -184,7 +184,7 @@ class Recorder:
         diagnosis: str | None,
         digests: Sequence[TensorDigest],
         reference_error: float | None = None,
-        reference_draws: int | None = None,
+        reference_samples: int | None = None,
         keep: bool = False,
         evidence: Mapping[str, Any] | None = None,
         reason: str | None = None,
@@ -214,7 +214,7 @@ class Recorder:
                 blocks=pack_blocks(digests[0]) if blockwise else "",
                 reference="float64" if found is not None else None,
                 reference_error=None if reference_error is None else Real(reference_error),
-                reference_draws=reference_draws,
+                reference_samples=reference_samples,
                 measure=_written(found, whole=status == "outside" or rule != Rule.BOUND),
                 diagnosis=diagnosis,
                 evidence=dict(evidence or {}),

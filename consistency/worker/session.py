@@ -15,7 +15,7 @@ import torch
 from consistency.capture.folder import write_json
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import SettingChange
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
 from consistency.errors import UsageError
 from consistency.numerics.digest import digest
@@ -85,7 +85,7 @@ class Session:
             self._transfer(record, wanted)
 
     def _sees_others(self) -> bool:
-        return self._job.device != "cpu" and self._job.road == Road.SHARED
+        return self._job.device != "cpu" and self._job.load_path == LoadPath.SHARED
 
     def _transfer(self, record: Recorder, wanted: tuple[Stage, ...]) -> None:
         if Stage.TRANSFER in wanted:

@@ -79,7 +79,8 @@ def run(
         limits = Limits(timeout_s=timeout_s, stall_s=stall_s, threads=threads)
         plan = pipeline.Plan(case=case, devices=select(names), limits=limits)
     else:
-        table = {k: getattr(case, k) for k in Options.__struct_fields__} if case is not None else {}
+        names_in_files = zip(Options.__struct_fields__, Options.__struct_encode_fields__, strict=True)
+        table = {} if case is None else {in_file: getattr(case, name) for name, in_file in names_in_files}
         table.update(options, devices=names, timeout=timeout_s, stall=stall_s, threads=threads)
         plan = pipeline.prepare(make_options(table))
     target = None if out is None else Path(out)

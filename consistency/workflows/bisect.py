@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from consistency.capture.folder import Capture, read_capture
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Case
 from consistency.case.stages import Stage
 from consistency.comparison.result import BAD
@@ -215,26 +215,26 @@ def candidates(subject: Participant, reference: Participant, stage: str) -> tupl
             if name in pinned and name not in variant.settings:
                 found.append(Change(name=text, settings={name: value}))
         found += [Change(name=name, settings=settings) for name, settings in _SDPA.items()]
-    return (*found, *_roads(subject, stage))
+    return (*found, *_load_paths(subject, stage))
 
 
-def _roads(subject: Participant, stage: str) -> Iterable[Change]:
+def _load_paths(subject: Participant, stage: str) -> Iterable[Change]:
     """Yield the roads that the adapter's bytes, or else the whole worker, could have taken instead."""
-    road = Road(subject.road)
-    if road.main is Road.SHARED:
-        yield Change(name="the other devices hidden", road=road.beside(Road.ISOLATED))
+    load_path = LoadPath(subject.load_path)
+    if load_path.main is LoadPath.SHARED:
+        yield Change(name="the other devices hidden", load_path=load_path.beside(LoadPath.ISOLATED))
     if stage != Stage.ADAPTER:
         return
-    others = [("the default road", road.main), ("torch_device='cpu'", Road(f"{road.main}+cpu"))]
+    others = [("the default road", load_path.main), ("torch_device='cpu'", LoadPath(f"{load_path.main}+cpu"))]
     if not parse_device(subject.info.name).is_cpu:
-        others.append(("torch_device=target", Road(f"{road.main}+target")))
+        others.append(("torch_device=target", LoadPath(f"{load_path.main}+target")))
     others.append(
-        ("low_cpu_mem_usage=False", road.without_low_memory)
-        if road.low_memory
-        else ("low_cpu_mem_usage=True", Road(f"{road}+low-memory"))
+        ("low_cpu_mem_usage=False", load_path.without_low_memory)
+        if load_path.low_memory
+        else ("low_cpu_mem_usage=True", LoadPath(f"{load_path}+low-memory"))
     )
-    others.append(("transformers' loader", Road(f"{road.main}+transformers")))
-    yield from (Change(name=name, road=other) for name, other in dict(others).items() if other is not road)
+    others.append(("transformers' loader", LoadPath(f"{load_path.main}+transformers")))
+    yield from (Change(name=name, load_path=other) for name, other in dict(others).items() if other is not load_path)
 
 
 _PINNED: dict[str, object] = {
@@ -302,7 +302,7 @@ class _Runner:
     def _trial(self, changes: Sequence[Change]) -> Trial:
         found = self._capture(self._subject.participant, changes)
         names = tuple(change.name for change in changes)
-        road = Change.together(changes).road or Road(self._subject.participant.road)
+        load_path = Change.together(changes).load_path or LoadPath(self._subject.participant.load_path)
         (worker,) = found.workers
         if worker.info.status != "ok":
             return Trial(changes=names, gone=False, detail=f"the worker was lost: {worker.info.reason}")
@@ -310,7 +310,11 @@ class _Runner:
         label = gather([self._reference, found])[-1].label
         for tensor in comparison.tensors:
             row = tensor.row(label)
-            if (tensor.stage, tensor.layer, tensor.tensor) != self._subject.key or tensor.road != road or row is None:
+            if (
+                (tensor.stage, tensor.layer, tensor.tensor) != self._subject.key
+                or tensor.load_path != load_path
+                or row is None
+            ):
                 continue
             if self._subject.bad:
                 ratio = "" if row.bound_ratio is None else f", {float(row.bound_ratio):.3g} of the bound"
@@ -324,9 +328,11 @@ class _Runner:
         self._count += 1
         target = self._scratch / f"trial-{self._count}"
         merged = Change.together(changes)
-        road = merged.road or Road(who.info.road)
-        sides = () if road.is_main else (road,)
-        plan = WorkerPlan(info=info, road=road.main, side_roads=sides, makes_reference=True, change=merged)
+        load_path = merged.load_path or LoadPath(who.info.load_path)
+        sides = () if load_path.is_main else (load_path,)
+        plan = WorkerPlan(
+            info=info, load_path=load_path.main, alternative_paths=sides, makes_reference=True, change=merged
+        )
         threads = merged.threads or int(who.info.environment.get("threads") or 1)
         pipeline.capture_plans(
             self._case,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Case
 from consistency.case.stages import MODEL_LESS, Level
 from consistency.devices.discovery import select
-from consistency.launch.plan import default_roads
+from consistency.launch.plan import default_load_paths
 from consistency.launch.process import Limits
 from consistency.workflows.pipeline import Plan
 
@@ -24,6 +24,6 @@ def doctor_plan(devices: Sequence[str], *, limits: Limits, level: Level = Level.
         A device that this machine does not have.
     """
     found = select(devices)
-    roads = (Road.SHARED,) if Road.SHARED in default_roads(found) else None
-    case = Case(name="doctor", base="", stages=MODEL_LESS, level=level, roads=roads)
+    load_paths = (LoadPath.SHARED,) if LoadPath.SHARED in default_load_paths(found) else None
+    case = Case(name="doctor", base="", stages=MODEL_LESS, level=level, load_paths=load_paths)
     return Plan(case=case, devices=found, limits=limits)

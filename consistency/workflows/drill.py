@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison
@@ -58,7 +58,7 @@ class Trial:
     words: str = ""
     repeat: int = 1
     two_devices: bool = False
-    roads: tuple[Road, ...] | None = None
+    load_paths: tuple[LoadPath, ...] | None = None
     wrapper: str | None = None
 
 
@@ -82,7 +82,7 @@ TRIALS: tuple[Trial, ...] = (
         stages=_ADAPTER,
         case="C1",
         words="the right bytes with torch_device=cpu: copies by way of the device",
-        roads=(Road.ISOLATED, Road.ISOLATED_CPU, Road.ISOLATED_LOW_MEMORY),
+        load_paths=(LoadPath.ISOLATED, LoadPath.ISOLATED_CPU, LoadPath.ISOLATED_LOW_MEMORY),
     ),
     Trial(
         fault="road-low-memory-rounds",
@@ -97,7 +97,7 @@ TRIALS: tuple[Trial, ...] = (
         stages=_ADAPTER,
         case="C1",
         words="transformers' loader",
-        roads=(Road.ISOLATED, Road.ISOLATED_TRANSFORMERS),
+        load_paths=(LoadPath.ISOLATED, LoadPath.ISOLATED_TRANSFORMERS),
     ),
     Trial(fault="adapter-bit-flip", expected="bit-flip", stages=_ADAPTER),
     Trial(fault="adapter-bit-flip-in-a", expected="bit-flip", stages=_ADAPTER),
@@ -247,7 +247,7 @@ def drill(
             devices=tuple(info.spec.name for info in devices),
             stages=tuple(stage.value for stage in trial.stages),
             repeat=trial.repeat,
-            roads=(Road.SHARED,) if trial.two_devices else trial.roads,
+            load_paths=(LoadPath.SHARED,) if trial.two_devices else trial.load_paths,
             stall=STALL_S,
             wrapper=trial.wrapper,
         )

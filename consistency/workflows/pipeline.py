@@ -35,7 +35,7 @@ from consistency.comparison.history.store import History, night_of
 from consistency.comparison.result import Comparison, Finding, with_findings
 from consistency.comparison.weight_files.diff import diff
 from consistency.devices.discovery import select
-from consistency.devices.host import read_box, since
+from consistency.devices.host import read_host, since
 from consistency.devices.spec import DeviceInfo, parse_devices
 from consistency.errors import CaptureError, UsageError
 from consistency.launch.local import Watcher, run_workers
@@ -132,7 +132,7 @@ def capture_plans(
     """Run workers that were planned, and leave a capture at `target`."""
     with CaptureWriter(target, replace=replace) as writer:
         devices = list({plan.info.spec.name: plan.info for wave in waves for plan in wave}.values())
-        before = read_box(devices)
+        before = read_host(devices)
         slugs = run_workers(case, waves, writer, limits=limits, watch=watch, faults=faults)
         manifest = CaptureManifest(
             schema=SCHEMA,
@@ -141,7 +141,7 @@ def capture_plans(
             host=platform.node(),
             case=case,
             workers=slugs,
-            box=since(before, read_box(devices)),
+            host_facts=since(before, read_host(devices)),
         )
         return writer.commit(manifest)
 
@@ -219,9 +219,12 @@ def with_nights(
     if baseline is not None:
         comparison = apply(baseline, comparison)
         red = {label for f in comparison.findings if f.kind == "drift" and f.severity == "error" for label in f.workers}
-        stages = {(w.device, w.road): stages.get((w.device, w.road), ()) for w in night.workers if w.name in red}
+        stages = {
+            (w.device, w.load_path): stages.get((w.device, w.load_path), ()) for w in night.workers if w.name in red
+        }
     workers = tuple(
-        msgspec.structs.replace(worker, drift=stages.get((worker.device, worker.road), ())) for worker in night.workers
+        msgspec.structs.replace(worker, drift=stages.get((worker.device, worker.load_path), ()))
+        for worker in night.workers
     )
     errors = tuple(f.message for f in comparison.findings if f.severity == "error")
     tonight = msgspec.structs.replace(night, workers=workers, verdict=comparison.verdict, findings=errors)
@@ -328,7 +331,7 @@ def _write_reports(comparison: Comparison, folder: Path) -> None:
     from consistency.report.markdown import write_markdown
 
     write_report(comparison, folder)
-    found = {road: groups(comparison, road) for road in comparison.roads}
+    found = {load_path: groups(comparison, load_path) for load_path in comparison.load_paths}
     write_html(comparison, folder, found)
     write_markdown(comparison, folder, found)
 

@@ -203,7 +203,7 @@ def test_a_fault_hits_its_pair_and_its_sizes_alone() -> None:
 
 
 def test_a_fault_beside_work() -> None:
-    copies.plant(CopyFault(source="npu:0", target="npu:1", does="zero", only_beside_work=True))
+    copies.plant(CopyFault(source="npu:0", target="npu:1", does="zero", only_under_load=True))
     x, side = numbers(KIB).to("npu:0"), torch.Stream("npu:0")
     torch.accelerator.synchronize("npu:0")
 

@@ -48,7 +48,7 @@ def look(tmp_path: Path) -> Callable[..., tuple[Facts, Told]]:
         folder.mkdir()
         job = Job(
             case=prepare_case(Options(base="builtin:llama", stages=("memory",))), name=device, device=device,
-            road="shared", folder=str(folder), blobs=str(folder), scratch=str(folder), settings={},
+            load_path="shared", folder=str(folder), blobs=str(folder), scratch=str(folder), settings={},
             makes_reference=False, threads=1, parent_pid=os.getpid(), fault=fault,
         )  # fmt: skip
         with EventLog(folder / "events.jsonl") as events:

@@ -23,20 +23,20 @@ def faulty(run_on_double: RunsOnDouble) -> RunOnDouble:
     return run_on_double({"architectures": ["A", "A", "B", "B"], "copies": DROPPED, "fill": 203})
 
 
-def on_road(run: RunOnDouble, road: str, *stages: str) -> list[TensorComparison]:
-    return [t for t in run.comparison.tensors if t.road == road and t.stage in stages]
+def on_load_path(run: RunOnDouble, load_path: str, *stages: str) -> list[TensorComparison]:
+    return [t for t in run.comparison.tensors if t.load_path == load_path and t.stage in stages]
 
 
 def test_dropped_copies_are_found_on_the_shared_road_alone(faulty: RunOnDouble) -> None:
     assert faulty.process.returncode == 1, faulty.process.stderr
-    factors = [t for t in on_road(faulty, "shared", "adapter") if t.tensor in ("lora_A", "lora_B")]
+    factors = [t for t in on_load_path(faulty, "shared", "adapter") if t.tensor in ("lora_A", "lora_B")]
     assert len(factors) == 56
     assert {t.classes for t in factors} == {(("cpu", "npu:0", "npu:2"), ("npu:1", "npu:3"))}
     assert {(t.tensor, row.diagnosis) for t in factors for row in t.rows if row.status != "equal"} == {
         ("lora_A", "fresh-init"),
         ("lora_B", "zeros"),
     }
-    alone = on_road(faulty, "isolated", "base", "adapter") + on_road(faulty, "shared", "base")
+    alone = on_load_path(faulty, "isolated", "base", "adapter") + on_load_path(faulty, "shared", "base")
     assert {t.classes for t in alone} == {(("cpu", *NPUS),)}
     assert {row.status for t in alone for row in t.rows} == {"equal"}
 
@@ -60,7 +60,7 @@ def test_devices_form_architectures(faulty: RunOnDouble) -> None:
     assert groups.pop("npu B (simulated)") == ["npu:2", "npu:3"]
     assert list(groups.values()) == [["cpu"]]
     for stage in ("merged", "forward"):
-        found = on_road(faulty, "isolated", stage)
+        found = on_load_path(faulty, "isolated", stage)
         assert {row.status for t in found for row in t.rows} <= {"equal", "within"}
         for tensor in found:
             owner = {name: number for number, names in enumerate(tensor.classes) for name in names}
@@ -72,7 +72,7 @@ def test_devices_form_architectures(faulty: RunOnDouble) -> None:
 def test_devices_alone_are_consistent(faulty: RunOnDouble) -> None:
     """What the workers saw that no copy between devices could harm, compared by itself: four healthy devices."""
     capture = read_capture(faulty.folder / "captures")
-    alone = tuple(worker for worker in capture.workers if worker.info.road == "isolated")
+    alone = tuple(worker for worker in capture.workers if worker.info.load_path == "isolated")
     found = compare([msgspec.structs.replace(capture, workers=alone)])
     assert len(found.workers) == 5
     assert found.verdict == "consistent"

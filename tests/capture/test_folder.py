@@ -27,7 +27,7 @@ from consistency.capture.folder import (
 )
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import SettingChange, TensorMeasure, TensorRecord, WorkerInfo
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Case
 from consistency.case.stages import Level
 from consistency.errors import CaptureError
@@ -87,7 +87,7 @@ def make_record(**changes: Any) -> TensorRecord:
 def make_info(**changes: Any) -> WorkerInfo:
     plain = WorkerInfo(
         name="cuda:1@tf32",
-        road="shared",
+        load_path="shared",
         architecture="Ampere sm_86",
         model="RTX A6000",
         status="lost",
@@ -105,7 +105,7 @@ def make_manifest(*slugs: str) -> CaptureManifest:
         tool="0.1.0",
         created="2025-01-01T00:00:00Z",
         host="host-a",
-        case=Case(name="llama", base="/b", adapter="/a", level=Level.QUICK, roads=(Road.SHARED,)),
+        case=Case(name="llama", base="/b", adapter="/a", level=Level.QUICK, load_paths=(LoadPath.SHARED,)),
         workers=slugs,
     )
 
@@ -199,11 +199,11 @@ def test_the_key_of_a_record_is_where_it_belongs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "road", "slug"),
+    ("name", "load_path", "slug"),
     [("cpu", "isolated", "cpu.isolated"), ("cuda:1@tf32", "shared", SLUG), ("cpu@avx2", "shared", "cpu@avx2.shared")],
 )
-def test_a_worker_has_a_folder_of_its_own(name: str, road: str, slug: str) -> None:
-    assert worker_slug(name, road) == slug
+def test_a_worker_has_a_folder_of_its_own(name: str, load_path: str, slug: str) -> None:
+    assert worker_slug(name, load_path) == slug
 
 
 def test_a_kept_tensor_is_addressed_by_all_of_its_content() -> None:

@@ -8,8 +8,16 @@ import msgspec
 import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
-from consistency.case.load_path import Road
-from consistency.case.options import Case, Options, make_options, parse_roads, parse_stages, read_options, split_list
+from consistency.case.load_path import LoadPath
+from consistency.case.options import (
+    Case,
+    Options,
+    make_options,
+    parse_load_paths,
+    parse_stages,
+    read_options,
+    split_list,
+)
 from consistency.case.stages import LEVELS, Level, Stage
 from consistency.errors import UsageError
 
@@ -51,7 +59,7 @@ def test_a_whole_configuration_is_read(tmp_path: Path) -> None:
         devices=("cpu", "cuda:0@tf32"),
         dtype="bfloat16",
         stages=("merged", "adapter"),
-        roads=("all",),
+        load_paths=("all",),
         level=Level.THOROUGH,
         repeat=3,
         only=("merged::model.layers.0", "adapter"),
@@ -161,7 +169,7 @@ def test_an_unknown_stage_is_refused_with_those_that_there_are() -> None:
         parse_stages(["forwards"])
     assert caught.value.wanted == "one of " + ", ".join(Stage)
     with pytest.raises(UsageError) as caught:
-        parse_roads(["forwards"])
+        parse_load_paths(["forwards"])
     assert caught.value.wanted == "isolated or shared, with +cpu, +target or +transformers, with +low-memory; or all"
 
 
@@ -174,11 +182,14 @@ def test_stages_run_in_the_order_in_which_the_numbers_depend_on_one_another() ->
 
 
 def test_all_is_every_road() -> None:
-    assert parse_roads(["all"]) == tuple(Road)
-    assert parse_roads(["shared"]) == (Road.SHARED,)
-    assert parse_roads(["shared", "isolated"]) == (Road.ISOLATED, Road.SHARED)
-    assert parse_roads(["shared+target+low-memory", "isolated"]) == (Road.ISOLATED, Road.SHARED_TARGET_LOW_MEMORY)
-    assert parse_roads(None) is None
+    assert parse_load_paths(["all"]) == tuple(LoadPath)
+    assert parse_load_paths(["shared"]) == (LoadPath.SHARED,)
+    assert parse_load_paths(["shared", "isolated"]) == (LoadPath.ISOLATED, LoadPath.SHARED)
+    assert parse_load_paths(["shared+target+low-memory", "isolated"]) == (
+        LoadPath.ISOLATED,
+        LoadPath.SHARED_TARGET_LOW_MEMORY,
+    )
+    assert parse_load_paths(None) is None
 
 
 def test_a_list_of_an_option_is_split_at_commas() -> None:
@@ -190,7 +201,9 @@ def test_a_list_of_an_option_is_split_at_commas() -> None:
 
 
 def test_a_case_survives_json() -> None:
-    case = Case(name="x", base="/b", adapter=None, stages=(Stage.MERGED,), roads=(Road.SHARED,), level=Level.QUICK)
+    case = Case(
+        name="x", base="/b", adapter=None, stages=(Stage.MERGED,), load_paths=(LoadPath.SHARED,), level=Level.QUICK
+    )
     assert decode_json(encode_json(case), Case) == case
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.preflight import check_files, prepare_case, read_adapter
 from consistency.case.stages import LEVELS, Level, Stage
@@ -70,11 +70,13 @@ def check(base: Path | None, adapter: Path | None) -> None:
 def test_a_base_and_its_adapter_make_a_case(tmp_path: Path) -> None:
     base, adapter = make_base(tmp_path / "llama"), make_adapter(tmp_path / "mine")
     case = prepare_case(
-        Options(base=str(base), adapter=str(adapter), stages=("merged", "adapter"), roads=("all",), dtype="float16")
+        Options(
+            base=str(base), adapter=str(adapter), stages=("merged", "adapter"), load_paths=("all",), dtype="float16"
+        )
     )
     assert (case.base, case.adapter, case.name) == (str(base), str(adapter), "llama + mine")
     assert case.stages == (Stage.ADAPTER, Stage.MERGED)
-    assert case.roads == tuple(Road)
+    assert case.load_paths == tuple(LoadPath)
     assert case.dtype == "float16"
     assert case.inputs is None
 
@@ -82,7 +84,7 @@ def test_a_base_and_its_adapter_make_a_case(tmp_path: Path) -> None:
 def test_the_level_chooses_what_the_options_leave_open(tmp_path: Path) -> None:
     base = str(make_base(tmp_path / "llama"))
     quick = prepare_case(Options(base=base, level=Level.QUICK))
-    assert (quick.stages, quick.repeat, quick.roads, quick.adapter) == (
+    assert (quick.stages, quick.repeat, quick.load_paths, quick.adapter) == (
         LEVELS[Level.QUICK].stages,
         1,
         None,

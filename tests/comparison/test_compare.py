@@ -165,12 +165,12 @@ def test_relative_rule_without_a_cpu_is_skipped_not_passed(make_capture: MakeCap
     assert only_row(found, "cuda:0").status == "within"
 
 
-def few(bits: str, error: float, *, draws: int = 1, magnitude: float = 1.0, mismatched: int = 2) -> TensorRecord:
+def few(bits: str, error: float, *, samples: int = 1, magnitude: float = 1.0, mismatched: int = 2) -> TensorRecord:
     """Make an activation whose error the CPU knows from `draws` independent numbers."""
     found = measured(
         bound_ratio=None, max_abs=Real(error), magnitude=Real(magnitude), mismatched=mismatched if error else 0
     )
-    return msgspec.structs.replace(forward(bits), measure=found, reference_draws=draws)
+    return msgspec.structs.replace(forward(bits), measure=found, reference_samples=samples)
 
 
 def test_an_allowance_that_zeros_would_pass_judges_nothing(make_capture: MakeCapture) -> None:
@@ -188,14 +188,14 @@ def test_an_allowance_that_zeros_would_pass_judges_nothing(make_capture: MakeCap
     assert "on cpu, cuda:0" in note.message
 
 
-@pytest.mark.parametrize(("error", "draws"), [(100.0, 1), (math.nan, 1), (math.inf, 1), (1.0, 2)])
-def test_outside_of_the_widest_allowance_stays_outside(make_capture: MakeCapture, error: float, draws: int) -> None:
+@pytest.mark.parametrize(("error", "samples"), [(100.0, 1), (math.nan, 1), (math.inf, 1), (1.0, 2)])
+def test_outside_of_the_widest_allowance_stays_outside(make_capture: MakeCapture, error: float, samples: int) -> None:
     # of two numbers luck allows 32 278 times the error, which is 0.003 here: less than the tensor, so it judges
     found = compared(
-        make_capture("a", {"cpu": [few("a", 1e-7, draws=draws)], "cuda:0": [few("b", error, draws=draws)]})
+        make_capture("a", {"cpu": [few("a", 1e-7, samples=samples)], "cuda:0": [few("b", error, samples=samples)]})
     )
     assert only_row(found, "cuda:0").status == "outside"
-    assert only_row(found, "cpu").status == ("skipped" if draws == 1 else "within")
+    assert only_row(found, "cpu").status == ("skipped" if samples == 1 else "within")
 
 
 def test_exact_bits_and_true_zeros_need_no_allowance(make_capture: MakeCapture) -> None:
@@ -206,11 +206,11 @@ def test_exact_bits_and_true_zeros_need_no_allowance(make_capture: MakeCapture) 
 
 
 def test_an_error_as_large_as_the_tensor_judges_nothing(make_capture: MakeCapture) -> None:
-    workers = {"cpu": [few("a", 0.5, draws=2**14)], "cuda:0": [few("b", 0.1, draws=2**14)]}
+    workers = {"cpu": [few("a", 0.5, samples=2**14)], "cuda:0": [few("b", 0.1, samples=2**14)]}
     row = only_row(compared(make_capture("a", workers)), "cuda:0")
     assert row.status == "skipped"
     assert row.reason == "the CPU's own error in float32 is so large that twice that would let a tensor of zeros pass"
-    less = {"cpu": [few("a", 0.4999, draws=2**14)], "cuda:0": [few("b", 0.1, draws=2**14)]}
+    less = {"cpu": [few("a", 0.4999, samples=2**14)], "cuda:0": [few("b", 0.1, samples=2**14)]}
     assert only_row(compared(make_capture("b", less)), "cuda:0").status == "within"
 
 
@@ -404,21 +404,22 @@ def test_damaged_worker_makes_it_incomplete(make_capture: MakeCapture) -> None:
 
 def test_wrong_only_when_shared_is_the_copy(make_capture: MakeCapture) -> None:
     alone = make_capture("alone", {"cpu": [moved()], "cuda:1": [moved()]})
-    shared = make_capture("shared", {"cuda:1": [moved("x", diagnosis="zeros")]}, info={"cuda:1": {"road": "shared"}})
+    info = {"cuda:1": {"load_path": "shared"}}
+    shared = make_capture("shared", {"cuda:1": [moved("x", diagnosis="zeros")]}, info=info)
     found = compared(alone, shared)
-    assert found.roads == ("isolated", "shared")
+    assert found.load_paths == ("isolated", "shared")
     (finding,) = errors(found)
     assert finding.message.endswith(
         "when all devices are visible, and the right bytes when alone: peer copies 0→1 drop data"
     )
-    shared_tensor = next(t for t in found.tensors if t.road == "shared")
+    shared_tensor = next(t for t in found.tensors if t.load_path == "shared")
     assert shared_tensor.classes == (("cpu",), ("cuda:1",)), "the reference worker stands in every road"
 
 
 def test_wrong_on_both_roads_is_not_blamed_on_the_copy(make_capture: MakeCapture) -> None:
     wrong = [moved("x", diagnosis="zeros")]
     alone = make_capture("alone", {"cpu": [moved()], "cuda:1": wrong})
-    shared = make_capture("shared", {"cuda:1": wrong}, info={"cuda:1": {"road": "shared"}})
+    shared = make_capture("shared", {"cuda:1": wrong}, info={"cuda:1": {"load_path": "shared"}})
     (finding,) = errors(compared(alone, shared))
     assert finding.message.endswith("lora_B of layers.0.q on every road taken (isolated, shared)")
 

@@ -34,7 +34,7 @@ from tests.conftest import MakeCapture
 
 
 def make_info(name: str, **fields: Any) -> WorkerInfo:
-    plain: dict[str, Any] = {"road": "isolated", "architecture": "Hopper sm_90", "model": "H100", "status": "ok"}
+    plain: dict[str, Any] = {"load_path": "isolated", "architecture": "Hopper sm_90", "model": "H100", "status": "ok"}
     return WorkerInfo(name=name, **{**plain, **fields})
 
 

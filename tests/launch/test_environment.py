@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.devices.spec import KERNEL_VARIABLES, DeviceInfo, parse_device
 from consistency.launch.environment import torch_device, worker_environment
 
@@ -18,16 +18,16 @@ def device(name: str, **fields: Any) -> DeviceInfo:
 def test_kernel_variables_of_the_user_do_not_reach_a_native_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KERNEL_VARIABLES:
         monkeypatch.setenv(name, "user")
-    native = worker_environment(device("cpu"), Road.ISOLATED, threads=1)
+    native = worker_environment(device("cpu"), LoadPath.ISOLATED, threads=1)
     assert not KERNEL_VARIABLES & set(native)
-    baseline = worker_environment(device("cpu@baseline"), Road.ISOLATED, threads=1)
+    baseline = worker_environment(device("cpu@baseline"), LoadPath.ISOLATED, threads=1)
     assert baseline["ATEN_CPU_CAPABILITY"] == "default"
     assert baseline["MKL_CBWR"] == "COMPATIBLE"
     assert baseline["ONEDNN_MAX_CPU_ISA"] == "SSE41"
 
 
 def test_every_worker_is_offline_and_has_its_threads() -> None:
-    found = worker_environment(device("cpu"), Road.ISOLATED, threads=3)
+    found = worker_environment(device("cpu"), LoadPath.ISOLATED, threads=3)
     assert found["HF_HUB_OFFLINE"] == "1"
     assert found["OMP_NUM_THREADS"] == found["MKL_NUM_THREADS"] == "3"
     assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
@@ -36,31 +36,31 @@ def test_every_worker_is_offline_and_has_its_threads() -> None:
 
 def test_cpu_worker_sees_no_accelerator() -> None:
     """PEFT asks for the accelerator by itself, and would send the reference's adapter through it."""
-    found = worker_environment(device("cpu"), Road.ISOLATED, threads=1)
+    found = worker_environment(device("cpu"), LoadPath.ISOLATED, threads=1)
     assert found["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_isolated_worker_sees_its_device_by_identity() -> None:
     info = device("cuda:2", visible_id="GPU-1234")
-    found = worker_environment(info, Road.ISOLATED, threads=1)
+    found = worker_environment(info, LoadPath.ISOLATED, threads=1)
     assert found["CUDA_VISIBLE_DEVICES"] == "GPU-1234"
-    assert torch_device(info, Road.ISOLATED) == "cuda:0"
+    assert torch_device(info, LoadPath.ISOLATED) == "cuda:0"
 
 
 def test_shared_worker_sees_what_the_user_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     info = device("cuda:1", visible_id="GPU-1234")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert worker_environment(info, Road.SHARED, threads=1)["CUDA_VISIBLE_DEVICES"] == "3,5"
+    assert worker_environment(info, LoadPath.SHARED, threads=1)["CUDA_VISIBLE_DEVICES"] == "3,5"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(info, Road.SHARED, threads=1)
-    assert torch_device(info, Road.SHARED) == "cuda:1"
+    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(info, LoadPath.SHARED, threads=1)
+    assert torch_device(info, LoadPath.SHARED) == "cuda:1"
 
 
 def test_device_without_an_identity_keeps_its_place_in_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert worker_environment(device("cuda:1"), Road.ISOLATED, threads=1)["CUDA_VISIBLE_DEVICES"] == "5"
-    assert worker_environment(device("npu:1"), Road.ISOLATED, threads=1)["ASCEND_RT_VISIBLE_DEVICES"] == "1"
+    assert worker_environment(device("cuda:1"), LoadPath.ISOLATED, threads=1)["CUDA_VISIBLE_DEVICES"] == "5"
+    assert worker_environment(device("npu:1"), LoadPath.ISOLATED, threads=1)["ASCEND_RT_VISIBLE_DEVICES"] == "1"
 
 
 def test_backend_that_cannot_hide_devices_keeps_its_number() -> None:
-    assert torch_device(device("mps"), Road.ISOLATED) == "mps:0"
+    assert torch_device(device("mps"), LoadPath.ISOLATED) == "mps:0"

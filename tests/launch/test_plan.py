@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Case
 from consistency.case.stages import Level, Stage
 from consistency.devices.spec import DeviceInfo, parse_device
-from consistency.launch.plan import default_roads, plan_waves
+from consistency.launch.plan import default_load_paths, plan_waves
 
 CASE = Case(name="x", base="base", adapter="adapter")
 
@@ -16,12 +16,12 @@ def devices(*names: str) -> list[DeviceInfo]:
 
 
 def waves(case: Case, *names: str) -> list[list[tuple[str, str]]]:
-    return [[(plan.name, plan.road.value) for plan in wave] for wave in plan_waves(case, devices(*names))]
+    return [[(plan.name, plan.load_path.value) for plan in wave] for wave in plan_waves(case, devices(*names))]
 
 
 def test_one_accelerator_has_no_copy_between_devices_to_try() -> None:
     assert waves(CASE, "cpu", "cuda:0") == [[("cpu", "isolated"), ("cuda:0", "isolated")]]
-    assert default_roads(devices("cpu", "cpu@avx2", "cuda:0", "cuda:0@tf32")) == (Road.ISOLATED,)
+    assert default_load_paths(devices("cpu", "cpu@avx2", "cuda:0", "cuda:0@tf32")) == (LoadPath.ISOLATED,)
 
 
 def test_several_accelerators_are_tried_alone_and_together() -> None:
@@ -33,9 +33,9 @@ def test_several_accelerators_are_tried_alone_and_together() -> None:
 
 
 def test_roads_that_were_asked_for() -> None:
-    shared = Case(name="x", base="base", roads=(Road.SHARED,))
+    shared = Case(name="x", base="base", load_paths=(LoadPath.SHARED,))
     assert waves(shared, "cpu", "cuda:0") == [[("cpu", "isolated"), ("cuda:0", "shared")]]
-    both = Case(name="x", base="base", roads=tuple(Road))
+    both = Case(name="x", base="base", load_paths=tuple(LoadPath))
     assert waves(both, "cpu") == [[("cpu", "isolated")]]
 
 
@@ -58,7 +58,7 @@ def test_labels_name_the_road_where_it_is_not_the_usual_one() -> None:
 
 def sides(case: Case, *names: str) -> list[tuple[str, list[str]]]:
     return [
-        (plan.label, [road.value for road in plan.side_roads])
+        (plan.label, [load_path.value for load_path in plan.alternative_paths])
         for wave in plan_waves(case, devices(*names))
         for plan in wave
     ]
@@ -80,14 +80,14 @@ def test_a_level_takes_roads_beside_each_default_road() -> None:
 
 
 def test_a_side_road_brings_its_default_road_with_it() -> None:
-    alone = Case(name="x", base="base", adapter="adapter", roads=(Road.SHARED_TARGET,))
+    alone = Case(name="x", base="base", adapter="adapter", load_paths=(LoadPath.SHARED_TARGET,))
     assert sides(alone, "cpu", "cuda:1") == [
         ("cpu", ["isolated+target"]),
         ("cuda:1 (shared)", ["shared+target"]),
     ]
-    every = Case(name="x", base="base", adapter="adapter", roads=tuple(Road))
+    every = Case(name="x", base="base", adapter="adapter", load_paths=tuple(LoadPath))
     assert [len(found) for _, found in sides(every, "cpu", "cuda:1")] == [7, 7, 7]
-    plain = Case(name="x", base="base", adapter="adapter", roads=(Road.ISOLATED,))
+    plain = Case(name="x", base="base", adapter="adapter", load_paths=(LoadPath.ISOLATED,))
     assert sides(plain, "cuda:1") == [("cuda:1", [])]
 
 

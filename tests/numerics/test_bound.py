@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from consistency.numerics.bound import (
     Allowance,
-    GivenAllowance,
+    UserAllowance,
     delta_allowance,
     gamma,
     measure_against_exact,
@@ -52,7 +52,7 @@ class Lora:
         """Multiply as PEFT does on the CPU: bfloat16 and float16 by way of float32."""
         return ((self.b.float() @ self.a.float()) * self.scaling).to(self.a.dtype)
 
-    def measure(self, actual: torch.Tensor, allowance: Allowance | GivenAllowance, *, base: bool = False) -> Measure:
+    def measure(self, actual: torch.Tensor, allowance: Allowance | UserAllowance, *, base: bool = False) -> Measure:
         return measure_low_rank(
             actual,
             left=self.b,
@@ -205,7 +205,7 @@ def test_the_bound_is_not_idle() -> None:
 
 @pytest.mark.parametrize("given_tolerance", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [(90, 1000), (700, 100), (3, 5 * CHUNK + 3), (5, 600_000)])
-def test_products_in_blocks_are_those_of_the_whole(rows: int, columns: int, given_tolerance: bool) -> None:
+def test_products_in_blocks_are_those_of_the_whole(rows: int, columns: int, user_tolerance: bool) -> None:
     lora = make(
         seed=rows, rank=2, adapter=torch.float32, weight=torch.float32, scaling=0.37, rows=rows, columns=columns
     )
@@ -213,9 +213,9 @@ def test_products_in_blocks_are_those_of_the_whole(rows: int, columns: int, give
     size = (lora.b.double() * lora.scaling).abs() @ lora.a.double().abs()
     derived = Allowance(product=2.0**-10, weight=2.0**-11, floor=2.0**-12)
     allowed = derived.product * size + derived.weight * lora.base.double().abs() + derived.floor
-    allowance: Allowance | GivenAllowance = derived
-    if given_tolerance:
-        allowance, allowed = GivenAllowance(atol=2.0**-12, rtol=2.0**-9), 2.0**-12 + 2.0**-9 * exact.abs()
+    allowance: Allowance | UserAllowance = derived
+    if user_tolerance:
+        allowance, allowed = UserAllowance(atol=2.0**-12, rtol=2.0**-9), 2.0**-12 + 2.0**-9 * exact.abs()
     for place in ((0, 0), (rows - 1, columns - 1), (rows // 2, columns // 3), (rows - 1, 0)):
         actual = exact.float()
         actual[place] += 1.0
@@ -442,7 +442,7 @@ def test_a_ratio_of_one_is_that_every_element_is_close(
     """Written out once more in NumPy, where what is no number is never close unless both sides are the same."""
     actual = torch.tensor([a for a, _ in pairs], dtype=torch.float32)
     exact = torch.tensor([e for _, e in pairs], dtype=torch.float64)
-    found = measure_against_exact(actual, exact, GivenAllowance(atol=atol, rtol=rtol))
+    found = measure_against_exact(actual, exact, UserAllowance(atol=atol, rtol=rtol))
     a, e = actual.double().numpy(), exact.numpy()
     with np.errstate(all="ignore"):
         close = np.abs(a - e) <= atol + rtol * np.abs(e)
@@ -457,7 +457,7 @@ def test_a_merge_is_held_against_what_is_given_around_the_same_exact_value(
     lora: Lora, atol: float, rtol: float
 ) -> None:
     actual = (lora.base + lora.upcast_delta()).to(lora.base.dtype)
-    found = lora.measure(actual, GivenAllowance(atol=atol, rtol=rtol), base=True)
+    found = lora.measure(actual, UserAllowance(atol=atol, rtol=rtol), base=True)
     derived = lora.measure(actual, Allowance(product=1.0, floor=1.0), base=True)
     assert (found.max_abs, found.mismatched, found.magnitude) == (
         derived.max_abs,
@@ -477,7 +477,7 @@ def test_a_merge_is_held_against_what_is_given_around_the_same_exact_value(
 
 def test_nothing_given_allows_exact_values_alone() -> None:
     exact = torch.tensor([1.0, -2.0, 0.0, 3.0], dtype=torch.float64)
-    nothing = GivenAllowance(atol=0.0, rtol=0.0)
+    nothing = UserAllowance(atol=0.0, rtol=0.0)
     assert share(measure_against_exact(exact.float(), exact, nothing)) == 0
     off = measure_against_exact(torch.tensor([1.0, -2.0, 2.0**-149, 3.0]), exact, nothing)
     assert share(off) == math.inf
@@ -486,8 +486,8 @@ def test_nothing_given_allows_exact_values_alone() -> None:
 
 
 @pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("given", [GivenAllowance(atol=0.0, rtol=0.0), GivenAllowance(atol=1e308, rtol=1e308)])
-def test_no_tolerance_is_wide_enough_for_what_is_not_finite(fault: float, given: GivenAllowance) -> None:
+@pytest.mark.parametrize("given", [UserAllowance(atol=0.0, rtol=0.0), UserAllowance(atol=1e308, rtol=1e308)])
+def test_no_tolerance_is_wide_enough_for_what_is_not_finite(fault: float, given: UserAllowance) -> None:
     exact = torch.full((5,), 2.0, dtype=torch.float64)
     actual = exact.float()
     actual[3] = fault
@@ -504,16 +504,16 @@ def test_no_tolerance_is_wide_enough_for_what_is_not_finite(fault: float, given:
 def test_atol_is_absolute_and_rtol_goes_with_the_exact_value() -> None:
     exact = torch.tensor([0.0, 8.0], dtype=torch.float64)
     actual = torch.tensor([0.25, 10.0])
-    assert share(measure_against_exact(actual, exact, GivenAllowance(atol=0.25, rtol=0.25))) == 1
-    assert share(measure_against_exact(actual, exact, GivenAllowance(atol=0.5, rtol=0.0))) == 4
-    assert share(measure_against_exact(actual, exact, GivenAllowance(atol=0.0, rtol=0.5))) == math.inf
-    assert share(measure_against_exact(actual[1:], exact[1:], GivenAllowance(atol=0.0, rtol=0.125))) == 2
+    assert share(measure_against_exact(actual, exact, UserAllowance(atol=0.25, rtol=0.25))) == 1
+    assert share(measure_against_exact(actual, exact, UserAllowance(atol=0.5, rtol=0.0))) == 4
+    assert share(measure_against_exact(actual, exact, UserAllowance(atol=0.0, rtol=0.5))) == math.inf
+    assert share(measure_against_exact(actual[1:], exact[1:], UserAllowance(atol=0.0, rtol=0.125))) == 2
 
 
 def test_a_tolerance_holds_in_every_chunk() -> None:
     exact = torch.zeros(3 * CHUNK + 7, dtype=torch.float64)
     actual = exact.float()
     actual[2 * CHUNK + 5] = 3.0
-    found = measure_against_exact(actual, exact, GivenAllowance(atol=1.0, rtol=0.0))
+    found = measure_against_exact(actual, exact, UserAllowance(atol=1.0, rtol=0.0))
     assert (share(found), found.worst_index) == (3, (2 * CHUNK + 5,))
     assert torch.equal(exact, torch.zeros_like(exact)), "the reference is left as it was"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from consistency.numerics.bound import (
     Allowance,
-    GivenAllowance,
+    UserAllowance,
     delta_allowance,
     measure_against_exact,
     measure_low_rank,
@@ -251,7 +251,7 @@ def test_a_tolerance_of_the_users_own_is_what_is_gone_by() -> None:
     case = Case()
     actual = case.healthy()
     bit_patterns(actual.reshape(-1))[7] ^= 1 << 30
-    tight = GivenAllowance(atol=1e-3, rtol=1e-3)
+    tight = UserAllowance(atol=1e-3, rtol=1e-3)
     factors: dict[str, Any] = {"left": case.left, "right": case.right, "scaling": case.scaling, "base": case.base}
     found = measure_low_rank(actual, **factors, allowance=tight)
     word = diagnose_computed(found, partial(low_rank_chunks, actual, **factors, allowance=tight)).word

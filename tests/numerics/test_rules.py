@@ -13,7 +13,7 @@ from consistency.numerics.rules import (
     HALF_SMALLEST_SUBNORMAL,
     UNIT_ROUNDOFF,
     Rule,
-    luck,
+    error_factor,
     passes,
     ratio,
     relative_allowance,
@@ -35,22 +35,22 @@ def test_a_device_may_be_off_twice_the_error_of_the_cpu_and_one_store() -> None:
 
 
 def test_the_fewer_errors_the_more_is_luck_and_never_less_than_twice() -> None:
-    factors = [luck(n) for n in range(1, 200)]
+    factors = [error_factor(n) for n in range(1, 200)]
     assert factors == sorted(factors, reverse=True)
-    assert (luck(0), luck(2**14), luck(10**9)) == (luck(1), 2.0, 2.0)
+    assert (error_factor(0), error_factor(2**14), error_factor(10**9)) == (error_factor(1), 2.0, 2.0)
 
 
-@pytest.mark.parametrize("draws", [1, 2])
-def test_luck_is_the_ratio_that_healthy_errors_exceed_as_rarely_as_it_says(draws: int) -> None:
+@pytest.mark.parametrize("samples", [1, 2])
+def test_luck_is_the_ratio_that_healthy_errors_exceed_as_rarely_as_it_says(samples: int) -> None:
     # of one draw each the ratio is Cauchy's, P(|x| / |y| > c) = 2 arctan(1 / c) / pi; the largest of two by counting
-    if draws == 1:
-        assert 2 / math.pi * math.atan(1 / luck(1)) == pytest.approx(FALSE_ALARM, rel=0.01)
+    if samples == 1:
+        assert 2 / math.pi * math.atan(1 / error_factor(1)) == pytest.approx(FALSE_ALARM, rel=0.01)
         return
     values = np.abs(np.random.default_rng(0).standard_normal((2, 1_000_000, 2))).max(axis=2)
     beyond = [(values[0] > c * values[1]).mean() for c in (10.0, 40.0)]
     # P falls as c**-n, so what was counted at c gives the c of FALSE_ALARM
     assert [c * math.sqrt(p / FALSE_ALARM) for c, p in zip((10.0, 40.0), beyond, strict=True)] == pytest.approx(
-        [luck(2)] * 2, rel=0.1
+        [error_factor(2)] * 2, rel=0.1
     )
 
 
@@ -58,7 +58,7 @@ def test_luck_is_the_quantile_of_simulated_errors(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rules, "FALSE_ALARM", 1e-2)
     generator = np.random.default_rng(0)
     largest = np.abs(generator.standard_normal((2, 100_000, 16), dtype=np.float32)).max(axis=-1)
-    assert rules._luck.__wrapped__(16) == pytest.approx(np.quantile(largest[0] / largest[1], 0.99), rel=0.02)
+    assert rules._error_factor.__wrapped__(16) == pytest.approx(np.quantile(largest[0] / largest[1], 0.99), rel=0.02)
 
 
 def test_an_unknown_dtype_has_no_allowance() -> None:

@@ -88,13 +88,14 @@ def hostile() -> Comparison:
     )  # fmt: skip
     tensors = [
         TensorComparison(
-            stage=stage, road=HOSTILE, layer=HOSTILE, tensor=HOSTILE, shape=(), dtype=HOSTILE, rule=HOSTILE,
+            stage=stage, load_path=HOSTILE, layer=HOSTILE, tensor=HOSTILE, shape=(), dtype=HOSTILE, rule=HOSTILE,
             classes=(("a",), (HOSTILE,)), rows=(named,),
         )
         for stage in (HOSTILE, "transfer")
     ]  # fmt: skip
     person = WorkerSummary(
-        name=HOSTILE, road=HOSTILE, architecture=HOSTILE, model=HOSTILE, uuid=HOSTILE, status=HOSTILE, reason=HOSTILE,
+        name=HOSTILE, load_path=HOSTILE, architecture=HOSTILE, model=HOSTILE, uuid=HOSTILE, status=HOSTILE,
+        reason=HOSTILE,
         environment={HOSTILE: {HOSTILE: HOSTILE}}, host=HOSTILE, driver=HOSTILE, asked={HOSTILE: 1},
         in_force={HOSTILE: HOSTILE},
     )  # fmt: skip
@@ -104,8 +105,8 @@ def hostile() -> Comparison:
     )  # fmt: skip
     note = Finding(kind=HOSTILE, severity="note", message=HOSTILE)
     return Comparison(
-        case=HOSTILE, dtype=HOSTILE, level=HOSTILE, roads=(HOSTILE,), verdict="inconsistent", reference=HOSTILE,
-        workers=(person, worker("plain", road=HOSTILE)), tensors=tuple(tensors), findings=(finding, note),
+        case=HOSTILE, dtype=HOSTILE, level=HOSTILE, load_paths=(HOSTILE,), verdict="inconsistent", reference=HOSTILE,
+        workers=(person, worker("plain", load_path=HOSTILE)), tensors=tuple(tensors), findings=(finding, note),
         architectures=(ArchitectureGroup(name=HOSTILE, workers=(HOSTILE,)),), not_looked_at=(HOSTILE,), base=HOSTILE,
         adapter=HOSTILE,
     )  # fmt: skip
@@ -220,7 +221,7 @@ def test_the_data_say_what_the_comparison_says(seed: int) -> None:
             wanted["adapter", f"l{number}", "w", name] = (status, of, text)
         tensors.append(
             TensorComparison(
-                stage="adapter", road="isolated", layer=f"l{number}", tensor="w", shape=(1,), dtype="float32",
+                stage="adapter", load_path="isolated", layer=f"l{number}", tensor="w", shape=(1,), dtype="float32",
                 rule="bound", classes=classes, rows=tuple(rows),
             )
         )  # fmt: skip
@@ -248,7 +249,7 @@ def computed_apart(tensors: int, workers: int) -> Comparison:
     classes = tuple((name,) for name in names)
     made = [
         TensorComparison(
-            stage="merged", road="isolated", layer=f"model.layers.{i // 25}.self_attn.q_proj.{i}", tensor="weight",
+            stage="merged", load_path="isolated", layer=f"model.layers.{i // 25}.self_attn.q_proj.{i}", tensor="weight",
             shape=(4096, 4096), dtype="bfloat16", rule="bound", classes=classes,
             rows=tuple(
                 Row(
@@ -337,7 +338,7 @@ def test_histogram_of_bits() -> None:
     def flipped(found: dict[Any, Any]) -> TensorComparison:
         row = Row(worker="cpu", reference="file", status="outside", evidence={"flipped_bits": found})
         return TensorComparison(
-            stage="adapter", road="isolated", layer="l", tensor="w", shape=(1,), dtype="bfloat16", rule="bitwise",
+            stage="adapter", load_path="isolated", layer="l", tensor="w", shape=(1,), dtype="bfloat16", rule="bitwise",
             classes=(), rows=(row,),
         )  # fmt: skip
 
@@ -388,7 +389,7 @@ def test_matrix_of_transfers() -> None:
             evidence={} if speed is None else {"gb_per_s": speed},
         )  # fmt: skip
         return TensorComparison(
-            stage="transfer", road="shared", layer=way, tensor=kind, shape=(1,), dtype="uint8", rule="bitwise",
+            stage="transfer", load_path="shared", layer=way, tensor=kind, shape=(1,), dtype="uint8", rule="bitwise",
             classes=(), rows=(row,),
         )  # fmt: skip
 
@@ -398,7 +399,7 @@ def test_matrix_of_transfers() -> None:
         copied("cuda:1->cuda:0", "direct", "cuda:0", "equal", None),
         copied("cuda:0->cuda:1->cuda:2", "chain", "cuda:2", "equal", 3.0),
     ]
-    text = Page(as_html(comparison(tensors, roads=("shared",)))).text
+    text = Page(as_html(comparison(tensors, load_paths=("shared",)))).text
     assert "✗outside direct 24.2 GB/s zeros" in text
     assert "=equal host-staged 11 GB/s" in text
     assert "cuda:0 → cuda:1 → cuda:2: =equal chain 3 GB/s" in text
@@ -476,9 +477,9 @@ def test_two_files_have_a_page_too(tmp_path: Path) -> None:
 
 
 def test_side_road_is_a_sentence_and_has_its_columns_in_the_map() -> None:
-    fine = tensor([["cpu", "cuda:0"]], road="isolated+cpu")
+    fine = tensor([["cpu", "cuda:0"]], load_path="isolated+cpu")
     found = comparison(
-        [tensor([["cpu", "cuda:0"]]), fine], roads=("isolated", "isolated+cpu"),
+        [tensor([["cpu", "cuda:0"]]), fine], load_paths=("isolated", "isolated+cpu"),
         workers=(worker("cpu", "x86-64"), worker("cuda:0", "Ampere")),
         architectures=(
             ArchitectureGroup(name="x86-64", workers=("cpu",)), ArchitectureGroup(name="Ampere", workers=("cuda:0",)),

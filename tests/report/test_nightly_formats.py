@@ -17,7 +17,8 @@ HOSTILE = "layer\n::error::gotcha\r%0A\x1b[31m<&\"'>"
 
 def worker(name: str, **fields: Any) -> WorkerSummary:
     return WorkerSummary(
-        **{"name": name, "road": "isolated", "architecture": "x86-64", "model": "chip", "uuid": None, "status": "ok",
+        **{"name": name, "load_path": "isolated", "architecture": "x86-64", "model": "chip", "uuid": None,
+           "status": "ok",
            "reason": None, "environment": {}, **fields}
     )  # fmt: skip
 
@@ -25,7 +26,7 @@ def worker(name: str, **fields: Any) -> WorkerSummary:
 def tensor(stage: str, **statuses: Any) -> TensorComparison:
     rows = tuple(Row(worker=name, reference="file", status=status) for name, status in statuses.items())
     return TensorComparison(
-        stage=stage, road="isolated", layer=HOSTILE, tensor="weight", shape=(1,), dtype="float32", rule="bitwise",
+        stage=stage, load_path="isolated", layer=HOSTILE, tensor="weight", shape=(1,), dtype="float32", rule="bitwise",
         classes=(tuple(statuses),), rows=rows,
     )  # fmt: skip
 
@@ -33,7 +34,7 @@ def tensor(stage: str, **statuses: Any) -> TensorComparison:
 def comparison(*findings: Finding, verdict: Any = "inconsistent", **fields: Any) -> Comparison:
     return Comparison(
         **{
-            "case": "llama", "dtype": "float32", "level": "standard", "roads": ("isolated",), "verdict": verdict,
+            "case": "llama", "dtype": "float32", "level": "standard", "load_paths": ("isolated",), "verdict": verdict,
             "reference": "a", "workers": (worker("a"), worker("b")), "architectures": (), "findings": findings,
             "tensors": (tensor("base", a="equal", b="equal"), tensor("adapter", a="equal", b="outside")), **fields,
         }

@@ -113,9 +113,9 @@ def until(browser: Any, condition: Callable[[], Any]) -> Any:
 def type_filter(browser: Any, text: str) -> str:
     """Type into the filter; return what it says it found."""
     before = run(browser, "return document.getElementById('count').textContent")
-    box = browser.find_element("id", "filter")
-    box.clear()
-    box.send_keys(text)
+    host_facts = browser.find_element("id", "filter")
+    host_facts.clear()
+    host_facts.send_keys(text)
     say = "return document.getElementById('count').textContent"
     return str(until(browser, lambda: run(browser, say) != before and run(browser, say)))
 
@@ -224,7 +224,7 @@ def test_numbers_are_exact_and_of_the_right_limit(opened: Open) -> None:
         "cuda:1": ("outside", float("nan"), 1),
     }
     made = TensorComparison(
-        stage="merged", road="isolated", layer="l", tensor="w", shape=(4096, 4096), dtype="bfloat16", rule="user",
+        stage="merged", load_path="isolated", layer="l", tensor="w", shape=(4096, 4096), dtype="bfloat16", rule="user",
         classes=(("cpu",), ("cuda:0",), ("cuda:1",)),
         rows=tuple(
             Row(
@@ -248,8 +248,8 @@ def test_numbers_are_exact_and_of_the_right_limit(opened: Open) -> None:
 def test_hostile_names_stay_text(opened: Open) -> None:
     page = opened(hostile())
     assert run(page, "return [document.images.length, document.scripts.length]") == [0, 2]
-    for box in page.find_elements("css selector", ".stage:not([open]) > summary"):
-        box.click()
+    for host_facts in page.find_elements("css selector", ".stage:not([open]) > summary"):
+        host_facts.click()
     names = "return [...document.querySelectorAll('.grid tbody th')].map(cell => cell.textContent)"
     heads = until(page, lambda: len(run(page, names)) == 2 and run(page, names))  # it is drawn when it has opened
     assert heads == [f"{SAFE}.{SAFE}"] * 2

@@ -20,7 +20,8 @@ from consistency.report.terminal import clean, make_console, print_report, sente
 
 
 def worker(name: str, architecture: str = "Ampere sm_86", **fields: Any) -> WorkerSummary:
-    plain: dict[str, Any] = {"road": "isolated", "model": "RTX A6000", "uuid": None, "status": "ok", "reason": None}
+    plain: dict[str, Any] = {"load_path": "isolated", "model": "RTX A6000", "uuid": None, "status": "ok"}
+    plain["reason"] = None
     return WorkerSummary(**{"name": name, "architecture": architecture, **plain, "environment": {}, **fields})
 
 
@@ -35,7 +36,7 @@ def tensor(classes: list[list[str]], *, stage: str = "adapter", layer: str = "la
         )
         for names in classes for name in names
     )  # fmt: skip
-    plain: dict[str, Any] = {"road": "isolated", "tensor": "lora_B", "shape": (2, 2), "dtype": "float32"}
+    plain: dict[str, Any] = {"load_path": "isolated", "tensor": "lora_B", "shape": (2, 2), "dtype": "float32"}
     rule = "bitwise" if ratio is None else "bound"
     return TensorComparison(
         stage=stage, layer=layer, rule=rule, classes=tuple(map(tuple, classes)), rows=rows, **{**plain, **of}
@@ -46,7 +47,7 @@ def comparison(tensors: list[TensorComparison], *, verdict: Verdict = "consisten
     workers = fields.pop("workers", (worker("cpu", "x86-64"), worker("cuda:0"), worker("cuda:1"), worker("cuda:2")))
     names = tuple(w.name for w in workers if w.architecture == "Ampere sm_86")
     plain: dict[str, Any] = {
-        "case": "llama", "dtype": "float32", "level": "standard", "roads": ("isolated",), "reference": "cpu",
+        "case": "llama", "dtype": "float32", "level": "standard", "load_paths": ("isolated",), "reference": "cpu",
         "findings": (), "adapter": "adapter",
         "architectures": (
             ArchitectureGroup(name="x86-64", workers=("cpu",)),
@@ -152,21 +153,21 @@ def test_sentence_counts_other_findings() -> None:
 
 
 def test_side_roads_that_say_nothing_new_share_a_line() -> None:
-    roads = ("isolated", "isolated+cpu", "isolated+low-memory")
-    text = printed(comparison([tensor([ALL], road=road) for road in roads], roads=roads))
+    load_paths = ("isolated", "isolated+cpu", "isolated+low-memory")
+    text = printed(comparison([tensor([ALL], load_path=load_path) for load_path in load_paths], load_paths=load_paths))
     assert "roads: 2 more, all equal (isolated+cpu, isolated+low-memory)" in text
     assert text.count("Ampere sm_86") == 1, "one table, not one per side road"
     assert "road: isolated" not in text
-    five = (*roads, "isolated+target", "isolated+transformers", "isolated+cpu+low-memory")
-    text = printed(comparison([tensor([ALL], road=road) for road in five], roads=five))
+    five = (*load_paths, "isolated+target", "isolated+transformers", "isolated+cpu+low-memory")
+    text = printed(comparison([tensor([ALL], load_path=load_path) for load_path in five], load_paths=five))
     assert "roads: 5 more, all equal\n" in text
 
 
 def test_a_side_road_with_something_to_say_has_a_line_of_its_own() -> None:
-    roads = ("isolated", "isolated+cpu", "isolated+low-memory", "isolated+transformers")
-    wrong = tensor([["cpu", "cuda:0"], ["cuda:1"]], road=roads[2], statuses={"cuda:1": "outside"})
-    skipped = tensor([ALL], road=roads[3], statuses=dict.fromkeys(ALL, "skipped"))
-    found = comparison([tensor([ALL]), tensor([ALL], road=roads[1]), wrong, skipped], roads=roads)
+    load_paths = ("isolated", "isolated+cpu", "isolated+low-memory", "isolated+transformers")
+    wrong = tensor([["cpu", "cuda:0"], ["cuda:1"]], load_path=load_paths[2], statuses={"cuda:1": "outside"})
+    skipped = tensor([ALL], load_path=load_paths[3], statuses=dict.fromkeys(ALL, "skipped"))
+    found = comparison([tensor([ALL]), tensor([ALL], load_path=load_paths[1]), wrong, skipped], load_paths=load_paths)
     text = printed(found)
     assert "roads: 1 more, equal (isolated+cpu)" in text
     assert "road isolated+low-memory: ✗ 1/1 on cuda:1" in text
@@ -175,9 +176,9 @@ def test_a_side_road_with_something_to_say_has_a_line_of_its_own() -> None:
 
 
 def test_default_roads_have_a_table_each() -> None:
-    workers = (worker("cpu", "x86-64"), worker("cuda:0"), worker("cuda:0", road="shared"))
-    tensors = [tensor([["cpu", "cuda:0"]]), tensor([["cpu", "cuda:0"]], road="shared")]
-    text = printed(comparison(tensors, workers=workers, roads=("isolated", "shared")))
+    workers = (worker("cpu", "x86-64"), worker("cuda:0"), worker("cuda:0", load_path="shared"))
+    tensors = [tensor([["cpu", "cuda:0"]]), tensor([["cpu", "cuda:0"]], load_path="shared")]
+    text = printed(comparison(tensors, workers=workers, load_paths=("isolated", "shared")))
     assert "road: isolated" in text
     assert "road: shared" in text
     assert "more" not in text

@@ -9,7 +9,7 @@ import torch
 
 from consistency.capture.folder import read_records, unpack_blocks
 from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
-from consistency.numerics.bound import GivenAllowance, measure_against_exact
+from consistency.numerics.bound import UserAllowance, measure_against_exact
 from consistency.numerics.digest import digest
 from consistency.worker.recorder import Recorder
 
@@ -19,7 +19,7 @@ EXACT = torch.linspace(-1, 1, 100_000, dtype=torch.float64)
 def recorded(folder: Path, actual: torch.Tensor, *, status: RecordStatus, measured: bool = True) -> TensorRecord:
     blobs = folder / "blobs"
     blobs.mkdir()
-    found = measure_against_exact(actual, EXACT, GivenAllowance(atol=1e-3, rtol=0.0)) if measured else None
+    found = measure_against_exact(actual, EXACT, UserAllowance(atol=1e-3, rtol=0.0)) if measured else None
     with Recorder(folder, blobs) as record:
         record.computed(
             stage="merged", layer="layers.0", tensor="weight", actual=actual, rule="bound", found=found, status=status,

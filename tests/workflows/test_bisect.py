@@ -82,7 +82,7 @@ def test_variant_is_taken_apart_into_its_variables(make_capture: MakeCapture) ->
 
 def test_accelerator_has_its_switches_tried(make_capture: MakeCapture) -> None:
     asked = {"matmul_allow_tf32": False, "cudnn_allow_tf32": False, "bf16_reduced_precision_reduction": False}
-    subject = participant(make_capture, "cuda:1", asked=asked, road="shared", environment={"threads": 1})
+    subject = participant(make_capture, "cuda:1", asked=asked, load_path="shared", environment={"threads": 1})
     names = [
         c.name for c in candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "merged")
     ]
@@ -109,10 +109,10 @@ def test_dtype_of_the_adapter_is_tried_on_a_half_precision_base(
 
 
 def test_adapter_has_its_roads_tried(make_capture: MakeCapture) -> None:
-    subject = participant(make_capture, "cuda:1", road="shared", environment={"threads": 1})
+    subject = participant(make_capture, "cuda:1", load_path="shared", environment={"threads": 1})
     found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "adapter")
-    roads = {change.name: change.road for change in found if change.road}
-    assert roads == {
+    load_paths = {change.name: change.load_path for change in found if change.load_path}
+    assert load_paths == {
         "the other devices hidden": "isolated",
         "torch_device='cpu'": "shared+cpu",
         "torch_device=target": "shared+target",
@@ -122,12 +122,12 @@ def test_adapter_has_its_roads_tried(make_capture: MakeCapture) -> None:
 
 
 def test_change_has_the_last_word_in_the_environment() -> None:
-    from consistency.case.load_path import Road
+    from consistency.case.load_path import LoadPath
     from consistency.devices.discovery import cpu_info
     from consistency.devices.spec import parse_device
 
     info = cpu_info(parse_device("cpu@baseline"))
-    found = worker_environment(info, Road.ISOLATED, threads=1, change={"MKL_CBWR": None, "EXTRA": "1"})
+    found = worker_environment(info, LoadPath.ISOLATED, threads=1, change={"MKL_CBWR": None, "EXTRA": "1"})
     assert "MKL_CBWR" not in found
     assert found["EXTRA"] == "1"
     assert found["ATEN_CPU_CAPABILITY"] == "default"

@@ -29,8 +29,8 @@ def test_doctor_without_any_model(cli: Cli, tmp_path: Path) -> None:
     assert report["boxes"][0]["host"] == report["workers"][0]["host"]
     assert {tensor["stage"] for tensor in report["tensors"]} <= set(MODEL_LESS)
     capture = read_capture(tmp_path / "out")
-    assert capture.manifest.box is not None
-    assert capture.manifest.box.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert capture.manifest.host_facts is not None
+    assert capture.manifest.host_facts.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     events = (capture.folder / "workers" / "cpu.isolated" / "events.jsonl").read_text()
     assert "import libraries" not in events
     assert "load base" not in events
@@ -51,4 +51,4 @@ def test_a_capture_of_an_earlier_version_has_no_box() -> None:
     old = (
         b'{"schema": "s", "tool": "0", "created": "x", "host": "h", "case": {"name": "x", "base": "b"}, "workers": []}'
     )
-    assert decode_json(old, CaptureManifest).box is None
+    assert decode_json(old, CaptureManifest).host_facts is None

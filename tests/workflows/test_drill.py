@@ -57,7 +57,7 @@ def test_fault_that_needs_two_accelerators(monkeypatch: pytest.MonkeyPatch) -> N
 
 def comparison(*findings: Finding) -> Comparison:
     return Comparison(
-        case="x", dtype="float32", level="quick", roads=("isolated",), verdict="consistent", reference="cpu",
+        case="x", dtype="float32", level="quick", load_paths=("isolated",), verdict="consistent", reference="cpu",
         workers=(), architectures=(), tensors=(), findings=findings,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from consistency.capture.names import HOST
 from consistency.comparison.findings.transfer_causes import arrow
 from consistency.comparison.findings.transfers import Matrix, matrices
 from consistency.comparison.result import Comparison, Finding
-from consistency.devices.host.facts import Box, Gpu
+from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
 from consistency.devices.host.nvml import REMAP_FAILED, REMAP_PENDING
 
@@ -46,8 +46,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 def advise(comparison: Comparison) -> tuple[Advice, ...]:
     """Return what to mend, what is wrong already before what could go wrong."""
     found = [*(_of_finding(f) for f in comparison.findings if f.severity != "note")]
-    for box in comparison.boxes:
-        found += _of_box(box, comparison)
+    for host_facts in comparison.hosts:
+        found += _of_host(host_facts, comparison)
     if not comparison.simulated:
         for matrix in matrices(comparison.tensors):
             found += _slow(matrix)
@@ -55,22 +55,22 @@ def advise(comparison: Comparison) -> tuple[Advice, ...]:
     return tuple(sorted(unique.values(), key=lambda advice: not advice.urgent))
 
 
-def about(box: Box) -> Iterator[str]:
+def about(host_facts: HostFacts) -> Iterator[str]:
     """Yield what is known of a machine, a line per kind of fact."""
-    up = "" if box.uptime_s is None else f", up {box.uptime_s / 3600:.1f} h"
-    yield f"{box.host}: kernel {box.kernel}, boot {box.boot_id or 'unknown'}{up}"
-    options = f" ({' '.join(box.iommu_options)})" if box.iommu_options else ""
-    yield f"IOMMU: {box.iommu or 'unknown'}{options}"
-    for gpu in box.gpus:
+    up = "" if host_facts.uptime_s is None else f", up {host_facts.uptime_s / 3600:.1f} h"
+    yield f"{host_facts.host}: kernel {host_facts.kernel}, boot {host_facts.boot_id or 'unknown'}{up}"
+    options = f" ({' '.join(host_facts.iommu_options)})" if host_facts.iommu_options else ""
+    yield f"IOMMU: {host_facts.iommu or 'unknown'}{options}"
+    for gpu in host_facts.gpus:
         yield f"{gpu.name}: {', '.join(_facts(gpu))}"
-    for link in box.links:
+    for link in host_facts.links:
         parts = [text for text in (link.topology, link.ancestor and f"below {link.ancestor}") if text]
         if link.peer is not None:
             parts.append(f"peer access {link.peer}")
         yield f"{link.a} and {link.b}: {', '.join(parts) or 'unknown'}"
-    if box.log:
-        yield f"kernel's log: {len(box.log)} lines of {LOGGED} since boot, the last: {box.log[-1]}"
-    for name, why in box.unread.items():
+    if host_facts.log:
+        yield f"kernel's log: {len(host_facts.log)} lines of {LOGGED} since boot, the last: {host_facts.log[-1]}"
+    for name, why in host_facts.unread.items():
         yield f"{name}: {why}"
 
 
@@ -92,7 +92,7 @@ def as_table(comparison: Comparison) -> dict[str, Any]:
             for (source, destination), cell in matrix.cells.items()
         ],
         "findings": comparison.findings,
-        "boxes": comparison.boxes,
+        "boxes": comparison.hosts,
         "mend": advise(comparison),
     }
 
@@ -101,8 +101,8 @@ def _of_finding(finding: Finding) -> Advice:
     return Advice(what=finding.message, mend=finding.next, urgent=finding.severity == "error")
 
 
-def _of_box(box: Box, comparison: Comparison) -> Iterator[Advice]:
-    for gpu in box.gpus:
+def _of_host(host_facts: HostFacts, comparison: Comparison) -> Iterator[Advice]:
+    for gpu in host_facts.gpus:
         if gpu.counters.get(REMAP_FAILED):
             yield Advice(what=f"{gpu.name} has bad memory rows and none left to put in their place", mend="replace it")
         elif gpu.counters.get(REMAP_PENDING):
@@ -121,13 +121,13 @@ def _of_box(box: Box, comparison: Comparison) -> Iterator[Advice]:
                 what=f"{gpu.name} has {has} PCIe lanes; it and its slot are made for {made_for}",
                 mend="reseat it, and look at its riser", urgent=False,
             )  # fmt: skip
-    if box.log and not box.new_log:
+    if host_facts.log and not host_facts.new_log:
         yield Advice(
-            what=f"the kernel wrote {len(box.log)} lines of {LOGGED} since boot",
-            mend=f"look at them: {box.log[-1]}", urgent=False,
+            what=f"the kernel wrote {len(host_facts.log)} lines of {LOGGED} since boot",
+            mend=f"look at them: {host_facts.log[-1]}", urgent=False,
         )  # fmt: skip
-    translated = [gpu.name for gpu in box.gpus if gpu.is_translated]
-    if len(box.gpus) > 1 and translated and comparison.verdict == "consistent":
+    translated = [gpu.name for gpu in host_facts.gpus if gpu.is_translated]
+    if len(host_facts.gpus) > 1 and translated and comparison.verdict == "consistent":
         yield Advice(
             what=f"the IOMMU translates what {', '.join(translated)} write to one another; it went well this time",
             mend="iommu=pt on the kernel's command line takes that out of the way",

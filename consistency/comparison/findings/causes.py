@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from consistency.capture.names import SETTINGS_LAYER, WHOLE_MODEL
-from consistency.case.load_path import is_side_road
-from consistency.comparison.findings.load_paths import Verdict, copies, is_software, judge_roads, roads_taken
+from consistency.case.load_path import is_alternative
+from consistency.comparison.findings.load_paths import Verdict, copies, is_software, judge_load_paths, load_paths_taken
 from consistency.comparison.judge import KEPT, OWN_FILE
 from consistency.comparison.result import BAD, Finding, Row, TensorComparison
 
@@ -92,7 +92,7 @@ class _Group:
 
     tensors: list[TensorComparison] = field(default_factory=list)
     samples: list[Row] = field(default_factory=list)
-    roads: dict[str, None] = field(default_factory=dict)
+    load_paths: dict[str, None] = field(default_factory=dict)
 
 
 def find_causes(
@@ -112,39 +112,44 @@ def find_causes(
     bad_names = dict.fromkeys(t.name for t in tensors if any(row.status in BAD for row in t.rows))
     for tensor in tensors:
         if tensor.name in bad_names:
-            by_name.setdefault(tensor.name, {})[tensor.road] = tensor
-    many = len({tensor.road for tensor in tensors if not is_side_road(tensor.road)}) > 1
+            by_name.setdefault(tensor.name, {})[tensor.load_path] = tensor
+    many = len({tensor.load_path for tensor in tensors if not is_alternative(tensor.load_path)}) > 1
     wrong: dict[str, set[str]] = {}  # by road, the workers that do not hold the right bytes
     for name in bad_names:
         alike: dict[tuple[str, str, Verdict], list[tuple[Row, frozenset[str]]]] = {}
         for worker, rows in _by_worker(by_name[name]).items():
-            bad, taken = roads_taken(worker, rows)
+            bad, taken = load_paths_taken(worker, rows)
             if not bad:
                 continue
-            home = next(road for road in rows if road in bad)
+            home = next(load_path for load_path in rows if load_path in bad)
             row, stage = rows[home], by_name[name][home].stage
             word = row.diagnosis or row.status
-            verdict = judge_roads(word, bad, taken, stage=stage, many=many)
+            verdict = judge_load_paths(word, bad, taken, stage=stage, many=many)
             alike.setdefault((home, word, verdict), []).append((row, bad))
             if stage in ("base", "adapter"):
-                for road in bad:
-                    wrong.setdefault(road, set()).add(worker)
+                for load_path in bad:
+                    wrong.setdefault(load_path, set()).add(worker)
         for (home, word, verdict), hit in alike.items():
             tensor = by_name[name][home]
             workers = tuple(row.worker for row, _ in hit)
             group = groups.setdefault((tensor.stage, word, verdict, workers), _Group())
             group.tensors.append(tensor)
             group.samples.append(hit[0][0])
-            group.roads.update(dict.fromkeys(road for _, bad in hit for road in sorted(bad)))
+            group.load_paths.update(dict.fromkeys(load_path for _, bad in hit for load_path in sorted(bad)))
     totals = _totals(tensors)
     for (stage, word, verdict, workers), group in groups.items():
         computed = group.tensors[0].rule in _LIMITS and group.tensors[0].rule != "limit"
         phrase = (_COMPUTED if computed else {}).get(word) or _PHRASES.get(word, word)
         if word == "unknown" and computed:
             phrase = " or ".join(dict.fromkeys(f"outside {_LIMITS.get(t.rule, 'the bound')}" for t in group.tensors))
-        what = _how_many(group.tensors, totals.get((stage, group.tensors[0].road), {}))
+        what = _how_many(group.tensors, totals.get((stage, group.tensors[0].load_path), {}))
         why = copies(word, workers, _fine(by_name, group, workers)) if verdict.hops else verdict.why
-        everywhere = [by_name[t.name][road] for t in group.tensors for road in group.roads if road in by_name[t.name]]
+        everywhere = [
+            by_name[t.name][load_path]
+            for t in group.tensors
+            for load_path in group.load_paths
+            if load_path in by_name[t.name]
+        ]
         software = is_software(everywhere, workers)
         why += ", on every device alike: no fault of a device" if software else ""
         why = "" if group.tensors[0].rule == "limit" else why  # no bytes that could have taken a road
@@ -154,7 +159,7 @@ def find_causes(
             message=(
                 f"{stage} · {names(workers)} · {_said(group) or f'{phrase} in {what}'}{verdict.where}"
                 f"{f': {why}' if why else ''}{_files_differ(group.samples)}"
-                f"{_follows(wrong, stage, group.roads, workers)}"
+                f"{_follows(wrong, stage, group.load_paths, workers)}"
             ),
             workers=workers,
             tensors=tuple(t.name for t in group.tensors),
@@ -162,7 +167,7 @@ def find_causes(
                 describe(t, row) for t, row in zip(group.tensors[:_MOST_DETAILS], group.samples, strict=False)
             ),
             next=next_step(workers),
-            roads=tuple(group.roads),
+            load_paths=tuple(group.load_paths),
         )
 
 
@@ -175,12 +180,12 @@ def _said(group: _Group) -> str:
     return "; ".join(said[:_MOST_SAID]) + more
 
 
-def _by_worker(roads: Mapping[str, TensorComparison]) -> dict[str, dict[str, Row]]:
+def _by_worker(load_paths: Mapping[str, TensorComparison]) -> dict[str, dict[str, Row]]:
     """Return the rows of one tensor by worker and road, the default roads first."""
     found: dict[str, dict[str, Row]] = {}
-    for road in sorted(roads, key=is_side_road):
-        for row in roads[road].rows:
-            found.setdefault(row.worker, {})[road] = row
+    for load_path in sorted(load_paths, key=is_alternative):
+        for row in load_paths[load_path].rows:
+            found.setdefault(row.worker, {})[load_path] = row
     return found
 
 
@@ -189,7 +194,7 @@ def _totals(tensors: Sequence[TensorComparison]) -> dict[tuple[str, str], dict[s
     totals: dict[tuple[str, str], dict[str, int]] = {}
     for tensor in tensors:
         if tensor.layer not in (SETTINGS_LAYER, WHOLE_MODEL):  # these stand for no tensor of the model
-            count = totals.setdefault((tensor.stage, tensor.road), {})
+            count = totals.setdefault((tensor.stage, tensor.load_path), {})
             count[tensor.tensor] = count.get(tensor.tensor, 0) + 1
     return totals
 
@@ -201,8 +206,8 @@ def _fine(
     right: dict[str, None] = {}
     hurt = set(workers)
     for tensor in group.tensors:
-        for road in group.roads:
-            for row in by_name[tensor.name][road].rows if road in by_name[tensor.name] else ():
+        for load_path in group.load_paths:
+            for row in by_name[tensor.name][load_path].rows if load_path in by_name[tensor.name] else ():
                 if row.status == "equal":
                     right[row.worker] = None
                 else:
@@ -210,11 +215,11 @@ def _fine(
     return {worker: None for worker in right if worker not in hurt}
 
 
-def _follows(wrong: Mapping[str, Set[str]], stage: str, roads: Iterable[str], workers: Sequence[str]) -> str:
+def _follows(wrong: Mapping[str, Set[str]], stage: str, load_paths: Iterable[str], workers: Sequence[str]) -> str:
     """Say where a computed stage is wrong on workers whose bytes were wrong before it."""
     if stage not in ("merged", "forward", "gradient"):
         return ""
-    follows = all(set(workers) <= wrong.get(road, set()) for road in roads)
+    follows = all(set(workers) <= wrong.get(load_path, set()) for load_path in load_paths)
     return ": it follows from the wrong bytes above" if follows else ""
 
 

@@ -10,18 +10,18 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from consistency.case.load_path import is_side_road
+from consistency.case.load_path import is_alternative
 from consistency.case.preflight import builtin_name
 from consistency.case.stages import Level, Stage
 from consistency.comparison.findings.causes import find_causes, names
-from consistency.comparison.findings.host import find_box
+from consistency.comparison.findings.host import find_host_problems
 from consistency.comparison.findings.load_paths import find_casts
 from consistency.comparison.findings.placement import find_touched
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.transfers import find_transfer
 from consistency.comparison.result import BAD, ENVIRONMENT, PLANTED, Finding, TensorComparison, in_order, tensor_name
 from consistency.comparison.workers import Key, Participant
-from consistency.devices.host.facts import Box
+from consistency.devices.host.facts import HostFacts
 
 _SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
 
@@ -48,7 +48,7 @@ def find(
         *find_casts(tensors),
         *_not_repeatable(tensors),
         *_same_program(participants, tensors),
-        *find_box(_boxes(participants), workers=[p.label for p in participants]),
+        *find_host_problems(_hosts(participants), workers=[p.label for p in participants]),
         *_settings(participants),
         *find_tolerances(participants),
         *_planted(participants),
@@ -57,9 +57,9 @@ def find(
     return in_order(found)
 
 
-def _boxes(participants: Sequence[Participant]) -> list[Box]:
+def _hosts(participants: Sequence[Participant]) -> list[HostFacts]:
     captures = {id(p.capture): p.capture for p in participants}
-    return [box for capture in captures.values() if (box := capture.manifest.box) is not None]
+    return [host_facts for capture in captures.values() if (host_facts := capture.manifest.host_facts) is not None]
 
 
 def _lost(participants: Sequence[Participant]) -> Iterable[Finding]:
@@ -171,7 +171,7 @@ def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
 
 def _same_program(participants: Sequence[Participant], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     """Devices of one model that run one program on the same bytes are expected to agree to the bit."""
-    carried = [t for t in tensors if t.stage in ("base", "adapter") and not is_side_road(t.road)]
+    carried = [t for t in tensors if t.stage in ("base", "adapter") and not is_alternative(t.load_path)]
     off = {row.worker for t in carried for row in t.rows if row.status in BAD}
     groups: dict[tuple[Any, ...], list[Participant]] = {}
     for p in participants:
@@ -242,13 +242,13 @@ def _next(participants: Sequence[Participant], reference: Participant | None, wo
     parts += [f"--wrapper {shlex.quote(case.wrapper)}"] if case.wrapper else []
     parts += [f"--device-map {shlex.quote(str(case.device_map))}"] if case.device_map else []
     parts += [f"--inputs {shlex.quote(case.inputs)}"] if case.inputs else []
-    parts += [f"--roads {','.join(case.roads)}"] if case.roads else []
+    parts += [f"--roads {','.join(case.load_paths)}"] if case.load_paths else []
     parts += [f"--tolerance {shlex.quote(str(override))}" for override in case.tolerance]
     return " ".join([*parts, f"--devices {','.join(devices)}", "--repeat 2"])
 
 
 def _place(p: Participant) -> str:
-    return p.label if p.road == "isolated" else f"{p.label} ({p.road})"
+    return p.label if p.load_path == "isolated" else f"{p.label} ({p.load_path})"
 
 
 def _count(number: int, what: str) -> str:

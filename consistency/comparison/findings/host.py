@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from consistency.comparison.result import Finding
-from consistency.devices.host.facts import Box, Gpu
+from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
 
 _MOST_LINES = 8
 _WORRYING = ("uncorrected", "failed")  # data was lost; a corrected error is a warning of that
 
 
-def find_box(boxes: Sequence[Box], *, workers: Sequence[str] = ()) -> Iterator[Finding]:
+def find_host_problems(hosts: Sequence[HostFacts], *, workers: Sequence[str] = ()) -> Iterator[Finding]:
     """Return what is to be said of the machines of a comparison.
 
     Parameters
@@ -22,20 +22,20 @@ def find_box(boxes: Sequence[Box], *, workers: Sequence[str] = ()) -> Iterator[F
     workers : sequence of str
         Names of all workers, of which a GPU that is named here is one.
     """
-    for box in boxes:
-        for gpu in box.gpus:
-            yield from _risen(box, gpu, workers)
-        if box.new_log:
+    for host_facts in hosts:
+        for gpu in host_facts.gpus:
+            yield from _risen(host_facts, gpu, workers)
+        if host_facts.new_log:
             yield Finding(
                 kind="kernel-log",
                 severity="warning",
-                message=f"{box.host}: while it ran the kernel wrote of {LOGGED}",
-                detail=box.new_log[-_MOST_LINES:],
+                message=f"{host_facts.host}: while it ran the kernel wrote of {LOGGED}",
+                detail=host_facts.new_log[-_MOST_LINES:],
             )
-    yield from _reboots(boxes)
+    yield from _reboots(hosts)
 
 
-def _risen(box: Box, gpu: Gpu, workers: Sequence[str]) -> Iterator[Finding]:
+def _risen(host_facts: HostFacts, gpu: Gpu, workers: Sequence[str]) -> Iterator[Finding]:
     if not gpu.after:
         return
     lost = [name for name in gpu.after if any(word in name for word in _WORRYING)]
@@ -43,18 +43,18 @@ def _risen(box: Box, gpu: Gpu, workers: Sequence[str]) -> Iterator[Finding]:
     yield Finding(
         kind="ecc" if any("ecc" in name or "row" in name for name in gpu.after) else "bus-errors",
         severity="error" if lost else "warning",
-        message=f"{box.host}: counters of {gpu.name} ({gpu.uuid or gpu.pci_bus_id}) rose while it ran: {told}",
+        message=f"{host_facts.host}: counters of {gpu.name} ({gpu.uuid or gpu.pci_bus_id}) rose while it ran: {told}",
         workers=tuple(name for name in workers if name == gpu.name or name.endswith(f":{gpu.name}")),
         next=f"have {gpu.name} tested: dcgmi diag -r 3, or the vendor's own",
     )
 
 
-def _reboots(boxes: Sequence[Box]) -> Iterator[Finding]:
-    by_host: dict[str, list[Box]] = {}
-    for box in boxes:
-        by_host.setdefault(box.host, []).append(box)
+def _reboots(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    by_host: dict[str, list[HostFacts]] = {}
+    for host_facts in hosts:
+        by_host.setdefault(host_facts.host, []).append(host_facts)
     for host, found in by_host.items():
-        boots = dict.fromkeys(box.boot_id for box in found if box.boot_id is not None)
+        boots = dict.fromkeys(host_facts.boot_id for host_facts in found if host_facts.boot_id is not None)
         if len(boots) > 1:
             yield Finding(
                 kind="rebooted",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from consistency.capture.names import CAST_ON_THE_WAY, SETTINGS_LAYER
-from consistency.case.load_path import Road, is_side_road, main_road
+from consistency.case.load_path import LoadPath, is_alternative, main_path
 from consistency.comparison.result import Finding, Row, TensorComparison
 
 DTYPE_ON_THE_WAY = "dtype-on-the-way"
@@ -37,7 +37,9 @@ class Verdict:
     hops: bool = False
 
 
-def judge_roads(word: str, wrong: Set[str], taken: Set[str], *, stage: str = "adapter", many: bool = True) -> Verdict:
+def judge_load_paths(
+    word: str, wrong: Set[str], taken: Set[str], *, stage: str = "adapter", many: bool = True
+) -> Verdict:
     """Tell the cause of wrong bytes by the roads on which they are wrong.
 
     Parameters
@@ -52,7 +54,7 @@ def judge_roads(word: str, wrong: Set[str], taken: Set[str], *, stage: str = "ad
         The comparison has workers on more than one default road, so one has to be named.
     """
     try:
-        bad, seen = {Road(name) for name in wrong}, {Road(name) for name in taken}
+        bad, seen = {LoadPath(name) for name in wrong}, {LoadPath(name) for name in taken}
     except ValueError:  # of a later version, or no road at all: weight files that were compared
         return Verdict(where=f" on the road {', '.join(sorted(wrong))}" if many else "")
     right = seen - bad
@@ -60,7 +62,9 @@ def judge_roads(word: str, wrong: Set[str], taken: Set[str], *, stage: str = "ad
         return Verdict(where=f" on the road {_names(bad)}" if many else "")
     if not right:
         return _on_every(seen)
-    alone = any(road.main is Road.ISOLATED for road in right) and all(road.main is Road.SHARED for road in bad)
+    alone = any(load_path.main is LoadPath.ISOLATED for load_path in right) and all(
+        load_path.main is LoadPath.SHARED for load_path in bad
+    )
     if stage != "adapter":
         text = (
             " when all devices are visible, and the right ones when alone" if alone else f" on the road {_names(bad)}"
@@ -69,10 +73,10 @@ def judge_roads(word: str, wrong: Set[str], taken: Set[str], *, stage: str = "ad
     return _by_option(word, bad, right) or (_alone(bad, right) if alone else _by_device(bad, right))
 
 
-def _on_every(seen: Set[Road]) -> Verdict:
+def _on_every(seen: Set[LoadPath]) -> Verdict:
     # alone there is no copy from another device, and through the host or by another loader no reading onto it
-    elsewhere = any(road.torch_device == "cpu" or road.by_transformers for road in seen)
-    if elsewhere and any(road.main is Road.ISOLATED for road in seen):
+    elsewhere = any(load_path.torch_device == "cpu" or load_path.by_transformers for load_path in seen)
+    if elsewhere and any(load_path.main is LoadPath.ISOLATED for load_path in seen):
         return Verdict(
             where=f" on every road ({_names(seen)})",
             why="neither a copy between devices nor a loader, but the device or its memory",
@@ -80,16 +84,18 @@ def _on_every(seen: Set[Road]) -> Verdict:
     return Verdict(where=f" on every road taken ({_names(seen)})")
 
 
-def _by_option(word: str, bad: Set[Road], right: Set[Road]) -> Verdict | None:
-    if all(road.low_memory and road.without_low_memory in right for road in bad):
+def _by_option(word: str, bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict | None:
+    if all(load_path.low_memory and load_path.without_low_memory in right for load_path in bad):
         rounded = word in _ROUNDED
         return Verdict(
             where=" with low_cpu_mem_usage=True, and the right bytes without",
             why="the dtype on the way" if rounded else "what low_cpu_mem_usage=True does on the way",
         )
-    of_other = [road for road in right if road.by_transformers]
-    if all(road.by_transformers for road in bad) and any(road.main in {b.main for b in bad} for road in right):
-        if all(not road.by_transformers for road in right):
+    of_other = [load_path for load_path in right if load_path.by_transformers]
+    if all(load_path.by_transformers for load_path in bad) and any(
+        load_path.main in {b.main for b in bad} for load_path in right
+    ):
+        if all(not load_path.by_transformers for load_path in right):
             return Verdict(
                 where=" with transformers' load_adapter, and the right bytes with PEFT's", why="transformers' loader"
             )
@@ -98,29 +104,29 @@ def _by_option(word: str, bad: Set[Road], right: Set[Road]) -> Verdict | None:
     return None
 
 
-def _alone(bad: Set[Road], right: Set[Road]) -> Verdict:
+def _alone(bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict:
     """Say what it means that the bytes are right alone and wrong among other devices."""
-    beside = [road for road in right if road.main is Road.SHARED and not road.chooses_device]
+    beside = [load_path for load_path in right if load_path.main is LoadPath.SHARED and not load_path.chooses_device]
     text = " when all devices are visible, and the right bytes when alone"
-    if all(road.chooses_device for road in bad):
-        told = sorted({f"torch_device={road.torch_device}" for road in beside if road.torch_device})
-        told += ["transformers' loader"] if any(road.by_transformers for road in beside) else []
+    if all(load_path.chooses_device for load_path in bad):
+        told = sorted({f"torch_device={load_path.torch_device}" for load_path in beside if load_path.torch_device})
+        told += ["transformers' loader"] if any(load_path.by_transformers for load_path in beside) else []
         also = f" or with {' or '.join(told)}" if told else ""
         return Verdict(where=text + also, why="", hops=True)
     return Verdict(where=text, why="what the other visible devices change, not the way over device 0 alone")
 
 
-def _by_device(bad: Set[Road], right: Set[Road]) -> Verdict:
-    if all(road.chooses_device for road in bad) and not any(road.chooses_device for road in right):
-        told = sorted({f"torch_device={road.torch_device}" for road in right if road.torch_device})
+def _by_device(bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict:
+    if all(load_path.chooses_device for load_path in bad) and not any(load_path.chooses_device for load_path in right):
+        told = sorted({f"torch_device={load_path.torch_device}" for load_path in right if load_path.torch_device})
         with_it = " or ".join(told) or "transformers' loader"
         return Verdict(
             where=f" where PEFT chooses the device, and the right bytes with {with_it}",
             why="copies by way of the device that PEFT chooses",
-            hops=all(road.main is Road.SHARED for road in bad),
+            hops=all(load_path.main is LoadPath.SHARED for load_path in bad),
         )
-    if all(road.torch_device != "cpu" and not road.by_transformers for road in bad) and all(
-        road.torch_device == "cpu" or road.by_transformers for road in right
+    if all(load_path.torch_device != "cpu" and not load_path.by_transformers for load_path in bad) and all(
+        load_path.torch_device == "cpu" or load_path.by_transformers for load_path in right
     ):
         return Verdict(
             where=" where the file is read straight onto the device, and the right bytes by way of the host",
@@ -162,42 +168,46 @@ def is_software(tensors: Iterable[TensorComparison], workers: Sequence[str]) -> 
     """
     if len(workers) < 2 or not any(_type(label) == "cpu" for label in workers):
         return False
-    return all(is_side_road(tensor.road) and len(tensor.classes) == 1 for tensor in tensors)
+    return all(is_alternative(tensor.load_path) and len(tensor.classes) == 1 for tensor in tensors)
 
 
-def roads_taken(label: str, rows: Mapping[str, Row]) -> tuple[frozenset[str], frozenset[str]]:
+def load_paths_taken(label: str, rows: Mapping[str, Row]) -> tuple[frozenset[str], frozenset[str]]:
     """Return on which roads a worker's tensor is wrong, and on which it was looked at.
 
     The reference worker stands on every road for the others to be held against; a CPU takes those alone that leave no
     other device visible.
     """
-    looked = {road: row for road, row in rows.items() if row.status not in ("skipped", "blocked")}
+    looked = {load_path: row for load_path, row in rows.items() if row.status not in ("skipped", "blocked")}
     if _type(label) == "cpu":
-        own = {road: row for road, row in looked.items() if main_road(road) != Road.SHARED}
+        own = {load_path: row for load_path, row in looked.items() if main_path(load_path) != LoadPath.SHARED}
         looked = own or looked
-    wrong = frozenset(road for road, row in looked.items() if row.status in ("outside", "missing", "unexpected"))
+    wrong = frozenset(
+        load_path for load_path, row in looked.items() if row.status in ("outside", "missing", "unexpected")
+    )
     return wrong, frozenset(looked)
 
 
 def find_casts(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     """Say where a road casts what it carries: a road's own doing where all devices agree, a fault where they do not."""
-    defaults = {(t.name, t.road): t.dtype for t in tensors if not is_side_road(t.road) and t.stage == "adapter"}
+    defaults = {
+        (t.name, t.load_path): t.dtype for t in tensors if not is_alternative(t.load_path) and t.stage == "adapter"
+    }
     through: dict[tuple[str, tuple[str, ...], bool], dict[str, list[TensorComparison]]] = {}
     kept: dict[tuple[str, str], dict[str, list[TensorComparison]]] = {}
     for tensor in tensors:
-        if tensor.stage != "adapter" or not is_side_road(tensor.road) or tensor.layer == SETTINGS_LAYER:
+        if tensor.stage != "adapter" or not is_alternative(tensor.load_path) or tensor.layer == SETTINGS_LAYER:
             continue
-        usual = defaults.get((tensor.name, main_road(tensor.road)))
+        usual = defaults.get((tensor.name, main_path(tensor.load_path)))
         if usual is not None and tensor.dtype not in ("", usual):
-            kept.setdefault((tensor.dtype, usual), {}).setdefault(tensor.road, []).append(tensor)
+            kept.setdefault((tensor.dtype, usual), {}).setdefault(tensor.load_path, []).append(tensor)
         cast = [row for row in tensor.rows if CAST_ON_THE_WAY in row.evidence]
         if cast:
             others = any(row not in cast and row.status == "equal" for row in tensor.rows)
             key = (str(cast[0].evidence[CAST_ON_THE_WAY]), tuple(row.worker for row in cast), others)
-            through.setdefault(key, {}).setdefault(tensor.road, []).append(tensor)
-    for (dtype, workers, others), by_road in _over_roads(through).items():
-        where = f"low_cpu_mem_usage=True ({', '.join(by_road)})"
-        first = next(iter(by_road.values()))
+            through.setdefault(key, {}).setdefault(tensor.load_path, []).append(tensor)
+    for (dtype, workers, others), by_load_path in _over_load_paths(through).items():
+        where = f"low_cpu_mem_usage=True ({', '.join(by_load_path)})"
+        first = next(iter(by_load_path.values()))
         tail = (
             "and not on the other devices that took this road"
             if others
@@ -212,36 +222,38 @@ def find_casts(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
             ),
             workers=workers,
             tensors=tuple(t.name for t in first),
-            roads=tuple(by_road),
+            load_paths=tuple(by_load_path),
         )
-    for (dtype, usual), by_road in kept.items():
-        first = next(iter(by_road.values()))
+    for (dtype, usual), by_load_path in kept.items():
+        first = next(iter(by_load_path.values()))
         yield Finding(
             kind=DTYPE_ON_THE_WAY,
             severity="note",
-            message=f"adapter · {_count(first)} kept in {dtype} on {', '.join(by_road)}, and in {usual} by default",
+            message=(
+                f"adapter · {_count(first)} kept in {dtype} on {', '.join(by_load_path)}, and in {usual} by default"
+            ),
             workers=tuple(dict.fromkeys(row.worker for row in first[0].rows)),
             tensors=tuple(t.name for t in first),
-            roads=tuple(by_road),
+            load_paths=tuple(by_load_path),
         )
 
 
-def _over_roads(
+def _over_load_paths(
     found: Mapping[tuple[str, tuple[str, ...], bool], dict[str, list[TensorComparison]]],
 ) -> dict[tuple[str, tuple[str, ...], bool], dict[str, list[TensorComparison]]]:
     """Leave out the reference worker's stand on roads that it did not take: a note for the union of their workers."""
     alike: dict[tuple[str, bool], tuple[dict[str, None], dict[str, list[TensorComparison]]]] = {}
     merged: dict[tuple[str, tuple[str, ...], bool], dict[str, list[TensorComparison]]] = {}
-    for (dtype, workers, others), by_road in found.items():
+    for (dtype, workers, others), by_load_path in found.items():
         if others:
-            merged[dtype, workers, others] = by_road
+            merged[dtype, workers, others] = by_load_path
             continue
-        names, roads = alike.setdefault((dtype, others), ({}, {}))
+        names, load_paths = alike.setdefault((dtype, others), ({}, {}))
         names.update(dict.fromkeys(workers))
-        for road, tensors in by_road.items():
-            roads.setdefault(road, []).extend(tensors)
-    for (dtype, others), (names, roads) in alike.items():
-        merged[dtype, tuple(names), others] = roads
+        for load_path, tensors in by_load_path.items():
+            load_paths.setdefault(load_path, []).extend(tensors)
+    for (dtype, others), (names, load_paths) in alike.items():
+        merged[dtype, tuple(names), others] = load_paths
     return merged
 
 
@@ -249,9 +261,9 @@ def _count(tensors: Sequence[TensorComparison]) -> str:
     return f"{len(tensors)} tensor" + "s" * (len(tensors) != 1)
 
 
-def _names(roads: Iterable[Road]) -> str:
-    chosen = set(roads)
-    return ", ".join(road.value for road in Road if road in chosen)
+def _names(load_paths: Iterable[LoadPath]) -> str:
+    chosen = set(load_paths)
+    return ", ".join(load_path.value for load_path in LoadPath if load_path in chosen)
 
 
 def _type(label: str) -> str | None:

@@ -32,18 +32,18 @@ def find_touched(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     for tensor in tensors:
         for row in tensor.rows:
             if row.diagnosis == TOUCHED and tensor.rule == "limit":
-                by_worker.setdefault((tensor.road, tensor.layer, row.worker), {})[tensor.tensor] = (tensor, row)
+                by_worker.setdefault((tensor.load_path, tensor.layer, row.worker), {})[tensor.tensor] = (tensor, row)
     groups: dict[tuple[str, str, str, bool], _Touched] = {}
-    for (road, device, worker), counters in by_worker.items():
+    for (load_path, device, worker), counters in by_worker.items():
         steps = [str(row.evidence.get("first_step")) for _, row in counters.values()]
         bad = any(row.status in BAD for _, row in counters.values())
-        group = groups.setdefault((road, device, steps[0], bad), _Touched())
+        group = groups.setdefault((load_path, device, steps[0], bad), _Touched())
         group.rows[worker] = {name: row for name, (_, row) in counters.items()}
         group.tensors.update(dict.fromkeys(tensor.name for tensor, _ in counters.values()))
-    roads = {tensor.road for tensor in tensors}
-    for (road, device, step, bad), group in groups.items():
+    load_paths = {tensor.load_path for tensor in tensors}
+    for (load_path, device, step, bad), group in groups.items():
         workers = tuple(group.rows)
-        where = f" on the road {road}" if len(roads) > 1 else ""
+        where = f" on the road {load_path}" if len(load_paths) > 1 else ""
         advice = _advice(workers) if step == "load adapter" and not bad else None
         yield Finding(
             kind=TOUCHED,

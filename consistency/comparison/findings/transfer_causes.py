@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from consistency.capture.names import HOST
-from consistency.devices.host.facts import Box, Gpu
+from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
 from consistency.devices.host.pci import REDIRECTS
 
@@ -24,13 +24,19 @@ class Reason:
     mend: str | None = None
 
 
-def reasons(box: Box | None, pairs: Sequence[Pair], *, no_peer_access: Sequence[Pair] = ()) -> list[Reason]:
+def reasons(
+    host_facts: HostFacts | None, pairs: Sequence[Pair], *, no_peer_access: Sequence[Pair] = ()
+) -> list[Reason]:
     """Return what of a machine explains that copies of these pairs go wrong."""
     found: list[Reason] = []
     between = [pair for pair in pairs if HOST not in pair and pair[0] != pair[1]]
-    gpus = [gpu for name in dict.fromkeys(name for pair in pairs for name in pair) if box and (gpu := box.gpu(name))]
-    if box is not None and between:
-        found += _addresses(box, gpus)
+    gpus = [
+        gpu
+        for name in dict.fromkeys(name for pair in pairs for name in pair)
+        if host_facts and (gpu := host_facts.gpu(name))
+    ]
+    if host_facts is not None and between:
+        found += _addresses(host_facts, gpus)
         found += _redirected(gpus)
     if no_peer_access:
         found.append(
@@ -39,17 +45,17 @@ def reasons(box: Box | None, pairs: Sequence[Pair], *, no_peer_access: Sequence[
     for gpu in gpus:
         if gpu.after:
             found.append(Reason(text=f"on {gpu.name} {_counters(gpu.after)} rose", mend=f"have {gpu.name} tested"))
-    if box is not None and box.log:
-        word = "line" if len(box.log) == 1 else "lines"
-        found.append(Reason(text=f"the kernel wrote {len(box.log)} {word} of {LOGGED} since boot"))
+    if host_facts is not None and host_facts.log:
+        word = "line" if len(host_facts.log) == 1 else "lines"
+        found.append(Reason(text=f"the kernel wrote {len(host_facts.log)} {word} of {LOGGED} since boot"))
     return found
 
 
-def _addresses(box: Box, gpus: Sequence[Gpu]) -> Iterator[Reason]:
+def _addresses(host_facts: HostFacts, gpus: Sequence[Gpu]) -> Iterator[Reason]:
     translated = [gpu for gpu in gpus if gpu.is_translated]
     if translated:
         kinds = listed(sorted({gpu.iommu_type or "" for gpu in translated}))
-        given = " ".join(box.iommu_options) or "no iommu=pt"
+        given = " ".join(host_facts.iommu_options) or "no iommu=pt"
         yield Reason(
             text=f"the IOMMU translates (group type {kinds}; {given})",
             mend="boot with iommu=pt on the kernel's command line, then: consistency doctor",
@@ -66,16 +72,18 @@ def _redirected(gpus: Sequence[Gpu]) -> Iterator[Reason]:
         )
 
 
-def about(box: Box | None) -> Iterator[str]:
+def about(host_facts: HostFacts | None) -> Iterator[str]:
     """Say what else is known of the machine, and what could not be read."""
-    if box is None:
+    if host_facts is None:
         return
-    if box.boot_id is not None:
-        up = "" if box.uptime_s is None else f", up {box.uptime_s / 3600:.1f} h"
-        yield f"boot {box.boot_id}{up}: a reboot may hide it; keep this capture and compare it with one from after"
-    yield from (f"kernel: {line}" for line in box.log[-_MOST_LOG:])
-    if box.unread:
-        yield "not known: " + "; ".join(f"{name} ({why})" for name, why in box.unread.items())
+    if host_facts.boot_id is not None:
+        up = "" if host_facts.uptime_s is None else f", up {host_facts.uptime_s / 3600:.1f} h"
+        yield (
+            f"boot {host_facts.boot_id}{up}: a reboot may hide it; keep this capture and compare it with one from after"
+        )
+    yield from (f"kernel: {line}" for line in host_facts.log[-_MOST_LOG:])
+    if host_facts.unread:
+        yield "not known: " + "; ".join(f"{name} ({why})" for name, why in host_facts.unread.items())
 
 
 def _counters(risen: Mapping[str, int]) -> str:

@@ -26,7 +26,7 @@ from consistency.comparison.findings.causes import describe, names
 from consistency.comparison.findings.transfer_causes import Pair, about, arrow, listed, reasons
 from consistency.comparison.result import BAD, Finding, Row, TensorComparison
 from consistency.comparison.workers import Participant
-from consistency.devices.host.facts import Box
+from consistency.devices.host.facts import HostFacts
 
 _STAGED = (HOST_STAGED, CHAIN)
 _ORDER = (DIRECT, STRIDED, CASTING, OVERLAPPED)
@@ -174,16 +174,16 @@ def _by_number(name: str) -> tuple[bool, str, int]:
 
 def find_transfer(participants: Sequence[Participant], tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
     """Say of each machine which copies go wrong, which do not, and what explains it."""
-    boxes = {home_of(p.label): p.capture.manifest.box for p in participants}
+    hosts = {home_of(p.label): p.capture.manifest.host_facts for p in participants}
     for matrix in matrices(tensors):
         by_word: dict[str, list[Pair]] = {}
         for pair in matrix.wrong:
             by_word.setdefault(matrix.cells[pair].word, []).append(pair)
         for word, pairs in by_word.items():
-            yield _finding(matrix, word, pairs, boxes.get(matrix.home))
+            yield _finding(matrix, word, pairs, hosts.get(matrix.home))
 
 
-def _finding(matrix: Matrix, word: str, pairs: Sequence[Pair], box: Box | None) -> Finding:
+def _finding(matrix: Matrix, word: str, pairs: Sequence[Pair], host_facts: HostFacts | None) -> Finding:
     cells = matrix.cells
     seen = [entry for pair in pairs for kind in cells[pair].plain for entry in cells[pair].wrong[kind]]
     workers = tuple(sorted({row.worker for _, row in seen}, key=_by_number))
@@ -193,7 +193,7 @@ def _finding(matrix: Matrix, word: str, pairs: Sequence[Pair], box: Box | None) 
             via = cell.wrong[kind][0][1].evidence.get("via")
             if (pair[0], via) in pairs or (via, pair[1]) in pairs:
                 seen += cell.wrong[kind]
-    why = reasons(box, pairs, no_peer_access=[pair for pair in pairs if cells[pair].no_peer_access])
+    why = reasons(host_facts, pairs, no_peer_access=[pair for pair in pairs if cells[pair].no_peer_access])
     parts = [f"{_copies(pairs)} {_DELIVER.get(word, f'deliver wrong bytes ({word})')}{_when(cells, pairs)}"]
     parts += [text for text in (_fine(matrix, pairs),) if text]
     parts += [reason.text for reason in why]
@@ -203,7 +203,7 @@ def _finding(matrix: Matrix, word: str, pairs: Sequence[Pair], box: Box | None) 
         message=f"{Stage.TRANSFER} · {names(workers)} · {'; '.join(parts)}",
         workers=workers,
         tensors=tuple(dict.fromkeys(tensor.name for tensor, _ in seen)),
-        detail=(*(_describe(*entry) for entry in seen[:_MOST_DETAILS]), *about(box)),
+        detail=(*(_describe(*entry) for entry in seen[:_MOST_DETAILS]), *about(host_facts)),
         next=next(
             (reason.mend for reason in why if reason.mend), "consistency doctor --out DIR, before and after a reboot"
         ),

@@ -45,12 +45,12 @@ class Earlier:
 
 def find_earlier(history: History, workers: Sequence[NightWorker]) -> dict[tuple[str, str], Earlier]:
     """Return what the nights before tell of each of tonight's workers, by device and road."""
-    tonight = {(w.device, w.road): w for w in workers if w.status == "ok"}
+    tonight = {(w.device, w.load_path): w for w in workers if w.status == "ok"}
     wanted = {key: set(worker.bits) for key, worker in tonight.items()}
     found: dict[tuple[str, str], Earlier] = {}
     for night in history.nights():
         for before in night.workers:
-            key = (before.device, before.road)
+            key = (before.device, before.load_path)
             if not wanted.get(key) or before.status != "ok" or before.inputs != tonight[key].inputs:
                 continue
             known = found.setdefault(key, Earlier(software=before.software, versions=night.versions))
@@ -96,7 +96,7 @@ def find_drift(history: History, night: Night, tables: dict[str, bytes]) -> Drif
     changed: dict[str, list[str]] = {}
     before = find_earlier(history, night.workers)
     for worker in night.workers:
-        earlier = before.get((worker.device, worker.road))
+        earlier = before.get((worker.device, worker.load_path))
         if earlier is None:
             continue
         if not earlier.good and earlier.software != worker.software:
@@ -109,7 +109,7 @@ def find_drift(history: History, night: Night, tables: dict[str, bytes]) -> Drif
         differing = {stage: found for stage, found in differing.items() if found}
         if differing:
             since = max(others[stage].at for stage in differing)
-            stages[worker.device, worker.road] = tuple(differing)
+            stages[worker.device, worker.load_path] = tuple(differing)
             findings.append(_finding(worker, since, differing, table))
     for versions, labels in changed.items():
         findings.append(

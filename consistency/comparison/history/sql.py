@@ -6,9 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from consistency.capture.json_codec import encode_json
+from consistency.capture.json_codec import by_json_name, encode_json
 from consistency.comparison.history.store import History
 from consistency.errors import UsageError
 
@@ -35,9 +33,9 @@ def query(history: History, text: str) -> list[dict[str, Any]]:
         nights, workers = Path(scratch) / "nights.jsonl", Path(scratch) / "workers.jsonl"
         with nights.open("wb") as night_file, workers.open("wb") as worker_file:
             for night in history.nights():
-                table = {"night": night.at, **msgspec.structs.asdict(night)}
+                table = {"night": night.at, **by_json_name(night)}
                 for worker in table.pop("workers"):
-                    row = {"night": night.at, "host": night.host, **msgspec.structs.asdict(worker)}
+                    row = {"night": night.at, "host": night.host, **by_json_name(worker)}
                     worker_file.write(encode_json(row) + b"\n")
                 night_file.write(encode_json(table) + b"\n")
         with duckdb.connect(":memory:") as connection:

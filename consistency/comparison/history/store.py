@@ -30,7 +30,9 @@ SCHEMA = "consistency.history/1"
 NIGHTS, TABLES = "nights", "tables"
 
 
-class NightWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class NightWorker(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, rename={"load_path": "road"}
+):
     """One worker of a night.
 
     Attributes
@@ -54,7 +56,7 @@ class NightWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """
 
     name: str
-    road: str
+    load_path: str
     device: str
     architecture: str
     model: str
@@ -212,7 +214,7 @@ def _worker(participant: Participant, table: str) -> NightWorker:
             bits.setdefault(key[0], hashlib.blake2b(digest_size=8)).update(f"{key}{record.digest}".encode())
     return NightWorker(
         name=participant.label,
-        road=participant.road,
+        load_path=participant.load_path,
         device=participant.device,
         architecture=info.architecture,
         model=info.model,

@@ -75,7 +75,7 @@ def diff(actual: Path, expected: Path, *, allow_pickle: bool = False) -> Compari
         base=labels[1],
         dtype=", ".join(dtypes),
         level="every byte",
-        roads=(STAGE,),
+        load_paths=(STAGE,),
         verdict="inconsistent" if bad else "consistent",
         reference=labels[1],
         workers=tuple(_summary(label) for label in (labels[1], labels[0])),
@@ -147,7 +147,7 @@ def _compare(
     holders = [label for label, side in ((labels[1], e), (labels[0], a)) if name in side]
     return TensorComparison(
         stage=STAGE,
-        road=STAGE,
+        load_path=STAGE,
         layer=layer,
         tensor=part,
         shape=seen.shape,
@@ -260,7 +260,7 @@ def _renamed(a: Weights, e: Weights, labels: tuple[str, str]) -> tuple[Finding, 
 def _summary(label: str) -> WorkerSummary:
     return WorkerSummary(
         name=label,
-        road=STAGE,
+        load_path=STAGE,
         architecture="weight file",
         model="",
         uuid=None,

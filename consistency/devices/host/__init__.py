@@ -4,7 +4,7 @@ Read by the parent process before and after a run. Everything degrades: a fact t
 `Box.unread` says why.
 """
 
-from consistency.devices.host.facts import Box, Gpu, Link
-from consistency.devices.host.reading import read_box, since
+from consistency.devices.host.facts import Gpu, HostFacts, Link
+from consistency.devices.host.reading import read_host, since
 
-__all__ = ["Box", "Gpu", "Link", "read_box", "since"]
+__all__ = ["Gpu", "HostFacts", "Link", "read_host", "since"]

@@ -82,7 +82,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     peer: str | None = None
 
 
-class Box(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One machine during one run.
 
     Attributes

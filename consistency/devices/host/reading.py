@@ -12,7 +12,7 @@ import msgspec
 
 from consistency.devices.host import nvml as management
 from consistency.devices.host import pci
-from consistency.devices.host.facts import Box, Gpu, Link
+from consistency.devices.host.facts import Gpu, HostFacts, Link
 from consistency.devices.host.kernel_log import Run, read_log
 from consistency.devices.spec import DeviceInfo
 
@@ -22,13 +22,13 @@ _OPTIONS = ("iommu", "intel_iommu", "amd_iommu", "iommu.passthrough", "iommu.str
 Library = Callable[[], AbstractContextManager[Any]]
 
 
-def read_box(
+def read_host(
     devices: Sequence[DeviceInfo],
     *,
     root: Path = Path("/"),
     library: Library = management.library,
     run: Run | None = None,
-) -> Box:
+) -> HostFacts:
     """Read what can be read of this machine; nothing is raised, and nothing is asked of a device itself.
 
     Parameters
@@ -61,7 +61,7 @@ def read_box(
                 gpus, links = _ask_nvml(nvml, gpus, links)
     options = (pci.read_text(root / "proc/cmdline") or "").split()
     uptime = (pci.read_text(root / "proc/uptime") or "").split()
-    return Box(
+    return HostFacts(
         host=platform.node(),
         kernel=platform.release(),
         boot_id=pci.read_text(root / "proc/sys/kernel/random/boot_id"),
@@ -75,7 +75,7 @@ def read_box(
     )
 
 
-def since(before: Box, after: Box) -> Box:
+def since(before: HostFacts, after: HostFacts) -> HostFacts:
     """Return what a machine was before a run, with what has changed by its end."""
     gpus = []
     for gpu in before.gpus:

@@ -34,7 +34,7 @@ class Partition:
     """
 
     stage: str
-    road: str
+    load_path: str
     tensors: int
     of: int
     first: str
@@ -47,10 +47,10 @@ def partitions(tensors: Sequence[TensorComparison]) -> tuple[list[Partition], in
     found: dict[tuple[str, str], dict[tuple[tuple[str, ...], ...], list[TensorComparison]]] = {}
     for tensor in tensors:
         if tensor.classes:
-            by_classes = found.setdefault((tensor.road, tensor.stage), {})
+            by_classes = found.setdefault((tensor.load_path, tensor.stage), {})
             by_classes.setdefault(tensor.classes, []).append(tensor)
     drawn, left_out = [], 0
-    for (road, stage), ways in found.items():
+    for (load_path, stage), ways in found.items():
         of = sum(map(len, ways.values()))
         ranked = sorted(ways.items(), key=lambda way: -len(way[1]))
         left_out += len(ranked[MOST_PARTITIONS:])
@@ -58,7 +58,7 @@ def partitions(tensors: Sequence[TensorComparison]) -> tuple[list[Partition], in
             drawn.append(
                 Partition(
                     stage=shown(stage),
-                    road=shown(road),
+                    load_path=shown(load_path),
                     tensors=len(alike),
                     of=of,
                     first=shown(f"{alike[0].layer}.{alike[0].tensor}"),

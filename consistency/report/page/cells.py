@@ -68,7 +68,7 @@ class Section:
         Tensors for which there was no room.
     """
 
-    road: str
+    load_path: str
     stage: str
     total: int = 0
     bad: int = 0
@@ -92,11 +92,13 @@ class Strings:
         return found
 
 
-def columns(comparison: Comparison, road: str, groups: Sequence[Group]) -> list[Column]:
+def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> list[Column]:
     """Return the heat map's columns on a road: its workers, or, of many, the lines of the groups."""
-    here = {worker.name: worker for worker in comparison.workers if worker.road == road}
+    here = {worker.name: worker for worker in comparison.workers if worker.load_path == load_path}
     if len(here) <= MOST_COLUMNS:
-        seen = dict.fromkeys(row.worker for tensor in comparison.tensors if tensor.road == road for row in tensor.rows)
+        seen = dict.fromkeys(
+            row.worker for tensor in comparison.tensors if tensor.load_path == load_path for row in tensor.rows
+        )
         # a reference file has no rows, and a reference worker may have them on a road that it did not take
         names = [name for name, worker in here.items() if name in seen or worker.status != "ok"]
         names += [name for name in seen if name not in here]
@@ -111,18 +113,18 @@ def columns(comparison: Comparison, road: str, groups: Sequence[Group]) -> list[
     return found
 
 
-def sections(comparison: Comparison, by_road: Mapping[str, Sequence[Column]], strings: Strings) -> list[Section]:
+def sections(comparison: Comparison, by_load_path: Mapping[str, Sequence[Column]], strings: Strings) -> list[Section]:
     """Return what is drawn of every stage on every road, the stages in the order in which numbers depend on another."""
     found: dict[tuple[str, str], Section] = {}
     kept: list[tuple[int, int, Section, list[Any]]] = []
-    places = {road: _places(some) for road, some in by_road.items()}
+    places = {load_path: _places(some) for load_path, some in by_load_path.items()}
     for number, tensor in enumerate(comparison.tensors):
-        key = (tensor.road, tensor.stage)
+        key = (tensor.load_path, tensor.stage)
         section = found.get(key)
         if section is None:
-            section = found[key] = Section(road=tensor.road, stage=tensor.stage)
+            section = found[key] = Section(load_path=tensor.load_path, stage=tensor.stage)
         section.total += 1
-        entry, rank = _entry(tensor, by_road[tensor.road], places[tensor.road], strings)
+        entry, rank = _entry(tensor, by_load_path[tensor.load_path], places[tensor.load_path], strings)
         section.bad += rank == 0
         section.unlike += rank < _ALIKE
         kept.append((rank, number, section, entry))
@@ -132,7 +134,9 @@ def sections(comparison: Comparison, by_road: Mapping[str, Sequence[Column]], st
     for section in found.values():
         section.left_out = section.total - len(section.rows)
     order = {stage.value: place for place, stage in enumerate(Stage)}
-    return sorted(found.values(), key=lambda s: (comparison.roads.index(s.road), order.get(s.stage, len(order))))
+    return sorted(
+        found.values(), key=lambda s: (comparison.load_paths.index(s.load_path), order.get(s.stage, len(order)))
+    )
 
 
 _BAD, _UNLIKE, _ALIKE = range(3)

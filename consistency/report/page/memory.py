@@ -30,7 +30,7 @@ class WorkerText:
     """A worker's line."""
 
     name: str
-    road: str
+    load_path: str
     device: str
     identity: str
     status: str
@@ -67,7 +67,7 @@ def _line(worker: WorkerSummary, stages: Sequence[str], largest: dict[str, int])
     identity = [worker.uuid, worker.pci_bus_id, f"driver {worker.driver}" if worker.driver else None]
     return WorkerText(
         name=shown(worker.name),
-        road=shown(worker.road),
+        load_path=shown(worker.load_path),
         device=shown(f"{worker.architecture} · {worker.model}" if worker.model else worker.architecture),
         identity=shown(" · ".join(text for text in identity if text)),
         status=shown(worker.status),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from consistency.case.load_path import is_side_road
+from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison, Finding
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
 from consistency.report import diff, terminal
 from consistency.report.page.labels import counted, shown
-from consistency.report.summary import Cell, Group, divergences, side_roads, some_names
+from consistency.report.summary import Cell, Group, alternative_paths, divergences, some_names
 
 MOST_FINDINGS = 100
 """More than a person reads; `report.json` holds all."""
@@ -69,33 +69,33 @@ class FindingText:
 
 def sentence(comparison: Comparison) -> str:
     """Say the verdict in one sentence, of a run or of two files."""
-    say = diff.sentence if comparison.roads == (FILE_STAGE,) else terminal.sentence
+    say = diff.sentence if comparison.load_paths == (FILE_STAGE,) else terminal.sentence
     return shown(say(comparison))
 
 
 def facts(comparison: Comparison) -> list[str]:
     """Return what was looked at, in a few words each."""
     found = [comparison.dtype, counted(len(comparison.workers), "worker"), counted(len(comparison.tensors), "tensor")]
-    mains = [road for road in comparison.roads if not is_side_road(road)]
-    sides = len(comparison.roads) - len(mains)
+    mains = [load_path for load_path in comparison.load_paths if not is_alternative(load_path)]
+    sides = len(comparison.load_paths) - len(mains)
     found += [f"roads {' and '.join(mains)}" if len(mains) > 1 else ""]
     found += [counted(sides, "side road") if sides else ""]
     found = [text for text in found if text]
     return [shown(text) for text in (*found, f"level {comparison.level}")]
 
 
-def side_road_texts(comparison: Comparison) -> list[str]:
+def alternative_path_texts(comparison: Comparison) -> list[str]:
     """Say of each side road how it ended; those on which all is equal in one sentence."""
-    found = side_roads(comparison)
-    equal = [side.road for side in found if not side.bad and not side.skipped]
+    found = alternative_paths(comparison)
+    equal = [side.load_path for side in found if not side.bad and not side.skipped]
     texts = [f"side roads on which all is equal: {', '.join(equal)}"] if equal else []
     texts += [
-        f"✗ side road {side.road}: {side.bad} of {side.total} not what they should be, on "
+        f"✗ side road {side.load_path}: {side.bad} of {side.total} not what they should be, on "
         f"{', '.join(some_names(side.workers))}"
         for side in found
         if side.bad
     ]
-    texts += [f"side road {side.road}: skipped" for side in found if side.skipped and not side.bad]
+    texts += [f"side road {side.load_path}: skipped" for side in found if side.skipped and not side.bad]
     return [shown(text) for text in texts]
 
 
@@ -154,10 +154,11 @@ def first_bits(comparison: Comparison) -> list[str]:
     """Say where workers' bits first differ from the reference worker's."""
     texts = []
     for found, workers in divergences(comparison.first_other_bits):
-        road = f" (road {found.road})" if len(comparison.roads) > 1 else ""
+        load_path = f" (road {found.load_path})" if len(comparison.load_paths) > 1 else ""
         ends = {"within": "inside what is allowed", "equal": "inside what is allowed"}.get(found.status, found.status)
         texts.append(
-            f"{', '.join(some_names(workers))}{road}: other bits than {comparison.reference} from {found.stage} on, "
+            f"{', '.join(some_names(workers))}{load_path}: "
+            f"other bits than {comparison.reference} from {found.stage} on, "
             f"first in {found.layer}.{found.tensor} ({ends})"
         )
     return [shown(text) for text in texts]

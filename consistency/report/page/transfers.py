@@ -39,7 +39,7 @@ class Way:
 class Matrix:
     """From each device to each; `chains` lead over more than two."""
 
-    road: str
+    load_path: str
     names: tuple[str, ...]
     ways: dict[tuple[str, str], Way]
     chains: tuple[tuple[str, Way], ...]
@@ -47,15 +47,15 @@ class Matrix:
 
 def matrices(tensors: Iterable[TensorComparison]) -> list[Matrix]:
     """Return one matrix per road with rows of the stage `transfer`."""
-    roads: dict[str, dict[str, list[Copy]]] = {}
+    load_paths: dict[str, dict[str, list[Copy]]] = {}
     for tensor in tensors:
         if tensor.stage == STAGE:
-            copies = roads.setdefault(tensor.road, {}).setdefault(tensor.layer, [])
+            copies = load_paths.setdefault(tensor.load_path, {}).setdefault(tensor.layer, [])
             copies += (_copy(tensor.tensor, row) for row in tensor.rows)
-    return [_matrix(road, layers) for road, layers in roads.items()]
+    return [_matrix(load_path, layers) for load_path, layers in load_paths.items()]
 
 
-def _matrix(road: str, layers: dict[str, list[Copy]]) -> Matrix:
+def _matrix(load_path: str, layers: dict[str, list[Copy]]) -> Matrix:
     names: dict[str, None] = {}
     ways, chains = {}, []
     for layer, copies in layers.items():
@@ -67,7 +67,7 @@ def _matrix(road: str, layers: dict[str, list[Copy]]) -> Matrix:
             ways[stops[0], stops[1]] = way
         else:
             chains.append((" → ".join(stops), way))
-    return Matrix(road=shown(road), names=tuple(names), ways=ways, chains=tuple(chains))
+    return Matrix(load_path=shown(load_path), names=tuple(names), ways=ways, chains=tuple(chains))
 
 
 def _copy(kind: str, row: Row) -> Copy:

@@ -12,7 +12,7 @@ from consistency.worker.faults.planting import Install, Undo, replace
 Tensors = dict[str, torch.Tensor]
 
 
-def _on_roads(applies: Callable[[dict[str, Any]], bool], change: Callable[[Tensors], None]) -> Install:
+def _on_load_paths(applies: Callable[[dict[str, Any]], bool], change: Callable[[Tensors], None]) -> Install:
     """Change what PEFT reads from the adapter's file, in the calls whose options say so."""
     hit = False
 
@@ -85,7 +85,7 @@ def _zeros(model: torch.nn.Module) -> None:
 
 FAULTS: dict[str, Install] = {
     # lora_B stays at its initial zeros, as where the copies from the device that PEFT chooses never arrive
-    "road-copies-dropped": _on_roads(lambda options: options.get("torch_device") is None, _no_b),
-    "road-low-memory-rounds": _on_roads(lambda options: bool(options.get("low_cpu_mem_usage")), _through_bfloat16),
+    "road-copies-dropped": _on_load_paths(lambda options: options.get("torch_device") is None, _no_b),
+    "road-low-memory-rounds": _on_load_paths(lambda options: bool(options.get("low_cpu_mem_usage")), _through_bfloat16),
     "road-transformers-zeros": _in_transformers(_zeros),
 }

@@ -42,14 +42,14 @@ def _corrupt(real: Copy, source: torch.Tensor, destination: torch.Tensor) -> Non
     element.view(integers).bitwise_xor_(1 << 5)
 
 
-def _stale_beside_work() -> Undo:
+def _stale_under_load() -> Undo:
     """Deliver, while the device works, what an earlier copy of the same size brought."""
     working = False
     earlier: dict[int, torch.Tensor] = {}
 
     def wrap_work(real: Callable[..., Any]) -> Callable[..., Any]:
         @contextmanager
-        def beside_work(*args: Any) -> Iterator[None]:
+        def under_load(*args: Any) -> Iterator[None]:
             nonlocal working
             with real(*args):
                 working = True
@@ -58,7 +58,7 @@ def _stale_beside_work() -> Undo:
                 finally:
                     working = False
 
-        return beside_work
+        return under_load
 
     def act(real: Copy, source: torch.Tensor, destination: torch.Tensor) -> None:
         if not working:
@@ -80,5 +80,5 @@ FAULTS: dict[str, Install] = {
     "transfer-dropped": _instead(_dropped),
     "transfer-zeros": _instead(_zeros),
     "transfer-corrupt": _instead(_corrupt),
-    "transfer-stale-beside-work": _stale_beside_work,
+    "transfer-stale-beside-work": _stale_under_load,
 }

@@ -38,7 +38,7 @@ class Reference:
 
     path: Path
     errors: dict[str, float]
-    draws: dict[str, int]
+    samples: dict[str, int]
     failures: dict[str, str]
 
     def read(self, name: str) -> torch.Tensor | None:
@@ -56,20 +56,20 @@ def publish(
     exact: dict[str, torch.Tensor],
     *,
     errors: dict[str, float],
-    draws: dict[str, int],
+    samples: dict[str, int],
     failures: dict[str, str],
     file: str = REFERENCE_FILE,
 ) -> Reference:
     """Write the reference whole, so that a worker that finds it can read it."""
     partial = scratch / f"{file}.tmp"
-    told = {"errors": errors, "draws": draws, "failures": failures}
+    told = {"errors": errors, "draws": samples, "failures": failures}
     save_file(
         {name: t.contiguous().clone() for name, t in exact.items()},
         partial,
         metadata={name: json.dumps(table) for name, table in told.items()},
     )
     os.replace(partial, scratch / file)
-    return Reference(path=scratch / file, errors=errors, draws=draws, failures=failures)
+    return Reference(path=scratch / file, errors=errors, samples=samples, failures=failures)
 
 
 def wait_for(scratch: Path, events: EventLog, file: str = REFERENCE_FILE) -> Reference | str:
@@ -80,7 +80,7 @@ def wait_for(scratch: Path, events: EventLog, file: str = REFERENCE_FILE) -> Ref
         if path.exists():
             with safe_open(path, framework="pt", device="cpu") as opened:
                 told = {name: json.loads(text) for name, text in opened.metadata().items()}
-            return Reference(path=path, errors=told["errors"], draws=told["draws"], failures=told["failures"])
+            return Reference(path=path, errors=told["errors"], samples=told["draws"], failures=told["failures"])
         lost = scratch / REFERENCE_LOST
         if lost.exists():
             return f"no float64 reference: {lost.read_text(encoding='utf-8')}"

@@ -161,14 +161,14 @@ def first_line(error: Exception) -> str:
 
 def _publish(context: Context, found: Passes, exact: Exact) -> Reference:
     """Tell all workers the exact activations and the CPU's own errors."""
-    errors, draws = {}, {}
+    errors, samples = {}, {}
     for mode, outputs in found.outputs.items():
         for name, tensor in outputs.items():
             truth = exact.outputs.get(_exact_name(mode, name))
             if truth is not None and truth.shape == tensor.shape:
                 errors[f"{mode}::{name}"] = float(measure_against_exact(tensor, truth).max_abs)
-                draws[f"{mode}::{name}"] = independent_rows(tensor, truth)
-    return publish(context.scratch, exact.outputs, errors=errors, draws=draws, failures=exact.failures)
+                samples[f"{mode}::{name}"] = independent_rows(tensor, truth)
+    return publish(context.scratch, exact.outputs, errors=errors, samples=samples, failures=exact.failures)
 
 
 def _modes(context: Context) -> list[str]:
@@ -265,7 +265,7 @@ def _judge(
         truth=Truth(
             exact=reference.read(_exact_name(mode, name)),
             error=reference.errors.get(f"{mode}::{name}"),
-            draws=reference.draws.get(f"{mode}::{name}", 1),
+            samples=reference.samples.get(f"{mode}::{name}", 1),
             why_not=reference.failures.get(_exact_mode(mode)),
         ),
     )

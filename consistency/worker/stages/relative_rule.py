@@ -34,7 +34,7 @@ class Truth:
 
     exact: torch.Tensor | None
     error: float | None
-    draws: int
+    samples: int
     why_not: str | None
 
 
@@ -49,7 +49,7 @@ def judge_relative(
     truth: Truth,
 ) -> None:
     """Record a tensor by the `relative` rule or the user's tolerance; without an exact value by the other workers."""
-    exact, error, draws = truth.exact, truth.error, truth.draws
+    exact, error, samples = truth.exact, truth.error, truth.samples
     given = Given.of(context, stage=stage, layer=layer, dtype=actual.dtype)
     known = exact is not None and exact.shape == actual.shape and actual.dtype in UNIT_ROUNDOFF
     if exact is None or not known or (error is None and given is None):
@@ -73,7 +73,7 @@ def judge_relative(
         return
     assert error is not None
     found = measure_against_exact(actual, exact)
-    allowed = relative_allowance(error, float(found.magnitude), name_of(actual.dtype), draws=draws)
+    allowed = relative_allowance(error, float(found.magnitude), name_of(actual.dtype), samples=samples)
     inside = passes(ratio(float(found.max_abs), allowed))
     cause = None if inside else diagnose_computed(found, lambda: exact_chunks(actual, exact, allowed))
     context.record.computed(
@@ -88,7 +88,7 @@ def judge_relative(
         evidence=None if cause is None else {**cause.evidence, "allowed": allowed},
         digests=digests,
         reference_error=error,
-        reference_draws=draws,
+        reference_samples=samples,
         keep=context.job.case.keep,
         exact=exact,
     )

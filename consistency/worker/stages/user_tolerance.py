@@ -10,7 +10,7 @@ import torch
 from consistency.capture.names import TOLERANCE
 from consistency.capture.records import RecordStatus
 from consistency.case.tolerance import Override, choose
-from consistency.numerics.bound import GivenAllowance
+from consistency.numerics.bound import UserAllowance
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import passes
@@ -35,8 +35,8 @@ class Given:
         return None if found is None else cls(override=found)
 
     @property
-    def allowance(self) -> GivenAllowance:
-        return GivenAllowance(atol=self.override.atol, rtol=self.override.rtol)
+    def allowance(self) -> UserAllowance:
+        return UserAllowance(atol=self.override.atol, rtol=self.override.rtol)
 
     @property
     def evidence(self) -> dict[str, str]:

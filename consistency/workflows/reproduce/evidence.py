@@ -185,16 +185,16 @@ def _seen(finding: Finding, participants: tuple[Participant, ...]) -> list[tuple
         (view, record)
         for participant in participants
         if participant.label in workers
-        for view in _views(participant, finding.roads)
+        for view in _views(participant, finding.load_paths)
         for key, record in view.records.items()
         if tensor_name(*key) in wanted
     ]
 
 
-def _views(participant: Participant, roads: Sequence[str]) -> Iterator[Participant]:
+def _views(participant: Participant, load_paths: Sequence[str]) -> Iterator[Participant]:
     """Yield a worker as it stands on each road that a finding is about, on its default road where it names none."""
-    for road in roads or (participant.road,):
-        view = participant.on(road)
+    for load_path in load_paths or (participant.load_path,):
+        view = participant.on(load_path)
         if view is not None:
             yield view
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from consistency.capture.folder import write_json
 from consistency.capture.names import HOST, split_pair
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
 from consistency.devices.spec import KERNEL_VARIABLES, parse_device
 from consistency.errors import CaptureError, ConsistencyError, UsageError
@@ -202,25 +202,25 @@ def _via(evidence: Evidence) -> str | None:
     """Return the device that PEFT's default loading goes by, where all devices were visible."""
     device = _device(evidence)
     kind, _, index = device.partition(":")
-    road = _road(evidence)
-    hops = road is not None and road.main is Road.SHARED and road.chooses_device
+    load_path = _load_path(evidence)
+    hops = load_path is not None and load_path.main is LoadPath.SHARED and load_path.chooses_device
     return f"{kind}:0" if evidence.record.stage == "adapter" and hops and index not in ("", "0") else None
 
 
-def _road(evidence: Evidence) -> Road | None:
+def _load_path(evidence: Evidence) -> LoadPath | None:
     """Return the road that the worker stands on; None for one that this version does not know."""
-    name = evidence.participant.road
-    return Road(name) if name in list(Road) else None
+    name = evidence.participant.load_path
+    return LoadPath(name) if name in list(LoadPath) else None
 
 
 def _load_arguments(evidence: Evidence) -> dict[str, Any]:
     """Return the arguments with which PEFT takes the road of the finding."""
-    road = _road(evidence)
-    if road is None or road.by_transformers:
+    load_path = _load_path(evidence)
+    if load_path is None or load_path.by_transformers:
         return {}
-    found: dict[str, Any] = {"low_cpu_mem_usage": True} if road.low_memory else {}
-    if road.torch_device is not None:
-        found["torch_device"] = "cpu" if road.torch_device == "cpu" else _device(evidence)
+    found: dict[str, Any] = {"low_cpu_mem_usage": True} if load_path.low_memory else {}
+    if load_path.torch_device is not None:
+        found["torch_device"] = "cpu" if load_path.torch_device == "cpu" else _device(evidence)
     return found
 
 
@@ -240,7 +240,7 @@ def _write(folder: Path, evidence: Evidence, parts: _Parts) -> None:
         "tensor": evidence.name,
         "others": len(evidence.others),
         "worker": evidence.participant.label,
-        "road": evidence.participant.road,
+        "road": evidence.participant.load_path,
         "planted": info.planted,
         "device": _device(evidence),
         "window": parts.window,

@@ -23,7 +23,7 @@ class Copy:
     source: str
     target: str
     size: int
-    beside_work: bool
+    under_load: bool
     fault: str | None
 
 
@@ -64,14 +64,14 @@ def _deliver(index: int) -> None:
         target.copy_(source)
 
 
-def _carry(source: torch.Tensor, target: torch.Tensor, start: int, end: int, beside_work: bool) -> None:
+def _carry(source: torch.Tensor, target: torch.Tensor, start: int, end: int, under_load: bool) -> None:
     """Copy `source` to `target`, which are views of both devices' memory from the host.
 
     `start` and `end` are devices as this process numbers them, -1 the host.
     """
     names, size = (_name(start), _name(end)), target.numel() * target.element_size()
-    fault = next((f.does for f in _faults if f.hits(*names, size, beside_work=beside_work)), None)
-    log.append(Copy(source=names[0], target=names[1], size=size, beside_work=beside_work, fault=fault))
+    fault = next((f.does for f in _faults if f.hits(*names, size, under_load=under_load)), None)
+    log.append(Copy(source=names[0], target=names[1], size=size, under_load=under_load, fault=fault))
     if fault is None:
         target.copy_(source)
     elif fault == "zero":

@@ -39,16 +39,16 @@ class CopyFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     does: Literal["drop", "zero", "corrupt", "delay"]
     at_least_bytes: Count = 0
     below_bytes: Count | None = None
-    only_beside_work: bool = False
+    only_under_load: bool = False
 
-    def hits(self, source: str, target: str, size: int, *, beside_work: bool) -> bool:
+    def hits(self, source: str, target: str, size: int, *, under_load: bool) -> bool:
         """Tell whether a copy is hit."""
         return (
             self.source in ("*", source)
             and self.target in ("*", target)
             and size >= self.at_least_bytes
             and (self.below_bytes is None or size < self.below_bytes)
-            and (beside_work or not self.only_beside_work)
+            and (under_load or not self.only_under_load)
         )
 
 

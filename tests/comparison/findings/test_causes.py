@@ -14,10 +14,11 @@ from consistency.numerics.real import Real
 def tensor(
     layer: str, name: str, *workers: str, rule: str = "bitwise", stage: str = "adapter", **row: Any
 ) -> TensorComparison:
-    road = row.pop("road", "isolated")
+    load_path = row.pop("load_path", "isolated")
     fields: dict[str, Any] = {"reference": "file", "status": "outside", **row}
     return TensorComparison(
-        stage=stage, road=road, layer=layer, tensor=name, shape=(2, 2), dtype="float32", rule=rule, classes=(),
+        stage=stage, load_path=load_path, layer=layer, tensor=name, shape=(2, 2), dtype="float32", rule=rule,
+        classes=(),
         rows=tuple(Row(worker=worker, **fields) for worker in workers),
     )  # fmt: skip
 
@@ -40,7 +41,7 @@ def test_another_word_worker_stage_or_road_is_another_cause() -> None:
         tensor("b", "w", "cuda:0", diagnosis="bit-flip"),
         tensor("c", "w", "cuda:1", diagnosis="zeros"),
         tensor("d", "w", "cuda:0", diagnosis="zeros", stage="base"),
-        tensor("e", "w", "cuda:0", diagnosis="zeros", road="shared"),
+        tensor("e", "w", "cuda:0", diagnosis="zeros", load_path="shared"),
         tensor("f", "w", "cuda:0", "cuda:1", diagnosis="zeros"),
     )
     assert len(found) == 6

@@ -10,14 +10,14 @@ import pytest
 from consistency.capture.folder import read_capture
 from consistency.capture.names import CAST_ON_THE_WAY
 from consistency.capture.records import TensorRecord
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.comparison.compare import compare
-from consistency.comparison.findings.load_paths import copies, judge_roads
+from consistency.comparison.findings.load_paths import copies, judge_load_paths
 from consistency.comparison.result import Comparison, Finding
 from consistency.pytest_plugin.items import _beside
 from tests.conftest import MakeCapture
 
-EVERY = {road.value for road in Road}
+EVERY = {load_path.value for load_path in LoadPath}
 STANDARD = ("", "cpu", "low-memory")
 LAYERS = ("layers.0.q", "layers.1.q")
 
@@ -26,38 +26,39 @@ def digest(text: str) -> str:
     return text.encode().hex().ljust(32, "0")
 
 
-def held(layer: str, road: str, word: str | None = None, **changes: Any) -> TensorRecord:
+def held(layer: str, load_path: str, word: str | None = None, **changes: Any) -> TensorRecord:
     """Make the record of one lora_B that is right, or wrong in a word, to which `/` adds whose bits they are."""
     bits, word = word, word and word.partition("/")[0]
     fields: dict[str, Any] = {
         "stage": "adapter", "layer": layer, "tensor": "lora_B", "shape": (2, 2), "dtype": "float32",
         "digest": digest(bits or "file"), "reference_digest": digest("file"), "reference": "file",
-        "status": "outside" if word else "equal", "diagnosis": word, "road": road if "+" in road else "",
+        "status": "outside" if word else "equal", "diagnosis": word, "load_path": load_path if "+" in load_path else "",
     }  # fmt: skip
     return TensorRecord(**{**fields, **changes})
 
 
-Roads = Mapping[str, str | None]
+LoadPaths = Mapping[str, str | None]
 """Word by road, None where the bytes are right."""
 
 
-def seen(make_capture: MakeCapture, workers: Mapping[str, Roads], **changes: Any) -> Comparison:
+def seen(make_capture: MakeCapture, workers: Mapping[str, LoadPaths], **changes: Any) -> Comparison:
     """Compare one capture per default road, for a worker is named once in each."""
     folders = []
     for main in ("isolated", "shared"):
         here = {
-            device: [held(layer, road, word, **changes) for road, word in roads.items() for layer in LAYERS
-                     if road.partition("+")[0] == main]
-            for device, roads in workers.items()
+            device: [held(layer, load_path, word, **changes)
+                     for load_path, word in load_paths.items() for layer in LAYERS
+                     if load_path.partition("+")[0] == main]
+            for device, load_paths in workers.items()
         }  # fmt: skip
         here = {device: records for device, records in here.items() if records}
         if here:
-            info = {device: {"road": main} for device in here}
+            info = {device: {"load_path": main} for device in here}
             folders.append(make_capture(main, here, info=info))
     return compare([read_capture(folder) for folder in folders])
 
 
-def on(mains: Iterable[str], sides: Iterable[str], wrong: Mapping[str, str] = {}) -> Roads:
+def on(mains: Iterable[str], sides: Iterable[str], wrong: Mapping[str, str] = {}) -> LoadPaths:
     names = [f"{main}+{side}" if side else main for main in mains for side in sides]
     return {name: wrong.get(name) for name in names}
 
@@ -83,7 +84,7 @@ def test_wrong_only_by_way_of_device_0_is_the_copy_between_devices(make_capture:
         "peer copies 0→1 and 0→3 drop data; 0→2 is fine"
     )
     assert (finding.kind, finding.workers) == ("zeros", ("cuda:1", "cuda:3"))
-    assert finding.roads == ("shared", "shared+low-memory")
+    assert finding.load_paths == ("shared", "shared+low-memory")
     assert found.verdict == "inconsistent"
 
 
@@ -93,7 +94,7 @@ def test_wrong_on_every_road_is_the_device(make_capture: MakeCapture) -> None:
     assert finding.kind == "bit-flip"
     assert finding.message.endswith("but the device or its memory")
     assert "copies" not in finding.message
-    assert len(finding.roads) == 6
+    assert len(finding.load_paths) == 6
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_wrong_with_one_loader_is_the_loader(make_capture: MakeCapture) -> None:
 
 def test_wrong_with_peft_alone_is_pefts_loader(make_capture: MakeCapture) -> None:
     sides = ("", "cpu", "target", "transformers")
-    wrong = {road: "zeros" for road in on(BOTH, sides) if "transformers" not in road}
+    wrong = {load_path: "zeros" for load_path in on(BOTH, sides) if "transformers" not in load_path}
     finding = only_error(seen(make_capture, {"cpu": CPU, "cuda:1": on(BOTH, sides, wrong)}))
     assert finding.message.endswith("with PEFT's loader, and the right bytes with transformers': PEFT's loader")
 
@@ -154,7 +155,7 @@ def test_a_cpu_that_is_wrong_is_not_told_by_a_road_that_it_cannot_take(make_capt
     wrong = on(["isolated"], ("", "cpu"), dict.fromkeys(("isolated", "isolated+cpu"), "bit-flip"))
     finding = only_error(seen(make_capture, {"cpu": wrong, "cuda:1": on(BOTH, ("", "cpu"))}))
     assert finding.workers == ("cpu",)
-    assert finding.roads == ("isolated", "isolated+cpu")
+    assert finding.load_paths == ("isolated", "isolated+cpu")
 
 
 def test_two_causes_stay_two_findings(make_capture: MakeCapture) -> None:
@@ -185,13 +186,13 @@ def test_two_causes_stay_two_findings(make_capture: MakeCapture) -> None:
     ],
 )  # fmt: skip
 def test_what_the_roads_say(wrong: set[str], taken: set[str], text: str) -> None:
-    found = judge_roads("zeros", wrong, taken)
+    found = judge_load_paths("zeros", wrong, taken)
     assert text in f"{found.where}: {found.why}"
 
 
 @pytest.mark.parametrize("wrong", sorted(EVERY))
 def test_one_wrong_road_of_all_is_never_blamed_on_the_device(wrong: str) -> None:
-    found = judge_roads("zeros", {wrong}, EVERY)
+    found = judge_load_paths("zeros", {wrong}, EVERY)
     assert "its memory" not in found.why
     assert "right bytes" in found.where
 
@@ -205,9 +206,9 @@ def test_copies_are_named_by_their_ends() -> None:
     assert copies("stale", ["mps"], []) == "copies by way of device 0 drop data"
 
 
-def cast(road: str) -> TensorRecord:
+def cast(load_path: str) -> TensorRecord:
     through = {"digest": digest("rounded"), "reference_digest": digest("rounded")}
-    return held("layers.0.q", road, evidence={CAST_ON_THE_WAY: "bfloat16"}, **through)
+    return held("layers.0.q", load_path, evidence={CAST_ON_THE_WAY: "bfloat16"}, **through)
 
 
 def test_a_cast_that_every_device_makes_is_a_note(make_capture: MakeCapture) -> None:
@@ -217,7 +218,7 @@ def test_a_cast_that_every_device_makes_is_a_note(make_capture: MakeCapture) -> 
     (note,) = found.findings
     assert (note.kind, note.severity, note.workers) == ("dtype-on-the-way", "note", ("cpu", "cuda:0"))
     assert "rounded through bfloat16 in 1 tensor with low_cpu_mem_usage=True (isolated+low-memory)" in note.message
-    assert note.roads == ("isolated+low-memory",)
+    assert note.load_paths == ("isolated+low-memory",)
 
 
 @pytest.mark.parametrize("casts", ["cpu", "cuda:0"])
@@ -256,18 +257,18 @@ def test_a_side_road_owes_the_adapter_alone(make_capture: MakeCapture) -> None:
     records = [merged("a"), held("layers.0.q", "isolated"), held("layers.0.q", "isolated+cpu")]
     found = compare([read_capture(make_capture("a", {"cpu": [*records[:2]], "cuda:0": records, "cuda:1": records}))])
     assert found.verdict == "consistent"
-    assert found.roads == ("isolated", "isolated+cpu")
+    assert found.load_paths == ("isolated", "isolated+cpu")
     assert [w.name for w in found.workers] == ["cpu", "cuda:0", "cuda:1"]
-    beside = [t for t in found.tensors if t.road == "isolated+cpu"]
+    beside = [t for t in found.tensors if t.load_path == "isolated+cpu"]
     assert [(t.stage, [row.worker for row in t.rows]) for t in beside] == [("adapter", ["cuda:0", "cuda:1"])]
     assert {row.status for t in beside for row in t.rows} == {"equal"}
 
 
 def test_a_worker_lost_before_a_side_road_is_blocked_there(make_capture: MakeCapture) -> None:
-    whole = [held("layers.0.q", road) for road in ("isolated", "isolated+cpu")]
+    whole = [held("layers.0.q", load_path) for load_path in ("isolated", "isolated+cpu")]
     lost = {"cuda:1": {"status": "lost", "reason": "was killed by SIGKILL"}}
     found = compare([read_capture(make_capture("a", {"cpu": whole, "cuda:1": whole[:1]}, info=lost))])
-    beside = next(t for t in found.tensors if t.road == "isolated+cpu")
+    beside = next(t for t in found.tensors if t.load_path == "isolated+cpu")
     assert {row.worker: row.status for row in beside.rows} == {"cpu": "equal", "cuda:1": "blocked"}
     assert found.exit_status == 3
     assert [f.kind for f in found.findings] == ["lost-worker"]
@@ -280,8 +281,10 @@ def test_a_road_that_one_device_alone_cannot_take_is_one_finding(make_capture: M
         "tensor": "loaded_again",
         "rule": "limit",
     }
-    took = TensorRecord(**settings, road="isolated+cpu")
-    gave_up = TensorRecord(**settings, road="isolated+cpu", status="skipped", reason="PEFT cannot load it: KeyError")
+    took = TensorRecord(**settings, load_path="isolated+cpu")
+    gave_up = TensorRecord(
+        **settings, load_path="isolated+cpu", status="skipped", reason="PEFT cannot load it: KeyError"
+    )
     alone = held("layers.0.q", "isolated")
     found = compare(
         [read_capture(make_capture("a", {"cpu": [alone, took, held("layers.0.q", "isolated+cpu")],
@@ -294,7 +297,7 @@ def test_a_road_that_one_device_alone_cannot_take_is_one_finding(make_capture: M
 
 
 def test_roads_that_were_not_taken_are_said(make_capture: MakeCapture) -> None:
-    found = compare([read_capture(make_capture("a", {"cpu": [held("layers.0.q", road) for road in CPU]}))])
+    found = compare([read_capture(make_capture("a", {"cpu": [held("layers.0.q", load_path) for load_path in CPU]}))])
     assert found.not_looked_at[-1] == (
         "the side roads +target +cpu+low-memory +target+low-memory +transformers +transformers+low-memory"
     )
@@ -307,8 +310,8 @@ def test_roads_that_were_not_taken_are_said(make_capture: MakeCapture) -> None:
 def test_an_item_that_is_no_tensors_own_fails_for_side_roads_alone() -> None:
     """Every other tensor has an item of its own, on the default road of its device."""
     fields: dict[str, Any] = {"kind": "zeros", "severity": "error", "message": "x"}
-    assert _beside(Finding(**fields, roads=("isolated+cpu", "shared+cpu")))
-    assert not _beside(Finding(**fields, roads=("isolated", "isolated+cpu")))
+    assert _beside(Finding(**fields, load_paths=("isolated+cpu", "shared+cpu")))
+    assert not _beside(Finding(**fields, load_paths=("isolated", "isolated+cpu")))
     assert not _beside(Finding(**fields))
 
 
@@ -322,4 +325,4 @@ def test_what_is_wrong_beside_a_road_leaves_its_computed_stages_alone(make_captu
     found = compare([read_capture(make_capture("a", {"cuda:0": [*wrong, off]}))])
     assert not any("follows" in f.message for f in found.findings)
     (first,) = found.first_divergence
-    assert (first.road, first.stage) == ("isolated", "merged")
+    assert (first.load_path, first.stage) == ("isolated", "merged")

@@ -18,7 +18,7 @@ from consistency.comparison.compare import compare
 from consistency.comparison.findings.advice import advise, as_table
 from consistency.comparison.findings.transfers import home_of, matrices
 from consistency.comparison.result import Comparison, Finding
-from consistency.devices.host import Box, Gpu
+from consistency.devices.host import Gpu, HostFacts
 from consistency.report.doctor import print_doctor
 from consistency.report.terminal import make_console, print_report
 from tests.comparison.test_compare import measured
@@ -62,17 +62,19 @@ ALL = {DIRECT: "never-written", STRIDED: "never-written", CASTING: "never-writte
 TWO = {("cuda:0", "cuda:1"): ALL, ("cuda:0", "cuda:3"): ALL}
 
 
-def machine(**of: Any) -> Box:
+def machine(**of: Any) -> HostFacts:
     gpus = tuple(
         Gpu(name=n, pci_bus_id=f"0000:{i}0:00.0", iommu_type=of.get("iommu", "identity"), **of.get("gpu", {}))
         for i, n in enumerate(DEVICES)
     )
-    return Box(host="box", boot_id=of.get("boot_id", "b1"), uptime_s=7200.0, gpus=gpus, log=of.get("log", ()))
+    return HostFacts(host="box", boot_id=of.get("boot_id", "b1"), uptime_s=7200.0, gpus=gpus, log=of.get("log", ()))
 
 
-def compared(make: MakeCapture, wrong: dict[tuple[str, str], dict[str, str]], box: Box | None = None) -> Comparison:
-    info = {name: {"road": "shared", "stages_done": ("transfer",)} for name in DEVICES}
-    return compare([read_capture(make("a", workers(wrong), info=info, case=CASE, box=box))])
+def compared(
+    make: MakeCapture, wrong: dict[tuple[str, str], dict[str, str]], host_facts: HostFacts | None = None
+) -> Comparison:
+    info = {name: {"load_path": "shared", "stages_done": ("transfer",)} for name in DEVICES}
+    return compare([read_capture(make("a", workers(wrong), info=info, case=CASE, host_facts=host_facts))])
 
 
 def errors(comparison: Comparison) -> list[Finding]:
@@ -129,8 +131,8 @@ def test_copies_that_fail_beside_work_alone(make_capture: MakeCapture) -> None:
 
 def test_what_explains_it(make_capture: MakeCapture) -> None:
     acs = {"acs": {"0000:16:01.0": ("request redirect",)}, "after": {"ecc uncorrected, since boot": 3}}
-    box = machine(iommu="DMA-FQ", gpu=acs, log=("[1.0] AMD-Vi: IO_PAGE_FAULT",))
-    found = compared(make_capture, TWO, box)
+    host_facts = machine(iommu="DMA-FQ", gpu=acs, log=("[1.0] AMD-Vi: IO_PAGE_FAULT",))
+    found = compared(make_capture, TWO, host_facts)
     error = next(f for f in errors(found) if f.kind == "never-written")
     assert "the IOMMU translates (group type DMA-FQ; no iommu=pt)" in error.message
     assert "ACS sends peer traffic up to the root at 0000:16:01.0" in error.message
@@ -154,9 +156,9 @@ def test_peer_access_that_is_missing_is_named(make_capture: MakeCapture) -> None
 
 
 def test_each_machine_of_several_has_its_own_matrix(make_capture: MakeCapture) -> None:
-    info = {name: {"road": "shared"} for name in DEVICES}
-    a = make_capture("host-a", workers({}), info=info, case=CASE, box=machine())
-    b = make_capture("host-b", workers(TWO), info=info, case=CASE, box=machine(boot_id="b2"))
+    info = {name: {"load_path": "shared"} for name in DEVICES}
+    a = make_capture("host-a", workers({}), info=info, case=CASE, host_facts=machine())
+    b = make_capture("host-b", workers(TWO), info=info, case=CASE, host_facts=machine(boot_id="b2"))
     found = compare([read_capture(a), read_capture(b)])
     (error,) = errors(found)
     assert error.workers == ("host-b:cuda:1", "host-b:cuda:3")
@@ -164,7 +166,7 @@ def test_each_machine_of_several_has_its_own_matrix(make_capture: MakeCapture) -
     assert [f.message for f in found.findings if f.kind == "rebooted"] == [
         "box was rebooted between these captures: what differs may be what a reboot cures"
     ]
-    assert len(found.boxes) == 2
+    assert len(found.hosts) == 2
 
 
 def test_captures_of_two_levels_are_no_difference(make_capture: MakeCapture) -> None:

@@ -11,7 +11,7 @@ DROPPED = [{"from": "npu:0", "to": "npu:1", "does": "drop"}, {"from": "npu:0", "
 def test_dropped_pairs_are_told_apart_from_the_others(run_on_double: RunsOnDouble) -> None:
     found = run_on_double(
         {"devices": 3, "copies": DROPPED},
-        devices="npu:0,npu:1,npu:2", stages="transfer", roads="shared", level="quick",
+        devices="npu:0,npu:1,npu:2", stages="transfer", load_paths="shared", level="quick",
     )  # fmt: skip
     assert found.process.returncode == 1, found.process.stdout + found.process.stderr
     (matrix,) = matrices(found.comparison.tensors)

@@ -222,7 +222,8 @@ def test_baseline_accepts_no_more_tensors_than_it_names(accepted: Path) -> None:
 
 def comparison(*findings: Finding, verdict: Any = "inconsistent") -> Comparison:
     return Comparison(
-        case="c", dtype="float32", level="standard", roads=("isolated",), verdict=verdict, reference="cpu", workers=(),
+        case="c", dtype="float32", level="standard", load_paths=("isolated",), verdict=verdict,
+        reference="cpu", workers=(),
         architectures=(), tensors=(), findings=findings,
     )  # fmt: skip
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from consistency.capture.json_codec import decode_json, encode_json
-from consistency.comparison.findings.host import find_box
-from consistency.devices.host import Box, nvml, read_box, since
+from consistency.comparison.findings.host import find_host_problems
+from consistency.devices.host import HostFacts, nvml, read_host, since
 from consistency.devices.host.kernel_log import read_log
-from tests.devices.host.made_box import BOOT, gpus, make_box, make_nvml
+from tests.devices.host.made_host import BOOT, gpus, make_host, make_nvml
 
 RR_CR = 0b1100  # request and completion redirect
 LOG = (
@@ -22,46 +22,46 @@ LOG = (
 )
 
 
-def read(root: Path, library: Any = None, **of: Any) -> Box:
+def read(root: Path, library: Any = None, **of: Any) -> HostFacts:
     @contextmanager
     def give() -> Iterator[Any]:
         yield library
 
-    return read_box(gpus(), root=root, library=give, run=of.get("run", lambda _: None))
+    return read_host(gpus(), root=root, library=give, run=of.get("run", lambda _: None))
 
 
 def test_a_machine_is_read(tmp_path: Path) -> None:
-    box = read(make_box(tmp_path, acs=RR_CR, log=LOG), make_nvml())
-    assert (box.boot_id, box.uptime_s, box.iommu) == (BOOT, 7200.5, "ivhd0")
-    assert box.iommu_options == ("amd_iommu=on", "iommu.strict=0")
-    first = box.gpus[0]
+    host_facts = read(make_host(tmp_path, acs=RR_CR, log=LOG), make_nvml())
+    assert (host_facts.boot_id, host_facts.uptime_s, host_facts.iommu) == (BOOT, 7200.5, "ivhd0")
+    assert host_facts.iommu_options == ("amd_iommu=on", "iommu.strict=0")
+    first = host_facts.gpus[0]
     assert (first.name, first.pci_bus_id, first.uuid, first.driver) == ("cuda:0", "0000:17:00.0", "GPU-0", "535.2")
     assert (first.iommu_group, first.iommu_type, first.is_translated) == ("17", "DMA-FQ", True)
     assert first.path == ("0000:16:01.0", "0000:17:00.0")
     assert first.acs == {"0000:16:01.0": ("request redirect", "completion redirect")}
-    assert (first.numa_node, box.gpus[2].numa_node) == (0, 1)
+    assert (first.numa_node, host_facts.gpus[2].numa_node) == (0, 1)
     assert first.link == {
         "width": 16, "max_width": 16, "slot_width": 16, "speed": "16.0 GT/s PCIe", "max_speed": "16.0 GT/s PCIe",
     }  # fmt: skip
     assert first.counters["pcie replays"] == 7
     assert first.nvlinks is None
-    links = {(link.a, link.b): (link.ancestor, link.topology, link.peer) for link in box.links}
+    links = {(link.a, link.b): (link.ancestor, link.topology, link.peer) for link in host_facts.links}
     assert len(links) == 6
     assert links["cuda:0", "cuda:1"] == ("0000:16:01.0", "PIX", "ok")
     assert links["cuda:0", "cuda:2"] == ("host bridge", "SYS", "no path in the topology")
-    assert box.unread == {}
-    assert decode_json(encode_json(box), Box) == box
+    assert host_facts.unread == {}
+    assert decode_json(encode_json(host_facts), HostFacts) == host_facts
 
 
 def test_identity_does_not_translate(tmp_path: Path) -> None:
-    box = read(make_box(tmp_path, iommu="identity"), make_nvml())
-    assert not any(gpu.is_translated for gpu in box.gpus)
-    assert box.gpus[0].acs == {"0000:16:01.0": ()}
+    host_facts = read(make_host(tmp_path, iommu="identity"), make_nvml())
+    assert not any(gpu.is_translated for gpu in host_facts.gpus)
+    assert host_facts.gpus[0].acs == {"0000:16:01.0": ()}
 
 
 def test_what_cannot_be_read_has_a_reason(tmp_path: Path) -> None:
-    box = read(make_box(tmp_path / "user", root_user=False))
-    assert box.unread == {
+    host_facts = read(make_host(tmp_path / "user", root_user=False))
+    assert host_facts.unread == {
         "kernel log": "the kernel's log is not readable without root",
         "acs": "not readable without root",
         "nvml": "NVIDIA's management library does not answer",
@@ -74,7 +74,7 @@ def test_what_cannot_be_read_has_a_reason(tmp_path: Path) -> None:
 
 
 def test_a_bridge_without_acs_and_a_chain_that_leads_in_a_circle(tmp_path: Path) -> None:
-    root = make_box(tmp_path, acs=None)
+    root = make_host(tmp_path, acs=None)
     assert read(root).gpus[0].acs == {}
     port = root / "sys/bus/pci/devices/0000:16:01.0/config"
     raw = bytearray(port.read_bytes())
@@ -84,7 +84,7 @@ def test_a_bridge_without_acs_and_a_chain_that_leads_in_a_circle(tmp_path: Path)
 
 
 def test_lines_of_the_log(tmp_path: Path) -> None:
-    lines, why = read_log(make_box(tmp_path, log=LOG))
+    lines, why = read_log(make_host(tmp_path, log=LOG))
     assert why is None
     assert lines == (
         "[5.140900] NVRM: Xid (PCI:0000:17:00): 31, pid=1, MMU Fault",
@@ -108,30 +108,30 @@ def test_a_library_that_knows_nothing_is_no_error(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(name)
 
-    box = read(make_box(tmp_path), Nothing())
-    assert all(gpu.counters == {} for gpu in box.gpus)
+    host_facts = read(make_host(tmp_path), Nothing())
+    assert all(gpu.counters == {} for gpu in host_facts.gpus)
     assert nvml.peer(Nothing(), "a", "b") is None
 
 
 def test_counters_that_rise_while_it_runs(tmp_path: Path) -> None:
-    root = make_box(tmp_path, log=LOG)
+    root = make_host(tmp_path, log=LOG)
     before = read(root, make_nvml())
     calm = since(before, read(root, make_nvml()))
-    assert list(find_box([calm])) == []
+    assert list(find_host_problems([calm])) == []
     (root / "dev/kmsg").write_text(LOG + "4,400,9000000,-;NVRM: Xid (PCI:0000:17:00): 63, row remapping\n")
-    box = since(before, read(root, make_nvml(uncorrected=2)))
-    assert box.gpus[0].after == {"ecc uncorrected, since boot": 2}
-    assert box.new_log == ("[9.000000] NVRM: Xid (PCI:0000:17:00): 63, row remapping",)
-    found = list(find_box([box], workers=["cpu", "host-a:cuda:0", "cuda:0", "cuda:10"]))
+    host_facts = since(before, read(root, make_nvml(uncorrected=2)))
+    assert host_facts.gpus[0].after == {"ecc uncorrected, since boot": 2}
+    assert host_facts.new_log == ("[9.000000] NVRM: Xid (PCI:0000:17:00): 63, row remapping",)
+    found = list(find_host_problems([host_facts], workers=["cpu", "host-a:cuda:0", "cuda:0", "cuda:10"]))
     assert [(f.kind, f.severity) for f in found] == [*[("ecc", "error")] * 4, ("kernel-log", "warning")]
     assert "cuda:0 (GPU-0) rose while it ran: ecc uncorrected, since boot from 0 to 2" in found[0].message
     assert found[0].workers == ("host-a:cuda:0", "cuda:0")
 
 
 def test_a_boot_between_captures_is_told(tmp_path: Path) -> None:
-    box = read(make_box(tmp_path))
-    assert list(find_box([box, box])) == []
+    host_facts = read(make_host(tmp_path))
+    assert list(find_host_problems([host_facts, host_facts])) == []
     (tmp_path / "proc/sys/kernel/random/boot_id").write_text("another\n")
-    (note,) = find_box([box, read(tmp_path)])
+    (note,) = find_host_problems([host_facts, read(tmp_path)])
     assert (note.kind, note.severity) == ("rebooted", "note")
-    assert f"{box.host} was rebooted between these captures" in note.message
+    assert f"{host_facts.host} was rebooted between these captures" in note.message

@@ -10,7 +10,7 @@ import pytest
 
 from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, read_capture, worker_slug
 from consistency.capture.records import WorkerInfo
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import Level
@@ -96,9 +96,9 @@ NEED_ANOTHER = {
     "gradient-zeros",
 }
 NEED_RELOAD = {"adapter-copy-dropped-later"}
-SIDE_ROADS = (Road.ISOLATED_CPU, Road.ISOLATED_LOW_MEMORY, Road.ISOLATED_TRANSFORMERS)
+ALTERNATIVE_PATHS = (LoadPath.ISOLATED_CPU, LoadPath.ISOLATED_LOW_MEMORY, LoadPath.ISOLATED_TRANSFORMERS)
 # fault: what the roads say of it
-BY_ROAD = {
+BY_LOAD_PATH = {
     "road-copies-dropped": "the right bytes with torch_device=cpu: copies by way of the device that PEFT chooses",
     "road-low-memory-rounds": "with low_cpu_mem_usage=True, and the right bytes without: the dtype on the way",
     "road-transformers-zeros": "and the right bytes with PEFT's: transformers' loader",
@@ -120,7 +120,7 @@ def errors(comparison: Comparison) -> list[Finding]:
 def look_at_fault(tmp_path: Path) -> Run:
     """Run the session of a worker in this process with a fault planted, and compare what it saw."""
 
-    def run(fault: str, stage: str, side_roads: tuple[Road, ...] = ()) -> Comparison:
+    def run(fault: str, stage: str, alternative_paths: tuple[LoadPath, ...] = ()) -> Comparison:
         # of one sequence's gradient luck leaves little to tell
         level = Level.STANDARD if fault in NEED_RELOAD or stage == "gradient" else Level.QUICK
         wrapper = HARMLESS_WRAPPER if stage == "wrapping" else None
@@ -132,13 +132,14 @@ def look_at_fault(tmp_path: Path) -> Run:
                 slug = worker_slug(name, "isolated")
                 folder = writer.worker_folder(slug)
                 job = Job(
-                    case=case, name=name, device="cpu", road="isolated", folder=str(folder), blobs=str(writer.blobs),
+                    case=case, name=name, device="cpu", load_path="isolated", folder=str(folder),
+                    blobs=str(writer.blobs),
                     scratch=str(tmp_path), settings={}, makes_reference=not slugs, threads=1, parent_pid=os.getpid(),
-                    fault=planted, side_roads=side_roads,
+                    fault=planted, alternative_paths=alternative_paths,
                 )  # fmt: skip
                 with EventLog(folder / "events.jsonl") as events:
                     session.run(job, events)
-                info = WorkerInfo(name=name, road="isolated", architecture=name, model="chip", status="ok")
+                info = WorkerInfo(name=name, load_path="isolated", architecture=name, model="chip", status="ok")
                 writer.write_worker(slug, info)
                 slugs.append(slug)
             manifest = CaptureManifest(
@@ -153,7 +154,7 @@ def look_at_fault(tmp_path: Path) -> Run:
 @pytest.mark.parametrize("fault", NAMED)
 def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: str) -> None:
     stage, kind = NAMED[fault]
-    found = look_at_fault(fault, stage, SIDE_ROADS if fault in BY_ROAD else ())
+    found = look_at_fault(fault, stage, ALTERNATIVE_PATHS if fault in BY_LOAD_PATH else ())
     assert found.verdict == "inconsistent"
     assert found.exit_status == 1
     first = errors(found)[0]
@@ -162,8 +163,10 @@ def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: str) -> No
     assert first.message.startswith(f"{stage} · {FAULTY} · {SENTENCES.get(fault, '')}")
     assert all(name.startswith(f"{stage}::") for name in first.tensors)
     assert {d.worker for d in found.first_divergence} == {FAULTY}
-    assert BY_ROAD.get(fault, "") in first.message
-    assert len(errors(found)) == 1 or fault not in BY_ROAD, "one cause is one finding, on however many roads it shows"
+    assert BY_LOAD_PATH.get(fault, "") in first.message
+    assert len(errors(found)) == 1 or fault not in BY_LOAD_PATH, (
+        "one cause is one finding, on however many roads it shows"
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,10 +250,10 @@ def test_the_default_run_tells_a_fault_of_one_road(run_with_faults: Run) -> None
     found = run_with_faults({FAULTY: "road-low-memory-rounds"}, stages=("adapter",))
     (finding,) = errors(found)
     assert (finding.kind, finding.workers) == ("rounded-to-bf16", (FAULTY,))
-    assert BY_ROAD["road-low-memory-rounds"] in finding.message
-    assert finding.roads == ("isolated+low-memory",)
+    assert BY_LOAD_PATH["road-low-memory-rounds"] in finding.message
+    assert finding.load_paths == ("isolated+low-memory",)
     wrong = [t for t in found.tensors if any(row.status == "outside" for row in t.rows)]
-    assert {t.road for t in wrong} == {"isolated+low-memory"}
+    assert {t.load_path for t in wrong} == {"isolated+low-memory"}
     assert len(wrong) == 56
     assert found.exit_status == 1
 

@@ -96,7 +96,8 @@ def look(tmp_path: Path) -> Look:
             scratch = home / "scratch"
             scratch.mkdir(parents=True)
             job = Job(
-                case=case_of(base, adapter, **changes), name="cpu", device="cpu", road="isolated", folder=str(folder),
+                case=case_of(base, adapter, **changes), name="cpu", device="cpu", load_path="isolated",
+                folder=str(folder),
                 blobs=str(writer.blobs), scratch=str(scratch), settings={}, makes_reference=True, threads=1,
                 parent_pid=os.getpid(),
             )  # fmt: skip

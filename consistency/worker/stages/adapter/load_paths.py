@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from consistency.capture.names import CAST_ON_THE_WAY, LOADED_AGAIN, SETTINGS_LAYER, adapter_place, module_place
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
@@ -50,34 +50,34 @@ def run(context: Context, by_digest: Mapping[str, str]) -> None:
     by_digest : mapping of str to str
         Key in the adapter's file, by the digest of its tensor.
     """
-    sides = context.job.side_roads
-    for done, road in enumerate(sides):
-        context.events.step(f"road {road}", done, len(sides))
-        with context.record.on_road(road):
-            if road.by_transformers:
-                _by_transformers(context, road, by_digest)
+    sides = context.job.alternative_paths
+    for done, load_path in enumerate(sides):
+        context.events.step(f"road {load_path}", done, len(sides))
+        with context.record.on_load_path(load_path):
+            if load_path.by_transformers:
+                _by_transformers(context, load_path, by_digest)
             else:
-                _by_peft(context, road, by_digest)
+                _by_peft(context, load_path, by_digest)
 
 
-def _by_peft(context: Context, road: Road, by_digest: Mapping[str, str]) -> None:
+def _by_peft(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]) -> None:
     model: Any = context.model
-    device = {None: None, "cpu": "cpu", "target": context.job.device}[road.torch_device]
+    device = {None: None, "cpu": "cpu", "target": context.job.device}[load_path.torch_device]
     with as_it_was(model, context.expected) as state:
         poison(tensor for tensor in state.values() if tensor.is_floating_point())
         try:
             model.load_adapter(
-                context.job.case.adapter, ADAPTER_NAME, torch_device=device, low_cpu_mem_usage=road.low_memory
+                context.job.case.adapter, ADAPTER_NAME, torch_device=device, low_cpu_mem_usage=load_path.low_memory
             )
         except _REFUSED as error:
             if is_out_of_memory(error):  # torch's is a RuntimeError
                 raise
             _skip(context, f"PEFT cannot load this adapter twice: {type(error).__name__}: {error}")
             return
-        _look(context, road, by_digest, model.state_dict(keep_vars=True))
+        _look(context, load_path, by_digest, model.state_dict(keep_vars=True))
 
 
-def _by_transformers(context: Context, road: Road, by_digest: Mapping[str, str]) -> None:
+def _by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]) -> None:
     """Load the adapter with the base's own `load_adapter`, onto a stand-in that has no PEFT around it."""
     if not hasattr(context.base.model, "load_adapter"):
         _skip(context, "the base is no transformers model: it has no load_adapter")
@@ -89,7 +89,9 @@ def _by_transformers(context: Context, road: Road, by_digest: Mapping[str, str])
     try:
         shell = stand_in(model).unload()
         with _poisoned_injection():
-            shell.load_adapter(context.job.case.adapter, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=road.low_memory)
+            shell.load_adapter(
+                context.job.case.adapter, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=load_path.low_memory
+            )
     except _REFUSED as error:
         if is_out_of_memory(error):
             raise
@@ -100,7 +102,7 @@ def _by_transformers(context: Context, road: Road, by_digest: Mapping[str, str])
         return
     # the names that PEFT's own model around it would have
     state = shell.state_dict(keep_vars=True)
-    _look(context, road, by_digest, {name: state.get(module_place(name)) for name in context.expected})
+    _look(context, load_path, by_digest, {name: state.get(module_place(name)) for name in context.expected})
 
 
 def _skip(context: Context, reason: str) -> None:
@@ -110,7 +112,9 @@ def _skip(context: Context, reason: str) -> None:
         )
 
 
-def _look(context: Context, road: Road, by_digest: Mapping[str, str], state: Mapping[str, torch.Tensor | None]) -> None:
+def _look(
+    context: Context, load_path: LoadPath, by_digest: Mapping[str, str], state: Mapping[str, torch.Tensor | None]
+) -> None:
     """Hold every tensor of the adapter's file against what this road has made of it."""
     if context.record.wants("adapter", SETTINGS_LAYER):
         context.record.fact(stage="adapter", layer=SETTINGS_LAYER, tensor=LOADED_AGAIN, status="equal")
@@ -122,7 +126,7 @@ def _look(context: Context, road: Road, by_digest: Mapping[str, str], state: Map
             continue
         expected = tensor.to(actual.dtype)
         evidence = {} if actual.dtype == tensor.dtype else {"dtype_in_file": name_of(tensor.dtype)}
-        if road.low_memory and digest(actual).value != digest(expected).value:
+        if load_path.low_memory and digest(actual).value != digest(expected).value:
             # PEFT moves the parameter to the dtype of the base on its way, and to its own after that
             way = getattr(torch, context.base.dtype, actual.dtype)
             through = tensor.to(way).to(actual.dtype)

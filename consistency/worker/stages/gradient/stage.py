@@ -238,14 +238,14 @@ def _refusal(context: Context, model: torch.nn.Module, inputs: Tensors, error: E
 
 def _publish(context: Context, found: Backward) -> Reference:
     """Tell all workers the exact gradients and the CPU's own errors."""
-    errors, draws = {}, {}
+    errors, samples = {}, {}
     for name, tensor in found.gradients.items():
         truth = found.exact.get(name)
         if truth is not None and truth.shape == tensor.shape:
             errors[name] = float(measure_against_exact(tensor, truth).max_abs)
-            draws[name] = independent_lines(tensor, truth)
+            samples[name] = independent_lines(tensor, truth)
     failures = {ADAPTER_ON: found.refused or found.failure} if found.refused or found.failure else {}
-    return publish(context.scratch, found.exact, errors=errors, draws=draws, failures=failures, file=GRADIENT_FILE)
+    return publish(context.scratch, found.exact, errors=errors, samples=samples, failures=failures, file=GRADIENT_FILE)
 
 
 def _judge(context: Context, name: str, layer: str, tensor: str, found: Backward, reference: Reference) -> None:
@@ -267,7 +267,7 @@ def _judge(context: Context, name: str, layer: str, tensor: str, found: Backward
         truth=Truth(
             exact=reference.read(name),
             error=reference.errors.get(name),
-            draws=reference.draws.get(name, 1),
+            samples=reference.samples.get(name, 1),
             why_not=reference.failures.get(ADAPTER_ON),
         ),
     )

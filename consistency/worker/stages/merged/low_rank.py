@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from consistency.numerics.bound import Allowance, GivenAllowance, delta_allowance, merged_allowance
+from consistency.numerics.bound import Allowance, UserAllowance, delta_allowance, merged_allowance
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.stages.context import Context
@@ -65,7 +65,7 @@ def low_rank_of(context: Context, name: str, layer: Any) -> LowRank | None:
 
 def allowance_of(
     low_rank: LowRank, given: Given | None, tensor: torch.Tensor, *, roundings: int, tf32: bool = False
-) -> Allowance | GivenAllowance:
+) -> Allowance | UserAllowance:
     """Return what a delta (`roundings` 0) or a merged weight may be off; `tf32`: as if its products had run in TF32."""
     if given is not None:
         return given.allowance

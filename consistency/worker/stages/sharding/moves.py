@@ -121,8 +121,8 @@ class Hops:
         if sent.is_floating_point():
             differs &= ~(sent.isnan() & came.isnan())
         what = {"labels-changed": "labels", "ids-changed": "ids"}.get(word, name)
-        road = " by way of the host" if self.by_host else ""
-        sentence = f"{what} changed on the way to device {after.device}{road}{f', into {where}' if where else ''}"
+        load_path = " by way of the host" if self.by_host else ""
+        sentence = f"{what} changed on the way to device {after.device}{load_path}{f', into {where}' if where else ''}"
         evidence: dict[str, Any] = {
             "input": name,
             "from": str(before.device),

@@ -220,8 +220,8 @@ def _share(name: str, actual: torch.Tensor, exact: _Exact) -> float | None:
     truth = truth.to(torch.float64)
     found = measure_against_exact(actual, truth)
     own = float(measure_against_exact(on_cpu[name], truth).max_abs)
-    draws = independent_rows(on_cpu[name], truth)
-    allowed = relative_allowance(own, float(found.magnitude), name_of(actual.dtype), draws=draws)
+    samples = independent_rows(on_cpu[name], truth)
+    allowed = relative_allowance(own, float(found.magnitude), name_of(actual.dtype), samples=samples)
     return ratio(float(found.max_abs), allowed)
 
 

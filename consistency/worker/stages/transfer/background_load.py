@@ -25,7 +25,7 @@ def wait(devices: Iterable[torch.device]) -> None:
 
 
 @contextmanager
-def beside_work(devices: Sequence[torch.device]) -> Iterator[None]:
+def under_load(devices: Sequence[torch.device]) -> Iterator[None]:
     """Keep devices busy with matrix products, which have begun when this is entered."""
     stop = threading.Event()
     threads = []

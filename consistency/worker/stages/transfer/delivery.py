@@ -18,8 +18,8 @@ import torch
 from consistency.capture.names import FILLING, HOST, READING, pair_name
 from consistency.numerics.digest import TensorDigest, as_bytes, digest
 from consistency.worker.stages.transfer import copying as copies
-from consistency.worker.stages.transfer.background_load import all_at_once, beside_work, wait
-from consistency.worker.stages.transfer.payload import Shipment, poisoned
+from consistency.worker.stages.transfer.background_load import all_at_once, under_load, wait
+from consistency.worker.stages.transfer.payload import Payload, poisoned
 
 BOTH_AGREE = "agree"
 HOST_DIFFERS = "the device's own digest is right, the copy on the host is not"
@@ -62,7 +62,7 @@ class Delivery:
         From the first hop's start to the last one's end; 0 where it was not alone.
     """
 
-    shipment: Shipment
+    payload: Payload
     seen: TensorDigest
     wanted: TensorDigest
     wrong: bool
@@ -104,7 +104,7 @@ class Sender:
     witnesses: dict[str, Witness] = field(default_factory=dict)
     unfilled: set[str] = field(default_factory=set)
 
-    def one_by_one(self, path: Sequence[Place], shipments: Sequence[Shipment]) -> Iterator[Delivery]:
+    def one_by_one(self, path: Sequence[Place], payloads: Sequence[Payload]) -> Iterator[Delivery]:
         """Send each along the path, from place to place, and yield what came of it.
 
         Raises
@@ -112,20 +112,20 @@ class Sender:
         NotTriedError
         """
         devices = [place.device for place in path]
-        for shipment in shipments:
-            start = shipment.take(self._filled(path[0], shipment))
+        for payload in payloads:
+            start = payload.take(self._filled(path[0], payload))
             stops = [poisoned(tuple(start.shape), start.dtype, place.device) for place in path[1:-1]]
-            landing = shipment.landing(path[-1].device)
+            landing = payload.landing(path[-1].device)
             wait(devices)
             began = time.perf_counter()
             at = start
-            for stop in (*stops, shipment.put(landing)):
+            for stop in (*stops, payload.put(landing)):
                 copies.copy(at, stop)
                 at = stop
             wait(devices)
-            yield self._read(shipment, path[-1], landing, took_s=time.perf_counter() - began)
+            yield self._read(payload, path[-1], landing, took_s=time.perf_counter() - began)
 
-    def together(self, path: Sequence[Place], shipments: Sequence[Shipment]) -> Iterator[Delivery]:
+    def together(self, path: Sequence[Place], payloads: Sequence[Payload]) -> Iterator[Delivery]:
         """Send all at once, beside work for the devices, and yield what came of each.
 
         Raises
@@ -133,15 +133,15 @@ class Sender:
         NotTriedError
         """
         devices = [place.device for place in path]
-        starts = [self._filled(path[0], shipment) for shipment in shipments]
-        landings = [shipment.landing(path[-1].device) for shipment in shipments]
+        starts = [self._filled(path[0], payload) for payload in payloads]
+        landings = [payload.landing(path[-1].device) for payload in payloads]
         wait(devices)
-        with beside_work(devices):
+        with under_load(devices):
             pairs = zip(starts, landings, strict=True)
             all_at_once([functools.partial(copies.copy, start, landing) for start, landing in pairs], devices)
             wait(devices)
-        for shipment, landing in zip(shipments, landings, strict=True):
-            yield self._read(shipment, path[-1], landing, took_s=0.0)
+        for payload, landing in zip(payloads, landings, strict=True):
+            yield self._read(payload, path[-1], landing, took_s=0.0)
 
     def witness(self, place: Place) -> Witness:
         """Tell how far a device can be read, by numbers that it makes itself, so that nothing is copied to it."""
@@ -166,46 +166,46 @@ class Sender:
 
     def _unread(self, place: Place, host: torch.Tensor, read_back: str) -> None:
         right = _made_on_host()
-        made = Shipment(name=f"the reading of {place.name}", sent=right, expected=right)
+        made = Payload(name=f"the reading of {place.name}", sent=right, expected=right)
         found = Delivery(
-            shipment=made, seen=digest(host), wanted=digest(right), wrong=True, host=host, read_back=read_back
+            payload=made, seen=digest(host), wanted=digest(right), wrong=True, host=host, read_back=read_back
         )
         self.tell(pair_name(place.name, HOST), READING, found)
 
-    def _filled(self, source: Place, shipment: Shipment) -> torch.Tensor:
+    def _filled(self, source: Place, payload: Payload) -> torch.Tensor:
         """Return what is to be sent, on the device that it is sent from; not by way of the seam, which is tried."""
         if source.is_host:
-            return shipment.sent
-        buffer = shipment.sent.to(source.device)
+            return payload.sent
+        buffer = payload.sent.to(source.device)
         witness = self.witness(source)
         if not witness.copy:  # whether it arrived cannot be told here; what it sends on can
             return buffer
-        seen, wanted = digest(buffer if witness.digest else buffer.to("cpu")), digest(shipment.sent)
+        seen, wanted = digest(buffer if witness.digest else buffer.to("cpu")), digest(payload.sent)
         if seen.value == wanted.value:
             return buffer
         lane = pair_name(HOST, source.name)
         if lane not in self.unfilled:  # the worker of that device may have seen it otherwise, or may not take part
             self.unfilled.add(lane)
-            sent = Shipment(name=f"the filling of {shipment.name}", sent=shipment.sent, expected=shipment.sent)
+            sent = Payload(name=f"the filling of {payload.name}", sent=payload.sent, expected=payload.sent)
             self.tell(
-                lane, FILLING, Delivery(shipment=sent, seen=seen, wanted=wanted, wrong=True, host=buffer.to("cpu"))
+                lane, FILLING, Delivery(payload=sent, seen=seen, wanted=wanted, wrong=True, host=buffer.to("cpu"))
             )
         raise NotTriedError(f"its source could not be filled: a copy {lane} did not arrive")
 
-    def _read(self, shipment: Shipment, destination: Place, landing: torch.Tensor, *, took_s: float) -> Delivery:
+    def _read(self, payload: Payload, destination: Place, landing: torch.Tensor, *, took_s: float) -> Delivery:
         """Read back twice what arrived."""
         witness, lane = self.witness(destination), pair_name(destination.name, HOST)
         if not witness.copy:
             raise NotTriedError(f"what arrives cannot be read back: copies {lane} fail")
-        wanted, seen, host = digest(shipment.expected), digest(landing), landing.to("cpu")
-        by_digest, by_copy = seen.value == wanted.value, torch.equal(as_bytes(host), as_bytes(shipment.expected))
+        wanted, seen, host = digest(payload.expected), digest(landing), landing.to("cpu")
+        by_digest, by_copy = seen.value == wanted.value, torch.equal(as_bytes(host), as_bytes(payload.expected))
         if not witness.digest:
             by_digest, seen = by_copy, digest(host)
         read_back = BOTH_AGREE if by_digest == by_copy else HOST_DIFFERS if by_digest else DIGEST_DIFFERS
         # a lane to the host that is known to be wrong is told as that pair, and is no witness against another
         wrong = not by_digest or (not by_copy and lane not in self.broken)
         return Delivery(
-            shipment=shipment, seen=seen, wanted=wanted, wrong=wrong, host=host if wrong else None,
+            payload=payload, seen=seen, wanted=wanted, wrong=wrong, host=host if wrong else None,
             read_back=read_back if witness.digest else COPY_ALONE, took_s=took_s,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ def _whole(buffer: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shipment:
+class Payload:
     """One copy and what it has to deliver.
 
     Attributes
@@ -68,22 +68,22 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     return torch.full(shape, POISON[size], dtype=INTEGERS[size], device=device).view(dtype)
 
 
-def contiguous(name: str, size: int) -> Shipment:
+def contiguous(name: str, size: int) -> Payload:
     """Return a copy of so many bytes as they lie; none of them is the poison's."""
     sent = _random(name, size)
     sent[sent == POISON[1]] ^= 0xFF
     tensor = torch.from_numpy(sent)
-    return Shipment(name=name, sent=tensor, expected=tensor)
+    return Payload(name=name, sent=tensor, expected=tensor)
 
 
-def strided(name: str, size: int) -> Shipment:
+def strided(name: str, size: int) -> Payload:
     """Return a copy of about so many bytes from every other row of a matrix, turned, into the half of a wider one."""
     rows = math.isqrt(size // 4)
     columns = rows + 1  # not square: a turned copy that was not turned would fit
     sent = _random(name, 8 * rows * columns).view(np.int32).reshape(2 * rows, columns)
     expected = np.full((columns, 2 * rows), POISON[4], np.int32)
     expected[:, :rows] = sent.T[:, ::2]
-    return Shipment(
+    return Payload(
         name=name,
         sent=torch.from_numpy(sent),
         expected=torch.from_numpy(expected),
@@ -92,7 +92,7 @@ def strided(name: str, size: int) -> Shipment:
     )
 
 
-def casting(name: str, size: int, source: torch.dtype, destination: torch.dtype) -> Shipment:
+def casting(name: str, size: int, source: torch.dtype, destination: torch.dtype) -> Payload:
     """Return a copy of about so many bytes that casts on its way; the same cast done on the host tells what is right.
 
     Magnitudes are from 2⁻⁸ to 2⁸, which every dtype holds as normal numbers: what a backend makes of subnormals and
@@ -102,7 +102,7 @@ def casting(name: str, size: int, source: torch.dtype, destination: torch.dtype)
     exponent = 119 + ((raw >> 23) & 0xF)
     numbers = ((raw & np.uint32(0x807FFFFF)) | (exponent << 23)).astype(np.uint32).view(np.float32)
     sent = torch.from_numpy(numbers).to(source)
-    return Shipment(name=name, sent=sent, expected=sent.to(destination))
+    return Payload(name=name, sent=sent, expected=sent.to(destination))
 
 
 def _random(name: str, size: int) -> np.ndarray:

@@ -24,7 +24,7 @@ from consistency.capture.names import (
     pair_name,
 )
 from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.case.stages import Level, Stage
 from consistency.numerics.diagnosis_moved import Diagnosis, Known, diagnose_moved
 from consistency.numerics.digest import as_bytes, combine
@@ -35,7 +35,7 @@ from consistency.worker.memory.host_memory import free_bytes, is_out_of_memory
 from consistency.worker.protocol import EventLog, Job
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.transfer.delivery import BOTH_AGREE, Delivery, NotTriedError, Place, Sender
-from consistency.worker.stages.transfer.payload import Shipment, casting, contiguous, strided
+from consistency.worker.stages.transfer.payload import Payload, casting, contiguous, strided
 
 KIB, MIB = 2**10, 2**20
 
@@ -86,7 +86,7 @@ def places(job: Job) -> tuple[Place, ...]:
     if own.type == "cpu":
         return (host,)
     found = [Place(name=job.name.partition("@")[0], device=own), host]
-    if job.road == Road.SHARED:
+    if job.load_path == LoadPath.SHARED:
         found += (
             Place(name=f"{own.type}:{index}", device=torch.device(own.type, index))
             for index in range(torch.get_device_module(own.type).device_count())
@@ -117,7 +117,7 @@ class _Look:
         """Look at every kind of copy of one pair."""
         name, path = pair_name(source.name, destination.name), (source, destination)
 
-        def parcels(kind: str, sizes: Sequence[int]) -> list[Shipment]:
+        def parcels(kind: str, sizes: Sequence[int]) -> list[Payload]:
             return [contiguous(f"{name} {kind}, {size} bytes", size) for size in sizes]
 
         self._look(DIRECT, path, parcels(DIRECT, SIZES[self._level]))
@@ -153,19 +153,17 @@ class _Look:
         else:
             self._look(large_copy(size), path, [contiguous(f"{name}, {size} bytes", size)])
 
-    def _look(
-        self, kind: str, path: tuple[Place, ...], shipments: Sequence[Shipment], *, together: bool = False
-    ) -> None:
+    def _look(self, kind: str, path: tuple[Place, ...], payloads: Sequence[Payload], *, together: bool = False) -> None:
         """Send shipments along a path of places and record what arrived."""
         name = pair_name(path[0].name, path[-1].name)
-        evidence: dict[str, Any] = {"bytes": [shipment.bytes for shipment in shipments]}
+        evidence: dict[str, Any] = {"bytes": [payload.bytes for payload in payloads]}
         if len(path) > 2:
             evidence["via"] = path[1].name
         elif (peer := _peer_access(path[0].device, path[1].device)) is not None:
             evidence["peer_access"] = peer
         send = self._sender.together if together else self._sender.one_by_one
         try:
-            found = list(send(path, shipments))
+            found = list(send(path, payloads))
         except NotTriedError as error:
             self._absent(name, kind, "skipped", str(error), evidence)
             return
@@ -178,12 +176,12 @@ class _Look:
             return
         last = found[-1]
         if kind in (DIRECT, *map(large_copy, LARGE)) and not last.wrong:  # a copy that is dropped is the fastest
-            evidence["gb_per_s"] = float(f"{last.shipment.bytes / max(last.took_s, 1e-9) / 1e9:.3g}")
+            evidence["gb_per_s"] = float(f"{last.payload.bytes / max(last.took_s, 1e-9) / 1e9:.3g}")
         self._write(name, kind, found, evidence)
 
     def _trouble(self, name: str, kind: str, found: Delivery) -> None:
         """Record that a device cannot be filled or read, which no copy between devices is to blame for."""
-        self._write(name, kind, [found], {"bytes": [found.shipment.bytes]})
+        self._write(name, kind, [found], {"bytes": [found.payload.bytes]})
 
     def _absent(self, name: str, kind: str, status: RecordStatus, reason: str, evidence: dict[str, Any]) -> None:
         self._record.absent(
@@ -211,8 +209,8 @@ class _Look:
             self._broken.add(name)
             held, right = _what_differs(wrong[0])
             seen = measure(held, right)
-            diagnosis = self._diagnose(wrong[0].shipment, held, right, seen, [d.shipment for d in found])
-            evidence.update(diagnosis.evidence, copy=wrong[0].shipment.name, wrong_copies=len(wrong), copies=len(found))
+            diagnosis = self._diagnose(wrong[0].payload, held, right, seen, [d.payload for d in found])
+            evidence.update(diagnosis.evidence, copy=wrong[0].payload.name, wrong_copies=len(wrong), copies=len(found))
             keep = held.nbytes <= _KEEP_BYTES
             self._record.write(
                 TensorRecord(
@@ -227,18 +225,18 @@ class _Look:
             )
         else:
             self._record.write(TensorRecord(**common, status="equal", evidence=evidence))
-        sent = [(d.shipment.name, d.shipment.put(d.shipment.expected)) for d in found if d.shipment.bytes <= MIB]
+        sent = [(d.payload.name, d.payload.put(d.payload.expected)) for d in found if d.payload.bytes <= MIB]
         self._sent = [*self._sent, *sent][-_REMEMBERED:]
 
     def _diagnose(
-        self, shipment: Shipment, held: torch.Tensor, right: torch.Tensor, seen: Measure, together: Sequence[Shipment]
+        self, payload: Payload, held: torch.Tensor, right: torch.Tensor, seen: Measure, together: Sequence[Payload]
     ) -> Diagnosis:
         """Name what arrived instead; both readings as they should be, but for the device's own digest, have no name."""
         if seen.mismatched == 0:
             return Diagnosis(word="unknown", evidence={"digest_only": True})
-        others = [(s.name, s.put(s.expected)) for s in together if s is not shipment]
+        others = [(s.name, s.put(s.expected)) for s in together if s is not payload]
         known = Known(
-            poison=shipment.poison,
+            poison=payload.poison,
             swapped=lambda tensor: _owner(tensor, others),
             stale=lambda tensor: _owner(tensor, self._sent),
         )
@@ -247,10 +245,10 @@ class _Look:
 
 def _what_differs(wrong: Delivery) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what arrived and what was to arrive; the gaps beside it too where they alone differ."""
-    shipment = wrong.shipment
+    payload = wrong.payload
     assert wrong.host is not None
-    held, right = shipment.put(wrong.host).contiguous(), shipment.put(shipment.expected).contiguous()
-    return (wrong.host, shipment.expected) if torch.equal(as_bytes(held), as_bytes(right)) else (held, right)
+    held, right = payload.put(wrong.host).contiguous(), payload.put(payload.expected).contiguous()
+    return (wrong.host, payload.expected) if torch.equal(as_bytes(held), as_bytes(right)) else (held, right)
 
 
 def _owner(tensor: torch.Tensor, payloads: Sequence[tuple[str, torch.Tensor]]) -> str | None:

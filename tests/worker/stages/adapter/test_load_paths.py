@@ -16,7 +16,7 @@ from consistency.capture.folder import CaptureWriter
 from consistency.capture.json_codec import decode_json
 from consistency.capture.names import CAST_ON_THE_WAY, LOADED_AGAIN
 from consistency.capture.records import TensorRecord
-from consistency.case.load_path import Road
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import Stage
@@ -30,7 +30,7 @@ from consistency.worker.stages.context import Context
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # of PEFT and transformers, as in test_methods
 
-SIDES = tuple(road for road in Road if road.main is Road.ISOLATED and not road.is_main)
+SIDES = tuple(load_path for load_path in LoadPath if load_path.main is LoadPath.ISOLATED and not load_path.is_main)
 Fingerprint = dict[str, tuple[int, int, str]]
 
 
@@ -75,8 +75,9 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[TensorRecord],
     with CaptureWriter(home / "capture") as writer:
         folder = writer.worker_folder("cpu.isolated")
         job = Job(
-            case=case, name="cpu", device="cpu", road="isolated", folder=str(folder), blobs=str(writer.blobs),
-            scratch=str(home), settings={}, makes_reference=True, threads=1, parent_pid=os.getpid(), side_roads=SIDES,
+            case=case, name="cpu", device="cpu", load_path="isolated", folder=str(folder), blobs=str(writer.blobs),
+            scratch=str(home), settings={}, makes_reference=True, threads=1, parent_pid=os.getpid(),
+            alternative_paths=SIDES,
         )  # fmt: skip
         with looking(seen, poisoned=poisoned), EventLog(folder / "events.jsonl") as events:
             session.run(job, events)
@@ -89,13 +90,13 @@ Taken = tuple[list[TensorRecord], list[Fingerprint], list[bool]]
 
 def test_every_road_is_taken_over_poison_and_holds_every_tensor(taken: Taken) -> None:
     records, _, poisoned = taken
-    adapter = {r.key for r in records if r.rule == "bitwise" and not r.road}
+    adapter = {r.key for r in records if r.rule == "bitwise" and not r.load_path}
     assert len(adapter) == 56
-    for road in SIDES:
-        here = [r for r in records if r.road == road]
+    for load_path in SIDES:
+        here = [r for r in records if r.load_path == load_path]
         assert {r.key for r in here if r.rule == "bitwise"} == adapter
         assert {r.status for r in here} == {"equal"}
-    assert len(poisoned) == sum(not road.by_transformers for road in SIDES)
+    assert len(poisoned) == sum(not load_path.by_transformers for load_path in SIDES)
     assert all(poisoned)
 
 
@@ -108,14 +109,14 @@ def test_the_model_is_what_it_was(taken: Taken) -> None:
 
 def test_peft_casts_through_the_dtype_of_the_base_with_low_cpu_mem_usage_alone(taken: Taken) -> None:
     """Settled by a run, see docs/upstream.md: what reads as float32 holds bfloat16's values."""
-    for road in (Road.ISOLATED, *SIDES):
-        here = [r for r in taken[0] if r.rule == "bitwise" and (r.road or "isolated") == road]
+    for load_path in (LoadPath.ISOLATED, *SIDES):
+        here = [r for r in taken[0] if r.rule == "bitwise" and (r.load_path or "isolated") == load_path]
         through = {r.evidence.get(CAST_ON_THE_WAY) for r in here}
         dtypes = {r.dtype for r in here}
-        if road.by_transformers:
+        if load_path.by_transformers:
             assert (through, dtypes) == ({None}, {"bfloat16"})
         else:
-            assert (through, dtypes) == ({"bfloat16"} if road.low_memory else {None}, {"float32"})
+            assert (through, dtypes) == ({"bfloat16"} if load_path.low_memory else {None}, {"float32"})
 
 
 # what no real load does
@@ -166,7 +167,7 @@ class Recorder:
         return True
 
     @contextmanager
-    def on_road(self, _: Road) -> Iterator[None]:
+    def on_load_path(self, _: LoadPath) -> Iterator[None]:
         yield
 
     def absent(self, **fields: Any) -> None:
@@ -179,10 +180,10 @@ class Recorder:
 class Made:
     """As much of a context as a road looks at before it loads."""
 
-    def __init__(self, model: Any, *sides: Road, adapter: str = "/none") -> None:
+    def __init__(self, model: Any, *sides: LoadPath, adapter: str = "/none") -> None:
         self.record = self.events = Recorder()
         self.model, self.base, self.job, self.case = model, self, self, self
-        self.side_roads, self.adapter, self.device = sides, adapter, "cpu"
+        self.alternative_paths, self.adapter, self.device = sides, adapter, "cpu"
         self.rewritten: frozenset[str] = frozenset()
         self.expected = {name: None for name in model.state_dict() if "lora_" in name}
 
@@ -194,13 +195,13 @@ class Made:
 @pytest.mark.parametrize(
     ("road", "reason"),
     [
-        (Road.ISOLATED_LOW_MEMORY, "PEFT cannot load this adapter twice: "),
-        (Road.ISOLATED_TRANSFORMERS, "transformers cannot load this adapter: "),
+        (LoadPath.ISOLATED_LOW_MEMORY, "PEFT cannot load this adapter twice: "),
+        (LoadPath.ISOLATED_TRANSFORMERS, "transformers cannot load this adapter: "),
     ],
 )
-def test_a_road_that_cannot_be_taken_says_why(tiny: Any, road: Road, reason: str) -> None:
+def test_a_road_that_cannot_be_taken_says_why(tiny: Any, load_path: LoadPath, reason: str) -> None:
     before = fingerprint(tiny)
-    made = Made(tiny, road)
+    made = Made(tiny, load_path)
     made.base = tiny.base_model  # whose `model` is what transformers made
     (said,) = made.take()
     assert (said["tensor"], said["status"]) == (LOADED_AGAIN, "skipped")
@@ -215,7 +216,7 @@ def test_a_method_that_rewrites_the_base_needs_its_numbers(tiny: Any, monkeypatc
         model.lm_head.weight.data.sub_(torch.ones(16, 8))
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "load_adapter", subtract)
-    made = Made(tiny, Road.ISOLATED_TRANSFORMERS)
+    made = Made(tiny, LoadPath.ISOLATED_TRANSFORMERS)
     made.base = tiny.base_model
     made.rewritten = frozenset({"lm_head.weight"})
     (said,) = made.take()
@@ -225,7 +226,7 @@ def test_a_method_that_rewrites_the_base_needs_its_numbers(tiny: Any, monkeypatc
 
 
 def test_transformers_loader_needs_a_transformers_model(tiny: Any) -> None:
-    made = Made(tiny, Road.ISOLATED_TRANSFORMERS)
+    made = Made(tiny, LoadPath.ISOLATED_TRANSFORMERS)
     made.base = cast("Made", type("Base", (), {"model": torch.nn.Linear(1, 1)})())
     (said,) = made.take()
     assert said["reason"] == "the base is no transformers model: it has no load_adapter"
@@ -234,15 +235,15 @@ def test_transformers_loader_needs_a_transformers_model(tiny: Any) -> None:
 def test_transformers_loader_takes_no_prompt() -> None:
     base = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16))
     config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    made = Made(peft.get_peft_model(base, config), Road.ISOLATED_TRANSFORMERS)
+    made = Made(peft.get_peft_model(base, config), LoadPath.ISOLATED_TRANSFORMERS)
     made.base = cast("Made", type("Base", (), {"model": base})())
     (said,) = made.take()
     assert said["reason"] == "transformers loads no prompt"
 
 
-@pytest.mark.parametrize("road", [Road.ISOLATED_LOW_MEMORY, Road.ISOLATED_TRANSFORMERS])
+@pytest.mark.parametrize("road", [LoadPath.ISOLATED_LOW_MEMORY, LoadPath.ISOLATED_TRANSFORMERS])
 def test_out_of_memory_is_no_adapter_that_cannot_be_loaded(
-    tiny: Any, road: Road, monkeypatch: pytest.MonkeyPatch
+    tiny: Any, load_path: LoadPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError
@@ -250,7 +251,7 @@ def test_out_of_memory_is_no_adapter_that_cannot_be_loaded(
     monkeypatch.setattr(peft.PeftModel, "load_adapter", fail)
     monkeypatch.setattr(transformers.LlamaForCausalLM, "load_adapter", fail)
     before = fingerprint(tiny)
-    made = Made(tiny, road)
+    made = Made(tiny, load_path)
     made.base = tiny.base_model
     with pytest.raises(torch.OutOfMemoryError):
         made.take()

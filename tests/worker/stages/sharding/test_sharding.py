@@ -33,12 +33,12 @@ def look(tmp_path: Path) -> Look:
         with CaptureWriter(tmp_path / "capture", replace=True) as writer:
             folder = writer.worker_folder(slug)
             job = Job(
-                case=case, name="cpu", device="cpu", road="isolated", folder=str(folder), blobs=str(writer.blobs),
+                case=case, name="cpu", device="cpu", load_path="isolated", folder=str(folder), blobs=str(writer.blobs),
                 scratch=str(tmp_path), settings={}, makes_reference=True, threads=1, parent_pid=os.getpid(),
             )  # fmt: skip
             with EventLog(folder / "events.jsonl") as events:
                 session.run(job, events)
-            info = WorkerInfo(name="cpu", road="isolated", architecture="x86", model="chip", status="ok")
+            info = WorkerInfo(name="cpu", load_path="isolated", architecture="x86", model="chip", status="ok")
             writer.write_worker(slug, info)
             manifest = CaptureManifest(
                 schema=SCHEMA, tool="0", created="2026-01-01", host="here", case=case, workers=(slug,)

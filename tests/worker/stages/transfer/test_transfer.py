@@ -30,7 +30,7 @@ def look(folder: Path, *, level: Level = Level.QUICK, only: tuple[str, ...] = ()
     folder.mkdir(exist_ok=True)
     job = Job(
         case=Case(name="x", base="", stages=(Stage.TRANSFER,), level=level, only=only), name="cpu@baseline",
-        device="cpu", road="isolated", folder=str(folder), blobs=str(folder), scratch=str(folder), settings={},
+        device="cpu", load_path="isolated", folder=str(folder), blobs=str(folder), scratch=str(folder), settings={},
         makes_reference=False, threads=1, parent_pid=os.getpid(),
     )  # fmt: skip
     with EventLog(folder / "events.jsonl") as events, Recorder(folder, folder, only=only) as record:

@@ -24,7 +24,7 @@ def config_space(*, acs: int | None) -> bytes:
     return bytes(raw)
 
 
-def make_box(
+def make_host(
     root: Path, *, iommu: str = "DMA-FQ", acs: int | None = 0, root_user: bool = True, log: str = "", width: int = 16
 ) -> Path:
     """Write the files of a machine."""
