@@ -35,7 +35,7 @@ from typing import Any
 from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, worker_slug
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import TensorMeasure, TensorRecord, WorkerInfo
-from consistency.case.options import Case
+from consistency.case.case import Case
 from consistency.numerics.real import Real
 
 ARCHITECTURES = (

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from consistency.capture.version import __version__
-    from consistency.case.options import Case, Options
+    from consistency.case.case import Case
+    from consistency.case.options import Options
     from consistency.case.tolerance import Override
     from consistency.errors import ConsistencyError
     from consistency.worker.wrapper_check import WrapperReport, check_wrapped
@@ -32,7 +33,7 @@ __all__ = [
 
 _HOMES = {
     "__version__": "consistency.capture.version",
-    "Case": "consistency.case.options",
+    "Case": "consistency.case.case",
     "Options": "consistency.case.options",
     "ConsistencyError": "consistency.errors",
     "Override": "consistency.case.tolerance",

@@ -15,7 +15,8 @@ import pytest
 from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, worker_slug
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import TensorRecord, WorkerInfo
-from consistency.case.options import Case, Options
+from consistency.case.case import Case
+from consistency.case.options import Options
 from consistency.case.preflight import builtin_folder
 from consistency.comparison.result import Comparison
 from consistency.devices.host import HostFacts

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from consistency.case.options import Case, Options, read_options
+from consistency.case.case import Case
+from consistency.case.options import Options, read_options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import Level, Stage
 from consistency.errors import ConsistencyError, InputError, UsageError

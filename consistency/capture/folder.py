@@ -28,7 +28,7 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.records import TensorRecord, WorkerInfo
-from consistency.case.options import Case
+from consistency.case.case import Case
 from consistency.devices.host.facts import HostFacts
 from consistency.errors import CaptureError
 

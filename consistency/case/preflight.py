@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from consistency.case.case import Case
 from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint, read_header, read_json
-from consistency.case.options import Case, Options, parse_load_paths, parse_stages
+from consistency.case.options import Options, parse_load_paths, parse_stages
 from consistency.case.stages import LEVELS, Stage
 from consistency.errors import InputError, UsageError
 

@@ -13,8 +13,8 @@ import msgspec
 from consistency.capture.folder import Capture
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import TensorRecord
+from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
-from consistency.case.options import Case
 from consistency.case.stages import Stage
 from consistency.comparison.findings.collect import find
 from consistency.comparison.judge import KEPT, PAYLOAD, is_as_sent, judge

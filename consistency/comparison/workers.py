@@ -13,8 +13,8 @@ from consistency.capture.folder import Capture, WorkerCapture
 from consistency.capture.json_codec import encode_json
 from consistency.capture.names import LOADED_AGAIN, SETTINGS_LAYER
 from consistency.capture.records import TensorRecord, WorkerInfo
+from consistency.case.case import Case
 from consistency.case.load_path import is_alternative, main_path
-from consistency.case.options import Case
 
 Key = tuple[str, str, str]
 

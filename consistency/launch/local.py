@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from consistency.capture.folder import CaptureWriter
-from consistency.case.options import Case
+from consistency.case.case import Case
 from consistency.devices.cores import threads_per_worker
 from consistency.launch.plan import WorkerPlan
 from consistency.launch.process import POLL_S, Limits, WorkerProcess

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from consistency.capture.folder import worker_slug
+from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.case.options import Case
 from consistency.case.stages import Stage
 from consistency.devices.spec import DeviceInfo
 from consistency.launch.change import Change

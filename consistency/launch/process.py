@@ -16,7 +16,7 @@ import msgspec
 from consistency.capture.folder import CaptureWriter, write_json
 from consistency.capture.json_codec import decode_json
 from consistency.capture.records import WorkerInfo, WorkerStatus
-from consistency.case.options import Case
+from consistency.case.case import Case
 from consistency.devices.interpreter import python_command
 from consistency.devices.spec import DeviceInfo
 from consistency.errors import CaptureError, ConsistencyError, InputError, UsageError

@@ -12,8 +12,8 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.records import SettingChange, StageMemory
+from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.case.options import Case
 
 EventKind = Literal["stage", "step", "wait", "done", "failed"]
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from consistency.capture.folder import Capture
 from consistency.capture.transport import fetch
-from consistency.case.options import Case, Options, make_options
+from consistency.case.case import Case
+from consistency.case.options import Options, make_options
 from consistency.comparison.history.baseline import read_baseline
 from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison

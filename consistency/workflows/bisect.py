@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from consistency.capture.folder import Capture, read_capture
+from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.case.options import Case
 from consistency.case.stages import Stage
 from consistency.comparison.result import BAD
 from consistency.comparison.workers import Key, Participant, gather

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.case.options import Case
 from consistency.case.stages import MODEL_LESS, Level
 from consistency.devices.discovery import select
 from consistency.launch.plan import default_load_paths

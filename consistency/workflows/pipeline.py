@@ -26,7 +26,8 @@ from consistency.capture.folder import (
 )
 from consistency.capture.transport import deliver, fetch, is_remote, refuse_to_replace, travels
 from consistency.capture.version import __version__
-from consistency.case.options import Case, Options
+from consistency.case.case import Case
+from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.comparison.compare import compare
 from consistency.comparison.history.baseline import Baseline, apply

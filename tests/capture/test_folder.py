@@ -27,8 +27,8 @@ from consistency.capture.folder import (
 )
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import SettingChange, TensorMeasure, TensorRecord, WorkerInfo
+from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.case.options import Case
 from consistency.case.stages import Level
 from consistency.errors import CaptureError
 from consistency.numerics.real import Real

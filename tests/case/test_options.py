@@ -8,16 +8,9 @@ import msgspec
 import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
+from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.case.options import (
-    Case,
-    Options,
-    make_options,
-    parse_load_paths,
-    parse_stages,
-    read_options,
-    split_list,
-)
+from consistency.case.options import Options, make_options, parse_load_paths, parse_stages, read_options, split_list
 from consistency.case.stages import LEVELS, Level, Stage
 from consistency.errors import UsageError
 

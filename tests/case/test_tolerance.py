@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consistency.capture.json_codec import decode_json, encode_json
-from consistency.case.options import Case, Options, make_options, read_options
+from consistency.case.case import Case
+from consistency.case.options import Options, make_options, read_options
 from consistency.case.stages import Stage
 from consistency.case.tolerance import COMPUTED, Override, as_tables, choose
 from consistency.errors import UsageError

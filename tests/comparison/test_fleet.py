@@ -19,7 +19,7 @@ import consistency
 from consistency.capture.folder import SCHEMA, Capture, CaptureManifest, RecordPool, WorkerCapture, read_capture
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.records import TensorRecord, WorkerInfo
-from consistency.case.options import Case
+from consistency.case.case import Case
 from consistency.comparison.compare import compare
 from consistency.comparison.judge import judge
 from consistency.comparison.result import Comparison

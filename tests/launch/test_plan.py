@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.case.options import Case
 from consistency.case.stages import Level, Stage
 from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.launch.plan import default_load_paths, plan_waves

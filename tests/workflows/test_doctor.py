@@ -9,7 +9,7 @@ import pytest
 
 from consistency.capture.folder import CaptureManifest, read_capture
 from consistency.capture.json_codec import decode_json
-from consistency.case.options import Case
+from consistency.case.case import Case
 from consistency.case.stages import MODEL_LESS, Level, Stage
 from consistency.errors import UsageError
 from consistency.launch.process import Limits

@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from consistency.case.case import Case
 from consistency.case.checkpoint import read_checkpoint
-from consistency.case.options import Case
 
 HEAD = re.compile(r"(?:^|\.)(?:classifier|score)(?:\.out_proj)?\.(?:weight|bias)$")
 """Names of heads that PEFT saves whole with an adapter for classification (`peft.peft_model`, `modules_to_save`)."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from consistency.case.options import Case
+from consistency.case.case import Case
 from consistency.errors import InputError
 from consistency.worker.model.id_checks import IGNORE_INDEX, LABELS, Tables
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from consistency.case.options import Case
+from consistency.case.case import Case
 from consistency.errors import InputError
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of

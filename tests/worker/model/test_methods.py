@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from consistency.capture.folder import CaptureWriter
 from consistency.capture.json_codec import decode_json
 from consistency.capture.records import TensorMeasure, TensorRecord
-from consistency.case.options import Case
+from consistency.case.case import Case
 from consistency.case.tolerance import Override
 from consistency.errors import InputError
 from consistency.numerics.bound import independent_rows

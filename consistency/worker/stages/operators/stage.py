@@ -15,7 +15,7 @@ import torch
 
 from consistency.capture.names import UNSUPPORTED
 from consistency.capture.records import RecordStatus
-from consistency.case.options import Case
+from consistency.case.case import Case
 from consistency.case.stages import Level
 from consistency.case.tolerance import Override
 from consistency.numerics.bound import measure_against_exact

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from consistency.case.options import Case
+from consistency.case.case import Case
 from consistency.errors import InputError
 from consistency.worker.model.loading import load_adapter, load_base
 

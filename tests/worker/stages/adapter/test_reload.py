@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 from consistency.capture.names import LOADED_AGAIN
-from consistency.case.options import Case
+from consistency.case.case import Case
 from consistency.numerics.digest import digest
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.stages.adapter.reload import POISON, reload

@@ -12,7 +12,7 @@ import torch
 from consistency.capture.folder import read_records
 from consistency.capture.names import CASTING, DIRECT, HOST, OVERLAPPED, STRIDED, large_copy
 from consistency.capture.records import TensorRecord
-from consistency.case.options import Case
+from consistency.case.case import Case
 from consistency.case.stages import Level, Stage
 from consistency.numerics.digest import TensorDigest, as_bytes, digest
 from consistency.worker.faults import plant
