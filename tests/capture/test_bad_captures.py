@@ -19,7 +19,7 @@ from consistency.errors import CaptureError, ConsistencyError
 from consistency.report.json import as_bytes
 from consistency.report.terminal import make_console, print_report
 from consistency.workflows import pipeline
-from tests.comparison.test_compare import computed, digest, errors, forward, measured, moved
+from tests.comparison.made_records import computed, digest, errors, forward, measured, moved
 from tests.conftest import Cli, MakeCapture
 
 Damage = Callable[[Path], None]

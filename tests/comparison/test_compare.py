@@ -9,71 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from consistency.capture.folder import read_capture
-from consistency.capture.records import TensorMeasure, TensorRecord
-from consistency.comparison.compare import compare
-from consistency.comparison.result import Comparison, Finding
+from consistency.capture.records import TensorRecord
 from consistency.numerics.real import Real
+from tests.comparison.made_records import compared, computed, digest, errors, forward, measured, moved, only_row
 from tests.conftest import MakeCapture
-
-
-def digest(text: str) -> str:
-    return text.encode().hex().ljust(32, "0")
-
-
-def measured(**changes: Any) -> TensorMeasure:
-    fields: dict[str, Any] = {
-        "elements": 4, "mismatched": 2, "max_abs": Real(1e-7), "mean_abs": Real(1e-8), "rms": Real(1e-8),
-        "max_rel": Real(1e-6), "max_ulp": 3, "bound_ratio": Real(0.5), "worst_index": (0, 1),
-        "worst_actual": Real(1.0), "worst_expected": Real(2.0), "worst_actual_bits": "0x1",
-        "worst_expected_bits": "0x2", "flipped_bits": {}, "first_byte": None, "last_byte": None,
-        "magnitude": Real(1.0),
-    }  # fmt: skip
-    return TensorMeasure(**{**fields, **changes})
-
-
-def moved(held: str = "file", file: str = "file", tensor: str = "lora_B", **changes: Any) -> TensorRecord:
-    equal = held == file
-    fields: dict[str, Any] = {
-        "stage": "adapter", "layer": "layers.0.q", "tensor": tensor, "shape": (2, 2), "dtype": "float32",
-        "digest": digest(held), "reference_digest": digest(file), "reference": "file",
-        "status": "equal" if equal else "outside",
-        "measure": None if equal else measured(bound_ratio=None),
-        "diagnosis": None if equal else "bit-flip",
-    }  # fmt: skip
-    return TensorRecord(**{**fields, **changes})
-
-
-def computed(bits: str = "a", ratio: float = 0.5, **changes: Any) -> TensorRecord:
-    fields: dict[str, Any] = {
-        "stage": "merged", "layer": "layers.0.q", "tensor": "weight", "shape": (2, 2), "dtype": "float32",
-        "rule": "bound", "digest": digest(bits), "status": "within" if ratio <= 1 else "outside",
-        "measure": measured(bound_ratio=Real(ratio)), "diagnosis": "accumulation-order",
-    }  # fmt: skip
-    return TensorRecord(**{**fields, **changes})
-
-
-def forward(bits: str = "a", error: float = 1e-7, reference_error: float | None = None) -> TensorRecord:
-    return computed(
-        bits, stage="forward", layer="logits", tensor="adapter_on", rule="relative", status="measured",
-        shape=(2**14, 4), measure=measured(bound_ratio=None, max_abs=Real(error)), diagnosis=None,
-        reference_error=None if reference_error is None else Real(reference_error),
-    )  # fmt: skip
-
-
-def compared(*folders: Path) -> Comparison:
-    return compare([read_capture(folder) for folder in folders])
-
-
-def errors(comparison: Comparison) -> list[Finding]:
-    return [finding for finding in comparison.findings if finding.severity == "error"]
-
-
-def only_row(comparison: Comparison, worker: str) -> Any:
-    (tensor,) = comparison.tensors
-    row = tensor.row(worker)
-    assert row is not None
-    return row
 
 
 def test_equal_workers_form_one_class(make_capture: MakeCapture) -> None:

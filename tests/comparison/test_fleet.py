@@ -27,7 +27,7 @@ from consistency.comparison.workers import Participant
 from consistency.report import json as report_json
 from consistency.report.terminal import make_console, print_report
 from consistency.workflows import pipeline
-from tests.comparison.test_compare import computed, digest, errors, forward, moved
+from tests.comparison.made_records import computed, digest, errors, forward, moved
 from tests.conftest import MakeCapture
 
 # --- captures in memory ---------------------------------------------------------------------------------------------

@@ -19,8 +19,6 @@ import pytest
 from consistency.capture.records import StageMemory
 from consistency.comparison.result import (
     ArchitectureGroup,
-    Comparison,
-    Finding,
     Row,
     Status,
     TensorComparison,
@@ -36,12 +34,18 @@ from consistency.report.page.environments import environments
 from consistency.report.page.labels import KEY, letter
 from consistency.workflows.pipeline import REPORT_FILES
 from tests.conftest import FinishedRun
-from tests.report.test_terminal import comparison, tensor, worker
+from tests.report.made_comparisons import (
+    ALL,
+    SAFE,
+    comparison,
+    computed_apart,
+    faulty,
+    hostile,
+    tensor,
+    worker,
+)
 
-ALL = ["cpu", "cuda:0", "cuda:1", "cuda:2"]
 STATUSES = [status for status, _, _ in KEY]
-HOSTILE = "</script><img src=x onerror=alert(1)>\u2028\u202e<!--\"'&{{7*7}}"
-SAFE = "</script><img src=x onerror=alert(1)>\\x2028\\x202e<!--\"'&{{7*7}}"  # as it is to be read
 
 
 class Page(html.parser.HTMLParser):
@@ -78,59 +82,6 @@ class Page(html.parser.HTMLParser):
     def data(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.scripts[0])
         return found
-
-
-def hostile() -> Comparison:
-    """Return a comparison in which every text that can come from a stranger is hostile."""
-    named = Row(
-        worker=HOSTILE, reference=HOSTILE, status="outside", diagnosis=HOSTILE, reason=HOSTILE, mismatched=1,
-        evidence={"flipped_bits": {HOSTILE: 1, "x": HOSTILE, -1: 5, 10**9: 1, 3: 2}, "gb_per_s": HOSTILE},
-    )  # fmt: skip
-    tensors = [
-        TensorComparison(
-            stage=stage, load_path=HOSTILE, layer=HOSTILE, tensor=HOSTILE, shape=(), dtype=HOSTILE, rule=HOSTILE,
-            classes=(("a",), (HOSTILE,)), rows=(named,),
-        )
-        for stage in (HOSTILE, "transfer")
-    ]  # fmt: skip
-    person = WorkerSummary(
-        name=HOSTILE, load_path=HOSTILE, architecture=HOSTILE, model=HOSTILE, uuid=HOSTILE, status=HOSTILE,
-        reason=HOSTILE,
-        environment={HOSTILE: {HOSTILE: HOSTILE}}, host=HOSTILE, driver=HOSTILE, asked={HOSTILE: 1},
-        in_force={HOSTILE: HOSTILE},
-    )  # fmt: skip
-    finding = Finding(
-        kind=HOSTILE, severity="error", message=HOSTILE, workers=(HOSTILE,), tensors=(HOSTILE,),
-        detail=(HOSTILE, HOSTILE), next=HOSTILE,
-    )  # fmt: skip
-    note = Finding(kind=HOSTILE, severity="note", message=HOSTILE)
-    return Comparison(
-        case=HOSTILE, dtype=HOSTILE, level=HOSTILE, load_paths=(HOSTILE,), verdict="inconsistent", reference=HOSTILE,
-        workers=(person, worker("plain", load_path=HOSTILE)), tensors=tuple(tensors), findings=(finding, note),
-        architectures=(ArchitectureGroup(name=HOSTILE, workers=(HOSTILE,)),), not_looked_at=(HOSTILE,), base=HOSTILE,
-        adapter=HOSTILE,
-    )  # fmt: skip
-
-
-def faulty() -> Comparison:
-    """Return four workers, of which one holds zeros in a stage and others' bits in the next."""
-    tensors = [tensor([ALL], stage="base", layer=f"model.layers.{i}.mlp", tensor="weight") for i in range(3)]
-    tensors += [
-        tensor([["cpu", "cuda:0", "cuda:2"], ["cuda:1"]], layer=f"model.layers.{i}.mlp", statuses={"cuda:1": "outside"})
-        for i in range(3)
-    ]
-    within: dict[str, Status] = dict.fromkeys(ALL, "within")
-    tensors += [
-        tensor([["cpu"], ALL[1:]], stage="merged", layer=f"model.layers.{i}.mlp", ratio=0.3, statuses=within)
-        for i in range(3)
-    ]
-    finding = Finding(
-        kind="zeros", severity="error", message="adapter · cuda:1 · zeros in 3 of 3 lora_B tensors",
-        workers=("cuda:1",), tensors=tuple(f"adapter::model.layers.{i}.mlp.lora_B" for i in range(3)),
-        detail=("got 0, wanted 1", "and more"), next="consistency run --devices cpu,cuda:1",
-    )  # fmt: skip
-    note = Finding(kind="skipped", severity="note", message="forward was skipped")
-    return comparison(tensors, verdict="inconsistent", findings=(finding, note), not_looked_at=("a second run",))
 
 
 def test_the_first_screen_comes_first_and_needs_no_script() -> None:
@@ -240,29 +191,6 @@ def test_equal_tensors_take_five_numbers() -> None:
     section = Page(as_html(comparison([tensor([ALL])]))).data["sections"][0]
     assert [len(row) for row in section["rows"]] == [5]
     assert (section["bad"], section["unlike"]) == (0, 0)
-
-
-def computed_apart(tensors: int, workers: int) -> Comparison:
-    """Return the worst for a page: every tensor computed, and no two workers with the same bits."""
-    rng = random.Random(0)
-    names = [f"cuda:{n}" for n in range(workers)]
-    classes = tuple((name,) for name in names)
-    made = [
-        TensorComparison(
-            stage="merged", load_path="isolated", layer=f"model.layers.{i // 25}.self_attn.q_proj.{i}", tensor="weight",
-            shape=(4096, 4096), dtype="bfloat16", rule="bound", classes=classes,
-            rows=tuple(
-                Row(
-                    worker=name, reference="float64", status="within", mismatched=rng.randrange(1 << 24),
-                    max_abs=Real(rng.random() * 1e-5), max_ulp=rng.randrange(10_000), bound_ratio=Real(rng.random()),
-                    diagnosis="accumulation-order",
-                )
-                for name in names
-            ),
-        )
-        for i in range(tensors)
-    ]  # fmt: skip
-    return comparison(made, workers=tuple(worker(name) for name in names), reference="cuda:0")
 
 
 def test_two_thousand_tensors_on_64_devices_stay_below_5_mb() -> None:

@@ -12,8 +12,7 @@ from consistency.comparison.result import Finding
 from consistency.report.markdown import MOST_LINES, as_markdown, escaped
 from consistency.workflows.pipeline import REPORT_FILES
 from tests.conftest import FinishedRun
-from tests.report.test_html import ALL, HOSTILE, computed_apart, faulty, hostile
-from tests.report.test_terminal import comparison, tensor, worker
+from tests.report.made_comparisons import ALL, HOSTILE, comparison, computed_apart, faulty, hostile, tensor, worker
 
 NASTY = (
     "a | b", "*x* _y_ ~~z~~ `c`", "[text](https://e.xample)", "<b>x</b>", "https://e.xample/x", "www.e.xample", "&amp;",

@@ -13,8 +13,7 @@ import pytest
 from consistency.comparison.result import Comparison, Row, Status, TensorComparison
 from consistency.numerics.real import Real
 from consistency.report.html import as_html
-from tests.report.test_html import ALL, HOSTILE, SAFE, faulty, hostile
-from tests.report.test_terminal import comparison, tensor
+from tests.report.made_comparisons import ALL, HOSTILE, SAFE, comparison, faulty, hostile, tensor
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="the browser's driver, selenium, is not installed")
 

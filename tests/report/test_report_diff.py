@@ -14,7 +14,7 @@ from consistency.report.diff import print_diff, sentence
 from consistency.report.json import as_bytes
 from consistency.report.terminal import make_console
 from tests.made_weights import Given, f32, put
-from tests.report.test_report_json import ROW, TENSOR, WORKER, no_constant
+from tests.report.contract import ROW, TENSOR, WORKER, no_constant
 
 
 def compared(folder: Path, actual: dict[str, Given], expected: dict[str, Given]) -> Comparison:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from consistency.capture.folder import read_capture
 from consistency.capture.json_codec import decode_json, encode_json
@@ -12,19 +11,9 @@ from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison
 from consistency.numerics.real import Real
 from consistency.report.json import as_bytes, write_report
-from tests.comparison.test_compare import computed, measured, moved
+from tests.comparison.made_records import computed, measured, moved
 from tests.conftest import FinishedRun, MakeCapture
-
-ROW = {
-    "worker", "reference", "status", "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp",
-    "bound_ratio", "worst_index", "diagnosis", "evidence",
-}  # fmt: skip
-TENSOR = {"stage", "road", "layer", "tensor", "shape", "dtype", "rule", "classes", "rows"}
-WORKER = {"name", "architecture", "model", "uuid", "status", "reason", "environment"}
-
-
-def no_constant(name: str) -> Any:
-    raise AssertionError(f"{name} is no JSON")
+from tests.report.contract import ROW, TENSOR, WORKER, no_constant
 
 
 def test_every_field_of_the_contract_is_there(finished_run: FinishedRun) -> None:

@@ -6,64 +6,17 @@ import io
 from typing import Any
 
 from consistency.comparison.result import (
-    ArchitectureGroup,
     Comparison,
     Finding,
-    Row,
-    Status,
-    TensorComparison,
-    Verdict,
-    WorkerSummary,
 )
-from consistency.numerics.real import Real
 from consistency.report.terminal import clean, make_console, print_report, sentence
-
-
-def worker(name: str, architecture: str = "Ampere sm_86", **fields: Any) -> WorkerSummary:
-    plain: dict[str, Any] = {"load_path": "isolated", "model": "RTX A6000", "uuid": None, "status": "ok"}
-    plain["reason"] = None
-    return WorkerSummary(**{"name": name, "architecture": architecture, **plain, "environment": {}, **fields})
-
-
-def tensor(classes: list[list[str]], *, stage: str = "adapter", layer: str = "layers.0", **of: Any) -> TensorComparison:
-    statuses: dict[str, Status] = of.pop("statuses", {})
-    ratio = of.pop("ratio", None)
-    rows = tuple(
-        Row(
-            worker=name, reference="file", status=statuses.get(name, "equal"),
-            bound_ratio=None if ratio is None else Real(ratio), worst_index=(1, 2) if name in statuses else None,
-            diagnosis="zeros" if name in statuses else None,
-        )
-        for names in classes for name in names
-    )  # fmt: skip
-    plain: dict[str, Any] = {"load_path": "isolated", "tensor": "lora_B", "shape": (2, 2), "dtype": "float32"}
-    rule = "bitwise" if ratio is None else "bound"
-    return TensorComparison(
-        stage=stage, layer=layer, rule=rule, classes=tuple(map(tuple, classes)), rows=rows, **{**plain, **of}
-    )
-
-
-def comparison(tensors: list[TensorComparison], *, verdict: Verdict = "consistent", **fields: Any) -> Comparison:
-    workers = fields.pop("workers", (worker("cpu", "x86-64"), worker("cuda:0"), worker("cuda:1"), worker("cuda:2")))
-    names = tuple(w.name for w in workers if w.architecture == "Ampere sm_86")
-    plain: dict[str, Any] = {
-        "case": "llama", "dtype": "float32", "level": "standard", "load_paths": ("isolated",), "reference": "cpu",
-        "findings": (), "adapter": "adapter",
-        "architectures": (
-            ArchitectureGroup(name="x86-64", workers=("cpu",)),
-            ArchitectureGroup(name="Ampere sm_86", workers=names),
-        ),
-    }  # fmt: skip
-    return Comparison(verdict=verdict, workers=workers, tensors=tuple(tensors), **{**plain, **fields})
+from tests.report.made_comparisons import ALL, comparison, tensor, worker
 
 
 def printed(found: Comparison, **options: Any) -> str:
     file = io.StringIO()
     print_report(found, make_console(file), **options)
     return file.getvalue()
-
-
-ALL = ["cpu", "cuda:0", "cuda:1", "cuda:2"]
 
 
 def test_verdict_and_groups() -> None:

@@ -11,7 +11,7 @@ from consistency.comparison.findings.placement import size
 from consistency.comparison.result import Finding
 from consistency.numerics.real import Real
 from consistency.report.summary import worst_ratio
-from tests.comparison.test_compare import compared, computed
+from tests.comparison.made_records import compared, computed
 from tests.conftest import MakeCapture
 
 MIB = 2**20

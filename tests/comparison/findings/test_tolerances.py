@@ -11,7 +11,7 @@ from consistency.capture.records import TensorRecord
 from consistency.case.stages import Level
 from consistency.case.tolerance import Override
 from consistency.comparison.result import Comparison, Finding
-from tests.comparison.test_compare import compared, computed, errors, only_row
+from tests.comparison.made_records import compared, computed, errors, only_row
 from tests.conftest import MakeCapture
 
 Run = Callable[..., Comparison]

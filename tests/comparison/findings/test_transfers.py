@@ -21,7 +21,7 @@ from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host import Gpu, HostFacts
 from consistency.report.doctor import print_doctor
 from consistency.report.terminal import make_console, print_report
-from tests.comparison.test_compare import measured
+from tests.comparison.made_records import measured
 from tests.conftest import MakeCapture
 
 DEVICES = ("cuda:0", "cuda:1", "cuda:2", "cuda:3")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,97 +12,24 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from consistency.capture.folder import CaptureWriter
-from consistency.capture.json_codec import decode_json
 from consistency.capture.records import TensorMeasure, TensorRecord
-from consistency.case.case import Case
 from consistency.case.tolerance import Override
 from consistency.errors import InputError
 from consistency.numerics.bound import independent_rows
 from consistency.numerics.exact import in_float64
 from consistency.numerics.real import Real
-from consistency.worker import determinism
 from consistency.worker.model.head_class import auto_class, labels
 from consistency.worker.model.loading import expected_adapter, load_adapter, load_base
 from consistency.worker.model.synthetic_head import made_up, overwrite
 from consistency.worker.model.weight_files import WeightFiles
-from consistency.worker.protocol import EventLog, Job
-from consistency.worker.session import Session
-from tests.comparison.test_compare import compared, computed, measured, only_row
+from tests.comparison.made_records import compared, computed, measured, only_row
 from tests.conftest import MakeCapture
+from tests.worker.conftest import Look
+from tests.worker.model.made_models import SIZES, adapter_on, case_of, on_llama, saved
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # what PEFT and transformers say while saving is not ours to mend
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 U = 2.0**-24
-
-Look = Callable[..., list[TensorRecord]]
-
-
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
-    return saved(transformers.LlamaForCausalLM(config), tmp_path / "llama")
-
-
-@pytest.fixture
-def masked_bert(tmp_path: Path) -> Path:
-    return saved(transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)), tmp_path / "bert")
-
-
-def saved(model: Any, folder: Path) -> Path:
-    perturb(model)
-    model.save_pretrained(folder)
-    return folder
-
-
-def perturb(model: Any) -> None:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-
-
-def adapter_on(model: Any, config: Any, folder: Path) -> Path:
-    adapted = peft.get_peft_model(model, config)
-    perturb(adapted)
-    adapted.save_pretrained(folder)
-    return folder
-
-
-def on_llama(base: Path, config: Any) -> Path:
-    model = transformers.LlamaForCausalLM.from_pretrained(base)
-    return adapter_on(model, config, base.parent / "adapter")
-
-
-def case_of(base: Path, adapter: Path | None, **changes: Any) -> Case:
-    fields = {"name": "x", "base": str(base), "adapter": None if adapter is None else str(adapter), "dtype": "float32"}
-    return Case(**{**fields, **changes})
-
-
-@pytest.fixture
-def look(tmp_path: Path) -> Look:
-    """Run a worker's session in this process, and return its records."""
-    count = itertools.count()
-
-    def run(base: Path, adapter: Path | None, **changes: Any) -> list[TensorRecord]:
-        home = tmp_path / f"run-{next(count)}"
-        with CaptureWriter(home / "capture") as writer:
-            folder = writer.worker_folder("cpu.isolated")
-            scratch = home / "scratch"
-            scratch.mkdir(parents=True)
-            job = Job(
-                case=case_of(base, adapter, **changes), name="cpu", device="cpu", load_path="isolated",
-                folder=str(folder),
-                blobs=str(writer.blobs), scratch=str(scratch), settings={}, makes_reference=True, threads=1,
-                parent_pid=os.getpid(),
-            )  # fmt: skip
-            with determinism.deterministic(threads=1) as asked, EventLog(folder / "events.jsonl") as events:
-                Session(job, events, asked).run()
-            return [decode_json(line, TensorRecord) for line in (folder / "records.jsonl").read_bytes().splitlines()]
-
-    return run
 
 
 def error_in_roundoffs(record: TensorRecord) -> float:

@@ -17,7 +17,7 @@ from consistency.numerics.digest import digest
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.stages.adapter.reload import POISON, reload
 from consistency.worker.stages.context import Context
-from tests.worker.model.test_methods import SIZES, perturb
+from tests.worker.model.made_models import SIZES, perturb
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # as in test_methods
 

@@ -18,7 +18,7 @@ from consistency.worker.protocol import EventLog
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.operators import stage as operators
 from consistency.worker.stages.operators.table import Operation, operations
-from tests.comparison.test_compare import compared, computed, only_row
+from tests.comparison.made_records import compared, computed, only_row
 from tests.conftest import MakeCapture
 
 

@@ -1,0 +1,16 @@
+"""The fields of `report.json` that scripts may rely on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ROW = {
+    "worker", "reference", "status", "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp",
+    "bound_ratio", "worst_index", "diagnosis", "evidence",
+}  # fmt: skip
+TENSOR = {"stage", "road", "layer", "tensor", "shape", "dtype", "rule", "classes", "rows"}
+WORKER = {"name", "architecture", "model", "uuid", "status", "reason", "environment"}
+
+
+def no_constant(name: str) -> Any:
+    raise AssertionError(f"{name} is no JSON")

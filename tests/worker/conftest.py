@@ -1,0 +1,57 @@
+"""Small models on disk, and a session of a worker that runs in this process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from consistency.capture.folder import CaptureWriter
+from consistency.capture.json_codec import decode_json
+from consistency.capture.records import TensorRecord
+from consistency.worker import determinism
+from consistency.worker.protocol import EventLog, Job
+from consistency.worker.session import Session
+from tests.worker.model.made_models import SIZES, case_of, saved
+
+Look = Callable[..., list[TensorRecord]]
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
+    return saved(transformers.LlamaForCausalLM(config), tmp_path / "llama")
+
+
+@pytest.fixture
+def masked_bert(tmp_path: Path) -> Path:
+    return saved(transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)), tmp_path / "bert")
+
+
+@pytest.fixture
+def look(tmp_path: Path) -> Look:
+    """Run a worker's session in this process, and return its records."""
+    count = itertools.count()
+
+    def run(base: Path, adapter: Path | None, **changes: Any) -> list[TensorRecord]:
+        home = tmp_path / f"run-{next(count)}"
+        with CaptureWriter(home / "capture") as writer:
+            folder = writer.worker_folder("cpu.isolated")
+            scratch = home / "scratch"
+            scratch.mkdir(parents=True)
+            job = Job(
+                case=case_of(base, adapter, **changes), name="cpu", device="cpu", load_path="isolated",
+                folder=str(folder),
+                blobs=str(writer.blobs), scratch=str(scratch), settings={}, makes_reference=True, threads=1,
+                parent_pid=os.getpid(),
+            )  # fmt: skip
+            with determinism.deterministic(threads=1) as asked, EventLog(folder / "events.jsonl") as events:
+                Session(job, events, asked).run()
+            return [decode_json(line, TensorRecord) for line in (folder / "records.jsonl").read_bytes().splitlines()]
+
+    return run

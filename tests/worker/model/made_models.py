@@ -1,0 +1,45 @@
+"""Small models and adapters made on the spot, with weights that are no initial values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+
+from consistency.case.case import Case
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def saved(model: Any, folder: Path) -> Path:
+    perturb(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def perturb(model: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+def adapter_on(model: Any, config: Any, folder: Path) -> Path:
+    adapted = peft.get_peft_model(model, config)
+    perturb(adapted)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def on_llama(base: Path, config: Any) -> Path:
+    model = transformers.LlamaForCausalLM.from_pretrained(base)
+    return adapter_on(model, config, base.parent / "adapter")
+
+
+def case_of(base: Path, adapter: Path | None, **changes: Any) -> Case:
+    fields = {"name": "x", "base": str(base), "adapter": None if adapter is None else str(adapter), "dtype": "float32"}
+    return Case(**{**fields, **changes})
