@@ -64,3 +64,8 @@ class InterruptedRunError(ConsistencyError):
     """The user stopped the run; no process and no half-written capture is left."""
 
     exit_status = 130
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message, at most 300 characters of them."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"[:300]

@@ -7,7 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from consistency.devices.spec import DeviceInfo
-from consistency.report.terminal import clean, without_trailing_blanks
+from consistency.report.terminal import without_trailing_blanks
+from consistency.report.text import clean
 
 
 def print_devices(devices: list[DeviceInfo], console: Console) -> None:

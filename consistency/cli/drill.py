@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from consistency.report.terminal import clean, without_trailing_blanks
+from consistency.report.terminal import without_trailing_blanks
+from consistency.report.text import clean
 from consistency.workflows.drill import DrillRow
 
 

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str) -> None:
-    from consistency.report.terminal import clean
+    from consistency.report.text import clean
 
     print(f"consistency: {clean(text)}", file=sys.stderr)  # paths and headers are quoted in it, and may be a stranger's
 

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from consistency.launch.local import Watcher
 from consistency.launch.plan import WorkerPlan
-from consistency.report.terminal import clean
+from consistency.report.text import clean
 from consistency.worker.protocol import Event
 
 

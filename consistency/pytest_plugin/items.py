@@ -18,7 +18,7 @@ from consistency.launch.plan import WorkerPlan
 from consistency.pytest_plugin.item_names import Place, worker_suffix
 from consistency.pytest_plugin.session import LostWorkerError, Session
 from consistency.report.summary import class_text
-from consistency.report.terminal import clean
+from consistency.report.text import clean
 
 _ROOT = "consistency"
 _RUN_KINDS = frozenset({"not-repeatable", "same-model", "inputs", "damaged-capture"})

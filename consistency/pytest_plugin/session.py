@@ -28,7 +28,8 @@ from consistency.devices.spec import parse_devices
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.plan import WorkerPlan, plan_waves
 from consistency.pytest_plugin.item_names import Place, RowFinder, places
-from consistency.report.terminal import clean, sentence
+from consistency.report.terminal import sentence
+from consistency.report.text import clean
 from consistency.workflows import pipeline
 
 _ARGUMENT = "consistency::"

@@ -7,8 +7,10 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from consistency.capture.wording import counted
 from consistency.comparison.result import BAD, Comparison, Finding, TensorComparison
 from consistency.report.terminal import Writer, without_trailing_blanks
+from consistency.report.text import one_line
 
 _MOST_TENSORS = 20
 
@@ -26,9 +28,9 @@ def print_diff(
         write = Writer(console)
         count = len(comparison.tensors)
         parts = [
-            _one_line(f"consistency diff · {comparison.case}"),
+            one_line(f"consistency diff · {comparison.case}"),
             comparison.dtype,
-            f"{count} tensor" + "s" * (count != 1),
+            counted(count, "tensor"),
         ]
         if elapsed_s is not None:
             parts.append(f"{elapsed_s:.2f} s")
@@ -54,14 +56,9 @@ def sentence(comparison: Comparison) -> str:
     return f"{bad} of {count} tensors {'is' if bad == 1 else 'are'} not the same in both"
 
 
-def _one_line(text: str) -> str:
-    """Escape the line feeds of a name, which could otherwise write a line of the report."""
-    return text.replace("\n", "\\x0a")
-
-
 def _in_lines(finding: Finding) -> Finding:
-    detail = tuple(map(_one_line, finding.detail))
-    return msgspec.structs.replace(finding, message=_one_line(finding.message), detail=detail)
+    detail = tuple(map(one_line, finding.detail))
+    return msgspec.structs.replace(finding, message=one_line(finding.message), detail=detail)
 
 
 def _is_bad(tensor: TensorComparison) -> bool:
@@ -87,7 +84,7 @@ def _table(write: Writer, console: Console, shown: list[TensorComparison], *, ve
             f"{float(row.max_abs or 0):.3g}" if measured else "",
             "" if not measured or row.max_ulp is None else str(row.max_ulp),
         )
-        table.add_row(*(write.text(_one_line(cell)) for cell in cells))
+        table.add_row(*(write.text(one_line(cell)) for cell in cells))
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
     if len(shown) > limit:
         write.line(f"and {len(shown) - limit} more: -v shows all")

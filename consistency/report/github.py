@@ -11,7 +11,7 @@ from pathlib import Path
 
 from consistency.comparison.result import Comparison
 from consistency.report.markdown import as_markdown
-from consistency.report.terminal import clean
+from consistency.report.text import clean
 
 _LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 _MOST = 10  # GitHub shows ten annotations of a kind per step, and drops the others without a word

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from consistency.comparison.history.store import History, NightWorker
 from consistency.errors import UsageError
-from consistency.report.terminal import clean, without_trailing_blanks
+from consistency.report.terminal import without_trailing_blanks
+from consistency.report.text import clean
 
 _MOST_FINDING = 100  # characters of a finding in a line
 

@@ -24,8 +24,9 @@ from consistency.capture.version import __version__
 from consistency.case.load_path import is_alternative
 from consistency.comparison.result import Comparison
 from consistency.report.page import agreement, cells, distributions, environments, memory, overview, transfers
-from consistency.report.page.labels import KEY, shown
+from consistency.report.page.labels import KEY
 from consistency.report.summary import Group, groups
+from consistency.report.text import one_line
 
 FILE = "report.html"
 
@@ -69,7 +70,7 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
     return environment.from_string(_part("template.html")).render(
         agreement=parted,
         bits=distributions.bits(comparison.tensors),
-        case=shown(comparison.case),
+        case=one_line(comparison.case),
         data=Markup(_data(comparison, by_load_path)),  # escaped for where it stands, which is no HTML
         environments=environments.environments(comparison.workers),
         facts=overview.facts(comparison),
@@ -85,16 +86,16 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         left_out=overview.left_out(comparison),
         mark=_VERDICTS[comparison.verdict],
         matrices=transfers.matrices(comparison.tensors),
-        not_looked_at=[shown(text) for text in comparison.not_looked_at],
+        not_looked_at=[one_line(text) for text in comparison.not_looked_at],
         notes=overview.finding_texts(comparison.findings, notes=True),
         ratios=distributions.ratios(comparison.tensors),
-        reference=shown(comparison.reference or ""),
+        reference=one_line(comparison.reference or ""),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         sentence=overview.sentence(comparison),
         shortened=any(column.stands_for != 1 for some in by_load_path.values() for column in some),
         simulated=comparison.simulated,
-        stages=[shown(stage) for stage in stages],
+        stages=[one_line(stage) for stage in stages],
         style=Markup(style),
         tool=__version__,
         verdict=comparison.verdict,
@@ -113,13 +114,13 @@ def _data(comparison: Comparison, by_load_path: Mapping[str, Sequence[cells.Colu
     sections = cells.sections(comparison, by_load_path, strings)
     table: dict[str, Any] = {
         "columns": {
-            shown(load_path): [[shown(column.label), column.stands_for] for column in some]
+            one_line(load_path): [[one_line(column.label), column.stands_for] for column in some]
             for load_path, some in by_load_path.items()
         },
         "sections": [
             {
-                "road": shown(section.load_path),
-                "stage": shown(section.stage),
+                "road": one_line(section.load_path),
+                "stage": one_line(section.stage),
                 "total": section.total,
                 "bad": section.bad,
                 "unlike": section.unlike,

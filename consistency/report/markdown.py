@@ -12,11 +12,12 @@ from pathlib import Path
 
 from consistency.capture.folder import write_whole
 from consistency.capture.version import __version__
+from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.comparison.result import BAD, PLANTED, Comparison, Finding, TensorComparison, WorkerSummary
-from consistency.report.page.labels import counted, shown
 from consistency.report.page.overview import cell_text, facts, first_bits, sentence, stages
-from consistency.report.summary import Group, class_text, groups, some_names
+from consistency.report.summary import Group, class_text, groups
+from consistency.report.text import one_line
 
 FILE = "report.md"
 
@@ -68,7 +69,7 @@ def escaped(text: object) -> str:
             return f"\\{first}" if first in "-+#" else f"{first}\u2060"
         return f"\\{special}"
 
-    line = _cut(shown(text)).replace("&", "&amp;")
+    line = _cut(one_line(text)).replace("&", "&amp;")
     return _SPECIAL.sub(escape, line)
 
 
@@ -84,7 +85,8 @@ def _cut(text: str) -> str:
 
 
 def _folded(title: str, lines: Sequence[str]) -> list[str]:
-    return ["", f"<details><summary>{title}</summary>", "", *fence([_cut(shown(line)) for line in lines]), "</details>"]
+    code = fence([_cut(one_line(line)) for line in lines])
+    return ["", f"<details><summary>{title}</summary>", "", *code, "</details>"]
 
 
 def _head(comparison: Comparison) -> Iterator[str]:
@@ -110,7 +112,7 @@ def _table(comparison: Comparison, found: Groups) -> Iterator[str]:
     yield f"| architecture | workers | {' | '.join(escaped(name) for name in names)} |"
     yield "|---" * (2 + len(names)) + "|"
     for load_path, group, line in lines[:_GROUP_LINES]:
-        workers = escaped(", ".join(some_names(line.workers, shown=3)))
+        workers = escaped(some(line.workers, 4))
         cells = [cell_text(name, line.cells.get(name)) for name in names]
         texts = [f"{cell.mark} {escaped(f'{cell.text} {cell.place}'.rstrip())}".rstrip() for cell in cells]
         title = escaped(group.architecture) + (f" ({escaped(load_path)})" if several else "")
@@ -187,4 +189,4 @@ def _said(workers: Sequence[WorkerSummary], name: str) -> str:
         said.setdefault("N/A" if value is None else str(value), []).append(worker.name)
     if len(said) == 1:
         return next(iter(said))
-    return "; ".join(f"{value} ({', '.join(some_names(names, shown=3))})" for value, names in said.items()) or "N/A"
+    return "; ".join(f"{value} ({some(names, 4)})" for value, names in said.items()) or "N/A"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
+from consistency.capture.wording import some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.result import BAD, Comparison, Divergence, TensorComparison
@@ -13,7 +14,7 @@ from consistency.comparison.result import BAD, Comparison, Divergence, TensorCom
 MOST_LINES = 8
 """Lines of one architecture: a person takes in that many; a fleet may have as many kinds of bits as workers."""
 
-_MOST_NAMES, _MOST_CLASSES = 6, 4
+_MOST_CLASSES = 4
 
 
 @dataclass(slots=True, kw_only=True)
@@ -187,18 +188,11 @@ def worst_ratio(comparison: Comparison) -> float | None:
 
 def class_text(classes: Sequence[Sequence[str]]) -> str:
     """Write classes of agreement as `{cpu, cuda:0} {cuda:1}`, the first few workers of the first few classes."""
-    texts = ["{" + ", ".join(some_names(names, shown=2)) + "}" for names in classes[:_MOST_CLASSES]]
+    texts = ["{" + some(names, 4) + "}" for names in classes[:_MOST_CLASSES]]
     others = classes[_MOST_CLASSES:]
     if others:
         texts.append(f"and {sum(map(len, others))} workers in {len(others)} more")
     return " ".join(texts)
-
-
-def some_names(labels: Sequence[str], *, shown: int = 5) -> list[str]:
-    """Return names to print: all where they are few, else the first ones and how many more there are."""
-    if len(labels) <= _MOST_NAMES:
-        return list(labels)
-    return [*labels[:shown], f"… and {len(labels) - shown} more"]
 
 
 def divergences(found: Sequence[Divergence]) -> list[tuple[Divergence, tuple[str, ...]]]:

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.findings.transfers import Matrix
@@ -26,10 +27,10 @@ from consistency.report.summary import (
     class_text,
     divergences,
     groups,
-    some_names,
     stages,
     worst_ratio,
 )
+from consistency.report.text import clean
 
 PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
 _MOST_TENSORS = 20
@@ -71,7 +72,7 @@ def _print_report(
     for number, finding in enumerate(shown, start=1):
         write.finding(number, finding)
     if len(errors) > len(shown):
-        write.line(f"and {_count(len(errors) - len(shown), 'more finding')}: -v shows all")
+        write.line(f"and {counted(len(errors) - len(shown), 'more finding')}: -v shows all")
     mains = [load_path for load_path in comparison.load_paths if not is_alternative(load_path)]
     for load_path in mains:
         if len(mains) > 1:
@@ -104,11 +105,6 @@ def without_trailing_blanks(console: Console) -> Iterator[None]:
     console.file.write("".join(f"{line.rstrip()}\n" for line in text.splitlines()))
 
 
-def clean(text: str) -> str:
-    """Show control characters of names that come from models, adapters and strangers' captures, instead of obeying."""
-    return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
-
-
 class Writer:
     """The parts of the report, each on one console."""
 
@@ -124,9 +120,9 @@ class Writer:
         self._console.print(Padding(self.text(text, style), (0, 0, 0, indent), expand=False))
 
     def title(self, comparison: Comparison, elapsed_s: float | None) -> None:
-        parts = ["consistency", comparison.case, comparison.dtype, _count(len(comparison.workers), "worker")]
+        parts = ["consistency", comparison.case, comparison.dtype, counted(len(comparison.workers), "worker")]
         if len(comparison.load_paths) > 1:
-            parts.append(_count(len(comparison.load_paths), "road"))
+            parts.append(counted(len(comparison.load_paths), "road"))
         if elapsed_s is not None:
             parts.append(f"{elapsed_s:.0f} s")
         if comparison.simulated:
@@ -182,7 +178,7 @@ class Writer:
         for found, workers in divergences(comparison.first_other_bits):
             where = f" (road {found.load_path})" if found.load_path != comparison.load_paths[0] else ""
             self.line(
-                f"{', '.join(some_names(workers))}{where}: other bits than {comparison.reference} from {found.stage}, "
+                f"{some(workers)}{where}: other bits than {comparison.reference} from {found.stage}, "
                 f"{found.layer}.{found.tensor} on ({found.status})"
             )
         if comparison.first_other_bits:
@@ -197,8 +193,7 @@ class Writer:
         for side in found:
             if side.bad:
                 self.line(
-                    f"road {side.load_path}: {self._marks['✗']} {side.bad}/{side.total} on "
-                    f"{', '.join(some_names(side.workers))}",
+                    f"road {side.load_path}: {self._marks['✗']} {side.bad}/{side.total} on {some(side.workers)}",
                     style="bold red",
                 )
             elif side.skipped:
@@ -290,7 +285,7 @@ class Writer:
 def sentence(comparison: Comparison) -> str:
     """Say the verdict in one sentence, and which devices of it are none."""
     simulated = list(dict.fromkeys(w.name for w in comparison.workers if w.simulated))
-    told = f"; simulated: {', '.join(some_names(simulated))}" if simulated else ""
+    told = f"; simulated: {some(simulated)}" if simulated else ""
     return _verdict_sentence(comparison) + told
 
 
@@ -309,13 +304,13 @@ def _the_same(comparison: Comparison) -> str:
 
 
 def _verdict_sentence(comparison: Comparison) -> str:
-    workers = _count(len({w.name for w in comparison.workers}), "worker")
+    workers = counted(len({w.name for w in comparison.workers}), "worker")
     lost = [w.name for w in comparison.workers if w.status != "ok"]
     errors = [f for f in comparison.findings if f.severity == "error"]
     if comparison.verdict == "consistent":
         accepted = sum(finding.accepted is not None for finding in comparison.findings)
         if accepted:
-            return f"nothing new on {workers}: the baseline accepts {_count(accepted, 'finding')}"
+            return f"nothing new on {workers}: the baseline accepts {counted(accepted, 'finding')}"
         ratio = worst_ratio(comparison)
         text = f"{_the_same(comparison)} on {workers}"
         limit = (
@@ -323,22 +318,14 @@ def _verdict_sentence(comparison: Comparison) -> str:
         )
         return text if ratio is None else f"{text}; what was computed stays within {ratio:.2f} of {limit}"
     if comparison.verdict == "incomplete":
-        what = (
-            f"{', '.join(some_names(lost))} did not finish"
-            if lost
-            else "part of what was asked for could not be looked at"
-        )
+        what = f"{some(lost)} did not finish" if lost else "part of what was asked for could not be looked at"
         others = sum(f.kind not in ("lost-worker", "failed-worker") for f in errors)
-        return what + (f"; beside that there is {_count(others, 'finding')}" if others else "")
+        return what + (f"; beside that there is {counted(others, 'finding')}" if others else "")
     first = errors[0].message
-    return first if len(errors) == 1 else f"{first} (and {_count(len(errors) - 1, 'other finding')})"
+    return first if len(errors) == 1 else f"{first} (and {counted(len(errors) - 1, 'other finding')})"
 
 
 def _badness(row: Row) -> tuple[int, float]:
     order = ("equal", "within", "skipped", "blocked", "unexpected", "missing", "outside")
     ratio = 0.0 if row.bound_ratio is None else float(row.bound_ratio)
     return (order.index(row.status), float("inf") if ratio != ratio else ratio)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -9,7 +9,8 @@ from consistency.comparison.result import (
     Comparison,
     Finding,
 )
-from consistency.report.terminal import clean, make_console, print_report, sentence
+from consistency.report.terminal import make_console, print_report, sentence
+from consistency.report.text import clean
 from tests.report.made_comparisons import ALL, comparison, tensor, worker
 
 

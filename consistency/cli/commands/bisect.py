@@ -20,7 +20,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _bisect(parsed: argparse.Namespace) -> int:
     from consistency.capture.json_codec import encode_json
-    from consistency.report.terminal import clean
+    from consistency.report.text import clean
     from consistency.workflows.bisect import Trial, bisect
 
     def tell(trial: Trial) -> None:

@@ -60,7 +60,7 @@ def _history(parsed: argparse.Namespace) -> int:
 
 def _baseline(parsed: argparse.Namespace) -> int:
     from consistency.comparison.history.baseline import accept
-    from consistency.report.terminal import clean
+    from consistency.report.text import clean
     from consistency.workflows.reproduce.evidence import read_report
 
     head, _ = read_report(parsed.report)

@@ -20,7 +20,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _reproduce(parsed: argparse.Namespace) -> int:
     from consistency.capture.json_codec import encode_json
-    from consistency.report.terminal import clean
+    from consistency.report.text import clean
     from consistency.workflows.reproduce.folder import reproduce
 
     found = reproduce(parsed.report, parsed.finding, parsed.out, replace=parsed.force)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from consistency.capture.names import HOST
+from consistency.capture.wording import counted, listed
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
 from consistency.devices.host.pci import REDIRECTS
@@ -46,8 +47,7 @@ def reasons(
         if gpu.after:
             found.append(Reason(text=f"on {gpu.name} {_counters(gpu.after)} rose", mend=f"have {gpu.name} tested"))
     if host_facts is not None and host_facts.log:
-        word = "line" if len(host_facts.log) == 1 else "lines"
-        found.append(Reason(text=f"the kernel wrote {len(host_facts.log)} {word} of {LOGGED} since boot"))
+        found.append(Reason(text=f"the kernel wrote {counted(len(host_facts.log), 'line')} of {LOGGED} since boot"))
     return found
 
 
@@ -88,11 +88,6 @@ def about(host_facts: HostFacts | None) -> Iterator[str]:
 
 def _counters(risen: Mapping[str, int]) -> str:
     return listed([f"{name} (now {value})" for name, value in risen.items()])
-
-
-def listed(texts: Sequence[str]) -> str:
-    """Join texts as in a sentence: `a, b and c`."""
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
 def arrow(pair: Pair) -> str:

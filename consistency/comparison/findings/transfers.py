@@ -21,9 +21,10 @@ from consistency.capture.names import (
     STRIDED,
     split_pair,
 )
+from consistency.capture.wording import listed, some
 from consistency.case.stages import Stage
 from consistency.comparison.findings.causes import describe, names
-from consistency.comparison.findings.transfer_causes import Pair, about, arrow, listed, reasons
+from consistency.comparison.findings.transfer_causes import Pair, about, arrow, reasons
 from consistency.comparison.result import BAD, Finding, Row, TensorComparison
 from consistency.comparison.workers import Participant
 from consistency.devices.host.facts import HostFacts
@@ -212,9 +213,7 @@ def _finding(matrix: Matrix, word: str, pairs: Sequence[Pair], host_facts: HostF
 
 def _copies(pairs: Sequence[Pair]) -> str:
     texts = [arrow(pair) for pair in pairs]
-    if len(texts) > _MOST_PAIRS:
-        texts = [*texts[: _MOST_PAIRS - 1], f"{len(texts) - _MOST_PAIRS + 1} more"]
-    return "copies " + listed(texts)
+    return f"copies {listed(texts) if len(texts) <= _MOST_PAIRS else some(texts, _MOST_PAIRS)}"
 
 
 def _when(cells: Mapping[Pair, Cell], pairs: Sequence[Pair]) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from consistency.capture.wording import shortened
 from consistency.comparison.result import TensorComparison
-from consistency.report.page.labels import letter, shown
-from consistency.report.summary import some_names
+from consistency.report.page.labels import letter
+from consistency.report.text import one_line
 
 MOST_PARTITIONS = 6
 """Ways to part, per stage: the commonest tell; a fleet without agreement may have one per tensor."""
 
-_MOST_CLASSES = 8
+_MOST_CLASSES = _MOST_NAMES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +58,13 @@ def partitions(tensors: Sequence[TensorComparison]) -> tuple[list[Partition], in
         for classes, alike in ranked[:MOST_PARTITIONS]:
             drawn.append(
                 Partition(
-                    stage=shown(stage),
-                    load_path=shown(load_path),
+                    stage=one_line(stage),
+                    load_path=one_line(load_path),
                     tensors=len(alike),
                     of=of,
-                    first=shown(f"{alike[0].layer}.{alike[0].tensor}"),
+                    first=one_line(f"{alike[0].layer}.{alike[0].tensor}"),
                     classes=tuple(
-                        Class(letter=letter(number), names=tuple(map(shown, some_names(names, shown=8))))
+                        Class(letter=letter(number), names=tuple(map(one_line, shortened(names, _MOST_NAMES))))
                         for number, names in enumerate(classes[:_MOST_CLASSES])
                     ),
                     more=len(classes[_MOST_CLASSES:]),

@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from consistency.capture.wording import some
 from consistency.case.stages import Stage
 from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
-from consistency.report.page.labels import KEY, digits, shown
-from consistency.report.summary import Group, some_names
+from consistency.report.page.labels import KEY, digits
+from consistency.report.summary import Group
+from consistency.report.text import one_line
 
 MOST_COLUMNS = 64
 """Workers of a road that get a column each; above it the lines of the table of groups do."""
@@ -88,7 +90,7 @@ class Strings:
         found = self._places.get(text)
         if found is None:
             found = self._places[text] = len(self.all)
-            self.all.append(shown(text))
+            self.all.append(one_line(text))
         return found
 
 
@@ -106,7 +108,7 @@ def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> 
     found = []
     for group in groups:
         for line in group.lines:
-            label = ", ".join(some_names(line.workers, shown=1)) if line.kinds == 1 else f"{len(line.workers)} others"
+            label = some(line.workers, 2) if line.kinds == 1 else f"{len(line.workers)} others"
             looked_at = line.workers[:1] if line.kinds == 1 else line.workers
             label = f"{group.architecture}: {label}"
             found.append(Column(label=label, workers=looked_at, stands_for=len(line.workers)))
@@ -117,7 +119,7 @@ def sections(comparison: Comparison, by_load_path: Mapping[str, Sequence[Column]
     """Return what is drawn of every stage on every road, the stages in the order in which numbers depend on another."""
     found: dict[tuple[str, str], Section] = {}
     kept: list[tuple[int, int, Section, list[Any]]] = []
-    places = {load_path: _places(some) for load_path, some in by_load_path.items()}
+    places = {load_path: _places(drawn) for load_path, drawn in by_load_path.items()}
     for number, tensor in enumerate(comparison.tensors):
         key = (tensor.load_path, tensor.stage)
         section = found.get(key)
@@ -142,8 +144,8 @@ def sections(comparison: Comparison, by_load_path: Mapping[str, Sequence[Column]
 _BAD, _UNLIKE, _ALIKE = range(3)
 
 
-def _places(some: Sequence[Column]) -> dict[str, int]:
-    return {name: place for place, column in enumerate(some) for name in column.workers}
+def _places(drawn: Sequence[Column]) -> dict[str, int]:
+    return {name: place for place, column in enumerate(drawn) for name in column.workers}
 
 
 def _shorten(kept: list[tuple[int, int, Section, list[Any]]]) -> None:
@@ -162,7 +164,7 @@ def _shorten(kept: list[tuple[int, int, Section, list[Any]]]) -> None:
 
 
 def _entry(
-    tensor: TensorComparison, some: Sequence[Column], places: Mapping[str, int], strings: Strings
+    tensor: TensorComparison, drawn: Sequence[Column], places: Mapping[str, int], strings: Strings
 ) -> tuple[list[Any], int]:
     """Return a tensor as it is written, and how much it matters."""
     shape = "×".join(map(str, tensor.shape)) or "scalar"
@@ -170,7 +172,7 @@ def _entry(
     rank = _ALIKE
     if len(tensor.classes) > 1:
         rank = _UNLIKE
-    if tensor.is_equal and len(tensor.rows) >= sum(column.stands_for for column in some):
+    if tensor.is_equal and len(tensor.rows) >= sum(column.stands_for for column in drawn):
         return entry, rank
     if len(tensor.classes) > 1:
         classes = {name: number for number, names in enumerate(tensor.classes) for name in names}
@@ -181,7 +183,7 @@ def _entry(
         rank = _BAD
     elif statuses & {"skipped", "blocked"}:
         rank = _UNLIKE
-    seen: list[list[Row]] = [[] for _ in some]
+    seen: list[list[Row]] = [[] for _ in drawn]
     for row in tensor.rows:
         if row.worker in places:
             seen[places[row.worker]].append(row)
@@ -191,7 +193,7 @@ def _entry(
         variant = _variant(rows, classes, strings) if rows else None
         shows.append(-1 if variant is None else variants.setdefault(variant, len(variants)))
     entry.append([list(variant) for variant in variants])
-    if shows not in ([0] * len(some), list(range(len(some)))):
+    if shows not in ([0] * len(drawn), list(range(len(drawn)))):
         entry.append(shows)
     return entry, rank
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from consistency.comparison.result import TensorComparison
-from consistency.report.page.labels import shown
+from consistency.report.text import one_line
 
 _TENTHS = tuple(i / 10 for i in range(1, 11))
 _ABOVE = (2.0, 10.0, 100.0, math.inf)
@@ -89,7 +89,7 @@ def ratios(tensors: Iterable[TensorComparison]) -> list[Ratios]:
         for ratio, count in found.items():
             into[_bin(float(ratio or 0), edges)] += count
     return [
-        Ratios(stage=shown(stage), rows=sum(some), tensors=seen[stage], bins=tuple(_bins(some)))
+        Ratios(stage=one_line(stage), rows=sum(some), tensors=seen[stage], bins=tuple(_bins(some)))
         for stage, some in counts.items()
     ]
 
@@ -131,7 +131,7 @@ def bits(tensors: Iterable[TensorComparison]) -> list[Bits]:
             of[0] += 1
             of[1] += rows
     return [
-        Bits(dtype=shown(dtype), tensors=seen[dtype][0], rows=seen[dtype][1], bits=tuple(_bits(dtype, some)))
+        Bits(dtype=one_line(dtype), tensors=seen[dtype][0], rows=seen[dtype][1], bits=tuple(_bits(dtype, some)))
         for dtype, some in counts.items()
         if any(some)
     ]

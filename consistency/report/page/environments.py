@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from consistency.capture.wording import shortened
 from consistency.comparison.result import WorkerSummary
-from consistency.report.page.labels import letter, shown
-from consistency.report.summary import some_names
+from consistency.report.page.labels import letter
+from consistency.report.text import one_line
 
 MOST_COLUMNS = 12
 """Distinct environments side by side: a screen's width."""
@@ -66,12 +67,12 @@ def environments(workers: Sequence[WorkerSummary]) -> Environments:
         texts = [found.get(name, _ABSENT) for found, _ in chosen]
         numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
         if len(numbers) > 1:
-            values = tuple(Value(text=shown(text), letter=letter(numbers[text])) for text in texts)
-            differing.append(Line(name=shown(name), values=values))
+            values = tuple(Value(text=one_line(text), letter=letter(numbers[text])) for text in texts)
+            differing.append(Line(name=one_line(name), values=values))
         else:
-            same.append(Line(name=shown(name), values=(Value(text=shown(texts[0]), letter=""),)))
+            same.append(Line(name=one_line(name), values=(Value(text=one_line(texts[0]), letter=""),)))
     return Environments(
-        columns=tuple(tuple(map(shown, some_names(list(dict.fromkeys(names))))) for _, names in chosen),
+        columns=tuple(tuple(map(one_line, shortened(list(dict.fromkeys(names))))) for _, names in chosen),
         differing=tuple(differing),
         same=tuple(same),
         left_out=len(workers) - sum(len(names) for _, names in chosen),

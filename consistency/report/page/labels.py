@@ -1,10 +1,8 @@
-"""Words for numbers, and names from strangers made fit to be shown."""
+"""Marks, letters and numbers of the page."""
 
 from __future__ import annotations
 
 import math
-
-from consistency.report.terminal import clean
 
 KEY = (
     ("equal", "=", "same bits as the reference"),
@@ -18,11 +16,6 @@ KEY = (
 """Status, its mark, and what it means; a status is written as its place in here."""
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-def shown(text: object) -> str:
-    """Return a name on one line, its control characters and line feeds shown instead of obeyed."""
-    return clean(str(text)).replace("\n", "\\x0a")
 
 
 def letter(number: int) -> str:
@@ -42,20 +35,3 @@ def digits(value: float | None) -> float | str | None:
     if not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return float(f"{value:.3g}")
-
-
-def size(count: int | None) -> str:
-    """Write bytes as a person reads them."""
-    if count is None:
-        return ""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"
-
-
-def counted(number: int, what: str) -> str:
-    """Write a number with its noun."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

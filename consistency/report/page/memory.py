@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from consistency.capture.records import StageMemory
+from consistency.capture.wording import size
 from consistency.comparison.result import Comparison, WorkerSummary
-from consistency.report.page.labels import shown, size
+from consistency.report.text import one_line
 
 MOST_WORKERS = 64
 """Lines of the table, those first that did not end well; a fleet's others are in `report.json`."""
@@ -53,7 +54,7 @@ def workers(comparison: Comparison) -> Workers:
     """Return the table of workers."""
     ranked = sorted(comparison.workers, key=lambda worker: worker.status == "ok")
     chosen = comparison.workers if len(ranked) <= MOST_WORKERS else ranked[:MOST_WORKERS]
-    stages = tuple(dict.fromkeys(shown(entry.stage) for worker in chosen for entry in worker.stage_memory))
+    stages = tuple(dict.fromkeys(one_line(entry.stage) for worker in chosen for entry in worker.stage_memory))
     largest = {kind: max(_numbers(chosen, (resident, peak)), default=0) for kind, resident, peak in _HELD}
     return Workers(
         stages=stages,
@@ -63,17 +64,17 @@ def workers(comparison: Comparison) -> Workers:
 
 
 def _line(worker: WorkerSummary, stages: Sequence[str], largest: dict[str, int]) -> WorkerText:
-    by_stage = {shown(entry.stage): entry for entry in worker.stage_memory}
+    by_stage = {one_line(entry.stage): entry for entry in worker.stage_memory}
     identity = [worker.uuid, worker.pci_bus_id, f"driver {worker.driver}" if worker.driver else None]
     return WorkerText(
-        name=shown(worker.name),
-        load_path=shown(worker.load_path),
-        device=shown(f"{worker.architecture} · {worker.model}" if worker.model else worker.architecture),
-        identity=shown(" · ".join(text for text in identity if text)),
-        status=shown(worker.status),
-        reason=shown(worker.reason or ""),
+        name=one_line(worker.name),
+        load_path=one_line(worker.load_path),
+        device=one_line(f"{worker.architecture} · {worker.model}" if worker.model else worker.architecture),
+        identity=one_line(" · ".join(text for text in identity if text)),
+        status=one_line(worker.status),
+        reason=one_line(worker.reason or ""),
         seconds=f"{worker.elapsed_s:.1f} s" if worker.elapsed_s else "",
-        peak=size(worker.peak_bytes),
+        peak="" if worker.peak_bytes is None else size(worker.peak_bytes),
         stages=tuple(tuple(_bars(by_stage.get(stage), largest)) for stage in stages),
     )
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison, Finding
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
 from consistency.report import diff, terminal
-from consistency.report.page.labels import counted, shown
-from consistency.report.summary import Cell, Group, alternative_paths, divergences, some_names
+from consistency.report.summary import Cell, Group, alternative_paths, divergences
+from consistency.report.text import one_line
 
 MOST_FINDINGS = 100
 """More than a person reads; `report.json` holds all."""
@@ -70,7 +71,7 @@ class FindingText:
 def sentence(comparison: Comparison) -> str:
     """Say the verdict in one sentence, of a run or of two files."""
     say = diff.sentence if comparison.load_paths == (FILE_STAGE,) else terminal.sentence
-    return shown(say(comparison))
+    return one_line(say(comparison))
 
 
 def facts(comparison: Comparison) -> list[str]:
@@ -81,7 +82,7 @@ def facts(comparison: Comparison) -> list[str]:
     found += [f"roads {' and '.join(mains)}" if len(mains) > 1 else ""]
     found += [counted(sides, "side road") if sides else ""]
     found = [text for text in found if text]
-    return [shown(text) for text in (*found, f"level {comparison.level}")]
+    return [one_line(text) for text in (*found, f"level {comparison.level}")]
 
 
 def alternative_path_texts(comparison: Comparison) -> list[str]:
@@ -90,13 +91,12 @@ def alternative_path_texts(comparison: Comparison) -> list[str]:
     equal = [side.load_path for side in found if not side.bad and not side.skipped]
     texts = [f"side roads on which all is equal: {', '.join(equal)}"] if equal else []
     texts += [
-        f"✗ side road {side.load_path}: {side.bad} of {side.total} not what they should be, on "
-        f"{', '.join(some_names(side.workers))}"
+        f"✗ side road {side.load_path}: {side.bad} of {side.total} not what they should be, on {some(side.workers)}"
         for side in found
         if side.bad
     ]
     texts += [f"side road {side.load_path}: skipped" for side in found if side.skipped and not side.bad]
-    return [shown(text) for text in texts]
+    return [one_line(text) for text in texts]
 
 
 def stages(comparison: Comparison) -> list[str]:
@@ -110,11 +110,11 @@ def group_texts(found: Sequence[Group], columns: Sequence[str], reference: str |
     """Return the table of groups of one road."""
     return [
         GroupText(
-            name=shown(group.architecture),
-            models=shown(", ".join(some_names([model for model in group.models if model]))),
+            name=one_line(group.architecture),
+            models=one_line(some([model for model in group.models if model])),
             lines=tuple(
                 LineText(
-                    names=tuple(shown(name) for name in _names(line.workers, reference)),
+                    names=tuple(one_line(name) for name in _names(line.workers, reference)),
                     more=max(0, len(line.workers) - _MOST_WORKERS),
                     reference=reference in line.workers,
                     cells=tuple(cell_text(name, line.cells.get(name)) for name in columns),
@@ -136,7 +136,7 @@ def cell_text(stage: str, cell: Cell | None) -> CellText:
         return CellText(kind="none", mark="–", text="", said="not looked at")
     if cell.bad:
         text = f"{cell.bad} of {cell.total}"
-        place = f"from {shown(cell.first_bad)}" if stage == Stage.FORWARD and cell.first_bad else ""
+        place = f"from {one_line(cell.first_bad)}" if stage == Stage.FORWARD and cell.first_bad else ""
         said = f"not what it should be: {text} tensors {place}".rstrip()
         return CellText(kind="outside", mark="✗", text=text, said=said, place=place)
     if "blocked" in cell.counts:
@@ -157,11 +157,11 @@ def first_bits(comparison: Comparison) -> list[str]:
         load_path = f" (road {found.load_path})" if len(comparison.load_paths) > 1 else ""
         ends = {"within": "inside what is allowed", "equal": "inside what is allowed"}.get(found.status, found.status)
         texts.append(
-            f"{', '.join(some_names(workers))}{load_path}: "
+            f"{some(workers)}{load_path}: "
             f"other bits than {comparison.reference} from {found.stage} on, "
             f"first in {found.layer}.{found.tensor} ({ends})"
         )
-    return [shown(text) for text in texts]
+    return [one_line(text) for text in texts]
 
 
 def finding_texts(findings: Sequence[Finding], *, notes: bool) -> list[FindingText]:
@@ -170,13 +170,13 @@ def finding_texts(findings: Sequence[Finding], *, notes: bool) -> list[FindingTe
     return [
         FindingText(
             number=number,
-            kind=shown(finding.kind),
+            kind=one_line(finding.kind),
             severity=finding.severity,
-            message=shown(finding.message),
-            workers=shown(", ".join(some_names(finding.workers))),
-            detail=tuple(shown(text) for text in finding.detail),
-            next=None if finding.next is None else shown(finding.next),
-            tensors=tuple(shown(name) for name in finding.tensors[:MOST_TENSORS]),
+            message=one_line(finding.message),
+            workers=one_line(some(finding.workers)),
+            detail=tuple(one_line(text) for text in finding.detail),
+            next=None if finding.next is None else one_line(finding.next),
+            tensors=tuple(one_line(name) for name in finding.tensors[:MOST_TENSORS]),
             more=max(0, len(finding.tensors) - MOST_TENSORS),
         )
         for number, finding in enumerate(chosen[:MOST_FINDINGS], start=1)

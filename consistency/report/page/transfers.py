@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from consistency.comparison.result import BAD, Row, TensorComparison
-from consistency.report.page.labels import KEY, shown
+from consistency.report.page.labels import KEY
+from consistency.report.text import one_line
 
 STAGE = "transfer"
 ARROW = "->"
@@ -59,7 +60,7 @@ def _matrix(load_path: str, layers: dict[str, list[Copy]]) -> Matrix:
     names: dict[str, None] = {}
     ways, chains = {}, []
     for layer, copies in layers.items():
-        stops = [shown(stop) for stop in layer.split(ARROW)]
+        stops = [one_line(stop) for stop in layer.split(ARROW)]
         worst = max(copies, key=lambda copy: _RANK.get(copy.status, len(_RANK)))
         way = Way(status=worst.status, mark=worst.mark, copies=tuple(copies))
         if len(stops) == 2:
@@ -67,7 +68,7 @@ def _matrix(load_path: str, layers: dict[str, list[Copy]]) -> Matrix:
             ways[stops[0], stops[1]] = way
         else:
             chains.append((" → ".join(stops), way))
-    return Matrix(load_path=shown(load_path), names=tuple(names), ways=ways, chains=tuple(chains))
+    return Matrix(load_path=one_line(load_path), names=tuple(names), ways=ways, chains=tuple(chains))
 
 
 def _copy(kind: str, row: Row) -> Copy:
@@ -75,9 +76,9 @@ def _copy(kind: str, row: Row) -> Copy:
     known = isinstance(speed, (int, float)) and not isinstance(speed, bool)
     word = row.diagnosis or row.status if row.status in BAD else row.reason or ""
     return Copy(
-        kind=shown(kind),
+        kind=one_line(kind),
         status=row.status,
         mark=_MARKS[row.status],
         gb_per_s=f"{speed:.3g} GB/s" if known else "",
-        diagnosis=shown(word),
+        diagnosis=one_line(word),
     )

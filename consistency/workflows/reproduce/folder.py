@@ -20,7 +20,7 @@ from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
 from consistency.devices.spec import KERNEL_VARIABLES, parse_device
 from consistency.errors import CaptureError, ConsistencyError, UsageError
-from consistency.report.terminal import clean
+from consistency.report.text import clean
 from consistency.workflows.reproduce.evidence import Evidence, find_evidence
 
 if TYPE_CHECKING:

@@ -1,0 +1,40 @@
+"""How the reasons in a capture, the findings of a comparison and the reports count things and list them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MOST_NAMES = 6
+
+
+def counted(number: int, what: str) -> str:
+    """Write a number with its noun: `1 tensor`, `2 tensors`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def listed(texts: Sequence[str]) -> str:
+    """Join texts as in a sentence: `a, b and c`."""
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def shortened(names: Sequence[str], most: int = MOST_NAMES) -> list[str]:
+    """Return all names where they are at most `most`, else the first ones and `and 3 more`."""
+    if len(names) <= most:
+        return list(names)
+    return [*names[: most - 1], f"and {len(names) - most + 1} more"]
+
+
+def some(names: Sequence[str], most: int = MOST_NAMES) -> str:
+    """Join names, at most `most` of them: `a, b, c`, or `a, b and 3 more`."""
+    texts = shortened(names, most)
+    return ", ".join(texts) if len(names) <= most else f"{', '.join(texts[:-1])} {texts[-1]}"
+
+
+def size(count: int) -> str:
+    """Write a number of bytes: `512 B`, `1.5 GiB`."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"
