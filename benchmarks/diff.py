@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from consistency.numerics.kernels import compiled as kernel
+from consistency.numerics.kernels import trust
 
 BLOCK = 2**20
 
@@ -45,7 +45,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         files = _make(Path(folder), arguments.mib, arguments.tensors)
         print(f"{arguments.mib} MiB in {arguments.tensors} float32 tensors, {os.cpu_count()} processors")
-        print(f"numerics by {kernel.state()}")
+        print(f"numerics by {trust.state()}")
         for case, pair in files.items():
             _report(case, pair, arguments.rounds)
 

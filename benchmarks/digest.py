@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from consistency.numerics.digest import digest
-from consistency.numerics.kernels import compiled as kernel
+from consistency.numerics.kernels import trust
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     target = [torch.zeros_like(t) for t in source]
     total = sum(t.nbytes for t in source)
     print(f"{total / 2**20:.0f} MiB in {len(source)} float32 tensors, one thread, best of {arguments.rounds} rounds")
-    print(f"digests by {kernel.state()}")
+    print(f"digests by {trust.state()}")
     print(f"{'':28}{'GB/s':>8}{'of a copy':>12}")
     jobs: dict[str, Callable[[], object]] = {
         "torch copy_": lambda: [t.copy_(s) for s, t in zip(source, target, strict=True)],

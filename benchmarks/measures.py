@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from consistency.numerics.distance import measure
-from consistency.numerics.kernels import compiled as kernel
+from consistency.numerics.kernels import trust
 
 State = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -48,7 +48,7 @@ def main() -> None:
     total = sum(e.nbytes for _, e in state)
     ours = best["consistency, all measures"]
     print(f"{total / 2**20:.0f} MiB in {len(state)} float32 tensors, {torch.get_num_threads()} threads, all differ")
-    print(f"measures by {kernel.state()}")
+    print(f"measures by {trust.state()}")
     print(f"{'':28}{'s':>8}{'GB/s':>8}{'over ours':>12}")
     for name, seconds in best.items():
         print(f"{name:28}{seconds:8.2f}{total / seconds / 1e9:8.2f}{seconds / ours:12.2f}")

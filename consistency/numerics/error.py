@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 import threading
+from typing import Any
 
 import numpy as np
 import torch
 
-from consistency.numerics.distance import Measure, hexadecimal, is_worse, numbers_of, square_sum, unravel, worse
+from consistency.numerics.distance import Measure, describe_worst
 from consistency.numerics.dtype import bit_patterns
+from consistency.numerics.kernels.numpy_distance import numbers_of, square_sum
+from consistency.numerics.kernels.tally import is_worse, worse
 from consistency.numerics.real import Real
 from consistency.numerics.steps import Steps
 
@@ -38,7 +41,7 @@ class ErrorTally:
         self._max_abs = self._max_rel = self._sum = self._squares = self._magnitude = 0.0
         self._max_ulp: int | None = 0
         self._ratio: float | None = None
-        self._worst: tuple[float, int, float, float, str, str] | None = None
+        self._worst: tuple[float, dict[str, Any]] = (0.0, {})
 
     def add(self, actual: torch.Tensor, exact: np.ndarray, *, allowed: np.ndarray | None, start: int) -> None:
         """Add a chunk.
@@ -96,7 +99,6 @@ class ErrorTally:
 
     def result(self) -> Measure:
         n = max(1, math.prod(self._shape))
-        worst = self._worst
         return Measure(
             elements=math.prod(self._shape),
             mismatched=self._mismatched,
@@ -106,23 +108,18 @@ class ErrorTally:
             max_rel=Real(self._max_rel),
             max_ulp=self._max_ulp,
             bound_ratio=None if self._ratio is None else Real(self._ratio),
-            worst_index=None if worst is None else unravel(worst[1], self._shape),
-            worst_actual=None if worst is None else Real(worst[2]),
-            worst_expected=None if worst is None else Real(worst[3]),
-            worst_actual_bits=None if worst is None else worst[4],
-            worst_expected_bits=None if worst is None else worst[5],
             magnitude=Real(self._magnitude),
+            **self._worst[1],
         )
 
     def _see_worst(
         self, actual: torch.Tensor, exact: np.ndarray, rounded: torch.Tensor, badness: np.ndarray, start: int
     ) -> None:
         score = float(np.maximum.reduce(badness))
-        # an exact result has no worst element
-        if score != 0 and (self._worst is None or is_worse(score, self._worst[0])):
+        if is_worse(score, self._worst[0]):  # an exact result has no worst element
             i = int(np.argmax(badness))
-            bits = hexadecimal(actual[i]), hexadecimal(rounded[i])
-            self._worst = (score, start + i, float(actual[i]), float(exact[i]), *bits)
+            fields = describe_worst(start + i, self._shape, actual[i], rounded[i], float(exact[i]))
+            self._worst = (score, fields)
 
     def _see_magnitude(self, size: np.ndarray) -> None:
         largest = float(np.maximum.reduce(size))

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from consistency.devices.spec import KERNEL_VARIABLES
-from consistency.numerics.kernels import compiled as kernel
-from consistency.numerics.kernels import triton_digest
+from consistency.numerics.kernels import triton_digest, trust
 
 _VERSIONED = ("transformers", "peft", "safetensors", "accelerate", "numpy")
 _VARIABLES = (
@@ -39,7 +38,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "compiled_kernel": kernel.state(),
+        "compiled_kernel": trust.state(),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
     for name in _VERSIONED:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from consistency.numerics.kernels import compiled as kernel
+from consistency.numerics.kernels import trust
 from consistency.numerics.kernels.build import compile_kernel
 
 
@@ -32,7 +33,7 @@ def numerics_path(request: pytest.FixtureRequest) -> Iterator[str]:
         else:
             patch.delenv(kernel.PLAIN_VARIABLE, raising=False)
             patch.setattr(kernel, "LIBRARY", request.getfixturevalue("kernel_library"))
-        kernel.forget()
-        assert kernel.state().startswith(f"{request.param}: "), kernel.state()
+        trust.forget()
+        assert trust.state().startswith(f"{request.param}: "), trust.state()
         yield request.param
-    kernel.forget()
+    trust.forget()

@@ -19,8 +19,9 @@ from consistency.numerics.bound import (
     measure_low_rank,
     merged_allowance,
 )
-from consistency.numerics.distance import CHUNK, Measure
+from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
+from consistency.numerics.error import CHUNK
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 RANKS = (1, 2, 3, 8, 16, 64, 128, 256)
@@ -203,7 +204,7 @@ def test_the_bound_is_not_idle() -> None:
     assert min(ratios[2:]) > 0.4
 
 
-@pytest.mark.parametrize("given_tolerance", [False, True])
+@pytest.mark.parametrize("user_tolerance", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [(90, 1000), (700, 100), (3, 5 * CHUNK + 3), (5, 600_000)])
 def test_products_in_blocks_are_those_of_the_whole(rows: int, columns: int, user_tolerance: bool) -> None:
     lora = make(

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from consistency.numerics import digest as digest_module
 from consistency.numerics.digest import (
-    BLOCK_BYTES,
-    ROW_BYTES,
     TensorDigest,
     _rows_on_cpu,
     _rows_on_device,
@@ -23,6 +21,7 @@ from consistency.numerics.digest import (
     differing_blocks,
     digest,
 )
+from consistency.numerics.kernels.numpy_digest import BLOCK_BYTES, ROW_BYTES
 
 WORDS, ROWS = ROW_BYTES // 8, BLOCK_BYTES // ROW_BYTES
 DTYPES = (

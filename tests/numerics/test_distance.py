@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consistency.errors import StructureError
-from consistency.numerics import distance
-from consistency.numerics.distance import CHUNK, Measure, measure
+from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import bit_patterns
+from consistency.numerics.kernels import numpy_distance
+from consistency.numerics.kernels.numpy_distance import CHUNK
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NAN, INF = math.nan, math.inf
@@ -336,7 +337,7 @@ def test_the_size_of_the_chunks_changes_nothing(dtype: torch.dtype, monkeypatch:
         y[13, 7], x[20, 20] = INF, -INF
     found = []
     for size in (1 << 14, 64, 2):
-        monkeypatch.setattr(distance, "CHUNK", size)  # of NumPy's path; test_kernel.py has the other's
+        monkeypatch.setattr(numpy_distance, "CHUNK", size)  # of NumPy's path; test_compiled.py has the other's
         found.append(measure(y, x))
     one = dataclasses.asdict(found[0])
     for other in found[1:]:

@@ -1,1 +1,1 @@
-"""The compiled and the Triton kernel, and when either may be trusted."""
+"""The compiled and the Triton kernel, the NumPy paths that they are checked against, and when either may be used."""

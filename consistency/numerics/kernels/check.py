@@ -1,4 +1,4 @@
-"""Hold the compiled kernel against NumPy before it is used, on a small input that has all that is hard."""
+"""Check the compiled kernel against NumPy on a small input that covers the hard cases."""
 
 from __future__ import annotations
 
@@ -7,41 +7,42 @@ import math
 import numpy as np
 import torch
 
-from consistency.numerics import digest, distance
-from consistency.numerics.dtype import bit_patterns, named
+from consistency.numerics.dtype import bit_patterns, name_of, named
+from consistency.numerics.kernels import numpy_digest
 from consistency.numerics.kernels.compiled import BLOCK, CHUNK, DIGEST, Kernel
-from consistency.numerics.kernels.tally import Seen
+from consistency.numerics.kernels.numpy_distance import measure_by_numpy
+from consistency.numerics.kernels.tally import Tally, total
 
 SUMS_APART = 2 * (CHUNK + 2) * 2.0**-53
-"""How far the sums of both paths may be apart, relatively. A sum of n terms of one sign is off by at most (n - 1) u, to
-first order, in whatever order (Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., section 4.2), with
+"""Allowed relative difference between the sums of both paths. A sum of n terms of one sign is off by at most (n - 1) u,
+to first order, in any order (Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., section 4.2), with
 n <= CHUNK and u = 2**-53; a square and the sum over the chunks add one rounding each, and both paths are off. Twice the
 mean is off by no more; the root halves it."""
 
-_ELEMENTS = 3 * BLOCK + 78  # whole blocks, and one that is not; even, for complex numbers
+_ELEMENTS = 3 * BLOCK + 78  # whole blocks and a partial one; even, for complex numbers
 
 _OVERFLOWING_BYTES = 257 << 10
-"""The kernel counts ones of 16 vectors of 64 bytes at a time, and keeps 255 such counts at most in a byte."""
+"""The kernel counts set bits of 16 vectors of 64 bytes at a time, and keeps at most 255 such counts in a byte."""
 
 
 def check(kernel: Kernel, purpose: str) -> str | None:
-    """Say what the kernel gets wrong for a purpose; None where it may be trusted."""
+    """Return what the kernel gets wrong for a purpose; None if it may be trusted."""
     return _check_digest(kernel) if purpose == DIGEST else _check_measures(kernel, purpose)
 
 
 def _check_digest(kernel: Kernel) -> str | None:
-    words = digest.ROW_BYTES // 8
+    words = numpy_digest.ROW_WORDS
     rows = made_up(np.dtype(np.int64), 7 * words)
     rows[words : 3 * words] = -1  # the largest sums of halves
-    # from an odd byte on, where a mapped file's tensor may lie
+    # at an odd address, where a tensor of a mapped file may start
     shifted = np.empty(rows.nbytes + 1, np.uint8)[1:]
     shifted[:] = rows.view(np.uint8)
     expected, actual = np.empty((2, 7), np.int64)
-    digest.sum_rows_by_numpy(rows.view(np.uint8), expected)
+    numpy_digest.sum_rows(rows.view(np.uint8), expected)
     for raw in (rows.view(np.uint8), shifted):
-        kernel.digest(raw.ctypes.data, 7, *digest.weights_of_row(), actual)
+        kernel.digest(raw.ctypes.data, 7, *numpy_digest.weights_of_row(), actual)
         if not np.array_equal(actual, expected):
-            return f"its digests are wrong in {int((actual != expected).sum())} of 7 made-up rows"
+            return f"wrong digests in {int((actual != expected).sum())} of 7 test rows"
     return None
 
 
@@ -49,26 +50,33 @@ def _check_measures(kernel: Kernel, kind: str) -> str | None:
     dtype = named(kind)
     for name, a, e in hard_pairs(dtype):
         for parts in (1, 2):
-            actual = distance.look_compiled(kernel, a, e, parts, threads=1, chunk=2 * BLOCK)  # two chunks
-            expected = distance.look_by_numpy(a, e, parts)
-            wrong = differs_in(actual, expected)
+            actual = measure_by(kernel, a, e, parts=parts, chunk=2 * BLOCK)  # two chunks
+            wrong = differs_in(actual, measure_by_numpy(a, e, parts))
             if wrong is not None:
-                return f"it is wrong on {name} in {wrong}"
-    return None if _counts_all_bits(kernel, dtype) else "it miscounts flipped bits"
+                return f"wrong {wrong} on {name}"
+    return None if _counts_all_bits(kernel, dtype) else "wrong count of flipped bits"
+
+
+def measure_by(
+    kernel: Kernel, a: torch.Tensor, e: torch.Tensor, *, parts: int = 1, threads: int = 1, chunk: int = CHUNK
+) -> Tally:
+    """Measure flat, contiguous tensors of a dtype of `KINDS` with a given kernel."""
+    return kernel.measure(
+        name_of(a.dtype), a.data_ptr(), e.data_ptr(), a.numel(), parts=parts, threads=threads, chunk=chunk
+    )
 
 
 def _counts_all_bits(kernel: Kernel, dtype: torch.dtype) -> bool:
-    """Tell whether all bits of so many words are counted that no count of ones in a byte can hold them."""
+    """Check the count of flipped bits on more words than a byte can count."""
     zeros = torch.zeros(_OVERFLOWING_BYTES // dtype.itemsize, dtype=dtype)
     ones = torch.full((_OVERFLOWING_BYTES,), 255, dtype=torch.uint8).view(dtype)
-    found = distance.look_compiled(kernel, ones, zeros, 1, threads=1)
-    return found.flipped == dict.fromkeys(range(8 * dtype.itemsize), zeros.numel())
+    return measure_by(kernel, ones, zeros).flipped == dict.fromkeys(range(8 * dtype.itemsize), zeros.numel())
 
 
 def hard_pairs(dtype: torch.dtype) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Make pairs of tensors: close numbers, numbers of any size, and any bits at all.
+    """Return pairs of tensors: close values, values of any size, and arbitrary bits.
 
-    NaN on one side spoils every largest difference, so it is in the last alone. The close numbers are off away from
+    NaN on one side spoils every largest difference, so only the last pair has it. The close values differ away from
     zero, so that it matters which of the two a difference is divided by.
     """
     bits = np.dtype(f"i{dtype.itemsize}")
@@ -84,16 +92,16 @@ def hard_pairs(dtype: torch.dtype) -> list[tuple[str, torch.Tensor, torch.Tensor
     paired = [torch.where(both_nan, side, number) for side, number in zip(anything, finite, strict=True)]
     numeric = [torch.where(torch.isnan(side), 1, side) for side in anything]
     return [
-        ("close numbers", torch.from_numpy(close).view(dtype), numbers),
-        ("finite numbers", finite[0], finite[1]),
+        ("close values", torch.from_numpy(close).view(dtype), numbers),
+        ("finite values", finite[0], finite[1]),
         ("paired NaNs", paired[0], paired[1]),
-        ("numbers and infinities", numeric[0], numeric[1]),
-        ("any bits", anything[0], anything[1]),
+        ("values and infinities", numeric[0], numeric[1]),
+        ("arbitrary bits", anything[0], anything[1]),
     ]
 
 
 def _pairs_of_extremes(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Pair each with each: zeros, subnormals, numbers next to one another, the largest, infinities and NaNs."""
+    """Pair zeros, subnormals, neighbouring numbers, the largest, infinities and NaNs, each with each."""
     info = torch.finfo(dtype)
     numbers = (0.0, info.tiny / 2, info.tiny, 1.0, 1.0 + info.eps, 2.0, info.max, math.inf, math.nan)
     ones = bit_patterns(torch.tensor(numbers, dtype=torch.float64).to(dtype)).numpy()
@@ -103,7 +111,7 @@ def _pairs_of_extremes(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
 
 
 def made_up(dtype: np.dtype, count: int) -> np.ndarray:
-    """Make integers of the full range, in which every bit is set and clear, the extreme ones among them."""
+    """Return integers of the full range, in which every bit is set and clear, including the extreme ones."""
     bounds = np.iinfo(dtype)
     stream = np.random.Generator(np.random.PCG64(0))  # torch's generators are the model's, and are left alone
     words = stream.integers(bounds.min, bounds.max, size=count, dtype=dtype.type, endpoint=True)
@@ -111,15 +119,15 @@ def made_up(dtype: np.dtype, count: int) -> np.ndarray:
     return np.asarray(words)
 
 
-def differs_in(actual: Seen, expected: Seen) -> str | None:
-    """Name what two paths do not agree in; None where they do. Sums may be `SUMS_APART`."""
+def differs_in(actual: Tally, expected: Tally) -> str | None:
+    """Return the first measure in which two paths disagree; None if they agree. Sums may be `SUMS_APART`."""
     for name in ("mismatched", "max_abs", "max_rel", "max_ulp", "flipped", "first", "last"):
         if not _same(getattr(actual, name), getattr(expected, name)):
             return name
     if actual.worst is not None and expected.worst is not None and actual.worst[1:] != expected.worst[1:]:
         return "worst"
     for name in ("sums", "squares"):
-        x, y = distance.total(getattr(actual, name)), distance.total(getattr(expected, name))
+        x, y = total(getattr(actual, name)), total(getattr(expected, name))
         if not _same(x, y) and not abs(x - y) <= SUMS_APART * abs(y):
             return name
     return None

@@ -1,48 +1,44 @@
-"""Whether the compiled kernel (`kernel.c`) may be used in this process, and its use where it may. No torch here.
-
-An installation has it where there was a C compiler (`kernel_build`). Else NumPy computes the same, bit
-for bit, but for mean and root mean square, which are sums of floats (`kernel_check.SUMS_APART`). A wrong measure or
-digest is a false alarm or a miss. So before a process uses the kernel for a purpose, it holds it against NumPy on a
-small input that has all that is hard (`kernel_check`); where they differ, or where it cannot be loaded, the process
-keeps to NumPy, and `state` says why.
-"""
+"""Load the compiled kernel (`kernel.c`) and call it. `kernels.trust` decides whether it may be used."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from consistency.numerics.kernels.tally import Tally, is_worse, worse
+
 PLAIN_VARIABLE = "CONSISTENCY_NO_KERNEL"
-"""Set to anything, it keeps the kernel off; where a package is built, it is then left out of it."""
+"""Set to any value, it disables the kernel; set while the package is built, it leaves the kernel out."""
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 SOURCE = Path(__file__).with_name("kernel.c")
 
 BLOCK = 512
-"""Elements of a block of `kernel.c`."""
+"""Elements per block of `kernel.c`."""
 
 CHUNK = 64 * BLOCK
-"""Elements that share a sum: few enough that it is off by little, so many that a sum for each is nothing to keep."""
+"""Elements that share a sum: few enough for a small rounding error, many enough that storing the sums costs nothing."""
 
-_WORTH_BYTES = 1 << 20
-"""Bytes per thread at least: handing over to a thread takes some 30 µs, and this some 200 µs to measure."""
+_MIN_BYTES_PER_THREAD = 1 << 20
+"""Handing work to a thread takes some 30 µs; measuring this much takes some 200 µs."""
 
 KINDS = ("float16", "bfloat16", "float32", "float64")
-"""The dtypes it measures, in the order of their numbers in `kernel.c`."""
+"""The dtypes that the kernel measures, in the order of `enum kind` in `kernel.c`."""
 
 DIGEST = "digest"
 VARIANTS = ("plain", "avx2", "avx512")
 
 
-class Seen(ctypes.Structure):
-    """What the kernel has seen of two ranges; `struct seen` of `kernel.c`, which says what each field is."""
+class _Range(ctypes.Structure):
+    """The measures of one range; `struct seen` of `kernel.c`, which documents the fields."""
 
     _fields_ = (
         ("mismatched", ctypes.c_int64),
@@ -76,16 +72,16 @@ class Kernel:
     Raises
     ------
     OSError, AttributeError
-        It cannot be loaded, or is another library.
+        The library cannot be loaded, or is not the kernel.
     ValueError
-        It was compiled of another source than the one beside it, or the processor cannot run the variant.
+        It was compiled from a source other than the one next to it, or the processor cannot run the variant.
     """
 
     def __init__(self, path: Path, *, variant: int | None = None) -> None:
         library = ctypes.CDLL(str(path))
         library.consistency_source.restype = ctypes.c_uint32
         if SOURCE.exists() and library.consistency_source() != zlib.crc32(SOURCE.read_bytes()):
-            raise ValueError(f"{path.name} was compiled of another {SOURCE.name}: install the package again")
+            raise ValueError(f"{path.name} was compiled from another {SOURCE.name}: install the package again")
         self.variants: int = library.consistency_variants()
         self.variant = self.variants - 1 if variant is None else variant
         if not 0 <= self.variant < self.variants:
@@ -108,8 +104,8 @@ class Kernel:
         parts: int = 1,
         threads: int = 1,
         chunk: int = CHUNK,
-    ) -> tuple[list[tuple[int, Seen]], np.ndarray]:
-        """Measure two ranges of floats; the answer does not depend on the threads.
+    ) -> Tally:
+        """Measure two arrays of floats; the result does not depend on the number of threads.
 
         Parameters
         ----------
@@ -119,43 +115,56 @@ class Kernel:
             Addresses of the first element.
         elements : int
         parts : int
-            Of how many elements one makes a number: 2 for a complex one.
+            Elements per number: 2 for complex numbers.
         threads : int
-            At most so many are used.
+            Upper limit.
         chunk : int
             Elements that share a sum, a multiple of `BLOCK`.
-
-        Returns
-        -------
-        list of (int, Seen)
-            Parts of the range in order, each with its first element: places in it count from there.
-        np.ndarray
-            Sums of the differences and of their squares, `(2, chunks)` float64.
         """
         sums = np.zeros((2, -(-elements // chunk)))
         width = 2 if kind.endswith("16") else int(kind[-2:]) // 8
-        most = max(1, min(threads, elements * width // _WORTH_BYTES))
+        most = max(1, min(threads, elements * width // _MIN_BYTES_PER_THREAD))
         step = max(1, -(-sums.shape[1] // most)) * chunk
 
-        def look(start: int) -> tuple[int, Seen]:
-            seen = Seen()
+        def measure_from(start: int) -> _Range:
+            found = _Range()
             offset, place = start * width, start // chunk
             self._measure(
                 self.variant, KINDS.index(kind), parts, actual + offset, expected + offset,
                 min(step, elements - start), chunk, sums[0, place:].ctypes.data, sums[1, place:].ctypes.data,
-                ctypes.addressof(seen),
+                ctypes.addressof(found),
             )  # fmt: skip
-            return start, seen
+            return found
 
         starts = range(0, elements, step)
-        if len(starts) < 2:
-            return [look(start) for start in starts], sums
-        others = [_pool(os.getpid(), threads - 1).submit(look, start) for start in starts[1:]]
-        return [look(0), *(other.result() for other in others)], sums
+        others = [_pool(os.getpid(), threads - 1).submit(measure_from, start) for start in starts[1:]]
+        ranges = [*map(measure_from, starts[:1]), *(other.result() for other in others)]
+        return _merged(zip(starts, ranges, strict=True), sums)
 
     def digest(self, data: int, rows: int, w: np.ndarray, v: np.ndarray, out: np.ndarray) -> None:
         """Digest whole rows at an address, with the weights of a row, into contiguous int64."""
         self._digest(self.variant, data, rows, w.ctypes.data, v.ctypes.data, out.ctypes.data)
+
+
+def _merged(ranges: Iterable[tuple[int, _Range]], sums: np.ndarray) -> Tally:
+    """Merge ranges, each given with its first element, in order."""
+    tally = Tally(sums=sums[0].tolist(), squares=sums[1].tolist())
+    flips = np.zeros(64, np.int64)
+    for start, found in ranges:
+        if not found.mismatched:
+            continue
+        tally.mismatched += found.mismatched
+        tally.max_abs, tally.max_rel = worse(tally.max_abs, found.max_abs), worse(tally.max_rel, found.max_rel)
+        tally.max_ulp = max(tally.max_ulp or 0, found.max_ulp)
+        tally.first = start + found.first if tally.first is None else tally.first
+        tally.last = start + found.last
+        if tally.worst is None or is_worse(found.max_abs, tally.worst[0]):
+            tally.worst = (found.max_abs, start + found.worst)
+        flips += np.ctypeslib.as_array(found.flips)
+    if math.isnan(tally.max_abs):  # NaN on one side alone has no place in the order
+        tally.max_ulp = None
+    tally.flipped = {bit: count for bit, count in enumerate(flips.tolist()) if count}
+    return tally
 
 
 @functools.cache
@@ -164,7 +173,8 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:  # noqa: ARG001 - a
 
 
 @functools.cache
-def _loaded() -> Kernel | str:
+def load() -> Kernel | str:
+    """Return the kernel of this installation, or the reason why there is none."""
     if os.environ.get(PLAIN_VARIABLE):
         return f"{PLAIN_VARIABLE} is set"
     if not LIBRARY.exists():
@@ -173,35 +183,3 @@ def _loaded() -> Kernel | str:
         return Kernel(LIBRARY)
     except (OSError, AttributeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
-
-
-@functools.cache
-def _refused(purpose: str) -> str | None:
-    found = _loaded()
-    if isinstance(found, str):
-        return found
-    from consistency.numerics.kernels import check as kernel_check  # it needs what uses this module
-
-    check: Callable[[Kernel, str], str | None] = kernel_check.check
-    return check(found, purpose)
-
-
-def trusted(purpose: str) -> Kernel | None:
-    """Return the kernel if it may be used to measure a dtype of `KINDS` or to `DIGEST`; else None: use NumPy."""
-    found = _loaded()
-    return found if isinstance(found, Kernel) and _refused(purpose) is None else None
-
-
-def state() -> str:
-    """Say which path this process takes: `compiled: ` and the variant, or `numpy: ` and the reason."""
-    found = _loaded()
-    if isinstance(found, str):
-        return f"numpy: {found}"
-    refused = [f"{purpose}: {reason}" for purpose in (*KINDS, DIGEST) if (reason := _refused(purpose)) is not None]
-    return f"numpy: {'; '.join(refused)}" if refused else f"compiled: {VARIANTS[found.variant]}"
-
-
-def forget() -> None:
-    """Forget what was found, so that it is tried again: for tests, which switch the kernel off and spoil it."""
-    _loaded.cache_clear()
-    _refused.cache_clear()

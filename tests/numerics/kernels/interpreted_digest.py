@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consistency.numerics import digest as digest_module
-from consistency.numerics.digest import BLOCK_BYTES, digest
+from consistency.numerics.digest import digest
 from consistency.numerics.kernels import triton_digest
+from consistency.numerics.kernels.numpy_digest import BLOCK_BYTES
 from consistency.numerics.kernels.triton_digest_kernel import launch
 
 DTYPES = (torch.bool, torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.complex64)

@@ -13,16 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consistency.numerics import distance
-from consistency.numerics.digest import ROW_BYTES, digest, sum_rows_by_numpy, weights_of_row
-from consistency.numerics.distance import look_by_numpy, look_compiled, measure
+from consistency.numerics.digest import digest
+from consistency.numerics.distance import measure
 from consistency.numerics.dtype import bit_patterns, named
 from consistency.numerics.kernels import check as kernel_check
 from consistency.numerics.kernels import compiled as kernel
+from consistency.numerics.kernels import trust
 from consistency.numerics.kernels.build import compile_kernel
-from consistency.numerics.kernels.check import differs_in, hard_pairs
+from consistency.numerics.kernels.check import differs_in, hard_pairs, measure_by
 from consistency.numerics.kernels.compiled import CHUNK, DIGEST, KINDS, Kernel
-from consistency.numerics.kernels.tally import Seen
+from consistency.numerics.kernels.numpy_digest import ROW_BYTES, sum_rows, weights_of_row
+from consistency.numerics.kernels.numpy_distance import measure_by_numpy
+from consistency.numerics.kernels.tally import Tally
 from consistency.worker import environment
 
 CPU = torch.device("cpu")
@@ -31,9 +33,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _nothing_found_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(kernel.PLAIN_VARIABLE, raising=False)
-    kernel.forget()
+    trust.forget()
     yield
-    kernel.forget()
+    trust.forget()
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +73,18 @@ def test_any_bits_are_seen_as_numpy_sees_them(
 ) -> None:
     pairs = [(x, y if i % 8 >= keep else x) for i, (x, y) in enumerate(words * 2)]
     a, e = (torch.from_numpy(np.array(w, np.uint64)).view(named(kind)) for w in zip(*pairs, strict=True))
-    expected = look_by_numpy(a, e, parts)
+    expected = measure_by_numpy(a, e, parts)
     for found in variants:
-        assert differs_in(look_compiled(found, a, e, parts, threads=1), expected) is None
+        assert differs_in(measure_by(found, a, e, parts=parts), expected) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("elements", [1, 511, 512, CHUNK, 2 * CHUNK + 513])
 def test_sums_are_those_of_numpy_but_for_the_order(kind: str, elements: int, variants: list[Kernel]) -> None:
     a, e = rounded_differently(kind, elements)
-    expected = look_by_numpy(a, e, 1)
+    expected = measure_by_numpy(a, e, 1)
     for found in variants:
-        seen = look_compiled(found, a, e, 1, threads=1)
+        seen = measure_by(found, a, e)
         assert differs_in(seen, expected) is None
         assert seen.worst == expected.worst
         assert len(seen.sums) == -(-elements // CHUNK)
@@ -91,7 +93,7 @@ def test_sums_are_those_of_numpy_but_for_the_order(kind: str, elements: int, var
 def test_the_sums_would_be_held_to_less_than_a_billionth() -> None:
     assert 0 < kernel_check.SUMS_APART < 1e-11
     a, e = rounded_differently("float32", 100)
-    seen = look_by_numpy(a, e, 1)
+    seen = measure_by_numpy(a, e, 1)
     off = dataclasses.replace(seen, sums=[1.0001 * s for s in seen.sums])
     assert differs_in(off, seen) == "sums"
 
@@ -100,13 +102,13 @@ def test_the_sums_would_be_held_to_less_than_a_billionth() -> None:
 def test_variants_and_threads_give_the_same_bits(
     kind: str, variants: list[Kernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "_WORTH_BYTES", 1)
+    monkeypatch.setattr(kernel, "_MIN_BYTES_PER_THREAD", 1)
     long = rounded_differently(kind, 5 * CHUNK + 77)
     far = [*long[0].split(CHUNK), torch.tensor([float("inf")]).to(named(kind))]
     pairs = [long, (torch.cat(far[::-1]), torch.cat([long[1], long[1][:1]]))]
     pairs += [(a, e) for _, a, e in hard_pairs(named(kind))]
     for a, e in pairs:
-        seen = [look_compiled(k, a, e, 1, threads=threads) for k in variants for threads in (1, 2, 3, 9)]
+        seen = [measure_by(k, a, e, threads=threads) for k in variants for threads in (1, 2, 3, 9)]
         assert [repr(s) for s in seen] == [repr(seen[0])] * len(seen)
 
 
@@ -115,8 +117,8 @@ def test_ranges_that_lie_at_any_byte_are_measured(variants: list[Kernel]) -> Non
     moved = torch.zeros(2, 4003, dtype=torch.uint8)[:, 3:]
     moved[0], moved[1] = a.view(torch.uint8), e.view(torch.uint8)
     for found in variants:
-        ((_, seen),) = found.measure("float32", moved[0].data_ptr(), moved[1].data_ptr(), 1000)[0]
-        assert seen.mismatched == look_by_numpy(a, e, 1).mismatched
+        seen = found.measure("float32", moved[0].data_ptr(), moved[1].data_ptr(), 1000)
+        assert seen.mismatched == measure_by_numpy(a, e, 1).mismatched
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 33])
@@ -124,7 +126,7 @@ def test_ranges_that_lie_at_any_byte_are_measured(variants: list[Kernel]) -> Non
 def test_digests_are_those_of_numpy(rows: int, offset: int, variants: list[Kernel]) -> None:
     raw = np.frombuffer(np.random.default_rng(0).bytes(rows * ROW_BYTES + offset), np.uint8)[offset:]
     expected, actual = np.empty((2, rows), np.int64)
-    sum_rows_by_numpy(raw, expected)
+    sum_rows(raw, expected)
     for found in variants:
         actual[:] = 0
         found.digest(raw.ctypes.data, rows, *weights_of_row(), actual)
@@ -144,18 +146,18 @@ def test_what_does_not_lie_in_a_row_goes_to_numpy(kernel_library: Path, monkeypa
 def test_a_right_kernel_is_used(kernel_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "LIBRARY", kernel_library)
     taken = []
-    plain = distance.look_compiled
+    plain = Kernel.measure
 
-    def noted(*args: Any, **options: Any) -> Seen:
+    def noted(*args: Any, **options: Any) -> Tally:
         taken.append(args)
         return plain(*args, **options)
 
-    monkeypatch.setattr(distance, "look_compiled", noted)
-    assert kernel.trusted("float32") is not None
+    monkeypatch.setattr(Kernel, "measure", noted)
+    assert trust.trusted("float32") is not None
     before = len(taken)
     measure(torch.ones(3), torch.zeros(3))
     assert len(taken) == before + 1
-    assert kernel.state() == f"compiled: {kernel.VARIANTS[Kernel(kernel_library).variant]}"
+    assert trust.state() == f"compiled: {kernel.VARIANTS[Kernel(kernel_library).variant]}"
 
 
 def test_it_is_checked_once_for_each_purpose(kernel_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +201,9 @@ def test_a_wrong_kernel_is_refused(
         pytest.skip(f"the kernel cannot be compiled here: {reason}")
     monkeypatch.setattr(kernel, "SOURCE", source)
     monkeypatch.setattr(kernel, "LIBRARY", library)
-    assert {purpose for purpose in (*KINDS, DIGEST) if kernel.trusted(purpose) is None} == refused
-    assert kernel.state().startswith("numpy: ")
-    assert all(purpose in kernel.state() for purpose in refused)
+    assert {purpose for purpose in (*KINDS, DIGEST) if trust.trusted(purpose) is None} == refused
+    assert trust.state().startswith("numpy: ")
+    assert all(purpose in trust.state() for purpose in refused)
 
 
 def test_one_of_another_source_is_refused(
@@ -211,20 +213,20 @@ def test_one_of_another_source_is_refused(
     source.write_text("/* edited since */", encoding="utf-8")
     monkeypatch.setattr(kernel, "SOURCE", source)
     monkeypatch.setattr(kernel, "LIBRARY", kernel_library)
-    assert kernel.trusted("float32") is None
-    assert "compiled of another kernel.c" in kernel.state()
+    assert trust.trusted("float32") is None
+    assert "compiled from another kernel.c" in trust.state()
 
 
 def test_what_is_no_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "_kernel.so").write_bytes(b"no library")
     monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "_kernel.so")
-    assert kernel.trusted(DIGEST) is None
-    assert kernel.state().startswith("numpy: OSError: ")
+    assert trust.trusted(DIGEST) is None
+    assert trust.state().startswith("numpy: OSError: ")
 
 
 def test_without_it_numpy_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "none.so")
-    assert kernel.state() == "numpy: this installation was built without it"
+    assert trust.state() == "numpy: this installation was built without it"
     assert measure(torch.ones(3), torch.zeros(3)).mismatched == 3
 
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from consistency.numerics import digest as digest_module
-from consistency.numerics.digest import BLOCK_BYTES, ROW_BYTES, digest
+from consistency.numerics.digest import digest
 from consistency.numerics.kernels import triton_digest
+from consistency.numerics.kernels.numpy_digest import BLOCK_BYTES, ROW_BYTES
 from consistency.worker import determinism, environment
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
