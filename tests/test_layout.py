@@ -30,3 +30,9 @@ def test_every_way_to_import_is_seen() -> None:
     assert "tests.a.test_b" in imported("import tests.a.test_b")
     assert "tests.a.test_b" in imported("def f():\n    from tests.a.test_b import c")
     assert "tests.a.test_b" in imported("from tests.a import test_b")
+
+
+def test_tests_stand_in_the_room_that_they_test() -> None:
+    rooms = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")} - {Path("accelerator")}
+    assert Path("worker/stages/adapter") in rooms
+    assert [str(room) for room in rooms if not (TESTS.parent / "consistency" / room).is_dir()] == []

@@ -15,6 +15,7 @@ from consistency.numerics.bound import (
     UserAllowance,
     delta_allowance,
     gamma,
+    independent_rows,
     measure_against_exact,
     measure_low_rank,
     merged_allowance,
@@ -518,3 +519,14 @@ def test_a_tolerance_holds_in_every_chunk() -> None:
     found = measure_against_exact(actual, exact, UserAllowance(atol=1.0, rtol=0.0))
     assert (share(found), found.worst_index) == (3, (2 * CHUNK + 5,))
     assert torch.equal(exact, torch.zeros_like(exact)), "the reference is left as it was"
+
+
+def test_rows_that_carry_no_error_are_no_draws() -> None:
+    exact = torch.zeros(2, 4, 8, dtype=torch.float64)
+    assert independent_rows(exact.float() + 1e-6, exact) == 8
+    one = exact.float()
+    one[1, 2] = 1e-6
+    assert independent_rows(one, exact) == 1
+    assert independent_rows(exact.float(), exact) == 8
+    assert independent_rows(exact[0, 0].float() + 1, exact[0, 0]) == 8
+    assert independent_rows(exact.float() + math.nan, exact) == 8

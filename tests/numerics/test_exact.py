@@ -221,3 +221,10 @@ def test_outside_the_mode_nothing_has_changed() -> None:
 
 def test_no_gradient_is_kept() -> None:
     assert not in_float64(filled(nn.Linear(4, 4)), normal(2, 4)).requires_grad
+
+
+def test_convolutions_take_float64_before_they_compare_dtypes() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 2, 1), torch.nn.ConvTranspose2d(2, 1, 2))
+    found = in_float64(model, torch.ones(1, 3, 8, 8))
+    assert found.dtype == torch.float64
+    assert torch.nn.functional.conv2d is torch.conv2d

@@ -28,7 +28,7 @@ from consistency.worker.stages.adapter import load_paths
 from consistency.worker.stages.adapter.load_paths import as_it_was, stand_in
 from consistency.worker.stages.context import Context
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # of PEFT and transformers, as in test_methods
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
 SIDES = tuple(load_path for load_path in LoadPath if load_path.main is LoadPath.ISOLATED and not load_path.is_main)
 Fingerprint = dict[str, tuple[int, int, str]]
@@ -193,7 +193,7 @@ class Made:
 
 
 @pytest.mark.parametrize(
-    ("road", "reason"),
+    ("load_path", "reason"),
     [
         (LoadPath.ISOLATED_LOW_MEMORY, "PEFT cannot load this adapter twice: "),
         (LoadPath.ISOLATED_TRANSFORMERS, "transformers cannot load this adapter: "),
@@ -241,7 +241,7 @@ def test_transformers_loader_takes_no_prompt() -> None:
     assert said["reason"] == "transformers loads no prompt"
 
 
-@pytest.mark.parametrize("road", [LoadPath.ISOLATED_LOW_MEMORY, LoadPath.ISOLATED_TRANSFORMERS])
+@pytest.mark.parametrize("load_path", [LoadPath.ISOLATED_LOW_MEMORY, LoadPath.ISOLATED_TRANSFORMERS])
 def test_out_of_memory_is_no_adapter_that_cannot_be_loaded(
     tiny: Any, load_path: LoadPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from consistency.worker.stages.adapter.reload import POISON, reload
 from consistency.worker.stages.context import Context
 from tests.worker.model.made_models import SIZES, perturb
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # as in test_methods
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FORMATS = [
