@@ -1,13 +1,12 @@
 """Find the devices of this machine without creating a context on any of them.
 
-The CPU is read from the operating system, NVIDIA GPUs from NVML. Other accelerators are asked for by way of
-`torch.accelerator` in a process of its own, and only where the installed torch can have one: a backend may open its
-devices when it counts them, and such a context must not live in the process that starts the workers.
+The CPU is read from the operating system, NVIDIA GPUs from NVML. Other accelerators are listed by `torch.accelerator`
+in a separate process, and only where the installed torch can have one: a backend may open its devices when it counts
+them, and such a context must not live in the process that starts the workers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
@@ -19,9 +18,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
-from consistency.devices.spec import DeviceInfo, DeviceSpec, cpu_variants, nvidia_architecture, parse_device
+from msgspec.structs import replace
+
+from consistency.devices.backends import BACKENDS, CPU, Variant, backend_of, worker_variables
+from consistency.devices.host import nvml
+from consistency.devices.interpreter import python_command, python_path
+from consistency.devices.spec import DeviceInfo, DeviceSpec, parse_device
 from consistency.errors import UsageError
 
 PROBE_TIMEOUT_S = 120.0  # importing torch on a cold network disk takes most of a minute
@@ -51,7 +55,7 @@ def select(names: Sequence[str]) -> tuple[DeviceInfo, ...]:
 
 def cpu_info(spec: DeviceSpec | None = None) -> DeviceInfo:
     """Describe this machine's CPU, as the kernel variant that `spec` asks for."""
-    spec = spec or DeviceSpec(type="cpu")
+    spec = spec or DeviceSpec(type=CPU)
     flags, model = _cpuinfo()
     variants = {v.name: v for v in cpu_variants(flags)}
     if spec.variant is not None and spec.variant not in variants:
@@ -66,6 +70,11 @@ def cpu_info(spec: DeviceSpec | None = None) -> DeviceInfo:
     else:
         level = variants[list(variants)[-1]].architecture if variants else None
     return DeviceInfo(spec=spec, architecture=f"{machine} {level}" if level else machine, model=model)
+
+
+def cpu_variants(flags: frozenset[str]) -> tuple[Variant, ...]:
+    """Return the kernel variants that a CPU with these `/proc/cpuinfo` flags can run."""
+    return tuple(variant for variant in backend_of(CPU).variants if variant.needs <= flags)
 
 
 def accelerators() -> tuple[DeviceInfo, ...]:
@@ -83,7 +92,7 @@ def _auto() -> tuple[DeviceInfo, ...]:
 
 def _variants() -> tuple[DeviceInfo, ...]:
     flags, _ = _cpuinfo()
-    return tuple(cpu_info(DeviceSpec(type="cpu", variant=v.name)) for v in cpu_variants(flags))
+    return tuple(cpu_info(DeviceSpec(type=CPU, variant=v.name)) for v in cpu_variants(flags))
 
 
 def _find(spec: DeviceSpec) -> DeviceInfo:
@@ -92,12 +101,13 @@ def _find(spec: DeviceSpec) -> DeviceInfo:
     found = accelerators()
     for info in found:
         if (info.spec.type, info.spec.index) == (spec.type, spec.index):
-            return dataclasses.replace(info, spec=spec)
+            return replace(info, spec=spec)
     raise UsageError(
         f"this machine has no device {spec.name}",
-        got=", ".join(["cpu", *(i.spec.name for i in found)]),
+        got=", ".join([CPU, *(i.spec.name for i in found)]),
         where="--devices",
-        hint="`consistency devices` lists what is here" + _torch_hint(),
+        hint="`consistency devices` lists the devices of this machine"
+        + ("" if _torch_build() else "; the installed torch is a CPU build"),
     )
 
 
@@ -126,45 +136,57 @@ def _cpuinfo() -> tuple[frozenset[str], str]:
 @functools.cache
 def _nvidia() -> tuple[DeviceInfo, ...]:
     """Ask NVML, which reads the driver and creates no CUDA context."""
-    if not _torch_build().get("cuda"):
+    kind = next(backend.type for backend in BACKENDS.values() if backend.by_nvml)
+    if kind not in _torch_build():  # built for ROCm or without CUDA
         return ()
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        found = [_nvml_device(pynvml, i, driver) for i in range(pynvml.nvmlDeviceGetCount())]
-    finally:
-        pynvml.nvmlShutdown()
-    return _visible(found)
+    with nvml.library() as library:
+        if library is None:
+            return ()
+        driver = nvml.driver(library)
+        return _visible([_nvml_device(library, kind, i, driver) for i in range(library.nvmlDeviceGetCount())])
 
 
-def _nvml_device(nvml: ModuleType, index: int, driver: str) -> DeviceInfo:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    capability = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    uuid = nvml.nvmlDeviceGetUUID(handle)
+def _nvml_device(library: Any, kind: str, index: int, driver: str | None) -> DeviceInfo:
+    handle = library.nvmlDeviceGetHandleByIndex(index)
+    capability = library.nvmlDeviceGetCudaComputeCapability(handle)
+    uuid = library.nvmlDeviceGetUUID(handle)
     return DeviceInfo(
-        spec=DeviceSpec(type="cuda", index=index),
+        spec=DeviceSpec(type=kind, index=index),
         architecture=nvidia_architecture((int(capability[0]), int(capability[1]))),
-        model=nvml.nvmlDeviceGetName(handle),
+        model=library.nvmlDeviceGetName(handle),
         uuid=uuid,
-        pci_bus_id=nvml.nvmlDeviceGetPciInfo(handle).busId,
+        pci_bus_id=library.nvmlDeviceGetPciInfo(handle).busId,
         driver=driver,
         capability=f"{capability[0]}.{capability[1]}",
-        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        memory_bytes=int(library.nvmlDeviceGetMemoryInfo(handle).total),
         visible_id=uuid,
     )
 
 
-def _visible(found: Sequence[DeviceInfo]) -> tuple[DeviceInfo, ...]:
-    """Apply the user's own `CUDA_VISIBLE_DEVICES`: `cuda:0` is the first device it names.
+# NVIDIA's architecture names by compute capability: CUDA C++ programming guide, "Compute Capabilities".
+_NVIDIA = {
+    (5, 0): "Maxwell", (5, 2): "Maxwell", (5, 3): "Maxwell",
+    (6, 0): "Pascal", (6, 1): "Pascal", (6, 2): "Pascal",
+    (7, 0): "Volta", (7, 2): "Volta", (7, 5): "Turing",
+    (8, 0): "Ampere", (8, 6): "Ampere", (8, 7): "Ampere", (8, 9): "Ada Lovelace",
+    (9, 0): "Hopper",
+    (10, 0): "Blackwell", (10, 3): "Blackwell", (11, 0): "Blackwell", (12, 0): "Blackwell", (12, 1): "Blackwell",
+}  # fmt: skip
 
-    Numbers in it are read in PCI order, which is what `CUDA_DEVICE_ORDER=PCI_BUS_ID` in every worker makes them.
+
+def nvidia_architecture(capability: tuple[int, int]) -> str:
+    """Name an NVIDIA architecture: `(8, 6)` gives `Ampere sm_86`."""
+    major, minor = capability
+    return f"{_NVIDIA.get((major, minor), 'NVIDIA')} sm_{major}{minor}"
+
+
+def _visible(found: Sequence[DeviceInfo]) -> tuple[DeviceInfo, ...]:
+    """Apply the user's own visibility variable: `cuda:0` is the first device that it lists.
+
+    Numbers in it count in PCI order, as they do in every worker.
     """
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    mask = backend_of(found[0].spec.type).visibility if found else None
+    wanted = os.environ.get(mask) if mask else None
     if wanted is None:
         return tuple(found)
     chosen: list[DeviceInfo] = []
@@ -177,24 +199,20 @@ def _visible(found: Sequence[DeviceInfo]) -> tuple[DeviceInfo, ...]:
         if len(match) != 1:  # CUDA itself stops at the first entry that it cannot resolve
             break
         chosen.append(match[0])
-    return tuple(dataclasses.replace(info, spec=DeviceSpec(type="cuda", index=i)) for i, info in enumerate(chosen))
+    return tuple(replace(info, spec=DeviceSpec(type=info.spec.type, index=i)) for i, info in enumerate(chosen))
 
 
 @functools.cache
 def _probed() -> tuple[DeviceInfo, ...]:
-    """Ask `torch.accelerator` in a process of its own, where the installed torch can have an accelerator at all."""
-    build = _torch_build()
-    plugged_in = bool(importlib.metadata.entry_points(group="torch.backends"))
-    if not (any(build.values()) or plugged_in or sys.platform == "darwin"):
+    """Ask `torch.accelerator` in a separate process, where the installed torch can have an accelerator at all."""
+    if not (_torch_build() or importlib.metadata.entry_points(group="torch.backends")):
         return ()
-    from consistency.devices.interpreter import python_command, python_path
-
     try:
         done = subprocess.run(
             [*python_command(), "consistency.devices.probe"],
             capture_output=True,
             timeout=PROBE_TIMEOUT_S,
-            env={**os.environ, **python_path(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            env={**os.environ, **python_path(), **worker_variables()},
             check=True,
         )
         rows = json.loads(done.stdout)
@@ -202,36 +220,25 @@ def _probed() -> tuple[DeviceInfo, ...]:
         return ()
     return tuple(
         DeviceInfo(
-            spec=DeviceSpec(type=row["type"], index=row["index"]),
-            # in its very name, for that stands in every table, class and report
-            architecture=row["architecture"] + (" (simulated)" if row.get("simulated") else ""),
-            model=row["model"],
-            uuid=row.get("uuid"),
-            pci_bus_id=row.get("pci_bus_id"),
-            capability=row.get("capability"),
-            memory_bytes=row.get("memory_bytes"),
-            simulated=bool(row.get("simulated")),
+            spec=DeviceSpec(type=row.pop("type"), index=row.pop("index")),
+            # part of the name itself, because that is in every table, class and report
+            architecture=row.pop("architecture") + (" (simulated)" if row.get("simulated") else ""),
+            **row,
         )
         for row in rows
     )
 
 
 @functools.cache
-def _torch_build() -> dict[str, str | None]:
-    """Read which accelerators the installed torch was built for, from its `version.py`, without importing it."""
+def _torch_build() -> frozenset[str]:
+    """Return which of `Backend.builds` the installed torch has, from its `version.py`, without importing it."""
+    known = {name for backend in BACKENDS.values() for name in backend.builds}
     spec = importlib.util.find_spec("torch")
-    found: dict[str, str | None] = {"cuda": None, "hip": None, "xpu": None}
     if spec is None or spec.origin is None:
-        return found
+        return frozenset()
     try:
         source = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
-        return found
-    for name, value in re.findall(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", source, flags=re.MULTILINE):
-        found[name] = value
-    return found
-
-
-def _torch_hint() -> str:
-    build = _torch_build()
-    return "" if any(build.values()) else "; the installed torch is a CPU build"
+        source = ""
+    built = re.findall(r"^(\w+)\b[^=\n]*=\s*['\"][^'\"]+['\"]", source, flags=re.MULTILINE)
+    return frozenset(known & {*built, sys.platform})

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-CUBLAS_WORKSPACE_CONFIG = ":4096:8"
-"""One of the two settings that make cuBLAS repeatable (cuBLAS documentation, "Results reproducibility")."""
+from consistency.devices.backends import CUBLAS_WORKSPACE_CONFIG
 
 SEED = 0
 

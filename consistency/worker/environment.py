@@ -9,23 +9,10 @@ from typing import Any
 
 import torch
 
-from consistency.devices.spec import KERNEL_VARIABLES
+from consistency.devices.backends import CPU, kernel_variables, recorded_variables
 from consistency.numerics.kernels import triton_digest, trust
 
 _VERSIONED = ("transformers", "peft", "safetensors", "accelerate", "numpy")
-_VARIABLES = (
-    *sorted(KERNEL_VARIABLES),
-    "CUBLAS_WORKSPACE_CONFIG",
-    "ASCEND_RT_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "CUDA_VISIBLE_DEVICES",
-    "NVIDIA_TF32_OVERRIDE",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_NVML_BASED_CUDA_CHECK",
-    "ZE_AFFINITY_MASK",
-)
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -39,14 +26,14 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "compiled_kernel": trust.state(),
-        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "variables": {name: os.environ[name] for name in sorted(recorded_variables()) if name in os.environ},
     }
     for name in _VERSIONED:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
-    if device.type != "cpu":
+    if device.type != CPU:
         found.update(_accelerator(device))
     return found | digest_kernel(device)
 
@@ -81,6 +68,6 @@ def kernel_key(environment: dict[str, Any], settings: dict[str, Any]) -> str:
         environment.get(k) for k in ("torch", "cuda", "cudnn", "transformers", "peft", "cpu_capability", "threads")
     ]
     variables = environment.get("variables", {})
-    parts += [variables.get(name) for name in sorted(KERNEL_VARIABLES)]
+    parts += [variables.get(name) for name in sorted(kernel_variables())]
     parts += [environment.get("device_name"), environment.get("multiprocessors")]
     return " ".join(str(p) for p in parts) + " " + " ".join(f"{k}={settings[k]}" for k in sorted(settings))

@@ -20,24 +20,16 @@ from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
 from consistency.comparison.result import BAD
 from consistency.comparison.workers import Key, Participant, gather
+from consistency.devices.backends import Variant, backend_of
 from consistency.devices.cores import available_cores
 from consistency.devices.discovery import select
-from consistency.devices.spec import DeviceInfo, Variant, parse_device
+from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.errors import UsageError
 from consistency.launch.change import Change
 from consistency.launch.plan import WorkerPlan
 from consistency.launch.process import Limits
 from consistency.workflows import pipeline
 from consistency.workflows.reproduce.evidence import find_evidence, find_tensor
-
-_PINNED_ALTERNATIVES: dict[str, tuple[object, str]] = {
-    "matmul_allow_tf32": (True, "TF32 in matrix products"),
-    "cudnn_allow_tf32": (True, "TF32 in cuDNN"),
-    "fp16_reduced_precision_reduction": (True, "float16 sums in reduced precision"),
-    "bf16_reduced_precision_reduction": (True, "bfloat16 sums in reduced precision"),
-    "cudnn_enabled": (False, "cuDNN off"),
-}
-"""On an accelerator: what each pinned setting is switched to, and what that is called."""
 
 _SDPA = {
     "SDPA flash": {"sdpa_math": False, "sdpa_flash": True},
@@ -196,13 +188,13 @@ def candidates(subject: Participant, reference: Participant, stage: str) -> tupl
     accelerator each pinned setting is switched to its other value, and with other devices in sight these are hidden.
     """
     spec = parse_device(subject.info.name)
-    variant = spec.numerical_variant() or Variant(name="native", device_type=spec.type)
+    variant = spec.numerical_variant() or Variant(name="native")
     found = [Change(name=f"{name} unset", environment={name: None}) for name in variant.environment]
-    pinned = subject.info.asked
+    usual = {name: value for name, value in reference.info.asked.items() if name in variant.settings}
     found += [
-        Change(name=f"{name} = {_PINNED[name]}", settings={name: _PINNED[name]})
-        for name in variant.settings
-        if name in _PINNED
+        Change(name=f"{name} = {value}", settings={name: value})
+        for name, value in usual.items()
+        if value != variant.settings[name]
     ]
     threads, wanted = subject.info.environment.get("threads"), reference.info.environment.get("threads")
     if isinstance(threads, int) and isinstance(wanted, int):
@@ -211,8 +203,8 @@ def candidates(subject: Participant, reference: Participant, stage: str) -> tupl
     if subject.info.environment.get("dtype") in ("bfloat16", "float16") and subject.case.adapter is not None:
         found.append(Change(name="autocast_adapter_dtype=False", autocast_adapter_dtype=False))
     if not spec.is_cpu:
-        for name, (value, text) in _PINNED_ALTERNATIVES.items():
-            if name in pinned and name not in variant.settings:
+        for name, (value, text) in backend_of(spec.type).alternatives.items():
+            if name in subject.info.asked and name not in variant.settings:
                 found.append(Change(name=text, settings={name: value}))
         found += [Change(name=name, settings=settings) for name, settings in _SDPA.items()]
     return (*found, *_load_paths(subject, stage))
@@ -235,14 +227,6 @@ def _load_paths(subject: Participant, stage: str) -> Iterable[Change]:
     )
     others.append(("transformers' loader", LoadPath(f"{load_path.main}+transformers")))
     yield from (Change(name=name, load_path=other) for name, other in dict(others).items() if other is not load_path)
-
-
-_PINNED: dict[str, object] = {
-    "float32_matmul_precision": "highest",
-    "matmul_allow_tf32": False,
-    "cudnn_allow_tf32": False,
-}
-"""What `worker.determinism` pins the settings to that a variant may change; that module needs torch."""
 
 
 def _together(changes: Iterable[Change]) -> tuple[Change, ...]:

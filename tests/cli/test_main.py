@@ -312,10 +312,16 @@ def test_stopping_leaves_no_process_and_no_half_written_capture(
     tmp_path: Path, number: signal.Signals, worker_commands: Callable[[], list[str]]
 ) -> None:
     out = tmp_path / "out"
-    process = subprocess.Popen(
-        command("run", "--out", out, "--stages", "base,adapter,merged"),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    # A background job of a script inherits an ignored SIGINT, which the tool rightly keeps ignoring. A signal that this
+    # process handles is reset to its default in the child.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            command("run", "--out", out, "--stages", "base,adapter,merged"),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert process.stderr is not None
     started = process.stderr.readline()
     assert ": import" in started

@@ -45,7 +45,7 @@ def plug_in(monkeypatch: pytest.MonkeyPatch, *devices: dict[str, Any]) -> None:
     }
     for name, function in functions.items():
         monkeypatch.setattr(pynvml, name, function)
-    monkeypatch.setattr(discovery, "_torch_build", lambda: {"cuda": "13.0", "hip": None, "xpu": None})
+    monkeypatch.setattr(discovery, "_torch_build", lambda: frozenset({"cuda"}))
 
 
 A6000 = [
@@ -122,7 +122,7 @@ def test_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torch_built_for_the_cpu_alone_has_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch, *A6000)
-    monkeypatch.setattr(discovery, "_torch_build", lambda: {"cuda": None, "hip": None, "xpu": None})
+    monkeypatch.setattr(discovery, "_torch_build", frozenset)
     monkeypatch.setattr(discovery, "_probed", lambda: ())
     assert accelerators() == ()
 
@@ -140,7 +140,7 @@ def test_probe_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(discovery, "_nvidia", lambda: ())
-    monkeypatch.setattr(discovery, "_torch_build", lambda: {"cuda": None, "hip": None, "xpu": "2025"})
+    monkeypatch.setattr(discovery, "_torch_build", lambda: frozenset({"xpu"}))
     found = accelerators()
     assert calls
     assert calls[0][-1] == "consistency.devices.probe"
@@ -155,7 +155,7 @@ def test_simulated_device_says_so_in_its_architecture(monkeypatch: pytest.Monkey
     rows = [{**row, "simulated": True}, {**row, "index": 1, "simulated": False}]
     done = subprocess.CompletedProcess([], 0, stdout=json.dumps(rows))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
-    monkeypatch.setattr(discovery, "_torch_build", lambda: {"cuda": None, "hip": None, "xpu": "2025"})
+    monkeypatch.setattr(discovery, "_torch_build", lambda: frozenset({"xpu"}))
     double, real = accelerators()
     assert (double.architecture, double.simulated) == ("npu A (simulated)", True)
     assert (real.architecture, real.simulated) == ("npu A", False)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from consistency.case.load_path import LoadPath
-from consistency.devices.spec import KERNEL_VARIABLES, DeviceInfo, parse_device
+from consistency.devices.backends import kernel_variables
+from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.launch.environment import torch_device, worker_environment
 
 
@@ -16,10 +17,10 @@ def device(name: str, **fields: Any) -> DeviceInfo:
 
 
 def test_kernel_variables_of_the_user_do_not_reach_a_native_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in KERNEL_VARIABLES:
+    for name in kernel_variables():
         monkeypatch.setenv(name, "user")
     native = worker_environment(device("cpu"), LoadPath.ISOLATED, threads=1)
-    assert not KERNEL_VARIABLES & set(native)
+    assert not kernel_variables() & set(native)
     baseline = worker_environment(device("cpu@baseline"), LoadPath.ISOLATED, threads=1)
     assert baseline["ATEN_CPU_CAPABILITY"] == "default"
     assert baseline["MKL_CBWR"] == "COMPATIBLE"

@@ -94,7 +94,8 @@ def test_accelerator_has_its_switches_tried(make_capture: MakeCapture) -> None:
 
 def test_variant_with_tf32_has_it_put_back(make_capture: MakeCapture) -> None:
     subject = participant(make_capture, "cuda:0@tf32", asked={"matmul_allow_tf32": True}, environment={"threads": 1})
-    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "merged")
+    asked = {"matmul_allow_tf32": False, "cudnn_enabled": True}
+    found = candidates(subject, participant(make_capture, "cpu", asked=asked, environment={"threads": 1}), "merged")
     assert Change(name="matmul_allow_tf32 = False", settings={"matmul_allow_tf32": False}) in found
     assert "TF32 in matrix products" not in [change.name for change in found]
 

@@ -25,6 +25,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from consistency.devices.backends import backend_of
+
 _LIBRARIES = ("peft", "safetensors", "transformers", "accelerate")
 _MOST_FRAMES = 3
 
@@ -121,8 +123,8 @@ class Contexts:
         self._nvml = nvml
 
     def look(self, device: torch.device) -> ContextSeen:
-        if device.type != "cuda":
-            return ContextSeen(exists=None, reason=f"{device.type} does not tell of contexts")
+        if not backend_of(device.type).shows_contexts:
+            return ContextSeen(exists=None, reason=f"contexts cannot be observed on {device.type}")
         if not torch.cuda.is_initialized():
             return ContextSeen(exists=False, seen_by="torch, which has not initialized CUDA")
         by_driver = _has_primary_context(device)
@@ -189,7 +191,7 @@ def _has_primary_context(device: torch.device) -> bool | None:
 
 
 def _uuid(device: torch.device) -> str | None:
-    if device.type != "cuda" or not torch.cuda.is_initialized():
+    if not (backend_of(device.type).shows_contexts and torch.cuda.is_initialized()):
         return None
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
     return (uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}") if uuid else None

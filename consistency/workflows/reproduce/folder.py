@@ -18,7 +18,8 @@ from consistency.capture.folder import write_json
 from consistency.capture.names import HOST, split_pair
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
-from consistency.devices.spec import KERNEL_VARIABLES, parse_device
+from consistency.devices.backends import kernel_variables
+from consistency.devices.spec import parse_device
 from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.report.text import clean
 from consistency.workflows.reproduce.evidence import Evidence, find_evidence
@@ -245,7 +246,7 @@ def _write(folder: Path, evidence: Evidence, parts: _Parts) -> None:
         "device": _device(evidence),
         "window": parts.window,
         "diagnosis": evidence.record.diagnosis,
-        "variables": {name: known[name] for name in sorted(KERNEL_VARIABLES) if name in known},
+        "variables": {name: known[name] for name in sorted(kernel_variables()) if name in known},
         "settings": info.in_force,
         "sha256": {
             name: hashlib.sha256(as_bytes(tensor).numpy().tobytes()).hexdigest()

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from consistency.devices.backends import backend_of
+
 _SIDE = 512
 _QUEUED = 8
 """Products of matrices of this side, and how many are queued at a time: on a GPU some tenths of a millisecond, as long
@@ -21,7 +23,7 @@ def wait(devices: Iterable[torch.device]) -> None:
     for device in devices:
         if device.type != "cpu":
             module = torch.get_device_module(device.type)
-            module.synchronize() if device.type == "mps" else module.synchronize(device)
+            module.synchronize(*([device] if backend_of(device.type).synchronizes_one else []))
 
 
 @contextmanager

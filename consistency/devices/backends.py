@@ -1,0 +1,175 @@
+"""The device backends: one entry for each type of device that torch knows by name, and a default for all others.
+
+Everything that depends on the type of a device, other than the operations themselves, is a field here: how a worker is
+confined to one device, how devices are counted, which kernel variants exist, what can be observed. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A named numerical variant of a device type: one chip stands for several numerical devices.
+
+    Attributes
+    ----------
+    environment : mapping of str to str
+        Variables set before torch is imported, because kernels are chosen when torch first runs an operation.
+    settings : mapping of str to object
+        Settings of `consistency.worker.determinism` that differ from the pinned ones.
+    architecture : str or None
+        Name of the architecture group that this variant forms on a CPU.
+    needs : frozenset of str
+        Flags of `/proc/cpuinfo` without which it does not run.
+    """
+
+    name: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
+    architecture: str | None = None
+    needs: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """One type of device. The defaults suit any backend that implements `torch.accelerator`.
+
+    Attributes
+    ----------
+    type : str
+        As in torch's device strings.
+    has_index : bool
+        Whether devices of this type are numbered.
+    visibility : str or None
+        Variable that lists the devices a process may see; None where a process cannot be confined to one device.
+    empty_hides_all : bool
+        Whether an empty list there hides every device; for some backends it shows every device.
+    builds : tuple of str
+        Names in torch's `version.py`, or a `sys.platform`, that show that the installed torch supports this backend.
+        Backends that plug in through the entry point `torch.backends` need none.
+    by_nvml : bool
+        Whether NVML lists its devices and their identity; otherwise `torch.accelerator` is asked in a separate process.
+    shows_contexts : bool
+        Whether a context of this process on a device can be observed without creating one.
+    synchronizes_one : bool
+        Whether `synchronize` takes a device.
+    environment : mapping of str to str
+        Variables that every worker needs, on whatever device: libraries read them before the worker could set them.
+    recorded : tuple of str
+        Further variables that influence the values computed, or where they are computed.
+    variants : tuple of Variant
+    alternatives : mapping of str to (object, str)
+        For a bisection: pinned settings that apply to this backend, the value to switch to, and what that is called.
+    """
+
+    type: str
+    has_index: bool = True
+    visibility: str | None = None
+    empty_hides_all: bool = True
+    builds: tuple[str, ...] = ()
+    by_nvml: bool = False
+    shows_contexts: bool = False
+    synchronizes_one: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+    recorded: tuple[str, ...] = ()
+    variants: tuple[Variant, ...] = ()
+    alternatives: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+
+    def variant(self, name: str) -> Variant | None:
+        return next((variant for variant in self.variants if variant.name == name), None)
+
+
+CPU = "cpu"
+
+CUBLAS_WORKSPACE_CONFIG = ":4096:8"
+"""One of the two values that make cuBLAS reproducible (cuBLAS documentation, "Results reproducibility")."""
+
+# ATen, MKL and oneDNN each choose kernels by instruction set from a variable of their own, so a variant sets all three:
+# with ATEN_CPU_CAPABILITY alone a float32 matmul, and so a merge, stays bitwise the same.
+_CPU_VARIANTS = (
+    Variant(
+        name="baseline",
+        environment={"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+        architecture="baseline",
+        needs=frozenset({"sse4_1"}),
+    ),
+    Variant(
+        name="avx2",
+        environment={"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+        architecture="AVX2",
+        needs=frozenset({"avx2", "fma"}),  # ATen's AVX2 kernels use FMA3 too
+    ),
+    # The native choice on a processor with AVX-512 as ATen defines it: the name only requires that it is there.
+    Variant(
+        name="avx512",
+        architecture="AVX-512",
+        needs=frozenset({"avx512f", "avx512dq", "avx512bw", "avx512vl", "fma"}),
+    ),
+)
+
+BACKENDS: dict[str, Backend] = {
+    backend.type: backend
+    for backend in (
+        Backend(
+            type=CPU,
+            has_index=False,
+            variants=_CPU_VARIANTS,
+            recorded=("OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+        ),
+        Backend(
+            type="cuda",  # ROCm too: torch gives AMD's devices this name
+            visibility="CUDA_VISIBLE_DEVICES",
+            builds=("cuda", "hip"),
+            by_nvml=True,
+            shows_contexts=True,
+            # NVML counts in PCI order; cuBLAS reads its variable when the first handle is created
+            environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE_CONFIG},
+            recorded=("NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NVML_BASED_CUDA_CHECK"),
+            variants=(
+                Variant(
+                    name="tf32",
+                    settings={
+                        "matmul_allow_tf32": True, "cudnn_allow_tf32": True, "float32_matmul_precision": "high",
+                    },
+                ),
+            ),
+            alternatives={
+                "matmul_allow_tf32": (True, "TF32 in matrix products"),
+                "cudnn_allow_tf32": (True, "TF32 in cuDNN"),
+                "fp16_reduced_precision_reduction": (True, "float16 sums in reduced precision"),
+                "bf16_reduced_precision_reduction": (True, "bfloat16 sums in reduced precision"),
+                "cudnn_enabled": (False, "cuDNN off"),
+            },
+        ),
+        Backend(type="xpu", visibility="ZE_AFFINITY_MASK", empty_hides_all=False, builds=("xpu",)),
+        Backend(type="npu", visibility="ASCEND_RT_VISIBLE_DEVICES"),
+        Backend(type="mps", builds=("darwin",), synchronizes_one=False),
+    )
+}  # fmt: skip
+
+
+def backend_of(kind: str) -> Backend:
+    """Return the entry of a device type; one that has none gets the defaults of `Backend`."""
+    return BACKENDS.get(kind) or Backend(type=kind)
+
+
+def kernel_variables() -> frozenset[str]:
+    """Return every variable that a variant sets: removed from a worker's environment unless its own variant sets it."""
+    return frozenset(
+        name for backend in BACKENDS.values() for variant in backend.variants for name in variant.environment
+    )
+
+
+def worker_variables() -> dict[str, str]:
+    """Return the variables that every worker needs."""
+    return {name: value for backend in BACKENDS.values() for name, value in backend.environment.items()}
+
+
+def recorded_variables() -> frozenset[str]:
+    """Return every variable that is written into a capture: those that choose kernels, devices or libraries."""
+    masks = {backend.visibility for backend in BACKENDS.values() if backend.visibility}
+    further = {name for backend in BACKENDS.values() for name in backend.recorded}
+    return kernel_variables() | worker_variables().keys() | masks | further
