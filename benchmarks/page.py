@@ -29,6 +29,7 @@ from typing import Any
 
 from consistency.comparison.result import ArchitectureGroup, Comparison, Finding, Row, TensorComparison, WorkerSummary
 from consistency.numerics.real import Real
+from consistency.numerics.words import Word
 from consistency.report.html import write_html
 from consistency.report.markdown import write_markdown
 from consistency.report.summary import groups
@@ -156,7 +157,7 @@ def _row(*, computed: bool) -> dict[str, Any]:
     return {
         "status": "within", "reference": "float64", "elements": 4096 * 4096, "mismatched": random.randrange(10**7),
         "max_abs": Real(random.random() * 1e-3), "max_ulp": random.randrange(10**4),
-        "bound_ratio": Real(random.random()), "diagnosis": "accumulation-order",
+        "bound_ratio": Real(random.random()), "diagnosis": Word.ACCUMULATION_ORDER,
     }  # fmt: skip
 
 
@@ -167,7 +168,7 @@ def _named(template: dict[str, Any], name: str) -> Row:
 def _zeros(name: str) -> Row:
     return Row(
         worker=name, reference="file", status="outside", elements=4096 * 4096, mismatched=4096 * 4096,
-        max_abs=Real(0.066), max_ulp=15_000, diagnosis="zeros", evidence={"flipped_bits": {7: 100, 14: 30}},
+        max_abs=Real(0.066), max_ulp=15_000, diagnosis=Word.ZEROS, evidence={"flipped_bits": {7: 100, 14: 30}},
     )  # fmt: skip
 
 

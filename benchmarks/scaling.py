@@ -37,6 +37,7 @@ from consistency.capture.json_codec import encode_json
 from consistency.capture.records import TensorMeasure, TensorRecord, WorkerInfo
 from consistency.case.case import Case
 from consistency.numerics.real import Real
+from consistency.numerics.words import Word
 
 ARCHITECTURES = (
     ("Ampere sm_86", "RTX A6000"),
@@ -262,7 +263,7 @@ def _moved(where: dict[str, Any], *, is_faulty: bool) -> TensorRecord:
         digest=_digest(where, "zeros")[0],
         blocks="0" * 16 * BLOCKS,
         measure=_measure(-WORST, mismatched=elements, ratio=None),
-        diagnosis="zeros",
+        diagnosis=Word.ZEROS,
         evidence={"nonzero_in_reference": elements, "blocks": list(range(BLOCKS))},
     )
 
@@ -280,7 +281,7 @@ def _bounded(where: dict[str, Any], bits: str, *, is_faulty: bool) -> TensorReco
         blocks=blocks,
         reference="float64",
         measure=_measure(ratio * 1e-7, mismatched=int(value[:4], 16), ratio=ratio),
-        diagnosis="unknown" if is_faulty else "accumulation-order",
+        diagnosis=Word.UNKNOWN if is_faulty else Word.ACCUMULATION_ORDER,
     )
 
 

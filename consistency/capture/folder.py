@@ -200,7 +200,6 @@ _REPEATED_TEXTS = (
     "rule",
     "reference",
     "reference_digest",
-    "diagnosis",
     "reason",
     "load_path",
 )

@@ -8,6 +8,7 @@ import msgspec
 
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
+from consistency.numerics.words import Word
 
 RecordStatus = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked", "measured"]
 WorkerStatus = Literal["ok", "lost", "failed"]
@@ -97,7 +98,7 @@ class TensorRecord(
         How many independent errors that one is the largest of, where it is not one per element.
     measure : TensorMeasure or None
         None where the bits are equal.
-    diagnosis : str or None
+    diagnosis : Word or None
     evidence : dict
         What the diagnosis rests on.
     reason : str or None
@@ -131,7 +132,7 @@ class TensorRecord(
     reference_error: Real | None = None
     reference_samples: int | None = None
     measure: TensorMeasure | None = None
-    diagnosis: str | None = None
+    diagnosis: Word | None = None
     evidence: dict[str, Any] = {}
     reason: str | None = None
     blob: str | None = None

@@ -15,6 +15,7 @@ from consistency.comparison.workers import Key, Participant
 from consistency.errors import CaptureError
 from consistency.numerics.real import Real
 from consistency.numerics.rules import UNIT_ROUNDOFF, Rule, passes, ratio, relative_allowance
+from consistency.numerics.words import Word
 
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})
 FILE, FLOAT64, PAYLOAD = "file", "float64", "payload"
@@ -39,7 +40,7 @@ def judge(subject: Participant, reference: Participant, key: Key) -> Row:
             worker=subject.label,
             reference=reference.label,
             status="missing",
-            diagnosis="missing",
+            diagnosis=Word.MISSING,
             evidence=record.evidence,
             reason=f"the reference worker has it, this worker could not make it: {record.reason}",
         )
@@ -82,7 +83,7 @@ def _unseen(subject: Participant, reference: Participant) -> Row:
         worker=subject.label,
         reference=reference.label,
         status="missing",
-        diagnosis="missing",
+        diagnosis=Word.MISSING,
         reason="other workers have this tensor, this one has not",
     )
 
@@ -100,7 +101,7 @@ def _moved(subject: Participant, reference: Participant, record: TensorRecord, e
     if record.digest == right and record.status == "outside" and record.reference_digest not in (None, right):
         # not what its own file holds, and what another capture's file did: bytes of an earlier run
         return _measured(
-            subject, record, record.measure, status="outside", reference=FILE, diagnosis="stale",
+            subject, record, record.measure, status="outside", reference=FILE, diagnosis=Word.STALE,
             more={"holds": f"what the file of {reference.label} holds, not what its own does"},
         )  # fmt: skip
     if record.digest == right and right is not None:  # a capture from elsewhere may lack both: that is no agreement
@@ -118,8 +119,9 @@ def _moved(subject: Participant, reference: Participant, record: TensorRecord, e
         OWN_FILE if record.digest == record.reference_digest else ("does not hold its own file's bytes either")
     )
     return _measured(
-        subject, record, found, status="outside", reference=reference.label, diagnosis=word or "unknown", more=evidence
-    )
+        subject, record, found, status="outside", reference=reference.label,
+        diagnosis=word or Word.UNKNOWN, more=evidence,
+    )  # fmt: skip
 
 
 def _sent(subject: Participant, record: TensorRecord) -> Row:
@@ -167,9 +169,9 @@ def _relative(subject: Participant, reference: Participant, record: TensorRecord
     status: Status = "within" if passes(share) else "outside"
     if share == 0 and found.mismatched == 0:
         status = "equal"
-    diagnosis = record.diagnosis or ("accumulation-order" if status == "within" else None)
-    if status == "outside" and diagnosis in (None, "accumulation-order"):
-        diagnosis = "unknown" if math.isfinite(float(found.max_abs)) else "non-finite"
+    diagnosis = record.diagnosis or (Word.ACCUMULATION_ORDER if status == "within" else None)
+    if status == "outside" and diagnosis in (None, Word.ACCUMULATION_ORDER):
+        diagnosis = Word.UNKNOWN if math.isfinite(float(found.max_abs)) else Word.NON_FINITE
     truth = FLOAT64
     if record.stage == "base" and status == "within" and expected is not None and record.digest == expected.digest:
         status, truth, diagnosis = "equal", reference.label, None
@@ -197,13 +199,13 @@ def _peer(subject: Participant, reference: Participant, record: TensorRecord, ex
     if expected is None or expected.digest is None:
         return _measured(
             subject, record, None, status="outside", reference=reference.label,
-            diagnosis=record.diagnosis or "unexpected", more={"reference": "has no such tensor"},
+            diagnosis=record.diagnosis or Word.UNEXPECTED, more={"reference": "has no such tensor"},
         )  # fmt: skip
     if record.digest == expected.digest:
         return _equal(subject, record, reference=reference.label)
     exact = (
         record.dtype.startswith(("uint", "int", "bool"))
-        or record.diagnosis == "recomputed"
+        or record.diagnosis == Word.RECOMPUTED
         or (record.stage == "base" and "buffer" not in record.evidence)
     )
     if not exact:
@@ -220,7 +222,7 @@ def _peer(subject: Participant, reference: Participant, record: TensorRecord, ex
     if record.layer == SETTINGS_LAYER:
         settings = {"got": record.evidence.get("values"), "wanted": expected.evidence.get("values")}
         return _measured(
-            subject, record, None, status="outside", reference=reference.label, diagnosis="settings", more=settings
+            subject, record, None, status="outside", reference=reference.label, diagnosis=Word.SETTINGS, more=settings
         )
     found, word, evidence = _kept(subject, record.blob, reference, expected.blob)
     if found is None and word is None:
@@ -228,7 +230,7 @@ def _peer(subject: Participant, reference: Participant, record: TensorRecord, ex
         evidence.update(structure)
     return _measured(
         subject, record, found, status="outside", reference=reference.label,
-        diagnosis=record.diagnosis or word or "unknown", more=evidence,
+        diagnosis=record.diagnosis or word or Word.UNKNOWN, more=evidence,
     )  # fmt: skip
 
 
@@ -248,18 +250,18 @@ def _limit(subject: Participant, record: TensorRecord) -> Row:
 
 def _kept(
     subject: Participant, actual: str | None, reference: Participant, expected: str | None
-) -> tuple[TensorMeasure | None, str | None, dict[str, Any]]:
+) -> tuple[TensorMeasure | None, Word | None, dict[str, Any]]:
     try:
         return measure_kept((subject.capture, actual), (reference.capture, expected))
     except CaptureError as error:
         return None, None, {KEPT: error.what}
 
 
-def _structure(record: TensorRecord, expected: TensorRecord) -> tuple[str | None, dict[str, Any]]:
+def _structure(record: TensorRecord, expected: TensorRecord) -> tuple[Word | None, dict[str, Any]]:
     if record.shape != expected.shape:
-        return "shape", {"got": list(record.shape), "wanted": list(expected.shape)}
+        return Word.SHAPE, {"got": list(record.shape), "wanted": list(expected.shape)}
     if record.dtype != expected.dtype:
-        return "dtype", {"got": record.dtype, "wanted": expected.dtype}
+        return Word.DTYPE, {"got": record.dtype, "wanted": expected.dtype}
     return None, {}
 
 
@@ -294,7 +296,7 @@ def _measured(
     *,
     status: Status,
     reference: str | None,
-    diagnosis: str | None = None,
+    diagnosis: Word | None = None,
     more: dict[str, Any] | None = None,
 ) -> Row:
     row = Row(

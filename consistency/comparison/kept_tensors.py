@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from consistency.capture.folder import Capture, blob_key
 from consistency.capture.records import TensorMeasure
 from consistency.errors import CaptureError
+from consistency.numerics.words import Word
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def measure_kept(
     actual: tuple[Capture, str | None], expected: tuple[Capture, str | None]
-) -> tuple[TensorMeasure | None, str | None, dict[str, Any]]:
+) -> tuple[TensorMeasure | None, Word | None, dict[str, Any]]:
     """Measure two kept tensors and name their difference.
 
     Parameters
@@ -27,8 +28,8 @@ def measure_kept(
     -------
     TensorMeasure or None
         None where either was not kept, or their structure differs.
-    str or None
-        Word of the diagnosis.
+    Word or None
+        Of the diagnosis.
     dict
         Its evidence.
     """

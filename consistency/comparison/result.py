@@ -10,6 +10,7 @@ import msgspec
 from consistency.capture.records import StageMemory
 from consistency.devices.host.facts import HostFacts
 from consistency.numerics.real import Real
+from consistency.numerics.words import Word
 
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked"]
 Verdict = Literal["consistent", "inconsistent", "incomplete"]
@@ -45,7 +46,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a
     bound_ratio : float or None
         Worst difference over what is allowed; None for a bitwise rule.
     worst_index : tuple of int or None
-    diagnosis : str or None
+    diagnosis : Word or None
     evidence : dict
         What the diagnosis rests on; for a difference in bits, both values and both bit patterns.
     reason : str or None
@@ -66,7 +67,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a
     max_ulp: int | None = None
     bound_ratio: Real | None = None
     worst_index: tuple[int, ...] | None = None
-    diagnosis: str | None = None
+    diagnosis: Word | None = None
     evidence: dict[str, Any] = {}
     reason: str | None = None
     repeated: bool | None = None

@@ -19,6 +19,7 @@ from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import bit_patterns
 from consistency.numerics.error import CHUNK
 from consistency.numerics.rounding import ROUNDINGS
+from consistency.numerics.words import Word
 
 _BY_CHANCE = 1 / 32  # so seldom may an error of another kind be taken for flipped bits
 
@@ -132,7 +133,7 @@ def diagnose_computed(
         Gives the measure by the bound that TF32 products would have, where they could have been used.
     """
     if found.bound_ratio is not None and found.bound_ratio <= 1:
-        return Diagnosis(word="accumulation-order")
+        return Diagnosis(word=Word.ACCUMULATION_ORDER)
     seen = None if chunks is None else _look(chunks())
     if seen is not None and chunks is not None:
         rules: tuple[Callable[[], Diagnosis | None], ...] = (
@@ -149,12 +150,12 @@ def diagnose_computed(
         if answer is not None:
             return answer
     if not math.isfinite(found.max_abs):
-        return Diagnosis(word="non-finite", evidence={"at": list(found.worst_index or ())})
+        return Diagnosis(word=Word.NON_FINITE, evidence={"at": list(found.worst_index or ())})
     if in_tf32 is not None:
         ratio = in_tf32().bound_ratio
         if ratio is not None and ratio <= 1:
-            return Diagnosis(word="tf32-products", evidence={"tf32_bound_ratio": float(ratio)})
-    return Diagnosis(word="unknown")
+            return Diagnosis(word=Word.TF32_PRODUCTS, evidence={"tf32_bound_ratio": float(ratio)})
+    return Diagnosis(word=Word.UNKNOWN)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -213,7 +214,7 @@ def _zeros(seen: _Seen) -> Diagnosis | None:
         return None
     evidence: dict[str, Any] = {"nonzero_in_reference": seen.nonzero_expected}
     return Diagnosis(
-        word="zeros", evidence=evidence | ({"of": "what was added to the weight"} if seen.has_base else {})
+        word=Word.ZEROS, evidence=evidence | ({"of": "what was added to the weight"} if seen.has_base else {})
     )
 
 
@@ -243,8 +244,9 @@ def _bit_flip(seen: _Seen) -> Diagnosis | None:
         bits.append(best)
     if chance > _BY_CHANCE:
         return None
-    evidence = {"bits": sorted(set(bits)), "elements": seen.outside}
-    return Diagnosis(word="bit-flip", evidence=evidence | {"fields": sorted({bit_field(seen.dtype, b) for b in bits})})
+    fields = sorted({bit_field(seen.dtype, b) for b in bits})
+    evidence = {"bits": sorted(set(bits)), "elements": seen.outside, "fields": fields}
+    return Diagnosis(word=Word.BIT_FLIP, evidence=evidence)
 
 
 def _one_bit(bit: int, dtype: torch.dtype) -> torch.Tensor:
@@ -255,14 +257,14 @@ def _one_bit(bit: int, dtype: torch.dtype) -> torch.Tensor:
 def _non_finite(seen: _Seen, *, alone: bool) -> Diagnosis | None:
     if not seen.nan + seen.inf or (alone and seen.nan + seen.inf < seen.outside):
         return None
-    return Diagnosis(word="non-finite", evidence={"nan": seen.nan, "inf": seen.inf})
+    return Diagnosis(word=Word.NON_FINITE, evidence={"nan": seen.nan, "inf": seen.inf})
 
 
 def _rounded(seen: _Seen) -> Diagnosis | None:
     """Every number is one of a narrower format: it went through it after it was computed."""
     if not seen.kept_by or seen.outside < 2 or seen.elements < FEW_ELEMENTS:
         return None
-    return Diagnosis(word=f"rounded-to-{ROUNDINGS[seen.kept_by[0]].name}", evidence={"outside": seen.outside})
+    return Diagnosis(word=ROUNDINGS[seen.kept_by[0]].word, evidence={"outside": seen.outside})
 
 
 def _wrong_scale(seen: _Seen, chunks: Chunks) -> Diagnosis | None:
@@ -284,7 +286,7 @@ def _wrong_scale(seen: _Seen, chunks: Chunks) -> Diagnosis | None:
         moves = moves or bool(torch.any((wanted * (ratio - 1)).abs() > 0.5 * chunk.allowed))
     if not moves:
         return None
-    return Diagnosis(word="wrong-scale", evidence={"ratio": ratio})
+    return Diagnosis(word=Word.WRONG_SCALE, evidence={"ratio": ratio})
 
 
 def _block(seen: _Seen) -> Diagnosis | None:
@@ -295,5 +297,5 @@ def _block(seen: _Seen) -> Diagnosis | None:
     offset, stop = seen.first * size, (seen.last + 1) * size
     aligned = offset % PAGE_BYTES == 0 and (stop % PAGE_BYTES == 0 or stop == seen.elements * size)
     return Diagnosis(
-        word="block", evidence={"offset_bytes": offset, "length_bytes": stop - offset, "page_aligned": aligned}
+        word=Word.BLOCK, evidence={"offset_bytes": offset, "length_bytes": stop - offset, "page_aligned": aligned}
     )

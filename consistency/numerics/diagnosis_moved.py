@@ -19,6 +19,7 @@ from consistency.numerics.digest import digest
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import bit_patterns, real_view
 from consistency.numerics.rounding import ROUNDINGS
+from consistency.numerics.words import Word
 
 FEW_ELEMENTS = 64
 """A memory or link fault flips single bits in a few words; more than this is another cause."""
@@ -37,7 +38,7 @@ _SAMPLE = 1001  # of ratios that are all alike any few give the same median
 class Diagnosis:
     """A word of the report's vocabulary and what it rests on."""
 
-    word: str
+    word: Word
     evidence: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,9 +70,9 @@ class Known:
 def diagnose_structure(actual: torch.Tensor, expected: torch.Tensor) -> Diagnosis | None:
     """Look at shape and dtype, before any value."""
     if actual.shape != expected.shape:
-        return Diagnosis(word="shape", evidence={"got": list(actual.shape), "wanted": list(expected.shape)})
+        return Diagnosis(word=Word.SHAPE, evidence={"got": list(actual.shape), "wanted": list(expected.shape)})
     if actual.dtype != expected.dtype:
-        return Diagnosis(word="dtype", evidence={"got": str(actual.dtype), "wanted": str(expected.dtype)})
+        return Diagnosis(word=Word.DTYPE, evidence={"got": str(actual.dtype), "wanted": str(expected.dtype)})
     return None
 
 
@@ -90,15 +91,15 @@ def diagnose_moved(
         What else the tensor could hold.
     """
     if found.mismatched == 0:
-        return Diagnosis(word="unknown")
+        return Diagnosis(word=Word.UNKNOWN)
     known = known or Known()
     pair = _Pair(actual, expected, found)
     rules: tuple[Callable[[], Diagnosis | None], ...] = (
         lambda: _never_written(pair, known.poison),
         lambda: _zeros(pair),
         lambda: _fresh_init(pair, known.initial),
-        lambda: _holds(pair, "swapped", known.swapped),
-        lambda: _holds(pair, "stale", known.stale),
+        lambda: _holds(pair, Word.SWAPPED, known.swapped),
+        lambda: _holds(pair, Word.STALE, known.stale),
         lambda: _signed_zero(pair),
         lambda: _permuted(pair),
         lambda: _bit_flip(pair),
@@ -109,7 +110,7 @@ def diagnose_moved(
         lambda: _non_finite(pair, alone=False),
     )
     answers = (rule() for rule in rules)
-    return next((answer for answer in answers if answer is not None), Diagnosis(word="unknown"))
+    return next((answer for answer in answers if answer is not None), Diagnosis(word=Word.UNKNOWN))
 
 
 class _Pair:
@@ -151,23 +152,23 @@ def _never_written(pair: _Pair, poison: int | None) -> Diagnosis | None:
         return None
     whole = pair.found.mismatched * pair.parts == pair.a.numel()
     evidence = {"elements": pair.found.mismatched, "of": pair.found.elements}
-    return Diagnosis(word="never-written", evidence=evidence if whole else {**evidence, **_place(pair)})
+    return Diagnosis(word=Word.NEVER_WRITTEN, evidence=evidence if whole else {**evidence, **_place(pair)})
 
 
 def _zeros(pair: _Pair) -> Diagnosis | None:
     if any(bool(torch.any(pair.x[part] != 0)) for part in pair.chunks()):
         return None
     nonzero = sum(int(torch.count_nonzero(pair.y[part])) for part in pair.chunks())
-    return Diagnosis(word="zeros", evidence={"nonzero_in_reference": nonzero})
+    return Diagnosis(word=Word.ZEROS, evidence={"nonzero_in_reference": nonzero})
 
 
 def _fresh_init(pair: _Pair, initial: str | None) -> Diagnosis | None:
     if initial is None or digest(pair.actual).value != initial:
         return None
-    return Diagnosis(word="fresh-init", evidence={"holds": "its value before the file was loaded"})
+    return Diagnosis(word=Word.FRESH_INIT, evidence={"holds": "its value before the file was loaded"})
 
 
-def _holds(pair: _Pair, word: str, find: Callable[[torch.Tensor], str | None]) -> Diagnosis | None:
+def _holds(pair: _Pair, word: Word, find: Callable[[torch.Tensor], str | None]) -> Diagnosis | None:
     other = find(pair.actual)
     return None if other is None else Diagnosis(word=word, evidence={"holds": other})
 
@@ -178,7 +179,7 @@ def _signed_zero(pair: _Pair) -> Diagnosis | None:
     for part, differs in pair.differing():
         if bool(torch.any(pair.a[part][differs] != 0)) or bool(torch.any(pair.e[part][differs] != 0)):
             return None
-    return Diagnosis(word="signed-zero", evidence={"elements": pair.found.mismatched})
+    return Diagnosis(word=Word.SIGNED_ZERO, evidence={"elements": pair.found.mismatched})
 
 
 def _bit_flip(pair: _Pair) -> Diagnosis | None:
@@ -194,7 +195,7 @@ def _bit_flip(pair: _Pair) -> Diagnosis | None:
     evidence: dict[str, Any] = {"bits": bits, "elements": found.mismatched, "index": list(found.worst_index or ())}
     if pair.a.dtype.is_floating_point:
         evidence["fields"] = sorted({bit_field(pair.a.dtype, b) for b in bits})
-    return Diagnosis(word="bit-flip", evidence=evidence)
+    return Diagnosis(word=Word.BIT_FLIP, evidence=evidence)
 
 
 def bit_field(dtype: torch.dtype, bit: int) -> str:
@@ -219,7 +220,7 @@ def _non_finite(pair: _Pair, *, alone: bool) -> Diagnosis | None:
             return None
         nan += int(torch.isnan(actual[broken]).sum())
         inf += int(torch.isinf(actual[broken]).sum())
-    return Diagnosis(word="non-finite", evidence={"nan": nan, "inf": inf}) if nan + inf else None
+    return Diagnosis(word=Word.NON_FINITE, evidence={"nan": nan, "inf": inf}) if nan + inf else None
 
 
 def _permuted(pair: _Pair) -> Diagnosis | None:
@@ -229,7 +230,7 @@ def _permuted(pair: _Pair) -> Diagnosis | None:
     rows = _moved_rows(pair) if pair.actual.dim() > 1 else None
     if rows is not None:
         evidence = {"of": "rows", "rows": rows[:8], "count": len(rows)}
-    return Diagnosis(word="permuted", evidence=evidence)
+    return Diagnosis(word=Word.PERMUTED, evidence=evidence)
 
 
 def _same_multiset(pair: _Pair) -> bool:
@@ -285,10 +286,10 @@ def _rounded(pair: _Pair) -> Diagnosis | None:
     first = alive[0]
     evidence: dict[str, Any] = {"rounding": first.how}
     # float16 has TF32's 10 mantissa bits: only numbers outside its exponent range tell the two apart
-    also = [f"rounded-to-{r.name}" for r in alive[1:] if r.name != first.name]
+    also = [r.word for r in alive[1:] if r.word != first.word]
     if also:
         evidence["also"] = also[0]
-    return Diagnosis(word=f"rounded-to-{first.name}", evidence=evidence)
+    return Diagnosis(word=first.word, evidence=evidence)
 
 
 def _wrong_scale(pair: _Pair) -> Diagnosis | None:
@@ -315,7 +316,7 @@ def _wrong_scale(pair: _Pair) -> Diagnosis | None:
                 return None
         if bool(((ratios - ratio).abs() > slack * abs(ratio)).any()):
             return None
-    return None if ratio is None or used < 2 else Diagnosis(word="wrong-scale", evidence={"ratio": ratio})
+    return None if ratio is None or used < 2 else Diagnosis(word=Word.WRONG_SCALE, evidence={"ratio": ratio})
 
 
 def _block(pair: _Pair) -> Diagnosis | None:
@@ -324,7 +325,7 @@ def _block(pair: _Pair) -> Diagnosis | None:
     # random data of the same exponent range agrees in some elements by chance, seldom in one of ten
     if length < 2 or length == pair.found.elements or pair.found.mismatched < 0.9 * length:
         return None
-    return Diagnosis(word="block", evidence=place)
+    return Diagnosis(word=Word.BLOCK, evidence=place)
 
 
 def _place(pair: _Pair) -> dict[str, Any]:

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
+from consistency.numerics.words import Word
+
 _MANTISSA = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """One way to cut a number: `name` as in `rounded-to-bf16`, `how` is `nearest` or `truncated`."""
+    """One way to cut a number: `how` is `nearest` or `truncated`."""
 
-    name: str
+    word: Word
     how: str
     mantissa: int
     _apply: Callable[[torch.Tensor], torch.Tensor]
@@ -28,7 +30,7 @@ class Rounding:
 
         bfloat16 loses none in float16, but a few very large or small numbers: that is no sign of a rounding.
         """
-        if dtype != torch.float32 and (self.how == "truncated" or self.name == "tf32"):
+        if dtype != torch.float32 and (self.how == "truncated" or self.word == Word.ROUNDED_TO_TF32):
             return False
         return self.mantissa < _MANTISSA.get(dtype, 0)
 
@@ -48,10 +50,10 @@ def _truncated(dropped: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 ROUNDINGS = (
-    Rounding("bf16", "nearest", 7, _through(torch.bfloat16)),
-    Rounding("fp16", "nearest", 10, _through(torch.float16)),
-    Rounding("tf32", "nearest", 10, _tf32_nearest),
-    Rounding("bf16", "truncated", 7, _truncated(16)),
-    Rounding("tf32", "truncated", 10, _truncated(13)),
+    Rounding(Word.ROUNDED_TO_BF16, "nearest", 7, _through(torch.bfloat16)),
+    Rounding(Word.ROUNDED_TO_FP16, "nearest", 10, _through(torch.float16)),
+    Rounding(Word.ROUNDED_TO_TF32, "nearest", 10, _tf32_nearest),
+    Rounding(Word.ROUNDED_TO_BF16, "truncated", 7, _truncated(16)),
+    Rounding(Word.ROUNDED_TO_TF32, "truncated", 10, _truncated(13)),
 )
 """In the order in which they are tried: what has fewer mantissa bits first, for it is what the others keep too."""

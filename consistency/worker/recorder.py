@@ -25,6 +25,7 @@ from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import name_of
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
+from consistency.numerics.words import Word
 
 KEEP_BYTES = 64 * 2**20
 """A tensor outside its rule is kept in full up to this size; beyond it, block digests and the worst element tell."""
@@ -150,7 +151,7 @@ class Recorder:
             diagnosis = diagnose_moved(host, expected, found, known=known)
             if found.mismatched == 0:
                 # the digest on the device and the bytes on the host disagree: reading the tensor back changed it
-                diagnosis = dataclasses.replace(diagnosis, word="unknown", evidence={"digest_only": True})
+                diagnosis = dataclasses.replace(diagnosis, word=Word.UNKNOWN, evidence={"digest_only": True})
         else:
             diagnosis = structure
         small = host.nbytes <= KEEP_BYTES
@@ -181,7 +182,7 @@ class Recorder:
         rule: str,
         found: Measure | None,
         status: RecordStatus,
-        diagnosis: str | None,
+        diagnosis: Word | None,
         digests: Sequence[TensorDigest],
         reference_error: float | None = None,
         reference_samples: int | None = None,
@@ -233,7 +234,7 @@ class Recorder:
         layer: str,
         tensor: str,
         status: RecordStatus,
-        diagnosis: str | None = None,
+        diagnosis: Word | None = None,
         share: float | None = None,
         evidence: Mapping[str, Any] | None = None,
         reason: str | None = None,
@@ -247,7 +248,7 @@ class Recorder:
         status : str
             `equal` where it is as it has to be, `within` where it is inside a limit that can be used up, `outside`
             where it is not; `skipped` with a `reason`.
-        diagnosis : str, optional
+        diagnosis : Word, optional
             The word for what is wrong.
         share : float, optional
             What was seen over what is allowed.
@@ -291,7 +292,7 @@ class Recorder:
                 dtype=dtype,
                 rule=rule,
                 status=status,
-                diagnosis=status if status in ("missing", "unexpected") else None,
+                diagnosis=Word(status) if status in ("missing", "unexpected") else None,
                 reason=reason,
                 evidence=dict(evidence or {}),
             )

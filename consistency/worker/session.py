@@ -19,6 +19,7 @@ from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
 from consistency.errors import UsageError
 from consistency.numerics.digest import digest
+from consistency.numerics.words import Word
 from consistency.worker import determinism, environment
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
@@ -214,7 +215,7 @@ def _tell_of_assert(record: Recorder, stage: Stage, wanted: Sequence[Stage], sen
         layer=WHOLE_MODEL,
         tensor="kernels",
         status="outside",
-        diagnosis="ids-changed",
+        diagnosis=Word.IDS_CHANGED,
         reason=sentence,
     )
     for later in [s for s in wanted if list(Stage).index(s) > list(Stage).index(stage)]:

@@ -32,6 +32,7 @@ from consistency.case.load_path import LoadPath
 from consistency.case.stages import Level
 from consistency.errors import CaptureError
 from consistency.numerics.real import Real
+from consistency.numerics.words import Word
 
 SLUG = "cuda_1@tf32.shared"
 BLOB = "ab" * 32
@@ -75,7 +76,7 @@ def make_record(**changes: Any) -> TensorRecord:
         reference_digest="11" * 16,
         reference_error=Real("inf"),
         measure=make_measure(),
-        diagnosis="zeros",
+        diagnosis=Word.ZEROS,
         evidence={"nonzero_in_reference": 6, "where": ["a", 1, None]},
         blob=BLOB,
         repeats=("22" * 16,),

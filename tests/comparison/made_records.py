@@ -10,6 +10,7 @@ from consistency.capture.records import TensorMeasure, TensorRecord
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding
 from consistency.numerics.real import Real
+from consistency.numerics.words import Word
 
 
 def digest(text: str) -> str:
@@ -34,7 +35,7 @@ def moved(held: str = "file", file: str = "file", tensor: str = "lora_B", **chan
         "digest": digest(held), "reference_digest": digest(file), "reference": "file",
         "status": "equal" if equal else "outside",
         "measure": None if equal else measured(bound_ratio=None),
-        "diagnosis": None if equal else "bit-flip",
+        "diagnosis": None if equal else Word.BIT_FLIP,
     }  # fmt: skip
     return TensorRecord(**{**fields, **changes})
 
@@ -43,7 +44,7 @@ def computed(bits: str = "a", ratio: float = 0.5, **changes: Any) -> TensorRecor
     fields: dict[str, Any] = {
         "stage": "merged", "layer": "layers.0.q", "tensor": "weight", "shape": (2, 2), "dtype": "float32",
         "rule": "bound", "digest": digest(bits), "status": "within" if ratio <= 1 else "outside",
-        "measure": measured(bound_ratio=Real(ratio)), "diagnosis": "accumulation-order",
+        "measure": measured(bound_ratio=Real(ratio)), "diagnosis": Word.ACCUMULATION_ORDER,
     }  # fmt: skip
     return TensorRecord(**{**fields, **changes})
 

@@ -11,6 +11,7 @@ import pytest
 
 from consistency.capture.records import TensorRecord
 from consistency.numerics.real import Real
+from consistency.numerics.words import Word
 from tests.comparison.made_records import compared, computed, digest, errors, forward, measured, moved, only_row
 from tests.conftest import MakeCapture
 
@@ -40,19 +41,19 @@ def test_one_cause_is_one_finding(make_capture: MakeCapture) -> None:
     def records(held: str) -> list[TensorRecord]:
         return [moved(held, layer=f"layers.{i}.q", tensor=t) for i in range(64) for t in ("lora_A", "lora_B")]
 
-    wrong = [r if r.tensor == "lora_A" else moved("x", layer=r.layer, diagnosis="zeros") for r in records("file")]
+    wrong = [r if r.tensor == "lora_A" else moved("x", layer=r.layer, diagnosis=Word.ZEROS) for r in records("file")]
     found = compared(make_capture("a", {"cpu": records("file"), "cuda:1": wrong, "cuda:3": wrong}))
     (finding,) = errors(found)
     assert finding.kind == "zeros"
-    assert finding.message == "adapter · cuda:1, cuda:3 · zeros where the file is not zero in 64 of 64 lora_B tensors"
+    assert finding.message == "adapter · cuda:1, cuda:3 · zeros where the file is nonzero in 64 of 64 lora_B tensors"
     assert len(finding.tensors) == 64
     assert len(finding.detail) == 5
 
 
 def test_outside_the_bound(make_capture: MakeCapture) -> None:
-    found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": [computed("b", 3.0, diagnosis="unknown")]}))
+    found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": [computed("b", 3.0, diagnosis=Word.UNKNOWN)]}))
     assert found.verdict == "inconsistent"
-    assert errors(found)[0].message == "merged · cuda:0 · outside the bound in weight of layers.0.q"
+    assert errors(found)[0].message == "merged · cuda:0 · errors that exceed tolerance in weight of layers.0.q"
     assert "3 of the bound" in errors(found)[0].detail[0]
 
 
@@ -193,7 +194,7 @@ def test_weight_without_a_file_that_differs_is_a_finding(make_capture: MakeCaptu
     def weight(bits: str, **changes: Any) -> TensorRecord:
         return TensorRecord(
             stage="base", layer="layers.0.q", tensor="weight_after_adapter", rule="peer", status="measured",
-            dtype="float32", digest=digest(bits), diagnosis="recomputed", **changes,
+            dtype="float32", digest=digest(bits), diagnosis=Word.RECOMPUTED, **changes,
         )  # fmt: skip
 
     found = compared(make_capture("a", {"cpu": [weight("a")], "cuda:0": [weight("b")]}))
@@ -205,8 +206,8 @@ def test_weight_without_a_file_that_differs_is_a_finding(make_capture: MakeCaptu
 def test_missing_unexpected_and_skipped(make_capture: MakeCapture) -> None:
     absent: dict[str, Any] = {"digest": None, "measure": None, "reason": "so it is"}
     records = [
-        moved(tensor="lora_A", status="missing", diagnosis="missing", **absent),
-        moved(tensor="lora_B", status="unexpected", diagnosis="unexpected", **absent),
+        moved(tensor="lora_A", status="missing", diagnosis=Word.MISSING, **absent),
+        moved(tensor="lora_B", status="unexpected", diagnosis=Word.UNEXPECTED, **absent),
         moved(tensor="lora_C", status="skipped", diagnosis=None, **absent),
     ]
     found = compared(make_capture("a", {"cpu": records}))
@@ -344,7 +345,7 @@ def test_damaged_worker_makes_it_incomplete(make_capture: MakeCapture) -> None:
 def test_wrong_only_when_shared_is_the_copy(make_capture: MakeCapture) -> None:
     alone = make_capture("alone", {"cpu": [moved()], "cuda:1": [moved()]})
     info = {"cuda:1": {"load_path": "shared"}}
-    shared = make_capture("shared", {"cuda:1": [moved("x", diagnosis="zeros")]}, info=info)
+    shared = make_capture("shared", {"cuda:1": [moved("x", diagnosis=Word.ZEROS)]}, info=info)
     found = compared(alone, shared)
     assert found.load_paths == ("isolated", "shared")
     (finding,) = errors(found)
@@ -356,7 +357,7 @@ def test_wrong_only_when_shared_is_the_copy(make_capture: MakeCapture) -> None:
 
 
 def test_wrong_on_both_roads_is_not_blamed_on_the_copy(make_capture: MakeCapture) -> None:
-    wrong = [moved("x", diagnosis="zeros")]
+    wrong = [moved("x", diagnosis=Word.ZEROS)]
     alone = make_capture("alone", {"cpu": [moved()], "cuda:1": wrong})
     shared = make_capture("shared", {"cuda:1": wrong}, info={"cuda:1": {"load_path": "shared"}})
     (finding,) = errors(compared(alone, shared))

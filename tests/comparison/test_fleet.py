@@ -24,6 +24,7 @@ from consistency.comparison.compare import compare
 from consistency.comparison.judge import judge
 from consistency.comparison.result import Comparison
 from consistency.comparison.workers import Participant
+from consistency.numerics.words import Word
 from consistency.report import json as report_json
 from consistency.report.terminal import make_console, print_report
 from consistency.workflows import pipeline
@@ -58,7 +59,7 @@ def layers(count: int, bits: str, *, faulty: bool = False) -> list[TensorRecord]
     found = []
     for i in range(count):
         right = moved(layer=f"layers.{i}", order=i)
-        wrong = moved("x", layer=f"layers.{i}", diagnosis="zeros", order=i)
+        wrong = moved("x", layer=f"layers.{i}", diagnosis=Word.ZEROS, order=i)
         found += [
             moved(layer=f"layers.{i}", stage="base", tensor="weight", order=i),
             wrong if faulty else right,
@@ -249,7 +250,7 @@ def test_the_report_of_a_fleet_fits_some_pages(apart: bool) -> None:
     text = printed(found)
     assert len(text.splitlines()) < 80
     assert len(text) < 10_000
-    assert "zeros where the file is not zero in 3 of 3 lora_B tensors" in text
+    assert "zeros where the file is nonzero in 3 of 3 lora_B tensors" in text
     table = text.partition("forward\n")[2].partition("= equal bits")[0]
     assert "✗ 3/3" in table
     assert "node-0000:cpu (reference)" in table

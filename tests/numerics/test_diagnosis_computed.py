@@ -24,6 +24,7 @@ from consistency.numerics.diagnosis_moved import Diagnosis
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import bit_patterns
 from consistency.numerics.real import Real
+from consistency.numerics.words import Word
 
 ROWS, COLUMNS, RANK = 96, 640, 8
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,7 +79,7 @@ CASES = [
 @pytest.mark.parametrize("options", CASES)
 def test_a_healthy_merge_is_accumulation_order(options: dict[str, torch.dtype]) -> None:
     case = Case(**options)
-    assert case.diagnose(case.healthy()) == Diagnosis(word="accumulation-order")
+    assert case.diagnose(case.healthy()) == Diagnosis(word=Word.ACCUMULATION_ORDER)
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -119,7 +120,7 @@ def test_a_bit_that_flipped_after_the_merge_is_told_from_rounding(options: dict[
     found = case.diagnose(actual)
     if bit == "mantissa" and case.adapter == torch.bfloat16:
         # eight bits of mantissa, and a bound of several of their last: too near for a rounding to be ruled out
-        assert found == Diagnosis(word="unknown")
+        assert found == Diagnosis(word=Word.UNKNOWN)
         return
     assert (found.word, found.evidence["bits"], found.evidence["fields"]) == ("bit-flip", [flipped], [bit])
 
@@ -131,7 +132,8 @@ def test_a_range_that_was_not_merged_is_a_block(options: dict[str, torch.dtype])
     size = actual.element_size()
     actual.reshape(-1)[4096 // size : 12288 // size] = 1000.0
     found = case.diagnose(actual)
-    assert found == Diagnosis(word="block", evidence={"offset_bytes": 4096, "length_bytes": 8192, "page_aligned": True})
+    place = {"offset_bytes": 4096, "length_bytes": 8192, "page_aligned": True}
+    assert found == Diagnosis(word=Word.BLOCK, evidence=place)
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -142,14 +144,14 @@ def test_what_is_not_finite_is_named_and_counted(options: dict[str, torch.dtype]
     actual[2:7:2, 3] = value
     found = case.diagnose(actual)
     counts = {"nan": 3, "inf": 0} if math.isnan(value) else {"nan": 0, "inf": 3}
-    assert found == Diagnosis(word="non-finite", evidence=counts)
+    assert found == Diagnosis(word=Word.NON_FINITE, evidence=counts)
 
 
 def test_a_range_of_nan_is_non_finite_and_no_block() -> None:
     case = Case()
     actual = case.healthy()
     actual.reshape(-1)[1000:3000] = math.nan
-    assert case.diagnose(actual) == Diagnosis(word="non-finite", evidence={"nan": 2000, "inf": 0})
+    assert case.diagnose(actual) == Diagnosis(word=Word.NON_FINITE, evidence={"nan": 2000, "inf": 0})
 
 
 def test_nan_among_other_errors_is_counted() -> None:
@@ -157,7 +159,7 @@ def test_nan_among_other_errors_is_counted() -> None:
     actual = case.healthy()
     actual[::3] += 7.0
     actual[5, ::7] = math.nan
-    assert case.diagnose(actual) == Diagnosis(word="non-finite", evidence={"nan": 92, "inf": 0})
+    assert case.diagnose(actual) == Diagnosis(word=Word.NON_FINITE, evidence={"nan": 92, "inf": 0})
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,7 @@ def test_products_in_tf32_are_named(weight: torch.dtype | None, truncated: bool)
 def test_another_adapter_is_unknown() -> None:
     case = Case()
     case.delta = normal(ROWS, COLUMNS, seed=9)
-    assert case.diagnose(case.healthy()) == Diagnosis(word="unknown")
+    assert case.diagnose(case.healthy()) == Diagnosis(word=Word.UNKNOWN)
 
 
 # --- against an exact value, one allowance for all ------------------------------------------------------------------
@@ -220,13 +222,13 @@ def test_one_element_a_few_times_outside_is_no_flipped_bit(seed: int, factor: fl
 def test_inside_the_bound_is_accumulation_order() -> None:
     for ratio in (0.0, 0.5, 1.0):
         found = Measure(elements=4, mismatched=1, bound_ratio=Real(ratio))
-        assert diagnose_computed(found) == Diagnosis(word="accumulation-order")
+        assert diagnose_computed(found) == Diagnosis(word=Word.ACCUMULATION_ORDER)
 
 
 def test_outside_the_bound_or_without_one_is_unknown() -> None:
     for ratio in (1.0000001, 1e9, math.nan, None):
         found = Measure(elements=4, mismatched=1, bound_ratio=None if ratio is None else Real(ratio))
-        assert diagnose_computed(found) == Diagnosis(word="unknown")
+        assert diagnose_computed(found) == Diagnosis(word=Word.UNKNOWN)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -235,7 +237,7 @@ def test_without_the_values_what_is_not_finite_is_named_with_its_place(value: fl
     actual = exact.float()
     actual[2, 3] = value
     found = diagnose_computed(measure_against_exact(actual, exact))
-    assert found == Diagnosis(word="non-finite", evidence={"at": [2, 3]})
+    assert found == Diagnosis(word=Word.NON_FINITE, evidence={"at": [2, 3]})
 
 
 @given(seed=st.integers(0, 2**16), factor=st.floats(1.5, 50))
@@ -244,7 +246,7 @@ def test_noise_of_a_few_times_the_bound_is_no_word_of_a_cause(seed: int, factor:
     exact = normal(40, 50, seed=seed, dtype=torch.float64)
     allowed = 1e-5
     noise = torch.from_numpy(np.random.default_rng(seed + 1).choice([-factor, factor], exact.shape)) * allowed
-    assert activations((exact + noise).float(), exact, allowed) == Diagnosis(word="unknown")
+    assert activations((exact + noise).float(), exact, allowed) == Diagnosis(word=Word.UNKNOWN)
 
 
 def test_a_tolerance_of_the_users_own_is_what_is_gone_by() -> None:

@@ -11,14 +11,14 @@ import torch
 
 from consistency.numerics.rounding import ROUNDINGS, Rounding
 
-BY_NAME = {(r.name, r.how): r for r in ROUNDINGS}
+BY_NAME = {(r.word.value, r.how): r for r in ROUNDINGS}
 ANY_BITS = arrays.arrays(np.uint32, st.integers(1, 64), elements=st.integers(0, 2**32 - 1))
 EDGES = np.array(
     [0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001,
      0x3F800FFF, 0x3F801000, 0x3F801001, 0x3F803000, 0x3F808000, 0x3F818000, 0x7F7FF000, 0x7F7FEFFF, 0xFFFFFFFF],
     np.uint32,
 )  # fmt: skip
-KEPT = {"bf16": 7, "tf32": 10}
+KEPT = {"rounded-to-bf16": 7, "rounded-to-tf32": 10}
 
 
 def floats(bits: np.ndarray) -> torch.Tensor:
@@ -42,7 +42,7 @@ def nearest(bits: np.ndarray, kept: int) -> np.ndarray:
     return np.where(finite, down + np.where(up, np.uint64(1 << dropped), np.uint64(0)), wide).astype(np.uint32)
 
 
-@pytest.mark.parametrize("name", ["bf16", "tf32"])
+@pytest.mark.parametrize("name", ["rounded-to-bf16", "rounded-to-tf32"])
 @hypothesis.given(bits=ANY_BITS)
 @hypothesis.example(bits=EDGES)
 def test_to_the_nearest_with_ties_to_even(name: str, bits: np.ndarray) -> None:
@@ -58,13 +58,13 @@ def test_float16_is_numpys_own(bits: np.ndarray) -> None:
     values = bits.view(np.float32)
     with np.errstate(all="ignore"):
         expected = values.astype(np.float16).astype(np.float32)
-    got = BY_NAME["fp16", "nearest"](floats(bits)).numpy()
+    got = BY_NAME["rounded-to-fp16", "nearest"](floats(bits)).numpy()
     numbers = ~np.isnan(values)
     assert got.view(np.uint32)[numbers].tolist() == expected.view(np.uint32)[numbers].tolist()
     assert np.isnan(got[~numbers]).all()
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS, ids=lambda r: f"{r.name}-{r.how}")
+@pytest.mark.parametrize("rounding", ROUNDINGS, ids=lambda r: f"{r.word.value}-{r.how}")
 @hypothesis.given(bits=ANY_BITS)
 @hypothesis.example(bits=EDGES)
 def test_what_was_cut_once_stays(rounding: Rounding, bits: np.ndarray) -> None:
@@ -78,7 +78,7 @@ def test_what_was_cut_once_stays(rounding: Rounding, bits: np.ndarray) -> None:
     assert patterns(once[infinite]) == patterns(given[infinite])
 
 
-@pytest.mark.parametrize("name", ["bf16", "tf32"])
+@pytest.mark.parametrize("name", ["rounded-to-bf16", "rounded-to-tf32"])
 @hypothesis.given(bits=ANY_BITS)
 @hypothesis.example(bits=EDGES)
 def test_truncating_drops_the_last_bits(name: str, bits: np.ndarray) -> None:
@@ -89,7 +89,7 @@ def test_truncating_drops_the_last_bits(name: str, bits: np.ndarray) -> None:
 
 def test_tf32_of_other_dtypes() -> None:
     """Where float32 holds a number, its dtype is no matter, and TF32 holds every number of half the length."""
-    rounding = BY_NAME["tf32", "nearest"]
+    rounding = BY_NAME["rounded-to-tf32", "nearest"]
     values = torch.tensor([1 + 2**-10, 1 + 2**-11, 1 + 3 * 2**-11, -(2.0**-140), float("inf")], dtype=torch.float64)
     assert rounding(values).tolist() == [1 + 2**-10, 1.0, 1 + 2**-9, 0.0, float("inf")]
     every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
@@ -99,10 +99,10 @@ def test_tf32_of_other_dtypes() -> None:
 
 def test_what_is_narrower_than_a_dtype() -> None:
     narrower = {
-        dtype: [(r.name, r.how) for r in ROUNDINGS if r.is_narrower_than(dtype)]
+        dtype: [(r.word.value, r.how) for r in ROUNDINGS if r.is_narrower_than(dtype)]
         for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.float8_e5m2)
     }
     assert narrower[torch.float32] == list(BY_NAME)
-    assert narrower[torch.float64] == [("bf16", "nearest"), ("fp16", "nearest")]
-    assert narrower[torch.float16] == [("bf16", "nearest")]
+    assert narrower[torch.float64] == [("rounded-to-bf16", "nearest"), ("rounded-to-fp16", "nearest")]
+    assert narrower[torch.float16] == [("rounded-to-bf16", "nearest")]
     assert narrower[torch.bfloat16] == narrower[torch.int32] == narrower[torch.float8_e5m2] == []

@@ -25,6 +25,7 @@ from consistency.comparison.result import (
     WorkerSummary,
 )
 from consistency.numerics.real import Real
+from consistency.numerics.words import Word
 from consistency.report import html as report_html
 from consistency.report.html import as_html
 from consistency.report.page import cells
@@ -313,7 +314,7 @@ def test_environments_say_what_differs() -> None:
 def test_matrix_of_transfers() -> None:
     def copied(way: str, kind: str, to: str, status: Status, speed: float | None) -> TensorComparison:
         row = Row(
-            worker=to, reference="file", status=status, diagnosis="zeros" if status == "outside" else None,
+            worker=to, reference="file", status=status, diagnosis=Word.ZEROS if status == "outside" else None,
             evidence={} if speed is None else {"gb_per_s": speed},
         )  # fmt: skip
         return TensorComparison(

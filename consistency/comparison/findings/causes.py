@@ -11,53 +11,11 @@ from consistency.case.load_path import is_alternative
 from consistency.comparison.findings.load_paths import Verdict, copies, is_software, judge_load_paths, load_paths_taken
 from consistency.comparison.judge import KEPT, OWN_FILE
 from consistency.comparison.result import BAD, Finding, Row, TensorComparison
+from consistency.numerics.words import Word
 
 _MOST_DETAILS = 5
 _MOST_SAID = 3
 
-TOUCHED = "touched"
-"""Word of a device that a worker touched beside its own; its sentences are in `placement`."""
-
-_PHRASES = {
-    "zeros": "zeros where the file is not zero",
-    "bit-flip": "single bits flipped",
-    "swapped": "the bytes of another tensor",
-    "permuted": "the right elements in another order",
-    "block": "other bytes in one contiguous range",
-    "rounded-to-bf16": "the file's values rounded through bfloat16",
-    "rounded-to-fp16": "the file's values rounded through float16",
-    "rounded-to-tf32": "the file's values rounded through TF32",
-    "recomputed": "recomputed on this device when the adapter was loaded",
-    "never-written": "what was there before still there: nothing was ever written",
-    "fresh-init": "the values the adapter was made with, not the file's",
-    "stale": "bytes that lay in memory before",
-    "wrong-scale": "one constant factor off",
-    "tf32-products": "outside the float32 bound, and inside the one of TF32 products",
-    "signed-zero": "zeros of the other sign",
-    "non-finite": "NaN or infinity where the reference is finite",
-    "missing": "missing",
-    "unexpected": "no place in the model",
-    "shape": "another shape",
-    "dtype": "another dtype",
-    "inactive": "not active",
-    "unknown": "other bits",
-    "settings": "another rank or scaling",
-    "wrong-device": "adapter tensors on another device than their model",
-    "third-copy": "a new weight made beside the old one and the delta",
-    "ids-past-vocabulary": "ids past the vocabulary",
-    "labels-past-vocabulary": "labels past the vocabulary",
-    "ids-changed": "ids changed on the way to a device",
-    "labels-changed": "labels changed on the way to a device",
-    "changed-on-the-way": "other bits after the way to a device",
-    "other-answer": "another answer than on one device",
-    "does-not-run": "the model does not run",
-    "layers-missed": "adapter layers that PEFT does not find through the wrapper",
-    "hidden": "hidden by the wrapper",
-    "keys": "other keys through the wrapper",
-    "held-twice": "storages held twice",
-    "more-bytes": "more bytes than the plain model holds",
-    "more-memory": "more memory in a training step than without the wrapper",
-}
 _EVIDENCE = {
     "ratio": "{} times what it should be",
     "offset_bytes": "from byte {}",
@@ -74,15 +32,6 @@ _EVIDENCE = {
 }
 """What other evidence says, by its name."""
 
-_COMPUTED = {
-    "zeros": "nothing computed, all zeros",
-    "bit-flip": "single bits flipped after it was computed",
-    "rounded-to-bf16": "rounded through bfloat16 after it was computed",
-    "rounded-to-fp16": "rounded through float16 after it was computed",
-    "rounded-to-tf32": "rounded through TF32 after it was computed",
-    "block": "one contiguous range outside the bound",
-    "non-finite": "NaN or infinity where the exact value is finite",
-}
 _LIMITS = {"bound": "the bound", "relative": "the bound", "user": "the tolerance given", "limit": "the limit"}
 
 
@@ -106,9 +55,10 @@ def find_causes(
     next_step : callable
         Given the workers concerned, what to type next.
     """
-    groups: dict[tuple[str, str, Verdict, tuple[str, ...]], _Group] = {}
+    groups: dict[tuple[str, Word, Verdict, tuple[str, ...]], _Group] = {}
     by_name: dict[str, dict[str, TensorComparison]] = {}
-    tensors = [t for t in tensors if not any(row.diagnosis == TOUCHED for row in t.rows)]  # these have a sentence apart
+    # `placement` makes the findings of these
+    tensors = [t for t in tensors if not any(row.diagnosis == Word.TOUCHED for row in t.rows)]
     bad_names = dict.fromkeys(t.name for t in tensors if any(row.status in BAD for row in t.rows))
     for tensor in tensors:
         if tensor.name in bad_names:
@@ -116,14 +66,14 @@ def find_causes(
     many = len({tensor.load_path for tensor in tensors if not is_alternative(tensor.load_path)}) > 1
     wrong: dict[str, set[str]] = {}  # by road, the workers that do not hold the right bytes
     for name in bad_names:
-        alike: dict[tuple[str, str, Verdict], list[tuple[Row, frozenset[str]]]] = {}
+        alike: dict[tuple[str, Word, Verdict], list[tuple[Row, frozenset[str]]]] = {}
         for worker, rows in _by_worker(by_name[name]).items():
             bad, taken = load_paths_taken(worker, rows)
             if not bad:
                 continue
             home = next(load_path for load_path in rows if load_path in bad)
             row, stage = rows[home], by_name[name][home].stage
-            word = row.diagnosis or row.status
+            word = row.diagnosis or Word(row.status)
             verdict = judge_load_paths(word, bad, taken, stage=stage, many=many)
             alike.setdefault((home, word, verdict), []).append((row, bad))
             if stage in ("base", "adapter"):
@@ -139,9 +89,6 @@ def find_causes(
     totals = _totals(tensors)
     for (stage, word, verdict, workers), group in groups.items():
         computed = group.tensors[0].rule in _LIMITS and group.tensors[0].rule != "limit"
-        phrase = (_COMPUTED if computed else {}).get(word) or _PHRASES.get(word, word)
-        if word == "unknown" and computed:
-            phrase = " or ".join(dict.fromkeys(f"outside {_LIMITS.get(t.rule, 'the bound')}" for t in group.tensors))
         what = _how_many(group.tensors, totals.get((stage, group.tensors[0].load_path), {}))
         why = copies(word, workers, _fine(by_name, group, workers)) if verdict.hops else verdict.why
         everywhere = [
@@ -157,7 +104,7 @@ def find_causes(
             kind=word,
             severity="warning" if software else "error",
             message=(
-                f"{stage} · {names(workers)} · {_said(group) or f'{phrase} in {what}'}{verdict.where}"
+                f"{stage} · {names(workers)} · {_said(group) or word.about(what, computed=computed)}{verdict.where}"
                 f"{f': {why}' if why else ''}{_files_differ(group.samples)}"
                 f"{_follows(wrong, stage, group.load_paths, workers)}"
             ),

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from consistency.capture.names import CAST_ON_THE_WAY, SETTINGS_LAYER
 from consistency.case.load_path import LoadPath, is_alternative, main_path
 from consistency.comparison.result import Finding, Row, TensorComparison
+from consistency.numerics.words import Word
 
 DTYPE_ON_THE_WAY = "dtype-on-the-way"
 """Kind of the finding that a road casts what it carries."""
 
 _LABEL = re.compile(r"(?:^|:)(?P<type>[a-z]+)(?::(?P<index>\d+))?(?:@.*)?$")
-_ROUNDED = frozenset({"rounded-to-bf16", "rounded-to-fp16", "rounded-to-tf32", "dtype"})
-_NOT_ARRIVED = frozenset({"zeros", "never-written", "fresh-init", "stale"})
+_ROUNDED = frozenset({Word.ROUNDED_TO_BF16, Word.ROUNDED_TO_FP16, Word.ROUNDED_TO_TF32, Word.DTYPE})
+_NOT_ARRIVED = frozenset({Word.ZEROS, Word.NEVER_WRITTEN, Word.FRESH_INIT, Word.STALE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +39,13 @@ class Verdict:
 
 
 def judge_load_paths(
-    word: str, wrong: Set[str], taken: Set[str], *, stage: str = "adapter", many: bool = True
+    word: Word, wrong: Set[str], taken: Set[str], *, stage: str = "adapter", many: bool = True
 ) -> Verdict:
     """Tell the cause of wrong bytes by the roads on which they are wrong.
 
     Parameters
     ----------
-    word : str
+    word : Word
         Diagnosis of the difference.
     wrong, taken : set of str
         Roads on which one tensor of one worker is wrong, and all on which it was looked at.
@@ -84,7 +85,7 @@ def _on_every(seen: Set[LoadPath]) -> Verdict:
     return Verdict(where=f" on every road taken ({_names(seen)})")
 
 
-def _by_option(word: str, bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict | None:
+def _by_option(word: Word, bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict | None:
     if all(load_path.low_memory and load_path.without_low_memory in right for load_path in bad):
         rounded = word in _ROUNDED
         return Verdict(
@@ -135,12 +136,12 @@ def _by_device(bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict:
     return Verdict(where=f" on the road {_names(bad)}, and the right bytes on {_names(right)}")
 
 
-def copies(word: str, workers: Sequence[str], fine: Iterable[str]) -> str:
+def copies(word: Word, workers: Sequence[str], fine: Iterable[str]) -> str:
     """Name the copies between devices that went wrong, and those that did not.
 
     Parameters
     ----------
-    word : str
+    word : Word
     workers : sequence of str
         Labels of the workers whose bytes came by way of device 0 and are wrong.
     fine : iterable of str

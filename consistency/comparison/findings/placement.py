@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from consistency.comparison.findings.causes import TOUCHED, names
+from consistency.comparison.findings.causes import names
 from consistency.comparison.result import BAD, Finding, Row, TensorComparison
+from consistency.numerics.words import Word
 
 _STEPS = {"import": "importing the libraries", "load base": "loading the base", "load adapter": "loading the adapter"}
 _DEVICE = re.compile(r"(?:^|:)(cpu|[a-z]\w*:\d+)$")  # a label may start with its capture's name
@@ -31,7 +32,7 @@ def find_touched(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     by_worker: dict[tuple[str, str, str], dict[str, tuple[TensorComparison, Row]]] = {}
     for tensor in tensors:
         for row in tensor.rows:
-            if row.diagnosis == TOUCHED and tensor.rule == "limit":
+            if row.diagnosis == Word.TOUCHED and tensor.rule == "limit":
                 by_worker.setdefault((tensor.load_path, tensor.layer, row.worker), {})[tensor.tensor] = (tensor, row)
     groups: dict[tuple[str, str, str, bool], _Touched] = {}
     for (load_path, device, worker), counters in by_worker.items():
@@ -46,7 +47,7 @@ def find_touched(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
         where = f" on the road {load_path}" if len(load_paths) > 1 else ""
         advice = _advice(workers) if step == "load adapter" and not bad else None
         yield Finding(
-            kind=TOUCHED,
+            kind=Word.TOUCHED,
             severity="error" if bad else "warning",
             message=(
                 f"memory · {names(workers)} · {_STEPS.get(step, f'the step {step}')} {_what(group, device)}{where}"

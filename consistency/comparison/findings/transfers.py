@@ -28,20 +28,21 @@ from consistency.comparison.findings.transfer_causes import Pair, about, arrow, 
 from consistency.comparison.result import BAD, Finding, Row, TensorComparison
 from consistency.comparison.workers import Participant
 from consistency.devices.host.facts import HostFacts
+from consistency.numerics.words import Word
 
 _STAGED = (HOST_STAGED, CHAIN)
 _ORDER = (DIRECT, STRIDED, CASTING, OVERLAPPED)
 _MOST_PAIRS, _MOST_DETAILS = 4, 5
 
 _DELIVER = {
-    "never-written": "deliver nothing: what was there before is still there",
-    "zeros": "deliver zeros",
-    "stale": "deliver the bytes of an earlier copy",
-    "swapped": "deliver the bytes of another copy that was under way",
-    "bit-flip": "flip single bits",
-    "block": "lose one contiguous range",
-    "missing": "fail",
-    "unknown": "deliver other bytes",
+    Word.NEVER_WRITTEN: "deliver nothing: what was there before is still there",
+    Word.ZEROS: "deliver zeros",
+    Word.STALE: "deliver the bytes of an earlier copy",
+    Word.SWAPPED: "deliver the bytes of another copy that was under way",
+    Word.BIT_FLIP: "flip single bits",
+    Word.BLOCK: "lose one contiguous range",
+    Word.MISSING: "fail",
+    Word.UNKNOWN: "deliver other bytes",
 }
 _ONLY = {
     STRIDED: "when they are strided",
@@ -91,10 +92,10 @@ class Cell:
         return [kind for kind in self.own if kind not in (FILLING, READING)] or self.own
 
     @property
-    def word(self) -> str:
+    def word(self) -> Word:
         """Return the diagnosis of the plainest kind that goes wrong."""
         row = self.wrong[self.plain[0]][0][1]
-        return row.diagnosis or row.status
+        return row.diagnosis or Word(row.status)
 
     @property
     def is_fine(self) -> bool:
@@ -177,14 +178,14 @@ def find_transfer(participants: Sequence[Participant], tensors: Sequence[TensorC
     """Say of each machine which copies go wrong, which do not, and what explains it."""
     hosts = {home_of(p.label): p.capture.manifest.host_facts for p in participants}
     for matrix in matrices(tensors):
-        by_word: dict[str, list[Pair]] = {}
+        by_word: dict[Word, list[Pair]] = {}
         for pair in matrix.wrong:
             by_word.setdefault(matrix.cells[pair].word, []).append(pair)
         for word, pairs in by_word.items():
             yield _finding(matrix, word, pairs, hosts.get(matrix.home))
 
 
-def _finding(matrix: Matrix, word: str, pairs: Sequence[Pair], host_facts: HostFacts | None) -> Finding:
+def _finding(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: HostFacts | None) -> Finding:
     cells = matrix.cells
     seen = [entry for pair in pairs for kind in cells[pair].plain for entry in cells[pair].wrong[kind]]
     workers = tuple(sorted({row.worker for _, row in seen}, key=_by_number))

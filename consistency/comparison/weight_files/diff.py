@@ -22,6 +22,7 @@ from consistency.devices.cores import available_cores
 from consistency.errors import InputError
 from consistency.numerics.real import Real
 from consistency.numerics.same_bytes import same_memory
+from consistency.numerics.words import Word
 
 STAGE = "file"
 """Stage of the rows: the bytes as they lie in the files."""
@@ -166,21 +167,21 @@ def _row(name: str, a: Weights, e: Weights, differing: set[str], others: _Others
             worker=worker,
             reference=reference,
             status="missing",
-            diagnosis="missing",
+            diagnosis=Word.MISSING,
             reason="only the reference has it",
         )
     if name not in e:
         return Row(
-            worker=worker, reference=reference, status="unexpected", diagnosis="unexpected",
+            worker=worker, reference=reference, status="unexpected", diagnosis=Word.UNEXPECTED,
             reason="the reference has no such tensor",
         )  # fmt: skip
     actual, expected = a[name], e[name]
     if actual.shape != expected.shape:
         evidence = {"got": list(actual.shape), "wanted": list(expected.shape)}
-        return Row(worker=worker, reference=reference, status="outside", diagnosis="shape", evidence=evidence)
+        return Row(worker=worker, reference=reference, status="outside", diagnosis=Word.SHAPE, evidence=evidence)
     if actual.dtype != expected.dtype:
         kinds = {"got": actual.dtype, "wanted": expected.dtype}
-        return Row(worker=worker, reference=reference, status="outside", diagnosis="dtype", evidence=kinds)
+        return Row(worker=worker, reference=reference, status="outside", diagnosis=Word.DTYPE, evidence=kinds)
     elements = actual.elements
     zero = Real(0.0)
     if name not in differing:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from consistency.numerics.words import Word
+
 TOKEN_IDS = ("input_ids", "decoder_input_ids")
 LABELS = "labels"
 
@@ -78,14 +80,14 @@ class Seen:
     Attributes
     ----------
     name : str
-    word : str or None
-        `ids-past-vocabulary` or `labels-past-vocabulary`; None where all of it is inside.
+    word : Word or None
+        None where all of it is inside.
     sentence : str or None
     evidence : dict
     """
 
     name: str
-    word: str | None = None
+    word: Word | None = None
     sentence: str | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
 
@@ -116,11 +118,11 @@ def _look_at(name: str, tensor: torch.Tensor, rows: int, tables: Tables) -> Seen
     if name == LABELS:
         wrong &= tensor != IGNORE_INDEX
     first = tuple(int(i) for i in wrong.nonzero()[0])
-    kind = "labels" if name == LABELS else "ids"
+    kind, word = ("labels", Word.LABELS_PAST_VOCABULARY) if name == LABELS else ("ids", Word.IDS_PAST_VOCABULARY)
     sentence = f"{kind} past the vocabulary: {_extreme(kind, smallest, largest, rows)}, {_known(name, tables)}"
     sentence += f"; the first of {int(wrong.sum())} is {int(tensor[first])} at {name}{list(first)}"
     evidence |= {"first": list(first), "wrong": int(wrong.sum()), "elements": tensor.numel()}
-    return Seen(name=name, word=f"{kind}-past-vocabulary", sentence=sentence, evidence=evidence)
+    return Seen(name=name, word=word, sentence=sentence, evidence=evidence)
 
 
 def _extreme(kind: str, smallest: int, largest: int, rows: int) -> str:

@@ -18,6 +18,7 @@ from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.exact import in_float64
 from consistency.numerics.rules import Rule
+from consistency.numerics.words import Word
 from consistency.worker.model.loading import LoadedBase
 from consistency.worker.protocol import EventLog
 from consistency.worker.recorder import Recorder
@@ -98,7 +99,7 @@ def look_again(
             rule=Rule.PEER,
             found=None,
             status="measured",
-            diagnosis="recomputed",
+            diagnosis=Word.RECOMPUTED,
             digests=[after],
             keep=tensor.nbytes <= PEER_KEEP_BYTES,
             evidence={"before": before[name].value, "dtype": name_of(tensor.dtype)},

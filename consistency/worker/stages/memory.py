@@ -14,6 +14,7 @@ from consistency.capture.names import MERGE_PEAK, PLACEMENT, SAFE_MERGE_PEAK, ad
 from consistency.capture.records import RecordStatus
 from consistency.case.stages import Level
 from consistency.numerics.rules import passes, ratio
+from consistency.numerics.words import Word
 from consistency.worker.memory.host_memory import is_out_of_memory, peak_bytes, reset_peak, resident_bytes
 from consistency.worker.memory.merge_peak import MergePeak, measure_merge
 from consistency.worker.memory.peak import PeakMeter, meter_of
@@ -90,7 +91,7 @@ def _allocations(record: Recorder, found: Placement, device: torch.device, passi
             layer=str(device),
             tensor=counter,
             status=status,
-            diagnosis="touched" if peak else None,
+            diagnosis=Word.TOUCHED if peak else None,
             share=share if peak and counter == "allocated" and is_gone else None,
             evidence=evidence,
         )
@@ -112,7 +113,7 @@ def _context(record: Recorder, found: Placement, device: torch.device) -> None:
         tensor="context",
         # a context stays until the process ends, whatever became of the bytes; the bytes have rows of their own
         status="within" if seen.exists else "equal",
-        diagnosis="touched" if seen.exists else None,
+        diagnosis=Word.TOUCHED if seen.exists else None,
         evidence=evidence,
     )
 
@@ -143,7 +144,7 @@ def placement(context: Context) -> None:
             layer=layer,
             tensor=PLACEMENT,
             status="outside" if wrong else "equal",
-            diagnosis="wrong-device" if wrong else None,
+            diagnosis=Word.WRONG_DEVICE if wrong else None,
             evidence={"got": wrong, "wanted": own} if wrong else {"devices": sorted(set(parts.values()))},
         )
 
@@ -202,7 +203,7 @@ def _merge_peak(
         layer=place,
         tensor=tensor,
         status="within" if passes(share) else "outside",
-        diagnosis=None if passes(share) else "third-copy",
+        diagnosis=None if passes(share) else Word.THIRD_COPY,
         share=share,
         evidence=evidence,
     )

@@ -12,6 +12,7 @@ from consistency.numerics.diagnosis_computed import diagnose_computed, exact_chu
 from consistency.numerics.digest import TensorDigest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.rules import Rule, passes, ratio, relative_allowance
+from consistency.numerics.words import Word
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.user_tolerance import Given
 
@@ -84,7 +85,7 @@ def judge_relative(
         rule=Rule.RELATIVE,
         found=found,
         status="within" if inside else "outside",
-        diagnosis="accumulation-order" if cause is None else cause.word,
+        diagnosis=Word.ACCUMULATION_ORDER if cause is None else cause.word,
         evidence=None if cause is None else {**cause.evidence, "allowed": allowed},
         digests=digests,
         reference_error=error,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from consistency.numerics.words import Word
 from consistency.worker.memory.host_memory import is_out_of_memory
 from consistency.worker.model.inputs import made_inputs, with_labels
 from consistency.worker.wrapper_check.held import Held, held_twice
@@ -96,7 +97,7 @@ class _Look:
             findings=tuple(self.findings), prefix=self.prefix, figures=self.figures, skipped=self.skipped
         )
 
-    def _add(self, check: str, kind: str, what: str, *, where: str, got: Any, wanted: Any, hint: str) -> None:
+    def _add(self, check: str, kind: Word, what: str, *, where: str, got: Any, wanted: Any, hint: str) -> None:
         self.findings.append(
             WrapperFinding(check=check, kind=kind, what=what, where=where, got=str(got), wanted=str(wanted), hint=hint)
         )
@@ -108,7 +109,7 @@ class _Look:
             size = sum(wrapped.tensors[other].untyped_storage().nbytes() for _, other in twice)
             one, other = twice[0]
             self._add(
-                "storages", "held-twice", f"{len(twice)} storages are held twice: {size} bytes",
+                "storages", Word.HELD_TWICE, f"{len(twice)} storages are held twice: {size} bytes",
                 where=f"{other} is a copy of {one}", got=f"{wrapped.nbytes} bytes", wanted=f"{plain.nbytes} bytes",
                 hint="keep the model itself, not a copy of it or of its weights",
             )  # fmt: skip
@@ -122,7 +123,7 @@ class _Look:
         if other_dtypes:
             name, wanted, got = other_dtypes[0]
             self._add(
-                "dtypes", "dtype", f"{len(other_dtypes)} tensors have another dtype through the wrapper", where=name,
+                "dtypes", Word.DTYPE, f"{len(other_dtypes)} tensors have another dtype through the wrapper", where=name,
                 got=str(got).removeprefix("torch."), wanted=str(wanted).removeprefix("torch."),
                 hint="wrap the model as it was loaded; `.to`, `.half` and `.float` on it undo a quantization",
             )  # fmt: skip
@@ -149,7 +150,7 @@ class _Look:
             refused, layers = _text(error), {} if anyway is None else adapted_layers(anyway, self.prefix or "")
         if refused is not None:
             self._add(
-                "adapter_layers", "layers-missed", "get_peft_model does not take the wrapped model",
+                "adapter_layers", Word.LAYERS_MISSED, "get_peft_model does not take the wrapped model",
                 where="get_peft_model", got=refused, wanted=f"{len(wanted)} adapted layers", hint=HINT,
             )  # fmt: skip
         self._compare_layers(layers, wanted)
@@ -161,21 +162,21 @@ class _Look:
         missed = [name for name in wanted if name not in found]
         if missed:
             self._add(
-                "adapter_layers", "layers-missed",
+                "adapter_layers", Word.LAYERS_MISSED,
                 f"PEFT finds {len(wanted) - len(missed)} of {len(wanted)} adapted layers through the wrapper",
                 where=_some(missed), got=len(wanted) - len(missed), wanted=len(wanted), hint=HINT,
             )  # fmt: skip
         other = [name for name in wanted if name in found and found[name] != wanted[name]]
         if other:
             self._add(
-                "adapter_layers", "layers-missed",
+                "adapter_layers", Word.LAYERS_MISSED,
                 f"{len(other)} of {len(wanted)} adapted layers are of another kind through the wrapper",
                 where=_some(other), got=_layer(found[other[0]]), wanted=_layer(wanted[other[0]]), hint=HINT,
             )  # fmt: skip
         more = [name for name in found if name not in wanted]
         if more:
             self._add(
-                "adapter_layers", "layers-missed", f"PEFT adapts {len(more)} layers that are not the model's",
+                "adapter_layers", Word.LAYERS_MISSED, f"PEFT adapts {len(more)} layers that are not the model's",
                 where=_some(more), got=len(found), wanted=len(wanted),
                 hint="give target_modules as names that only the model has, or exclude_modules",
             )  # fmt: skip
@@ -192,7 +193,7 @@ class _Look:
         self.figures["reach"] |= {"checkpointed": got, "checkpointed_plain": wanted}
         if got != wanted:
             self._add(
-                "reach", "hidden",
+                "reach", Word.HIDDEN,
                 "prepare_model_for_kbit_training does not turn gradient checkpointing on through the wrapper",
                 where="prepare_model_for_kbit_training", got=f"{got} modules that compute their activations again",
                 wanted=wanted, hint="prepare the model before it is wrapped, or: " + HINT,
@@ -217,7 +218,7 @@ class _Look:
             if is_out_of_memory(error):
                 raise
             self._add(
-                "training_step", "does-not-run", "the adapter cannot be trained through the wrapper",
+                "training_step", Word.DOES_NOT_RUN, "the adapter cannot be trained through the wrapper",
                 where="forward and backward", got=_text(error), wanted="a training step, as without the wrapper",
                 hint=HINT,
             )  # fmt: skip
@@ -229,7 +230,7 @@ class _Look:
         }
         if wrapped.peak_bytes > plain.allowed_bytes:
             self._add(
-                "training_step", "more-memory",
+                "training_step", Word.MORE_MEMORY,
                 f"a training step takes {wrapped.peak_bytes / plain.peak_bytes:.2f} times the memory",
                 where="peak of forward, backward and AdamW", got=f"{wrapped.peak_bytes} bytes",
                 wanted=f"at most {plain.allowed_bytes} bytes: the plain model's {plain.peak_bytes} and one copy of "

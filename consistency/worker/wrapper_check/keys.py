@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from consistency.numerics.words import Word
 from consistency.worker.wrapper_check.report import WrapperFinding
 
 _MOST_NAMED = 3
@@ -37,7 +38,7 @@ def other_keys(wrapped: Mapping[str, Any], plain: Collection[str], prefix: str |
     if missing:
         yield WrapperFinding(
             check="keys",
-            kind="keys",
+            kind=Word.KEYS,
             what=f"{len(missing)} of {len(plain)} keys of the model are not in the wrapper's state dict",
             where=_some(missing),
             got="none" if len(missing) == len(plain) else f"{len(plain) - len(missing)} keys",
@@ -52,7 +53,7 @@ def other_keys(wrapped: Mapping[str, Any], plain: Collection[str], prefix: str |
     if doubled:
         yield WrapperFinding(
             check="keys",
-            kind="keys",
+            kind=Word.KEYS,
             what=f"{len(doubled)} keys of the model are in the wrapper's state dict a second time",
             where=_some(doubled),
             got=f"{len(plain) + len(doubled)} keys",

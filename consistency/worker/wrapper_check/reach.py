@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from consistency.numerics.words import Word
 from consistency.worker.wrapper_check.report import WrapperFinding
 
 _ASKED = {
@@ -57,7 +58,7 @@ def hidden(wrapped: torch.nn.Module, plain: torch.nn.Module) -> Iterator[Wrapper
 def _finding(name: str, why: str, got: str, wanted: str) -> WrapperFinding:
     return WrapperFinding(
         check="reach",
-        kind="hidden",
+        kind=Word.HIDDEN,
         what=f"the wrapper hides {name}: {why}",
         where=name,
         got=got,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from consistency.numerics.words import Word
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapperFinding:
@@ -15,8 +17,7 @@ class WrapperFinding:
     ----------
     check : str
         Which look found it: `reach`, `keys`, `adapter_layers`, `storages`, `dtypes` or `training_step`.
-    kind : str
-        The word for it: `hidden`, `keys`, `layers-missed`, `held-twice`, `dtype`, `more-memory`, `does-not-run`.
+    kind : Word
     what : str
         One sentence without a final stop.
     where : str
@@ -28,7 +29,7 @@ class WrapperFinding:
     """
 
     check: str
-    kind: str
+    kind: Word
     what: str
     where: str
     got: str

@@ -9,6 +9,7 @@ import pytest
 from consistency.comparison.findings.causes import describe, find_causes
 from consistency.comparison.result import Finding, Row, TensorComparison
 from consistency.numerics.real import Real
+from consistency.numerics.words import Word
 
 
 def tensor(
@@ -28,21 +29,21 @@ def causes(*tensors: TensorComparison) -> list[Finding]:
 
 
 def test_256_tensors_are_one_finding() -> None:
-    wrong = [tensor(f"layers.{i}", t, "cuda:1", diagnosis="zeros") for i in range(128) for t in ("lora_A", "lora_B")]
+    wrong = [tensor(f"layers.{i}", t, "cuda:1", diagnosis=Word.ZEROS) for i in range(128) for t in ("lora_A", "lora_B")]
     (finding,) = causes(*wrong, tensor("layers.0", "lora_C", "cuda:1", status="equal"))
-    assert finding.message == "adapter · cuda:1 · zeros where the file is not zero in 256 of 257 tensors"
+    assert finding.message == "adapter · cuda:1 · zeros where the file is nonzero in 256 of 257 tensors"
     assert (len(finding.tensors), len(finding.detail), finding.next) == (256, 5, "look at cuda:1")
     assert (finding.kind, finding.severity, finding.workers) == ("zeros", "error", ("cuda:1",))
 
 
 def test_another_word_worker_stage_or_road_is_another_cause() -> None:
     found = causes(
-        tensor("a", "w", "cuda:0", diagnosis="zeros"),
-        tensor("b", "w", "cuda:0", diagnosis="bit-flip"),
-        tensor("c", "w", "cuda:1", diagnosis="zeros"),
-        tensor("d", "w", "cuda:0", diagnosis="zeros", stage="base"),
-        tensor("e", "w", "cuda:0", diagnosis="zeros", load_path="shared"),
-        tensor("f", "w", "cuda:0", "cuda:1", diagnosis="zeros"),
+        tensor("a", "w", "cuda:0", diagnosis=Word.ZEROS),
+        tensor("b", "w", "cuda:0", diagnosis=Word.BIT_FLIP),
+        tensor("c", "w", "cuda:1", diagnosis=Word.ZEROS),
+        tensor("d", "w", "cuda:0", diagnosis=Word.ZEROS, stage="base"),
+        tensor("e", "w", "cuda:0", diagnosis=Word.ZEROS, load_path="shared"),
+        tensor("f", "w", "cuda:0", "cuda:1", diagnosis=Word.ZEROS),
     )
     assert len(found) == 6
     assert all("on the road" in f.message for f in found)
@@ -87,31 +88,31 @@ def test_evidence_of_a_stranger_is_shown_and_not_relied_on(evidence: dict[str, A
 @pytest.mark.parametrize(
     ("rule", "word", "phrase"),
     [
-        ("bound", "zeros", "nothing computed, all zeros"),
-        ("bitwise", "zeros", "zeros where the file is not zero"),
-        ("bound", "rounded-to-bf16", "rounded through bfloat16 after it was computed"),
-        ("relative", "block", "one contiguous range outside the bound"),
-        ("bound", "unknown", "outside the bound"),
-        ("user", "unknown", "outside the tolerance given"),
-        ("bitwise", "unknown", "other bits"),
-        ("user", "wrong-scale", "one constant factor off"),
+        ("bound", "zeros", "zeros instead of a result"),
+        ("bitwise", "zeros", "zeros where the file is nonzero"),
+        ("bound", "rounded-to-bf16", "a result rounded through bfloat16"),
+        ("relative", "block", "one contiguous range of values that exceed tolerance"),
+        ("bound", "unknown", "errors that exceed tolerance"),
+        ("user", "unknown", "errors that exceed tolerance"),
+        ("bitwise", "unknown", "bitwise differences"),
+        ("user", "wrong-scale", "values off by one constant factor"),
         ("bound", "a-word-of-a-later-version", "a-word-of-a-later-version"),
     ],
 )
 def test_what_was_computed_has_phrases_of_its_own(rule: str, word: str, phrase: str) -> None:
-    (finding,) = causes(tensor("layers.0", "w", "cuda:0", rule=rule, diagnosis=word, stage="merged"))
+    (finding,) = causes(tensor("layers.0", "w", "cuda:0", rule=rule, diagnosis=Word(word), stage="merged"))
     assert finding.message == f"merged · cuda:0 · {phrase} in w of layers.0"
 
 
 def test_what_follows_from_wrong_bytes_says_so() -> None:
     wrong, follows = causes(
-        tensor("a", "w", "cuda:0", diagnosis="zeros"),
-        tensor("a", "weight", "cuda:0", diagnosis="unknown", stage="merged", rule="bound"),
+        tensor("a", "w", "cuda:0", diagnosis=Word.ZEROS),
+        tensor("a", "weight", "cuda:0", diagnosis=Word.UNKNOWN, stage="merged", rule="bound"),
     )
     assert "follows" not in wrong.message
     assert follows.message.endswith(": it follows from the wrong bytes above")
     _, other = causes(
-        tensor("a", "w", "cuda:0", diagnosis="zeros"),
-        tensor("a", "weight", "cuda:1", diagnosis="unknown", stage="merged", rule="bound"),
+        tensor("a", "w", "cuda:0", diagnosis=Word.ZEROS),
+        tensor("a", "weight", "cuda:1", diagnosis=Word.UNKNOWN, stage="merged", rule="bound"),
     )
     assert "follows" not in other.message

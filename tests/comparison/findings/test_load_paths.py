@@ -14,6 +14,7 @@ from consistency.case.load_path import LoadPath
 from consistency.comparison.compare import compare
 from consistency.comparison.findings.load_paths import copies, judge_load_paths
 from consistency.comparison.result import Comparison, Finding
+from consistency.numerics.words import Word
 from consistency.pytest_plugin.items import _beside
 from tests.conftest import MakeCapture
 
@@ -32,7 +33,8 @@ def held(layer: str, load_path: str, word: str | None = None, **changes: Any) ->
     fields: dict[str, Any] = {
         "stage": "adapter", "layer": layer, "tensor": "lora_B", "shape": (2, 2), "dtype": "float32",
         "digest": digest(bits or "file"), "reference_digest": digest("file"), "reference": "file",
-        "status": "outside" if word else "equal", "diagnosis": word, "load_path": load_path if "+" in load_path else "",
+        "status": "outside" if word else "equal", "diagnosis": word and Word(word),
+        "load_path": load_path if "+" in load_path else "",
     }  # fmt: skip
     return TensorRecord(**{**fields, **changes})
 
@@ -79,7 +81,7 @@ def test_wrong_only_by_way_of_device_0_is_the_copy_between_devices(make_capture:
     found = seen(make_capture, {"cpu": CPU, "cuda:0": right, "cuda:1": wrong, "cuda:2": right, "cuda:3": wrong})
     finding = only_error(found)
     assert finding.message == (
-        "adapter · cuda:1, cuda:3 · zeros where the file is not zero in 2 of 2 lora_B tensors when all devices are "
+        "adapter · cuda:1, cuda:3 · zeros where the file is nonzero in 2 of 2 lora_B tensors when all devices are "
         "visible, and the right bytes when alone or with torch_device=cpu: "
         "peer copies 0→1 and 0→3 drop data; 0→2 is fine"
     )
@@ -186,24 +188,24 @@ def test_two_causes_stay_two_findings(make_capture: MakeCapture) -> None:
     ],
 )  # fmt: skip
 def test_what_the_roads_say(wrong: set[str], taken: set[str], text: str) -> None:
-    found = judge_load_paths("zeros", wrong, taken)
+    found = judge_load_paths(Word.ZEROS, wrong, taken)
     assert text in f"{found.where}: {found.why}"
 
 
 @pytest.mark.parametrize("wrong", sorted(EVERY))
 def test_one_wrong_road_of_all_is_never_blamed_on_the_device(wrong: str) -> None:
-    found = judge_load_paths("zeros", {wrong}, EVERY)
+    found = judge_load_paths(Word.ZEROS, {wrong}, EVERY)
     assert "its memory" not in found.why
     assert "right bytes" in found.where
 
 
 def test_copies_are_named_by_their_ends() -> None:
-    assert copies("zeros", ["host-a:cuda:1"], []) == "peer copies 0→1 drop data"
-    assert copies("bit-flip", ["cuda:1@tf32", "cuda:3"], ["cuda:0", "cpu", "cuda:2", "cuda:4"]) == (
+    assert copies(Word.ZEROS, ["host-a:cuda:1"], []) == "peer copies 0→1 drop data"
+    assert copies(Word.BIT_FLIP, ["cuda:1@tf32", "cuda:3"], ["cuda:0", "cpu", "cuda:2", "cuda:4"]) == (
         "peer copies 0→1 and 0→3 change data; 0→2 and 0→4 are fine"
     )
-    assert copies("stale", ["cuda:0", "cuda:1"], []) == "copies by way of device 0 drop data"
-    assert copies("stale", ["mps"], []) == "copies by way of device 0 drop data"
+    assert copies(Word.STALE, ["cuda:0", "cuda:1"], []) == "copies by way of device 0 drop data"
+    assert copies(Word.STALE, ["mps"], []) == "copies by way of device 0 drop data"
 
 
 def cast(load_path: str) -> TensorRecord:
@@ -320,7 +322,7 @@ def test_what_is_wrong_beside_a_road_leaves_its_computed_stages_alone(make_captu
     wrong = [held("layers.0.q", "isolated"), held("layers.0.q", "isolated+low-memory", "zeros")]
     off = TensorRecord(
         stage="merged", layer="layers.0.q", tensor="weight", shape=(2, 2), dtype="float32", rule="bound",
-        digest=digest("off"), status="outside", diagnosis="wrong-scale",
+        digest=digest("off"), status="outside", diagnosis=Word.WRONG_SCALE,
     )  # fmt: skip
     found = compare([read_capture(make_capture("a", {"cuda:0": [*wrong, off]}))])
     assert not any("follows" in f.message for f in found.findings)

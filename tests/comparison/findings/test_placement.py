@@ -10,6 +10,7 @@ from consistency.capture.records import TensorRecord
 from consistency.comparison.findings.placement import size
 from consistency.comparison.result import Finding
 from consistency.numerics.real import Real
+from consistency.numerics.words import Word
 from consistency.report.summary import worst_ratio
 from tests.comparison.made_records import compared, computed
 from tests.conftest import MakeCapture
@@ -27,7 +28,7 @@ def touched(*, kept: int = 0, **of: Any) -> TensorRecord:
         "first_operation": "aten._to_copy.default", "first_call": ["safetensors/torch.py:360 load_file"],
     }  # fmt: skip
     status = "outside" if kept else "within"
-    return fact(**{"status": status, "diagnosis": "touched", "evidence": evidence, "limit_ratio": Real(0.44), **of})
+    return fact(**{"status": status, "diagnosis": Word.TOUCHED, "evidence": evidence, "limit_ratio": Real(0.44), **of})
 
 
 def about_devices(make_capture: MakeCapture, records: dict[str, list[TensorRecord]]) -> list[Finding]:
@@ -114,11 +115,12 @@ def test_a_share_of_memory_is_no_share_of_a_numerical_bound(make_capture: MakeCa
 def test_a_merge_with_a_third_copy_says_how_much_it_took(make_capture: MakeCapture) -> None:
     evidence = {"layers": 2.0, "adding_peak_bytes": 200, "adding_allowed_bytes": 150}
     peak = fact(
-        "merge_peak", "layers.0.q", status="outside", diagnosis="third-copy", limit_ratio=Real(1.333), evidence=evidence
-    )
+        "merge_peak", "layers.0.q", status="outside", diagnosis=Word.THIRD_COPY, limit_ratio=Real(1.333),
+        evidence=evidence,
+    )  # fmt: skip
     (finding,) = compared(make_capture("a", {"cpu": [peak]})).findings
     assert finding.message == (
-        "memory · cpu · a new weight made beside the old one and the delta in merge_peak of layers.0.q"
+        "memory · cpu · a new weight allocated beside the old one and the delta in merge_peak of layers.0.q"
     )
     assert finding.detail == (
         "layers.0.q.merge_peak · 1.333 of the limit · 2 times the layer's weight at its peak"
@@ -127,11 +129,12 @@ def test_a_merge_with_a_third_copy_says_how_much_it_took(make_capture: MakeCaptu
 
 
 def test_adapter_tensors_elsewhere_are_counted_in_layers(make_capture: MakeCapture) -> None:
-    wrong = {"status": "outside", "diagnosis": "wrong-device", "evidence": {"got": {"lora_A": "meta"}, "wanted": "cpu"}}
+    evidence = {"got": {"lora_A": "meta"}, "wanted": "cpu"}
+    wrong = {"status": "outside", "diagnosis": Word.WRONG_DEVICE, "evidence": evidence}
     records = [fact("placement", f"layers.{i}", **(wrong if i < 2 else {})) for i in range(3)]
     (finding,) = compared(make_capture("a", {"cpu": records})).findings
     assert finding.message == (
-        "memory · cpu · adapter tensors on another device than their model in placement of 2 of 3 layers"
+        "memory · cpu · adapter tensors on a different device than their model in placement of 2 of 3 layers"
     )
     assert "got {'lora_A': 'meta'} · wanted cpu" in finding.detail[0]
 

@@ -65,7 +65,7 @@ def test_nothing_allowed_puts_roundings_of_a_healthy_run_outside(run_with_faults
     rows = [row for t in differing for row in t.rows if row.worker == FAULTY]
     assert {row.status for row in rows} == {"outside"}
     assert {float(row.bound_ratio or 0) for row in rows} == {float("inf")}
-    assert "outside the tolerance given" in errors(found)[0].message
+    assert "errors that exceed tolerance" in errors(found)[0].message
     assert "--tolerance stage=merged,atol=0.0,rtol=0.0" in (errors(found)[0].next or "")
 
 

@@ -19,6 +19,7 @@ from consistency.comparison.findings.advice import advise, as_table
 from consistency.comparison.findings.transfers import home_of, matrices
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host import Gpu, HostFacts
+from consistency.numerics.words import Word
 from consistency.report.doctor import print_doctor
 from consistency.report.terminal import make_console, print_report
 from tests.comparison.made_records import measured
@@ -34,7 +35,8 @@ def copies(pair: tuple[str, str], kind: str = DIRECT, word: str | None = None, *
         evidence.setdefault("gb_per_s", 20.0)
     return TensorRecord(
         stage="transfer", layer=pair_name(*pair), tensor=kind, shape=(8,), dtype="uint8", reference="payload",
-        digest=("ab" if word else "cd") * 16, reference_digest="cd" * 16, evidence=evidence, diagnosis=word,
+        digest=("ab" if word else "cd") * 16, reference_digest="cd" * 16, evidence=evidence,
+        diagnosis=None if word is None else Word(word),
         status="outside" if word else "equal", measure=measured(bound_ratio=None) if word else None, **of,
     )  # fmt: skip
 

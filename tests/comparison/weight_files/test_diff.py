@@ -235,7 +235,7 @@ def test_one_cause_is_one_finding(held: Any) -> None:
     right = {f"layers.{i}.lora_B.weight": f32(*range(1, 9)) for i in range(256)}
     found = held({name: f32(*[0.0] * 8) for name in right}, right)
     (finding,) = found.findings
-    assert finding.message.endswith("zeros where the file is not zero in 256 of 256 lora_B tensors")
+    assert finding.message.endswith("zeros where the file is nonzero in 256 of 256 lora_B tensors")
     assert len(finding.tensors) == 256
 
 

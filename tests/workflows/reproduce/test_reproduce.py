@@ -16,6 +16,7 @@ from consistency.capture.folder import MANIFEST
 from consistency.capture.records import TensorRecord
 from consistency.case.options import Options
 from consistency.errors import CaptureError, UsageError
+from consistency.numerics.words import Word
 from consistency.workflows import pipeline
 from consistency.workflows.reproduce.folder import Reproduced, reproduce
 from tests.conftest import Cli, MakeCapture
@@ -152,7 +153,7 @@ def test_copy_between_devices_is_tried_on_the_same_two(make_capture: MakeCapture
     """Where no payload was kept one is made up; the script is told both ends."""
     pair = TensorRecord(
         stage="transfer", layer="cuda:0->cuda:1", tensor="direct", digest="a" * 32, reference="file",
-        reference_digest="b" * 32, shape=(4,), dtype="uint8", status="outside", diagnosis="zeros",
+        reference_digest="b" * 32, shape=(4,), dtype="uint8", status="outside", diagnosis=Word.ZEROS,
     )  # fmt: skip
     run = make_capture("run/captures", {"cuda:1": [pair]})
     finding = {"kind": "zeros", "severity": "error", "message": "m", "workers": ["cuda:1"],

@@ -18,6 +18,7 @@ from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import Rule
+from consistency.numerics.words import Word
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.stages.adapter import load_paths
 from consistency.worker.stages.adapter.reload import POISON, Loads, reload
@@ -131,7 +132,7 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
             rule=Rule.PEER,
             found=None,
             status="measured",
-            diagnosis="recomputed",
+            diagnosis=Word.RECOMPUTED,
             digests=[digest(tensor)],
             keep=tensor.nbytes <= PEER_KEEP_BYTES,
             evidence={"not_in_file": "computed when the adapter is loaded"},
@@ -165,7 +166,7 @@ def _settings(context: Context) -> None:
         rule=Rule.PEER,
         found=None,
         status="outside" if inactive else "measured",
-        diagnosis="inactive" if inactive else None,
+        diagnosis=Word.INACTIVE if inactive else None,
         digests=[digest(tensor)],
         evidence={"layers": len(table), "values": _counted(table), **({"inactive": inactive[:8]} if inactive else {})},
     )

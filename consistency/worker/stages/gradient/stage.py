@@ -30,6 +30,7 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.rules import Rule, passes
 from consistency.numerics.running_error import Arithmetic, measure_tracked
+from consistency.numerics.words import Word
 from consistency.worker.model.float64_reference import Reference, publish, wait_for
 from consistency.worker.model.inputs import SEED, fixed_inputs
 from consistency.worker.protocol import GRADIENT_FILE
@@ -295,7 +296,7 @@ def _step(context: Context, name: str, layer: str, tensor: str, gradient: torch.
     found = measure_against_exact(actual, wanted, given.allowance) if given else measure_tracked(actual, exact)
     inside = found.bound_ratio is not None and passes(found.bound_ratio)
     cause = None if inside else diagnose_computed(found, lambda: exact_chunks(actual, wanted, allowed, base=before))
-    word = "accumulation-order" if inside and given is None else None
+    word = Word.ACCUMULATION_ORDER if inside and given is None else None
     context.record.computed(
         stage="gradient",
         layer=layer,

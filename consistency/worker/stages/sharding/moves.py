@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from consistency.numerics.digest import digest
+from consistency.numerics.words import Word
 from consistency.worker.model.id_checks import LABELS, TOKEN_IDS
 
 _IDS = "ids"
@@ -27,13 +28,12 @@ class ChangedOnTheWayError(Exception):
 
     Attributes
     ----------
-    word : str
-        `labels-changed`, `ids-changed` or `changed-on-the-way`.
+    word : Word
     sentence : str
     evidence : dict
     """
 
-    def __init__(self, word: str, sentence: str, evidence: dict[str, Any]) -> None:
+    def __init__(self, word: Word, sentence: str, evidence: dict[str, Any]) -> None:
         super().__init__(sentence)
         self.word = word
         self.sentence = sentence
@@ -104,23 +104,23 @@ class Hops:
             return
         if before.is_floating_point():
             if digest(before).value != digest(after).value:
-                raise self._changed("changed-on-the-way", name or "hidden states", before, after, where)
+                raise self._changed(Word.CHANGED_IN_TRANSFER, name or "hidden states", before, after, where)
             return
         # inside the model a name may mean something else: a decoder calls its own ids `input_ids`
         known = None if where else self.given.get(name)
         sent = before if known is None or known.shape != before.shape or known.dtype != before.dtype else known
         if not torch.equal(sent.to("cpu"), after.to("cpu")):
-            kinds = {LABELS: "labels-changed", **dict.fromkeys((*TOKEN_IDS, _IDS), "ids-changed")}
-            raise self._changed(kinds.get(name, "changed-on-the-way"), name or "integers", sent, after, where)
+            kinds = {LABELS: Word.LABELS_CHANGED, **dict.fromkeys((*TOKEN_IDS, _IDS), Word.IDS_CHANGED)}
+            raise self._changed(kinds.get(name, Word.CHANGED_IN_TRANSFER), name or "integers", sent, after, where)
 
     def _changed(
-        self, word: str, name: str, before: torch.Tensor, after: torch.Tensor, where: str
+        self, word: Word, name: str, before: torch.Tensor, after: torch.Tensor, where: str
     ) -> ChangedOnTheWayError:
         sent, came = before.detach().to("cpu"), after.detach().to("cpu")
         differs = sent != came
         if sent.is_floating_point():
             differs &= ~(sent.isnan() & came.isnan())
-        what = {"labels-changed": "labels", "ids-changed": "ids"}.get(word, name)
+        what = {Word.LABELS_CHANGED: "labels", Word.IDS_CHANGED: "ids"}.get(word, name)
         load_path = " by way of the host" if self.by_host else ""
         sentence = f"{what} changed on the way to device {after.device}{load_path}{f', into {where}' if where else ''}"
         evidence: dict[str, Any] = {

@@ -30,6 +30,7 @@ from consistency.numerics.distance import measure
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.exact import in_float64
 from consistency.numerics.rules import Rule, passes, ratio, relative_allowance
+from consistency.numerics.words import Word
 from consistency.worker.memory.host_memory import available_bytes, is_out_of_memory
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost, is_kernel_assert
 from consistency.worker.model.inputs import fixed_inputs, with_labels
@@ -144,7 +145,7 @@ def _answer(context: Context, way: Layout, inputs: Inputs, make: Callable[[], to
             _skip(context, way.name, f"the model cannot be laid out in this way: {_text(error)}")
         else:
             reason = f"the model does not run laid out in this way, and does on one device: {_text(error)}"
-            _record_way(context, way, hops, "outside", "does-not-run", reason, {})
+            _record_way(context, way, hops, "outside", Word.DOES_NOT_RUN, reason, {})
         return None
     finally:
         model = None
@@ -154,7 +155,7 @@ def _answer(context: Context, way: Layout, inputs: Inputs, make: Callable[[], to
 
 
 def _record_way(
-    context: Context, way: Layout, hops: Hops, status: Any, word: str | None, reason: str | None, evidence: Any
+    context: Context, way: Layout, hops: Hops, status: Any, word: Word | None, reason: str | None, evidence: Any
 ) -> None:
     context.record.fact(
         stage=STAGE,
@@ -172,7 +173,7 @@ def _record_assert(context: Context, way: Layout, hops: Hops, inputs: Inputs, er
     sentence = asserted(inputs, context.device, error)
     if context_is_lost(error):
         raise KernelAssertedError(sentence) from error  # the session tells of it
-    _record_way(context, way, hops, "outside", "ids-changed", sentence, {"inputs": sorted(inputs)})
+    _record_way(context, way, hops, "outside", Word.IDS_CHANGED, sentence, {"inputs": sorted(inputs)})
 
 
 def _judge(context: Context, way: Layout, found: Answer, pinned: Answer, exact: _Exact) -> None:
@@ -181,24 +182,24 @@ def _judge(context: Context, way: Layout, found: Answer, pinned: Answer, exact: 
         actual = found.tensors.get(name)
         if actual is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
             got = None if actual is None else [name_of(actual.dtype), *actual.shape]
-            _record_answer(context, way, name, "outside", "shape", {"got": got}, None)
+            _record_answer(context, way, name, "outside", Word.SHAPE, {"got": got}, None)
         elif digest(actual).value == digest(expected).value:
             _record_answer(context, way, name, "equal", None, {}, None)
         elif exactly and context.device.type != "cpu":
-            _record_answer(context, way, name, "outside", "other-answer", _difference(actual, expected), None)
+            _record_answer(context, way, name, "outside", Word.OTHER_ANSWER, _difference(actual, expected), None)
         else:
             # the CPU's libraries may sum in another order where a weight begins at another address
             share = _share(name, actual, exact)
             if share is None:
                 _skip(context, way.name, "other bits, and no float64 value is known", tensor=name)
                 continue
-            word = "accumulation-order" if passes(share) else "other-answer"
+            word = Word.ACCUMULATION_ORDER if passes(share) else Word.OTHER_ANSWER
             status = "within" if passes(share) else "outside"
             _record_answer(context, way, name, status, word, _difference(actual, expected), share)
 
 
 def _record_answer(
-    context: Context, way: Layout, name: str, status: Any, word: str | None, evidence: Any, share: float | None
+    context: Context, way: Layout, name: str, status: Any, word: Word | None, evidence: Any, share: float | None
 ) -> None:
     context.record.fact(
         stage=STAGE,

@@ -31,6 +31,7 @@ from consistency.numerics.digest import as_bytes, combine
 from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import Rule
+from consistency.numerics.words import Word
 from consistency.worker.memory.host_memory import free_bytes, is_out_of_memory
 from consistency.worker.protocol import EventLog, Job
 from consistency.worker.recorder import Recorder
@@ -233,7 +234,7 @@ class _Look:
     ) -> Diagnosis:
         """Name what arrived instead; both readings as they should be, but for the device's own digest, have no name."""
         if seen.mismatched == 0:
-            return Diagnosis(word="unknown", evidence={"digest_only": True})
+            return Diagnosis(word=Word.UNKNOWN, evidence={"digest_only": True})
         others = [(s.name, s.put(s.expected)) for s in together if s is not payload]
         known = Known(
             poison=payload.poison,
