@@ -30,7 +30,7 @@ LIGHT = {
     ),
     "looking at the machine": (
         "import consistency.workflows.doctor, consistency.devices.host\n"
-        "assert consistency.devices.host.read_box([]).kernel"
+        "assert consistency.devices.host.read_host([]).kernel"
     ),
     "command line": (
         "from consistency.cli.main import main\ntry:\n    main(['run', '--help'])\nexcept SystemExit as error:\n"

@@ -67,7 +67,7 @@ def _stale_under_load() -> Undo:
 
     from consistency.worker.stages.transfer import delivery
 
-    undo_copy, undo_work = _instead(act)(), replace(delivery, "beside_work", wrap_work)
+    undo_copy, undo_work = _instead(act)(), replace(delivery, "under_load", wrap_work)
 
     def undo() -> None:
         undo_work()
