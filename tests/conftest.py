@@ -16,8 +16,8 @@ from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, w
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.case.case import Case
-from consistency.case.options import Options
 from consistency.case.preflight import builtin_folder
+from consistency.case.reading import make_options
 from consistency.comparison.result import Comparison
 from consistency.devices.host import HostFacts
 from consistency.workflows import pipeline
@@ -62,7 +62,7 @@ def run_with_faults() -> Callable[..., Comparison]:
 
     def run(faults: dict[str, str], **options: Any) -> Comparison:
         options = {"base": "builtin:llama", "devices": ("cpu", "cpu@baseline"), **options}
-        plan = pipeline.prepare(Options(**options))
+        plan = pipeline.prepare(make_options(options))
         plan = dataclasses.replace(plan, faults=faults)
         return pipeline.run(plan, None, watch=lambda *_: None).comparison
 

@@ -58,14 +58,37 @@ def test_stays_light(code: str, tmp_path: Path) -> None:
     assert loaded_by(code, tmp_path) - {"numpy"} == set()
 
 
-def test_plugin_loads_nothing_of_the_package(tmp_path: Path) -> None:
+PLUGIN_NEEDS = [
+    "consistency",
+    "consistency.case",  # the table of options: 5 ms of a pytest start of 400 ms, and no library
+    "consistency.case.load_path",
+    "consistency.case.options",
+    "consistency.case.stages",
+    "consistency.pytest_plugin",
+    "consistency.pytest_plugin.plugin",
+]
+
+
+def test_plugin_loads_the_table_of_options_and_no_library(tmp_path: Path) -> None:
     """Every pytest session of the environment pays for what the plugin imports."""
     code = (
         "import pytest, sys\npytest.main(['-q', '--co', '-p', 'no:cacheprovider'])\n"
         "own = sorted(m for m in sys.modules if m.startswith('consistency'))\n"
-        "assert own == ['consistency', 'consistency.pytest_plugin', 'consistency.pytest_plugin.plugin'], own"
+        f"assert own == {PLUGIN_NEEDS!r}, own\nassert 'msgspec' not in sys.modules"
     )
     assert loaded_by(code, tmp_path) == set()
+
+
+def test_compare_stays_a_function_after_its_package_was_imported(tmp_path: Path) -> None:
+    """A package named `consistency.compare` would take the function's place as soon as a run imports it."""
+    code = (
+        "import consistency\nfrom consistency.workflows import pipeline\nimport consistency.comparison.compare, sys\n"
+        "assert callable(consistency.compare) and callable(consistency.run)\n"
+        "from consistency import compare\n"
+        "assert compare is consistency.compare and compare.__module__ == 'consistency.workflows.api'\n"
+        "taken = [n for n in consistency.__all__ if f'consistency.{n}' in sys.modules]\nassert not taken, taken"
+    )
+    assert loaded_by(code, tmp_path) <= {"numpy"}
 
 
 @pytest.mark.parametrize("module", ["consistency.numerics.digest", "consistency.worker.session", "torch"])

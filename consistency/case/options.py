@@ -1,140 +1,145 @@
-"""OPTIONS: what a user can set, read from the command line, a TOML file, pytest or Python."""
+"""OPTIONS: what a user can set, each declared once for the command line, TOML files, pytest and Python.
+
+Every pytest session of an environment reads this table, so this module needs nothing but the standard library.
+"""
 
 from __future__ import annotations
 
+import argparse
 import enum
-import tomllib
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-import msgspec
-
-from consistency.case.load_path import GRAMMAR as LOAD_PATHS
-from consistency.case.load_path import LoadPath
+from consistency.case.load_path import GRAMMAR, LoadPath
 from consistency.case.stages import Level, Stage
-from consistency.case.tolerance import Override, as_tables
-from consistency.devices.spec import parse_devices
-from consistency.errors import UsageError
 
-E = TypeVar("E", bound=enum.StrEnum)
+if TYPE_CHECKING:
+    from consistency.case.tolerance import Override
+
+T = TypeVar("T")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"load_paths": "roads"}):
-    """Everything a user can set, from the command line, a TOML file or pytest, before any of it is checked."""
+class Edge(enum.Enum):
+    """A place where options are given."""
 
-    base: str | None = None
-    adapter: str | None = None
-    name: str | None = None
-    devices: tuple[str, ...] = ("auto",)
-    dtype: Dtype = "auto"
-    stages: tuple[str, ...] | None = None
-    load_paths: tuple[str, ...] | None = None
-    level: Level = Level.STANDARD
-    inputs: str | None = None
-    repeat: int | None = None
-    only: tuple[str, ...] = ()
-    keep: bool = False
-    tolerance: tuple[Override, ...] = ()
-    wrapper: str | None = None
-    device_map: str | None = None
-    allow_pickle: bool = False
-    trust_remote_code: bool = False
-    timeout: float | None = None
-    stall: float = 300.0
-    threads: int | None = None
+    COMMAND_LINE = "--"
+    TOML = ""
+    PYTEST = "--consistency-"
+
+    def spell(self, name: str) -> str:
+        """Return an option's name as it is written here."""
+        return name if self is Edge.TOML else self.value + name.replace("_", "-")
 
 
-def read_options(path: Path) -> dict[str, Any]:
-    """Read a TOML file of options; paths in it are relative to the file.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """How one field of `Options` is given.
 
-    Raises
-    ------
-    UsageError
-        The file is missing, is not TOML, or holds an unknown or ill-typed option.
+    Attributes
+    ----------
+    name : str
+        As in TOML and Python; a command line spells it with dashes.
+    type : type
+        What the text of a command line is read as; `bool` is a switch that takes no value.
+    aliases : tuple of str
+        Earlier names: accepted everywhere, shown nowhere.
+    repeatable : bool
+        Given several times on a command line, a list in TOML.
+    is_path : bool
+        A relative path in a TOML file is relative to that file.
+    absent : mapping of Edge to str
+        Where the option does not exist, and why.
     """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError("no such configuration file", where=path) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError("cannot read the configuration file", where=path, got=error) from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError("the configuration is not TOML", where=path, got=error) from None
-    for key in ("devices", "stages", "roads", "only"):
-        if isinstance(table.get(key), str):
-            table[key] = _split(table[key])
-    make_options(table, where=str(path))
-    for key in ("base", "adapter", "inputs", "device_map"):
-        value = table.get(key)
-        if value and not value.startswith(("python:", "builtin:")) and (path.parent / value).exists():
-            table[key] = str(path.parent / value)
-    return table
+
+    name: str
+    help: str
+    metavar: str | None = None
+    type: Callable[[str], object] = str
+    choices: tuple[str, ...] | None = None
+    aliases: tuple[str, ...] = ()
+    repeatable: bool = False
+    is_path: bool = False
+    absent: Mapping[Edge, str] = field(default_factory=dict)
 
 
-def make_options(table: dict[str, Any], *, where: str = "options") -> Options:
-    """Check a table of options and freeze it."""
-    if "tolerance" in table:
-        table = {**table, "tolerance": as_tables(table["tolerance"], where=f"{where}: tolerance")}
-    try:
-        options = msgspec.convert(table, Options)
-    except msgspec.ValidationError as error:
-        raise UsageError("a setting cannot be used", where=where, got=error) from None
-    if options.repeat is not None and options.repeat < 1:
-        raise UsageError("repeat counts runs", where=where, got=options.repeat, wanted="1 or more")
-    if options.threads is not None and options.threads < 1:
-        raise UsageError("threads counts threads", where=where, got=options.threads, wanted="1 or more")
-    if not options.stall > 0 or not (options.timeout is None or options.timeout > 0):  # NaN is no limit either
-        raise UsageError("a time limit is a number of seconds above 0", where=where)
-    parse_devices(options.devices)
-    parse_stages(options.stages)
-    parse_load_paths(options.load_paths)
-    return options
+def _option(default: T, help: str, metavar: str | None = None, **more: Any) -> T:
+    return field(default=default, metadata={"help": help, "metavar": metavar, **more})
 
 
-def parse_stages(names: Iterable[str] | None) -> tuple[Stage, ...] | None:
-    """Turn stage names into stages, in the order in which they are run; None stays None."""
-    if names is None:
-        return None
-    chosen = {_member(Stage, name, "--stages") for name in names}
-    if not chosen:
-        raise UsageError("no stage given", where="--stages", wanted=", ".join(Stage))
-    return tuple(s for s in Stage if s in chosen)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Everything a user can set about a case and where it runs, as parsed values; no file has been opened yet."""
+
+    base: str | None = _option(
+        None, "folder, hub id, python:package.module:function, or builtin:llama|gpt2|bert", "MODEL", is_path=True
+    )
+    adapter: str | None = _option(None, "folder saved by PEFT, or hub id", "ADAPTER", is_path=True)
+    name: str | None = _option(None, "name of the case in reports and test items", "TEXT")
+    devices: tuple[str, ...] = _option(("auto",), "auto (default), or cpu,cuda:0,cpu@avx2,…", "LIST")
+    dtype: Dtype = _option(
+        "auto", "dtype to load the base in (default: the one its config declares)", choices=get_args(Dtype)
+    )
+    stages: tuple[Stage, ...] | None = _option(None, f"any of {','.join(Stage)} (default: by level)", "LIST")
+    load_paths: tuple[LoadPath, ...] | None = _option(
+        None, f"{GRAMMAR} (default: by level and devices)", "LIST", aliases=("roads",)
+    )
+    level: Level = _option(
+        Level.STANDARD, "a minute, some minutes (default), or overnight", choices=tuple(level.value for level in Level)
+    )
+    inputs: str | None = _option(None, "safetensors file with the model's keyword arguments", "FILE", is_path=True)
+    device_map: str | None = _option(
+        None, "how the stage sharding also splits the base: auto, balanced, sequential, FILE.json", "MAP", is_path=True
+    )
+    wrapper: str | None = _option(
+        None, "python:package.module:function that wraps the base, for the stage wrapping", "FACTORY"
+    )
+    repeat: int | None = _option(
+        None, "runs per device, to check that results repeat bitwise (default: by level)", "N", type=int
+    )
+    tolerance: tuple[Override, ...] = _option(
+        (),
+        "[stage=…,][layer=PATTERN,][dtype=…,]atol=…,rtol=… instead of the derived bound; may be repeated, and the "
+        "last one that matches a tensor applies",
+        "LIST",
+        repeatable=True,
+    )
+    only: tuple[str, ...] = _option(
+        (),
+        "check only what starts with one of these stage::layer prefixes",
+        "LIST",
+        absent={Edge.PYTEST: "node ids and -k select test items, and the run is narrowed to those selected"},
+    )
+    keep: bool = _option(False, "store every computed tensor in the capture", type=bool)
+    allow_pickle: bool = _option(False, "read .bin weights, with weights_only=True", type=bool)
+    trust_remote_code: bool = _option(False, "run code that comes with the model", type=bool)
+    timeout: float | None = _option(None, "seconds a worker may take (default: no limit)", "S", type=float)
+    stall: float = _option(300.0, "seconds a worker may be silent (default: 300)", "S", type=float)
+    threads: int | None = _option(None, "threads per worker (default: an equal share of the cores)", "N", type=int)
 
 
-def parse_load_paths(names: Iterable[str] | None) -> tuple[LoadPath, ...] | None:
-    """Turn road names into roads; `all` is every one, None stays None."""
-    if names is None:
-        return None
-    wanted = list(names)
-    if wanted == ["all"]:
-        return tuple(LoadPath)
-    known = set(LoadPath)
-    for name in wanted:
-        if name not in known:
-            raise UsageError(f"unknown road: {name}", where="--roads", wanted=LOAD_PATHS)
-    chosen = {LoadPath(name) for name in wanted}
-    if not chosen:
-        raise UsageError("no road given", where="--roads", wanted=LOAD_PATHS)
-    return tuple(r for r in LoadPath if r in chosen)
+OPTIONS: tuple[Option, ...] = tuple(Option(name=f.name, **f.metadata) for f in fields(Options))
 
 
-def _member(kind: type[E], name: str, option: str) -> E:
-    try:
-        return kind(name)
-    except ValueError:
-        raise UsageError(
-            f"unknown {kind.__name__.lower()}: {name}", where=option, wanted="one of " + ", ".join(kind)
-        ) from None
+def add_options(add: Callable[..., object], edge: Edge, *, only: Collection[str] = (), prefix: str = "") -> None:
+    """Declare the options of a command line by `add`, which takes what `argparse` takes; `only` narrows them.
 
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def split_list(text: str) -> tuple[str, ...]:
-    """Split a comma-separated option."""
-    return tuple(_split(text))
+    A value is left as None where its option is not given; `prefix` precedes the name of its attribute.
+    """
+    for option in OPTIONS:
+        if edge in option.absent or (only and option.name not in only):
+            continue
+        keywords: dict[str, Any] = {"dest": prefix + option.name, "default": None}
+        if option.type is bool:
+            keywords["action"] = "store_true"
+        elif option.repeatable:
+            keywords |= {"action": "append", "metavar": option.metavar}
+        elif option.choices:
+            keywords["choices"] = option.choices
+        else:
+            keywords |= {"type": option.type, "metavar": option.metavar}
+        add(edge.spell(option.name), help=option.help, **keywords)
+        for alias in option.aliases:
+            add(edge.spell(alias), help=argparse.SUPPRESS, **keywords)

@@ -13,7 +13,7 @@ from typing import Any
 
 from consistency.case.case import Case
 from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint, read_header, read_json
-from consistency.case.options import Options, parse_load_paths, parse_stages
+from consistency.case.options import Options
 from consistency.case.stages import LEVELS, Stage
 from consistency.errors import InputError, UsageError
 
@@ -56,7 +56,7 @@ def prepare_case(options: Options) -> Case:
         adapter=None if adapter_folder is None else str(adapter_folder),
         dtype=options.dtype,
         stages=stages,
-        load_paths=parse_load_paths(options.load_paths),
+        load_paths=options.load_paths,
         level=options.level,
         inputs=inputs,
         repeat=options.repeat or plan.repeat,
@@ -188,7 +188,7 @@ def _stages(options: Options) -> tuple[Stage, ...]:
         raise UsageError(
             "not a wrapper", where="--wrapper", got=options.wrapper, wanted="python:package.module:function"
         )
-    asked = parse_stages(options.stages)
+    asked = options.stages
     if asked is not None and Stage.WRAPPING in asked and options.wrapper is None:
         raise UsageError(
             "nothing wraps the base",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-
-import msgspec
+from dataclasses import dataclass
 
 from consistency.case.load_path import SIDES
 
@@ -36,7 +35,8 @@ class Level(enum.StrEnum):
     THOROUGH = "thorough"
 
 
-class LevelPlan(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelPlan:
     """What a level means; `sides` are the roads that it takes beside each default road."""
 
     stages: tuple[Stage, ...]

@@ -22,12 +22,6 @@ from consistency.numerics.rules import UNIT_ROUNDOFF
 COMPUTED: tuple[str, ...] = ("operators", "merged", "forward", "gradient")
 """Stages that compute, and so may round; all others only move bytes."""
 
-HELP = (
-    "[stage=…,][layer=PATTERN,][dtype=…,]atol=…,rtol=… instead of the tool's own bound; may be repeated, "
-    "and the last one that matches a tensor wins"
-)
-"""What the command line says of the option; the pytest plugin imports nothing of the package and has its own words."""
-
 _MOVING: tuple[str, ...] = ("transfer", "base", "adapter")
 _KEYS = ("stage", "layer", "dtype", "atol", "rtol")
 _EXAMPLE = "stage=merged,layer=*.q_proj,dtype=bfloat16,atol=1e-3,rtol=1e-2"

@@ -14,10 +14,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from consistency.capture.version import __version__
-from consistency.case.load_path import GRAMMAR as LOAD_PATHS
-from consistency.case.options import DTYPES, Options, make_options, read_options, split_list
-from consistency.case.stages import Level, Stage
-from consistency.case.tolerance import HELP as OVERRIDE_HELP
+from consistency.case.options import OPTIONS, Edge, Options, add_options
+from consistency.case.reading import gather_options
 from consistency.cli.commands import bisect, history, reproduce
 from consistency.devices.discovery import discover
 from consistency.errors import ConsistencyError, InterruptedRunError, UsageError
@@ -54,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        parsed = _parser().parse_args(arguments)
+        parsed = build_parser().parse_args(arguments)
         return int(parsed.command(parsed))
     except ConsistencyError as error:
         _complain(str(error))
@@ -81,7 +79,8 @@ def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of every command."""
     parser = _Parser(
         prog="consistency",
         description="Tell whether the same base model and the same adapter are the same numbers on every device.",
@@ -128,15 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     devices.add_argument("--json", action="store_true", help="print JSON")
 
     doctor = _command(commands, "doctor", _doctor, "look at this machine without any model, and say what to mend first")
-    doctor.add_argument(
-        "--devices", type=split_list, default=("auto",), metavar="LIST", help="auto (default), or a list"
-    )
-    doctor.add_argument("--level", choices=list(Level), default=Level.STANDARD, help="how much is copied and computed")
+    add_options(doctor.add_argument, Edge.COMMAND_LINE, only=("devices", "level", "timeout", "stall"))
     doctor.add_argument("--out", type=Path, metavar="DIR", help="folder for report.json and captures/")
     doctor.add_argument("--force", action="store_true", help="replace an earlier run's results in --out")
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.add_argument("--timeout", type=float, metavar="S", help="seconds a worker may take (default: no limit)")
-    doctor.add_argument("--stall", type=float, default=300.0, metavar="S", help="seconds a worker may be silent")
 
     drill = _command(commands, "drill", _drill, "plant one fault at a time, and see that each is found and named")
     drill.add_argument("--only", action="append", default=[], metavar="FAULT", help="this fault alone; may be repeated")
@@ -165,26 +159,7 @@ def _command(commands: Any, name: str, function: Any, text: str) -> argparse.Arg
 def _case_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is looked at").add_argument
     add("config", nargs="?", type=Path, metavar="CONFIG.toml", help="options by name; the command line wins")
-    add("--base", metavar="MODEL", help="folder, hub id, python:package.module:function, or builtin:llama|gpt2|bert")
-    add("--adapter", metavar="ADAPTER", help="folder that PEFT saved, or hub id")
-    add("--name", metavar="TEXT", help="name of the case in reports")
-    add("--devices", type=split_list, metavar="LIST", help="auto (default), or cpu,cuda:0,cpu@avx2,…")
-    add("--dtype", choices=DTYPES, help="what the base is loaded as (default: what its config says)")
-    add("--stages", type=split_list, metavar="LIST", help=f"of {','.join(Stage)} (default: the level's)")
-    add("--load-paths", "--roads", dest="roads", type=split_list, metavar="LIST",
-        help=f"{LOAD_PATHS} (default: by level and devices)")  # fmt: skip
-    add("--level", choices=list(Level), help="about a minute, some minutes, or a night (default: standard)")
-    add("--inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
-    add("--device-map", metavar="MAP", help="how the stage sharding splits the base too: auto, balanced, FILE.json")
-    add("--wrapper", metavar="FACTORY", help="python:package.module:function that wraps the base: the stage wrapping")
-    add("--repeat", type=int, metavar="N", help="runs per device, to see whether the bits repeat")
-    add("--tolerance", action="append", metavar="LIST", help=OVERRIDE_HELP)
-    add("--keep", action="store_true", default=None, help="keep every computed tensor in the capture")
-    add("--allow-pickle", action="store_true", default=None, help="read .bin weights, with weights_only=True")
-    add("--trust-remote-code", action="store_true", default=None, help="run code that comes with the model")
-    add("--timeout", type=float, metavar="S", help="seconds a worker may take (default: no limit)")
-    add("--stall", type=float, metavar="S", help="seconds a worker may be silent (default: 300)")
-    add("--threads", type=int, metavar="N", help="threads per worker (default: the cores, shared out)")
+    add_options(add, Edge.COMMAND_LINE)
 
 
 def _nightly_options(parser: argparse.ArgumentParser) -> None:
@@ -200,13 +175,8 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _options(parsed: argparse.Namespace) -> Options:
-    table = read_options(parsed.config) if parsed.config is not None else {}
-    for name in Options.__struct_encode_fields__:
-        value = getattr(parsed, name, None)
-        if value is not None:
-            # the last tolerance that matches wins: the command line's come after the file's
-            table[name] = [*table.get(name, ()), *value] if name == "tolerance" else value
-    return make_options(table, where="the command line")
+    given = {option.name: getattr(parsed, option.name, None) for option in OPTIONS}
+    return gather_options(getattr(parsed, "config", None), given, Edge.COMMAND_LINE)
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -312,7 +282,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from consistency.report.terminal import make_console
     from consistency.workflows.doctor import doctor_plan
 
-    options = make_options({name: getattr(parsed, name) for name in ("devices", "level", "timeout", "stall")})
+    options = _options(parsed)
     limits = Limits(timeout_s=options.timeout, stall_s=options.stall)
     plan = doctor_plan(options.devices, limits=limits, level=options.level)
     with progress(make_console(sys.stderr)) as watch:

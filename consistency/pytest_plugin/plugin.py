@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from consistency.case.options import Edge, add_options
+
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
     from consistency.pytest_plugin.session import Session
@@ -24,38 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options; they are those of `consistency run`."""
     group = parser.getgroup("consistency", "the same model and adapter, the same numbers on every device")
 
-    def add(name: str, **options: Any) -> None:
-        group.addoption(f"--consistency-{name}", dest=f"consistency_{name.replace('-', '_')}", **options)
+    def add(name: str, **settings: Any) -> None:
+        group.addoption(name, **settings)
 
-    add("config", metavar="FILE", help="TOML file of options; the options below win")
-    add("base", metavar="MODEL", help="folder, hub id, python:package.module:function, or builtin:llama|gpt2|bert")
-    add("adapter", metavar="ADAPTER", help="folder that PEFT saved, or hub id")
-    add("name", metavar="TEXT", help="name of the case in item names")
-    add("devices", metavar="LIST", help="auto (default), or cpu,cuda:0,cpu@avx2,…")
-    add("dtype", metavar="DTYPE", help="auto, float32, bfloat16, float16")
-    add("stages", metavar="LIST", help="of those that `consistency run --help` lists")
-    add(
-        "roads",
-        metavar="LIST",
-        help="isolated or shared, with +cpu, +target or +transformers, with +low-memory; or all",
-    )
-    add("level", metavar="LEVEL", help="quick, standard, thorough")
-    add("inputs", metavar="FILE", help="safetensors file with the model's keyword arguments")
-    add("device-map", metavar="MAP", help="auto, balanced, sequential, or a JSON file, for the stage sharding")
-    add("wrapper", metavar="FACTORY", help="python:package.module:function that wraps the base, for the stage wrapping")
-    add("repeat", type=int, metavar="N", help="runs per device")
-    add(
-        "tolerance",
-        action="append",
-        metavar="LIST",
-        help="[stage=…,][layer=…,][dtype=…,]atol=…,rtol=…; may be repeated",
-    )
-    add("allow-pickle", action="store_true", default=None, help="read .bin weights, with weights_only=True")
-    add("trust-remote-code", action="store_true", default=None, help="run code that comes with the model")
-    add("timeout", type=float, metavar="S", help="seconds a worker may take")
-    add("stall", type=float, metavar="S", help="seconds a worker may be silent")
-    add("threads", type=int, metavar="N", help="threads per worker")
-    add("out", metavar="DIR", help="keep report.json and captures/ there, replacing an earlier run's")
+    add("--consistency-config", metavar="FILE", help="TOML file of options; the options below win")
+    add_options(add, Edge.PYTEST, prefix="consistency_")
+    add("--consistency-out", metavar="DIR", help="keep the reports and captures/ there, replacing an earlier run's")
 
 
 _TRIGGERS = ("consistency_config", "consistency_base", "consistency_adapter")

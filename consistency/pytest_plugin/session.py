@@ -20,11 +20,11 @@ import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.case.load_path import LoadPath
-from consistency.case.options import Options, make_options, read_options, split_list
+from consistency.case.options import OPTIONS, Edge
+from consistency.case.reading import gather_options
 from consistency.case.stages import Stage
 from consistency.comparison.findings.tolerances import KIND as TOLERANCE
 from consistency.comparison.result import Comparison
-from consistency.devices.spec import parse_devices
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.plan import WorkerPlan, plan_waves
 from consistency.pytest_plugin.item_names import Place, RowFinder, places
@@ -78,8 +78,8 @@ class Session:
     def of(cls, config: pytest.Config) -> Session:
         """Make the session from the options, and check the case before anything is collected."""
         given = getattr(config, "workerinput", {}).get("consistency")
-        options = _options(config)
-        plan = pipeline.prepare(options)
+        values = {option.name: config.getoption(f"consistency_{option.name}", None) for option in OPTIONS}
+        plan = pipeline.prepare(gather_options(config.getoption("consistency_config"), values, Edge.PYTEST))
         out = config.getoption("consistency_out")
         return cls(
             plan=plan,
@@ -226,19 +226,3 @@ def _prefix(place: Place) -> str:
     if place.is_rest or place.stage is Stage.BASE:
         return place.stage.value
     return f"{place.stage}::{place.layer}"
-
-
-def _options(config: pytest.Config) -> Options:
-    path = config.getoption("consistency_config")
-    table = read_options(Path(path)) if path is not None else {}
-    for name in Options.__struct_encode_fields__:
-        value = config.getoption(f"consistency_{name}", None)
-        if value is None:
-            continue
-        if name == "tolerance":  # the last one that matches wins: the options' come after the file's
-            table[name] = [*table.get(name, ()), *value]
-        else:
-            table[name] = split_list(value) if name in ("devices", "stages", "roads") else value
-    options = make_options(table, where="the --consistency options")
-    parse_devices(options.devices)
-    return options

@@ -10,14 +10,12 @@ from typing import Any
 from consistency.capture.folder import Capture
 from consistency.capture.transport import fetch
 from consistency.case.case import Case
-from consistency.case.options import Options, make_options
+from consistency.case.options import Options
+from consistency.case.reading import make_options
 from consistency.comparison.history.baseline import read_baseline
 from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison
-from consistency.devices.discovery import select
-from consistency.devices.spec import parse_devices
 from consistency.launch.local import Watcher
-from consistency.launch.process import Limits
 from consistency.workflows import pipeline
 from consistency.workflows.pipeline import Report
 
@@ -27,10 +25,10 @@ __all__ = ["Comparison", "Report", "compare", "run"]
 def run(
     case: Case | Options | None = None,
     *,
-    devices: str | Iterable[str] = "auto",
+    devices: str | Iterable[str] | None = None,
     out: str | Path | None = None,
     timeout_s: float | None = None,
-    stall_s: float = 300.0,
+    stall_s: float | None = None,
     threads: int | None = None,
     replace: bool = False,
     history: str | Path | None = None,
@@ -73,17 +71,14 @@ def run(
     ConsistencyError
         The input cannot be used, or the capture cannot be written. A mismatch is never raised.
     """
-    names = parse_devices(devices)
+    where = {"devices": devices, "timeout": timeout_s, "stall": stall_s, "threads": threads}
+    given = {**options, **{name: value for name, value in where.items() if value is not None}}
     if isinstance(case, Case):
         if options:
             raise TypeError(f"a complete case takes no further options: {', '.join(sorted(options))}")
-        limits = Limits(timeout_s=timeout_s, stall_s=stall_s, threads=threads)
-        plan = pipeline.Plan(case=case, devices=select(names), limits=limits)
+        plan = pipeline.plan_of(case, make_options(given))
     else:
-        names_in_files = zip(Options.__struct_fields__, Options.__struct_encode_fields__, strict=True)
-        table = {} if case is None else {in_file: getattr(case, name) for name, in_file in names_in_files}
-        table.update(options, devices=names, timeout=timeout_s, stall=stall_s, threads=threads)
-        plan = pipeline.prepare(make_options(table))
+        plan = pipeline.prepare(make_options(given, case or Options()))
     target = None if out is None else Path(out)
     return pipeline.run(
         plan,

@@ -245,7 +245,7 @@ def drill(
         devices = _devices(two=trial.two_devices)
         options = Options(
             devices=tuple(info.spec.name for info in devices),
-            stages=tuple(stage.value for stage in trial.stages),
+            stages=trial.stages,
             repeat=trial.repeat,
             load_paths=(LoadPath.SHARED,) if trial.two_devices else trial.load_paths,
             stall=STALL_S,

@@ -37,7 +37,7 @@ from consistency.comparison.result import Comparison, Finding, with_findings
 from consistency.comparison.weight_files.diff import diff
 from consistency.devices.discovery import select
 from consistency.devices.host import read_host, since
-from consistency.devices.spec import DeviceInfo, parse_devices
+from consistency.devices.spec import DeviceInfo
 from consistency.errors import CaptureError, UsageError
 from consistency.launch.local import Watcher, run_workers
 from consistency.launch.plan import WorkerPlan, plan_waves
@@ -98,12 +98,13 @@ def prepare(options: Options) -> Plan:
     ------
     InputError, UsageError
     """
-    devices = select(parse_devices(options.devices))
-    return Plan(
-        case=prepare_case(options),
-        devices=devices,
-        limits=Limits(timeout_s=options.timeout, stall_s=options.stall, threads=options.threads),
-    )
+    return plan_of(prepare_case(options), options)
+
+
+def plan_of(case: Case, options: Options) -> Plan:
+    """Return the plan of a case on the devices, and within the limits, that the options name."""
+    limits = Limits(timeout_s=options.timeout, stall_s=options.stall, threads=options.threads)
+    return Plan(case=case, devices=select(options.devices), limits=limits)
 
 
 def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) -> Path:

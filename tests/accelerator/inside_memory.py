@@ -18,6 +18,7 @@ from consistency.capture.json_codec import decode_json
 from consistency.capture.records import TensorRecord
 from consistency.case.options import Options
 from consistency.case.preflight import builtin_folder, prepare_case
+from consistency.case.stages import Stage
 from consistency.worker import session
 from consistency.worker.memory.placement import Placement
 from consistency.worker.protocol import TOLD_FILE, EventLog, Job, Told
@@ -47,7 +48,7 @@ def look(tmp_path: Path) -> Callable[..., tuple[Facts, Told]]:
         folder = tmp_path / str(next(number))
         folder.mkdir()
         job = Job(
-            case=prepare_case(Options(base="builtin:llama", stages=("memory",))), name=device, device=device,
+            case=prepare_case(Options(base="builtin:llama", stages=(Stage.MEMORY,))), name=device, device=device,
             load_path="shared", folder=str(folder), blobs=str(folder), scratch=str(folder), settings={},
             makes_reference=False, threads=1, parent_pid=os.getpid(), fault=fault,
         )  # fmt: skip

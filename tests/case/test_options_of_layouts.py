@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from consistency.case.case import Case
-from consistency.case.options import Options, read_options
+from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
+from consistency.case.reading import make_options, read_options
 from consistency.case.stages import Level, Stage
 from consistency.errors import ConsistencyError, InputError, UsageError
 
@@ -17,7 +18,7 @@ FACTORY = "python:package.module:wrap"
 
 
 def case(**options: Any) -> Case:
-    return prepare_case(Options(base="builtin:gpt2", **options))
+    return prepare_case(make_options({"base": "builtin:gpt2", **options}))
 
 
 def test_stages_that_an_option_makes_possible() -> None:
@@ -56,5 +57,5 @@ def test_what_cannot_be_used_is_said_at_once(
 def test_a_map_beside_the_configuration_is_found(tmp_path: Path) -> None:
     (tmp_path / "map.json").write_text('{"": 0, "lm_head": "cpu"}')
     (tmp_path / "case.toml").write_text('base = "builtin:gpt2"\ndevice_map = "map.json"')
-    table = read_options(tmp_path / "case.toml")
-    assert prepare_case(Options(**table)).device_map == str((tmp_path / "map.json").resolve())
+    options = Options(**read_options(tmp_path / "case.toml"))
+    assert prepare_case(options).device_map == str((tmp_path / "map.json").resolve())

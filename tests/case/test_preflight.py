@@ -69,11 +69,9 @@ def check(base: Path | None, adapter: Path | None) -> None:
 
 def test_a_base_and_its_adapter_make_a_case(tmp_path: Path) -> None:
     base, adapter = make_base(tmp_path / "llama"), make_adapter(tmp_path / "mine")
-    case = prepare_case(
-        Options(
-            base=str(base), adapter=str(adapter), stages=("merged", "adapter"), load_paths=("all",), dtype="float16"
-        )
-    )
+    stages = (Stage.ADAPTER, Stage.MERGED)
+    options = Options(base=str(base), adapter=str(adapter), stages=stages, load_paths=tuple(LoadPath), dtype="float16")
+    case = prepare_case(options)
     assert (case.base, case.adapter, case.name) == (str(base), str(adapter), "llama + mine")
     assert case.stages == (Stage.ADAPTER, Stage.MERGED)
     assert case.load_paths == tuple(LoadPath)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from consistency.capture.folder import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.case.options import Options
+from consistency.case.stages import Stage
 from consistency.comparison.workers import Participant, gather
 from consistency.errors import UsageError
 from consistency.launch.change import Change
@@ -137,7 +138,8 @@ def test_change_has_the_last_word_in_the_environment() -> None:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("bisect") / "out"
-    options = Options(devices=("cpu", "cpu@baseline"), stages=("merged",), only=("merged::model.layers.0.self_attn",))
+    only = ("merged::model.layers.0.self_attn",)
+    options = Options(devices=("cpu", "cpu@baseline"), stages=(Stage.MERGED,), only=only)
     pipeline.run(pipeline.prepare(options), out, watch=lambda *_: None)
     return out
 

@@ -242,7 +242,7 @@ def _next(participants: Sequence[Participant], reference: Participant | None, wo
     parts += [f"--wrapper {shlex.quote(case.wrapper)}"] if case.wrapper else []
     parts += [f"--device-map {shlex.quote(str(case.device_map))}"] if case.device_map else []
     parts += [f"--inputs {shlex.quote(case.inputs)}"] if case.inputs else []
-    parts += [f"--roads {','.join(case.load_paths)}"] if case.load_paths else []
+    parts += [f"--load-paths {','.join(case.load_paths)}"] if case.load_paths else []
     parts += [f"--tolerance {shlex.quote(str(override))}" for override in case.tolerance]
     return " ".join([*parts, f"--devices {','.join(devices)}", "--repeat 2"])
 

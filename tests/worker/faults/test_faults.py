@@ -13,7 +13,7 @@ from consistency.capture.records import WorkerInfo
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import Level
+from consistency.case.stages import Level, Stage
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.discovery import discover
@@ -124,7 +124,7 @@ def look_at_fault(tmp_path: Path) -> Run:
         # of one sequence's gradient luck leaves little to tell
         level = Level.STANDARD if fault in NEED_RELOAD or stage == "gradient" else Level.QUICK
         wrapper = HARMLESS_WRAPPER if stage == "wrapping" else None
-        case = prepare_case(Options(base="builtin:llama", stages=(stage,), level=level, wrapper=wrapper))
+        case = prepare_case(Options(base="builtin:llama", stages=(Stage(stage),), level=level, wrapper=wrapper))
         workers = {"cpu": None, FAULTY: fault} if fault in NEED_ANOTHER else {FAULTY: fault}
         slugs: list[str] = []
         with CaptureWriter(tmp_path / "capture") as writer:

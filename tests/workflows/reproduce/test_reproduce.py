@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from consistency.capture.folder import MANIFEST
 from consistency.capture.records import TensorRecord
 from consistency.case.options import Options
+from consistency.case.stages import Stage
 from consistency.errors import CaptureError, UsageError
 from consistency.numerics.words import Word
 from consistency.workflows import pipeline
@@ -28,7 +29,8 @@ FAULTY = "cpu@baseline"
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run with a fault whose wrong bytes show in the adapter, in the merge and in the forward pass."""
     out = tmp_path_factory.mktemp("run") / "out"
-    options = Options(base="builtin:llama", devices=("cpu", FAULTY), stages=("adapter", "merged", "forward"))
+    stages = (Stage.ADAPTER, Stage.MERGED, Stage.FORWARD)
+    options = Options(base="builtin:llama", devices=("cpu", FAULTY), stages=stages)
     plan = dataclasses.replace(pipeline.prepare(options), faults={FAULTY: "adapter-zeros"})
     pipeline.run(plan, out, watch=lambda *_: None)
     return out

@@ -13,8 +13,8 @@ from accelerate.utils import check_device_map
 
 from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, read_capture, worker_slug
 from consistency.capture.records import WorkerInfo
-from consistency.case.options import Options
 from consistency.case.preflight import builtin_folder, prepare_case
+from consistency.case.reading import make_options
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison
 from consistency.worker import session
@@ -28,7 +28,7 @@ Look = Callable[..., Comparison]
 @pytest.fixture
 def look(tmp_path: Path) -> Look:
     def run(**options: Any) -> Comparison:
-        case = prepare_case(Options(base="builtin:gpt2", stages=("sharding",), level="quick", **options))  # type: ignore[arg-type]
+        case = prepare_case(make_options({"base": "builtin:gpt2", "stages": "sharding", "level": "quick", **options}))
         slug = worker_slug("cpu", "isolated")
         with CaptureWriter(tmp_path / "capture", replace=True) as writer:
             folder = writer.worker_folder(slug)
@@ -149,7 +149,7 @@ def test_tied_weights_stay_together() -> None:
 
 def test_one_worker_takes_the_ways_over_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("consistency.worker.stages.sharding.device_maps._visible", lambda _: ["cuda:0", "cuda:1"])
-    case, model = prepare_case(Options(base="builtin:gpt2")), torch.nn.Sequential(torch.nn.Linear(1, 1))
+    case, model = prepare_case(make_options({"base": "builtin:gpt2"})), torch.nn.Sequential(torch.nn.Linear(1, 1))
     names = [way.name for way in layouts(case, torch.device("cuda:0"), model)]
     assert names == [
         "auto", "balanced", "sequential", "layers in turn", "layers in turn, by way of the host", "cuda and cpu",

@@ -1,0 +1,132 @@
+"""Options as values: each is parsed once, where it is given, and named there when it cannot be used."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import msgspec
+
+from consistency.case.load_path import GRAMMAR, LoadPath
+from consistency.case.options import OPTIONS, Edge, Option, Options
+from consistency.case.stages import Stage
+from consistency.case.tolerance import Override, as_tables
+from consistency.devices.spec import parse_devices
+from consistency.errors import UsageError
+
+E = TypeVar("E", bound=enum.StrEnum)
+
+_TYPES = get_type_hints(Options, localns={"Override": Override})
+_BY_NAME = {name: option for option in OPTIONS for name in (option.name, *option.aliases)}
+
+
+def make_options(table: Mapping[str, object], base: Options | None = None) -> Options:
+    """Parse options that are given by name in Python; `base` holds those that are not given.
+
+    Raises
+    ------
+    UsageError
+        An option is unknown, or its value cannot be used.
+    """
+    return dataclasses.replace(base or Options(), **_parse(table, where=str))
+
+
+def gather_options(config: str | Path | None, given: Mapping[str, object], edge: Edge) -> Options:
+    """Merge the options of a TOML file with those of a command line, which win; None stands for one not given.
+
+    Raises
+    ------
+    UsageError
+        As `read_options` and `make_options`.
+    """
+    file = {} if config is None else read_options(Path(config))
+    own = _parse({name: value for name, value in given.items() if value is not None}, where=edge.spell)
+    # the last tolerance that matches applies: those of the command line follow those of the file
+    tolerance = (*file.get("tolerance", ()), *own.get("tolerance", ()))
+    return Options(**{**file, **own, "tolerance": tolerance})
+
+
+def read_options(path: Path) -> dict[str, Any]:
+    """Read the options that a TOML file sets; a relative path in it is relative to the file.
+
+    Raises
+    ------
+    UsageError
+        The file is missing, is not TOML, or holds an option that is unknown or cannot be used.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError("no such configuration file", where=path) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError("cannot read the configuration file", where=path, got=error) from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError("the configuration is not TOML", where=path, got=error) from None
+    values = _parse(table, where=lambda name: f"{name} in {path}")
+    for name, value in values.items():
+        if _BY_NAME[name].is_path and not value.startswith(("python:", "builtin:")) and (path.parent / value).exists():
+            values[name] = str(path.parent / value)
+    return values
+
+
+def _parse(table: Mapping[str, object], *, where: Callable[[str], str]) -> dict[str, Any]:
+    """Return typed values by field of `Options`; `where` names the place of an option in errors."""
+    values: dict[str, Any] = {}
+    for name, given in table.items():
+        if name not in _BY_NAME:
+            raise UsageError(f"unknown option: {name}", where=where(name), wanted=", ".join(o.name for o in OPTIONS))
+        option = _BY_NAME[name]
+        if option.name in values:
+            raise UsageError(f"{option.name} is given twice", where=where(name), hint=f"{name} is its earlier name")
+        values[option.name] = _value(option, given, where(name))
+    return values
+
+
+def _value(option: Option, given: object, where: str) -> object:
+    match option.name:
+        case "tolerance":
+            given = as_tables(given, where=where)
+        case "devices":
+            given = parse_devices(_names(given, where))
+        case "stages":
+            given = _members(Stage, _names(given, where), "stage", where, wanted="one of " + ", ".join(Stage))
+        case "load_paths":
+            names = _names(given, where)
+            given = _members(LoadPath, LoadPath if names == ["all"] else names, "load path", where, wanted=GRAMMAR)
+        case "only":
+            given = _names(given, where)
+    if option.choices is not None and given not in option.choices:
+        wanted = "one of " + ", ".join(option.choices)
+        raise UsageError(f"unknown {option.name}: {given}", where=where, wanted=wanted)
+    value = _convert(given, _TYPES[option.name], where)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:  # NaN is not above 0 either
+        raise UsageError(f"{option.name} is out of range", where=where, got=value, wanted="a number above 0")
+    return value
+
+
+def _names(given: object, where: str) -> list[str]:
+    """Return the items of a list, which may be written with commas."""
+    items = given.split(",") if isinstance(given, str) else _convert(given, tuple[str, ...], where)
+    return [item.strip() for item in items if item.strip()]
+
+
+def _members(kind: type[E], names: Iterable[str], noun: str, where: str, *, wanted: str) -> tuple[E, ...]:
+    """Return the members of these names, in the order in which the enum has them."""
+    chosen = set(names)
+    unknown = sorted(chosen - set(kind))
+    if unknown:
+        raise UsageError(f"unknown {noun}: {unknown[0]}", where=where, wanted=wanted)
+    if not chosen:
+        raise UsageError(f"no {noun} given", where=where, wanted=wanted)
+    return tuple(member for member in kind if member in chosen)
+
+
+def _convert(given: object, kind: Any, where: str) -> Any:
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise UsageError("the value of an option cannot be used", where=where, got=error) from None

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+
+from consistency.capture.json_codec import decode_json, encode_json
+from consistency.case.case import Case
+from consistency.case.load_path import LoadPath
+from consistency.case.stages import LEVELS, Level, Stage
+
+
+def test_a_case_survives_json() -> None:
+    case = Case(
+        name="x", base="/b", adapter=None, stages=(Stage.MERGED,), load_paths=(LoadPath.SHARED,), level=Level.QUICK
+    )
+    assert decode_json(encode_json(case), Case) == case
+
+
+def test_a_case_from_elsewhere_has_no_further_fields() -> None:
+    with pytest.raises(msgspec.ValidationError, match="evil"):
+        decode_json(b'{"name": "x", "base": "/b", "evil": 1}', Case)
+
+
+def test_the_factory_is_what_comes_after_python() -> None:
+    assert Case(name="x", base="python:a.b:make").factory == "a.b:make"
+    assert Case(name="x", base="/python:a").factory is None
+
+
+def test_a_report_names_what_was_not_looked_at() -> None:
+    quick = Case(name="x", base="/b", level=Level.QUICK, stages=LEVELS[Level.QUICK].stages)
+    again = "the adapter loaded again over NaN"
+    large = "copies of 256 MiB and more"
+    rest = (large, "most operators", "large operators", "safe_merge", again, "a second run on the same device")
+    later = ("stage sharding", "stage wrapping")
+    assert quick.not_looked_at() == ("stage forward", "stage gradient", "stage memory", *later, *rest)
+    widened = Case(name="x", base="/b", level=Level.QUICK)
+    assert widened.not_looked_at() == (*later, *rest)
+    narrowed = Case(name="x", base="/b", level=Level.STANDARD, stages=(Stage.ADAPTER,), repeat=2)
+    others = [stage for stage in Stage if stage is not Stage.ADAPTER]
+    assert narrowed.not_looked_at() == tuple(f"stage {stage}" for stage in others)
+    thorough = Case(name="x", base="/b", level=Level.THOROUGH, repeat=2, stages=LEVELS[Level.THOROUGH].stages)
+    assert thorough.not_looked_at() == ("stage wrapping",), "which needs a wrapper of the user's own"
+
+
+def test_a_higher_level_looks_at_no_less() -> None:
+    plans = [LEVELS[level] for level in Level]
+    for less, more in itertools.pairwise(plans):
+        assert set(less.stages) <= set(more.stages)
+        assert less.safe_merge <= more.safe_merge
+        assert (less.sequences, less.tokens, less.repeat) <= (more.sequences, more.tokens, more.repeat)
+        assert set(more.not_looked_at) < set(less.not_looked_at)

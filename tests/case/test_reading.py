@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consistency.case.load_path import LoadPath
+from consistency.case.options import Edge, Options
+from consistency.case.reading import gather_options, make_options, read_options
+from consistency.case.stages import Level, Stage
+from consistency.case.tolerance import Override
+from consistency.errors import UsageError
+
+
+def toml(folder: Path, text: str) -> Path:
+    path = folder / "consistency.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# --- TOML -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_configuration_is_read(tmp_path: Path) -> None:
+    path = toml(
+        tmp_path,
+        """
+        base = "org/model"
+        adapter = "org/adapter"
+        name = "mine"
+        devices = ["cpu", "cuda:0@tf32"]
+        dtype = "bfloat16"
+        stages = ["merged", "adapter"]
+        roads = ["all"]
+        level = "thorough"
+        repeat = 3
+        only = "merged::model.layers.0, adapter"
+        keep = true
+        timeout = 600
+        stall = 30.5
+        threads = 2
+        """,
+    )
+    assert gather_options(path, {}, Edge.COMMAND_LINE) == Options(
+        base="org/model",
+        adapter="org/adapter",
+        name="mine",
+        devices=("cpu", "cuda:0@tf32"),
+        dtype="bfloat16",
+        stages=(Stage.ADAPTER, Stage.MERGED),
+        load_paths=tuple(LoadPath),
+        level=Level.THOROUGH,
+        repeat=3,
+        only=("merged::model.layers.0", "adapter"),
+        keep=True,
+        timeout=600.0,
+        stall=30.5,
+        threads=2,
+    )
+
+
+def test_an_empty_configuration_is_the_defaults(tmp_path: Path) -> None:
+    assert gather_options(toml(tmp_path, ""), {"base": None}, Edge.PYTEST) == make_options({}) == Options()
+    assert Options().allow_pickle is False
+    assert Options().trust_remote_code is False
+
+
+def test_lists_may_be_written_with_commas(tmp_path: Path) -> None:
+    table = read_options(toml(tmp_path, 'devices = "cpu, cuda:1"\nstages = "base,adapter"\nroads = "shared"'))
+    assert (table["devices"], table["stages"]) == (("cpu", "cuda:1"), (Stage.BASE, Stage.ADAPTER))
+    assert table["load_paths"] == (LoadPath.SHARED,)
+    assert make_options({"only": " a, b ,,c ", "devices": "cpu"}).only == ("a", "b", "c")
+    assert make_options({"only": ""}).only == ()
+
+
+def test_paths_are_relative_to_the_file_where_they_are_paths(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "in.safetensors").touch()
+    table = read_options(
+        toml(tmp_path, 'base = "base"\nadapter = "org/adapter"\ninputs = "in.safetensors"\nname = "base"')
+    )
+    assert table["base"] == str(tmp_path / "base")
+    assert table["inputs"] == str(tmp_path / "in.safetensors")
+    assert table["adapter"] == "org/adapter"
+    assert table["name"] == "base"
+
+
+@pytest.mark.parametrize("base", ["python:package.module:function", "builtin:llama"])
+def test_a_factory_and_a_built_in_case_are_no_paths(base: str, tmp_path: Path) -> None:
+    (tmp_path / base).mkdir(parents=True)
+    assert read_options(toml(tmp_path, f'base = "{base}"'))["base"] == base
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "field"),
+    [
+        ("base = ", "not TOML.*Invalid value", ""),
+        ("bse = 'x'", "unknown option: bse", "bse"),
+        ("base = 3", "cannot be used.*Expected `str", "base"),
+        ("keep = 'yes'", "cannot be used.*Expected `bool`, got `str`", "keep"),
+        ("repeat = true", "cannot be used.*Expected `int", "repeat"),
+        ("repeat = 1.5", "cannot be used.*Expected `int", "repeat"),
+        ("dtype = 'float64'", "unknown dtype: float64.*one of auto, float32, bfloat16, float16", "dtype"),
+        ("level = 'night'", "unknown level: night.*one of quick, standard, thorough", "level"),
+        ("stages = [1]", r"cannot be used.*Expected `str`, got `int` - at `\$\[0\]`", "stages"),
+        ("stages = 'merge'", "unknown stage: merge", "stages"),
+        ("roads = 'alone'", "unknown load path: alone", "roads"),
+        ("[base]\nx = 1", "cannot be used.*Expected `str", "base"),
+    ],
+)
+def test_a_bad_configuration_names_the_file_and_the_field(text: str, what: str, field: str, tmp_path: Path) -> None:
+    path = toml(tmp_path, text)
+    with pytest.raises(UsageError, match=f"(?s){what}") as caught:
+        read_options(path)
+    assert caught.value.where == (f"{field} in {path}" if field else str(path))
+
+
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such configuration file") as caught:
+        read_options(tmp_path / "none.toml")
+    assert caught.value.where == str(tmp_path / "none.toml")
+    with pytest.raises(UsageError, match="cannot read the configuration file"):
+        read_options(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b'base = "\xe9"')
+    with pytest.raises(UsageError, match="cannot read the configuration file"):
+        read_options(tmp_path / "latin.toml")
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "what"),
+    [
+        ({"repeat": 0}, "repeat is out of range"),
+        ({"threads": 0}, "threads is out of range"),
+        ({"timeout": 0}, "timeout is out of range"),
+        ({"timeout": -1.0}, "timeout is out of range"),
+        ({"timeout": float("nan")}, "timeout is out of range"),
+        ({"stall": 0}, "stall is out of range"),
+        ({"stall": float("nan")}, "stall is out of range"),
+        ({"devices": []}, "no device given"),
+        ({"devices": ["gpu one"]}, "not a device: 'gpu one'"),
+        ({"devices": ["cpu@fast"]}, "unknown variant of cpu: fast"),
+        ({"stages": []}, "no stage given"),
+        ({"stages": ["merge"]}, "unknown stage: merge"),
+        ({"roads": []}, "no load path given"),
+        ({"roads": ["alone"]}, "unknown load path: alone"),
+        ({"roads": ["all", "shared"]}, "unknown load path: all"),
+        ({"unknown": 1}, "unknown option: unknown"),
+        ({"load_paths": "all", "roads": "all"}, "load_paths is given twice"),
+    ],
+)
+def test_a_bad_option_is_refused(table: dict[str, Any], what: str) -> None:
+    with pytest.raises(UsageError, match=what) as caught:
+        make_options(table)
+    assert caught.value.where
+    assert caught.value.exit_status == 2
+
+
+def test_an_unknown_stage_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(UsageError) as caught:
+        make_options({"stages": ["forwards"]})
+    assert caught.value.wanted == "one of " + ", ".join(Stage)
+    with pytest.raises(UsageError) as caught:
+        gather_options(None, {"load_paths": "forwards"}, Edge.PYTEST)
+    assert caught.value.where == "--consistency-load-paths"
+    assert caught.value.wanted == "isolated or shared, with +cpu, +target or +transformers, with +low-memory; or all"
+
+
+def test_stages_run_in_the_order_in_which_the_numbers_depend_on_one_another() -> None:
+    assert make_options({"stages": list(reversed(Stage))}).stages == tuple(Stage)
+    for order in itertools.permutations(Stage, 3):
+        assert make_options({"stages": order}).stages == tuple(sorted(order, key=list(Stage).index))
+    assert make_options({"stages": "forward,base,base"}).stages == (Stage.BASE, Stage.FORWARD)
+
+
+def test_all_is_every_load_path() -> None:
+    assert make_options({"load_paths": ["all"]}).load_paths == tuple(LoadPath)
+    assert make_options({"load_paths": ["shared"]}).load_paths == (LoadPath.SHARED,)
+    assert make_options({"load_paths": ["shared", "isolated"]}).load_paths == (LoadPath.ISOLATED, LoadPath.SHARED)
+    assert make_options({"load_paths": ["shared+target+low-memory", "isolated"]}).load_paths == (
+        LoadPath.ISOLATED,
+        LoadPath.SHARED_TARGET_LOW_MEMORY,
+    )
+
+
+def test_options_given_on_a_command_line_win_over_those_of_the_file(tmp_path: Path) -> None:
+    path = toml(tmp_path, 'name = "file"\nlevel = "quick"\nroads = "shared"\n[[tolerance]]\natol = 0\nrtol = 0')
+    given = {"name": "line", "load_paths": "isolated", "keep": None, "tolerance": ["atol=1,rtol=1"]}
+    assert gather_options(path, given, Edge.COMMAND_LINE) == Options(
+        name="line",
+        level=Level.QUICK,
+        load_paths=(LoadPath.ISOLATED,),
+        tolerance=(Override(atol=0.0, rtol=0.0), Override(atol=1.0, rtol=1.0)),
+    )
+
+
+def test_options_in_python_complete_those_of_an_object() -> None:
+    base = Options(name="x", devices=("cpu",))
+    assert make_options({"stages": "base"}, base) == Options(name="x", devices=("cpu",), stages=(Stage.BASE,))
