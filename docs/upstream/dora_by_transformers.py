@@ -1,4 +1,4 @@
-"""transformers: `model.load_adapter` leaves a DoRA adapter's magnitudes as they were made, with no more than a warning.
+"""transformers: `model.load_adapter` leaves a DoRA adapter's magnitudes at their initial values, with only a warning.
 
 Needs torch, transformers and peft, no download and no GPU:
 

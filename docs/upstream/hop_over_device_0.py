@@ -1,11 +1,11 @@
-"""PEFT: without `torch_device`, an adapter is read onto device 0 and copied from there to where the model is.
+"""PEFT: without `torch_device`, an adapter is read to device 0 and copied from there to the model's device.
 
-Needs torch, transformers and peft, no download. Give the device of the model, which is not the one that PEFT chooses:
+Needs torch, transformers and peft, no download. Give the device of the model, other than the one PEFT chooses:
 
     python hop_over_device_0.py cuda:1      # two GPUs: every tensor is copied from cuda:0 to cuda:1
     python hop_over_device_0.py cpu         # one GPU: every tensor is copied from cuda:0 to the CPU
 
-Where there is no GPU, a module that gives torch an accelerator in software does:
+Without a GPU, name a module that registers a software accelerator with torch:
 
     python hop_over_device_0.py npu:1 accelerator.py
 """
