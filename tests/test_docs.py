@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from consistency.case.options import read_options
-from consistency.cli.main import _parser
+from consistency.case.reading import read_options
+from consistency.cli.main import build_parser
 from consistency.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,7 +97,7 @@ def refused(arguments: list[str]) -> str | None:
     if len(arguments) == 1 or arguments == ["baseline", "accept"]:
         arguments = [*arguments, "--help"]  # a command that is only mentioned
     try:
-        _parser().parse_args(arguments)
+        build_parser().parse_args(arguments)
     except SystemExit as done:
         return f"exit status {done.code}" if done.code else None
     except UsageError as error:
