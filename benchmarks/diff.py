@@ -25,7 +25,6 @@ from pathlib import Path
 
 import numpy as np
 
-from consistency.numerics.kernels import trust
 
 BLOCK = 2**20
 
@@ -42,6 +41,8 @@ def main() -> None:
         name, a, b = arguments.job
         print(json.dumps(_timed(JOBS[name], a, b)))
         return
+    from consistency.numerics.kernels import trust  # it imports torch, whose memory is not that of each job
+
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         files = _make(Path(folder), arguments.mib, arguments.tensors)
         print(f"{arguments.mib} MiB in {arguments.tensors} float32 tensors, {os.cpu_count()} processors")
