@@ -25,7 +25,6 @@ from pathlib import Path
 
 import numpy as np
 
-
 BLOCK = 2**20
 
 

@@ -14,21 +14,21 @@ from pathlib import Path
 
 from consistency.capture.json_codec import encode_json
 from consistency.comparison.history.drift import find_drift
-from consistency.comparison.history.store import SCHEMA, History, Night, NightWorker
+from consistency.comparison.history.store import SCHEMA, History, RunRecord, WorkerRecord
 from consistency.report.history import device_rows, night_rows
 
 STAGES = ("transfer", "operators", "base", "adapter", "merged", "forward", "gradient")
 
 
-def make(history: History, nights: int, devices: int) -> tuple[Night, dict[str, bytes]]:
+def make(history: History, nights: int, devices: int) -> tuple[RunRecord, dict[str, bytes]]:
     """Fill a history with nights in which nothing drifts; return another one like them."""
     table = encode_json({f"{stage}::layer.{i}.weight": "0" * 32 for stage in STAGES for i in range(100)})
     name = hashlib.sha256(table).hexdigest()
     tables = {name: table}
 
-    def night(number: int) -> Night:
+    def night(number: int) -> RunRecord:
         workers = tuple(
-            NightWorker(
+            WorkerRecord(
                 name=f"cuda:{d}", load_path="isolated", device=f"GPU-{d:032x}", architecture="Ampere sm_86",
                 model="NVIDIA RTX A6000", status="ok", software="0" * 16, inputs="1" * 16,
                 bits={stage: f"{hash((stage, d % 3)) % 2**64:016x}" for stage in STAGES}, table=name,
@@ -36,7 +36,7 @@ def make(history: History, nights: int, devices: int) -> tuple[Night, dict[str, 
             for d in range(devices)
         )  # fmt: skip
         at = f"{2000 + number // 336}-{number // 28 % 12 + 1:02}-{number % 28 + 1:02}T03:00:00.000000+00:00"
-        return Night(
+        return RunRecord(
             schema=SCHEMA, at=at, host="box", case="llama", verdict="consistent", tool="0", workers=workers
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from consistency.comparison.history.store import History, NightWorker
+from consistency.comparison.history.store import History, WorkerRecord
 from consistency.errors import UsageError
 from consistency.report.terminal import without_trailing_blanks
 from consistency.report.text import clean
@@ -57,7 +57,7 @@ def night_rows(history: History, last: int) -> list[NightRow]:
     """Return the last nights, the latest first; all of them where `last` is 0."""
     names = history.names()
     rows = []
-    for night in history.nights(names[:last] if last else names):
+    for night in history.runs(names[:last] if last else names):
         rows.append(
             NightRow(
                 at=night.at,
@@ -83,10 +83,10 @@ def device_rows(history: History, device: str, last: int) -> list[DeviceRow]:
         No night has it.
     """
     rows: list[DeviceRow] = []
-    before: dict[tuple[str, str], NightWorker] = {}
+    before: dict[tuple[str, str], WorkerRecord] = {}
     letters: dict[tuple[str, str, str], dict[str, str]] = {}
     known: set[str] = set()
-    for night in reversed(list(history.nights())):
+    for night in reversed(list(history.runs())):
         for worker in night.workers:
             known.add(worker.device)
             if device not in (worker.device, worker.name):
@@ -134,7 +134,7 @@ def print_device(rows: list[DeviceRow], device: str, console: Console) -> None:
         console.print(table)
 
 
-def _change(before: NightWorker | None, now: NightWorker) -> str:
+def _change(before: WorkerRecord | None, now: WorkerRecord) -> str:
     parts = [f"drift in {', '.join(now.drift)}"] if now.drift else []
     if before is not None:
         parts += ["other software"] if before.software != now.software else []

@@ -32,7 +32,7 @@ from consistency.case.preflight import prepare_case
 from consistency.comparison.compare import compare
 from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.drift import find_drift
-from consistency.comparison.history.store import History, night_of
+from consistency.comparison.history.store import History, record_of
 from consistency.comparison.result import Comparison, Finding, with_findings
 from consistency.comparison.weight_files.diff import diff
 from consistency.devices.discovery import select
@@ -210,7 +210,7 @@ def with_nights(
     history: History, captures: Sequence[Capture], comparison: Comparison, baseline: Baseline | None
 ) -> Comparison:
     """Say where a device has drifted since the nights before, and add this night to them."""
-    night, tables = night_of(captures, comparison)
+    night, tables = record_of(captures, comparison)
     drift = find_drift(history, night, tables)
     damage = [
         Finding(kind="damaged-night", severity="warning", message=f"history: {text}: left out")

@@ -1,1 +1,1 @@
-"""One run after another: history, drift, accepted findings."""
+"""What earlier runs recorded, drift against them, and accepted findings."""

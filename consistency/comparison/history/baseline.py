@@ -1,8 +1,8 @@
-"""Baselines: what somebody has looked at and accepted, so that a nightly run is red only for what is new.
+"""Baselines: findings that somebody reviewed and accepted, so that a nightly run fails only for new ones.
 
-A baseline is a JSON file that is made by `consistency baseline accept` alone and lies where it can be reviewed. An
-entry accepts one kind of finding on one device for the tensors it names; whatever goes beyond that is red again. Lost
-workers and damaged captures cannot be accepted: they leave a part unseen.
+A baseline is a JSON file that only `consistency baseline accept` writes, kept where it can be reviewed. An entry
+accepts one kind of finding on one device for the tensors that it names; anything beyond that fails again. Lost workers
+and damaged captures cannot be accepted: they leave a part unchecked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from consistency.errors import UsageError
 SCHEMA = "consistency.baseline/1"
 
 UNSEEN = frozenset({"lost-worker", "failed-worker", "damaged-capture"})
-"""Kinds of findings that say that something could not be looked at."""
+"""Kinds of findings that report a part that could not be checked."""
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,13 +33,13 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     devices : tuple of str
         By UUID, or host and name.
     tensors : tuple of str
-        Names; empty where the finding is about none.
+        Names; empty where the finding concerns none.
     state : str or None
-        Digest of the very bits that were accepted, where other bits would be news.
+        Digest of the accepted bits, where different bits would be a new finding.
     message : str
         As it was reported.
     reason, date : str
-        Why, and on which day.
+        Why it was accepted, and on which day.
     """
 
     kind: str
@@ -64,20 +64,21 @@ def read_baseline(path: Path) -> Baseline:
     Raises
     ------
     UsageError
-        It is not there, is none, or has an entry without a reason.
+        It does not exist, is not a baseline, or has an incomplete entry.
     """
     try:
         found = decode_json(path.read_bytes(), Baseline)
     except FileNotFoundError:
         raise UsageError(
-            "no such baseline", where=path, hint="consistency baseline accept REPORT --baseline FILE --reason TEXT"
-        ) from None
+            "the baseline does not exist", where=path,
+            hint="consistency baseline accept REPORT --baseline FILE --reason TEXT",
+        ) from None  # fmt: skip
     except OSError as error:
         raise UsageError("cannot read the baseline", where=path, got=error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError("not a baseline", where=path, got=error) from None
     if found.schema != SCHEMA:
-        raise UsageError("a baseline of another schema", where=path, got=found.schema, wanted=SCHEMA)
+        raise UsageError("unsupported baseline schema", where=path, got=found.schema, wanted=SCHEMA)
     return found
 
 
@@ -94,20 +95,20 @@ def accept(
     Parameters
     ----------
     path : Path
-        The baseline; made where there is none.
+        The baseline; created if it does not exist.
     findings, workers
         Of the report.
     reason : str
     numbers : sequence of int
-        Which findings, from 1; all errors where none is named.
+        Which findings, from 1; by default all errors.
 
     Raises
     ------
     UsageError
-        No reason is given, or a finding is not there or cannot be accepted.
+        No reason is given, or a finding does not exist or cannot be accepted.
     """
     if not reason.strip():
-        raise UsageError("a baseline names its reason", where="--reason", got="nothing")
+        raise UsageError("accepting a finding needs a reason", where="--reason", got="nothing")
     for number in numbers:
         if not 1 <= number <= len(findings):
             raise UsageError(f"the report has no finding {number}", where="--finding", got=f"{len(findings)} findings")
@@ -115,8 +116,8 @@ def accept(
     for finding in chosen:
         if finding.kind in UNSEEN:
             raise UsageError(
-                "what could not be looked at cannot be accepted", got=f"{finding.kind}: {finding.message}",
-                hint="name the others with --finding N",
+                "a finding about unchecked parts cannot be accepted", got=f"{finding.kind}: {finding.message}",
+                hint="select the others with --finding N",
             )  # fmt: skip
     if not chosen:
         raise UsageError("the report has no error to accept", got=f"{len(findings)} notes and warnings")
@@ -140,7 +141,7 @@ def accept(
 
 
 def apply(baseline: Baseline, comparison: Comparison) -> Comparison:
-    """Turn findings that are accepted into notes; the verdict follows from the others."""
+    """Turn accepted findings into notes; the others decide the verdict."""
     devices = _devices(comparison.workers)
     return with_findings(comparison, [_weighed(baseline, finding, devices) for finding in comparison.findings])
 
@@ -176,5 +177,5 @@ def _covers(entries: Iterable[Accepted], finding: Finding) -> bool:
 
 
 def _devices(workers: Sequence[WorkerSummary]) -> dict[str, str]:
-    """Return who each worker's device is, by its name in the report."""
+    """Return each worker's device by the worker's name in the report."""
     return {worker.name: worker.device or worker.name for worker in workers}

@@ -1,7 +1,7 @@
-"""Drift: the same device, the same inputs, the same software, and other bits than on an earlier night.
+"""Drift: a device whose results differ bitwise from an earlier run with the same inputs and software.
 
-It is the sign of failing hardware. The bits that count are those of the latest night on which the device did not drift
-already, so that a device that went wrong stays red until somebody mends or accepts it.
+Drift is a sign of failing hardware. A device is compared with the latest run in which it had not already drifted, so
+it stays an error until somebody fixes the device or accepts the finding.
 """
 
 from __future__ import annotations
@@ -12,129 +12,111 @@ from dataclasses import dataclass, field
 import msgspec
 
 from consistency.comparison.findings.causes import names
-from consistency.comparison.history.store import History, Night, NightWorker, Table, digest_of
+from consistency.comparison.history.store import History, RunRecord, Table, WorkerRecord, digest_of
 from consistency.comparison.result import Finding
 
 _MOST_DETAILS = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Good:
-    """What the bits of a stage were, and since when nobody has seen them otherwise."""
-
-    worker: NightWorker
-    at: str
-
-
 @dataclass(slots=True, kw_only=True)
-class Earlier:
-    """What is known of a device from the nights before, with the same inputs.
+class _Earlier:
+    """What earlier runs recorded of a device, with the same inputs.
 
     Attributes
     ----------
     software, versions
-        Of the latest night.
-    good : dict of str to Good
-        By stage, the latest night with the same software on which it had not drifted.
+        Of the latest run.
+    good : dict of str to (WorkerRecord, str)
+        By stage, the latest record with the same software in which it had not drifted, and its time.
     """
 
     software: str
     versions: Mapping[str, object]
-    good: dict[str, Good] = field(default_factory=dict)
-
-
-def find_earlier(history: History, workers: Sequence[NightWorker]) -> dict[tuple[str, str], Earlier]:
-    """Return what the nights before tell of each of tonight's workers, by device and road."""
-    tonight = {(w.device, w.load_path): w for w in workers if w.status == "ok"}
-    wanted = {key: set(worker.bits) for key, worker in tonight.items()}
-    found: dict[tuple[str, str], Earlier] = {}
-    for night in history.nights():
-        for before in night.workers:
-            key = (before.device, before.load_path)
-            if not wanted.get(key) or before.status != "ok" or before.inputs != tonight[key].inputs:
-                continue
-            known = found.setdefault(key, Earlier(software=before.software, versions=night.versions))
-            if before.software != tonight[key].software:
-                continue
-            for stage in wanted[key] & before.bits.keys() - set(before.drift):
-                known.good[stage] = Good(worker=before, at=night.at)
-                wanted[key].discard(stage)
-        if not any(wanted.values()):
-            break
-    return found
+    good: dict[str, tuple[WorkerRecord, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """What the nights before say of tonight.
+    """The comparison of a run with the earlier runs.
 
     Attributes
     ----------
     findings : tuple of Finding
-        One per device and road that drifted, and a note where software changed instead.
+        One per device and load path that drifted, and a note where software changed instead.
     stages : dict
-        Stages that drifted, by device and road.
+        Stages that drifted, by device and load path.
     """
 
     findings: tuple[Finding, ...]
     stages: dict[tuple[str, str], tuple[str, ...]]
 
 
-def find_drift(history: History, night: Night, tables: dict[str, bytes]) -> Drift:
-    """Hold tonight's bits against those of the nights before.
+def find_drift(history: History, run: RunRecord, tables: dict[str, bytes]) -> Drift:
+    """Compare a run with the earlier runs of a history.
 
     Parameters
     ----------
     history : History
-        Without tonight.
-    night : Night
-    tables : dict
-        Tonight's tables, as `history.night_of` returns them.
+        Without this run.
+    run, tables
+        As `store.record_of` returns them.
     """
     findings: list[Finding] = []
     stages: dict[tuple[str, str], tuple[str, ...]] = {}
     changed: dict[str, list[str]] = {}
-    before = find_earlier(history, night.workers)
-    for worker in night.workers:
-        earlier = before.get((worker.device, worker.load_path))
+    known = _find_earlier(history, run.workers)
+    for worker in run.workers:
+        earlier = known.get((worker.device, worker.load_path))
         if earlier is None:
             continue
         if not earlier.good and earlier.software != worker.software:
-            changed.setdefault(_versions(earlier.versions, night.versions), []).append(worker.name)
-        others = {stage: good for stage, good in earlier.good.items() if good.worker.bits[stage] != worker.bits[stage]}
+            changed.setdefault(_versions(earlier.versions, run.versions), []).append(worker.name)
+        others = {stage: good for stage, good in earlier.good.items() if good[0].bits[stage] != worker.bits[stage]}
         table = msgspec.json.decode(tables[worker.table], type=Table) if others else {}
         differing = {
-            stage: _differing(history.table(good.worker.table), table, stage) for stage, good in others.items()
+            stage: found
+            for stage, (before, _) in others.items()
+            if (found := _differing(history.table(before.table), table, stage))
         }
-        differing = {stage: found for stage, found in differing.items() if found}
         if differing:
-            since = max(others[stage].at for stage in differing)
             stages[worker.device, worker.load_path] = tuple(differing)
-            findings.append(_finding(worker, since, differing, table))
+            findings.append(_finding(worker, max(others[stage][1] for stage in differing), differing, table))
     for versions, labels in changed.items():
-        findings.append(
-            Finding(
-                kind="software",
-                severity="note",
-                message=(
-                    f"{names(labels)}: the software or its settings are not those of the nights before{versions}; "
-                    "bits are not held against theirs"
-                ),
-                workers=tuple(labels),
-            )
-        )
+        message = f"{names(labels)}: software or settings changed since the previous run{versions}; bits not compared"
+        findings.append(Finding(kind="software", severity="note", message=message, workers=tuple(labels)))
     return Drift(findings=tuple(findings), stages=stages)
 
 
+def _find_earlier(history: History, workers: Sequence[WorkerRecord]) -> dict[tuple[str, str], _Earlier]:
+    """Return what the earlier runs recorded of each worker, by device and load path."""
+    current = {(w.device, w.load_path): w for w in workers if w.status == "ok"}
+    wanted = {key: set(worker.bits) for key, worker in current.items()}
+    found: dict[tuple[str, str], _Earlier] = {}
+    for run in history.runs():
+        for before in run.workers:
+            key = (before.device, before.load_path)
+            if not wanted.get(key) or before.status != "ok" or before.inputs != current[key].inputs:
+                continue
+            known = found.setdefault(key, _Earlier(software=before.software, versions=run.versions))
+            if before.software != current[key].software:
+                continue
+            for stage in wanted[key] & before.bits.keys() - set(before.drift):
+                known.good[stage] = (before, run.at)
+                wanted[key].discard(stage)
+        if not any(wanted.values()):
+            break
+    return found
+
+
 def _differing(before: Table | None, now: Table, stage: str) -> list[str]:
-    """Return the tensors of a stage whose bits differ; what only one of two nights looked at is no drift."""
+    """Return the tensors of a stage whose bits differ; a tensor that only one of two runs checked is no drift."""
     here = [name for name in now if name.startswith(f"{stage}::")]
-    if before is None:  # the table is gone: that they differ is known, and not where
+    if before is None:  # without the table it is known that they differ, but not where
         return here
     return [name for name in here if name in before and before[name] != now[name]]
 
 
-def _finding(worker: NightWorker, since: str, differing: Mapping[str, Sequence[str]], table: Table) -> Finding:
+def _finding(worker: WorkerRecord, since: str, differing: Mapping[str, Sequence[str]], table: Table) -> Finding:
     tensors = [name for found in differing.values() for name in found]
     where = ", ".join(
         f"{len(found)} of {sum(name.startswith(f'{stage}::') for name in table)} {stage}"
@@ -145,13 +127,13 @@ def _finding(worker: NightWorker, since: str, differing: Mapping[str, Sequence[s
         kind="drift",
         severity="error",
         message=(
-            f"drift · {device} · other bits than on {since[:16].replace('T', ' ')} in {where} tensors: "
+            f"drift · {device} · {where} tensors differ bitwise from the run of {since[:16].replace('T', ' ')}: "
             "same inputs, same software"
         ),
         workers=(worker.name,),
         tensors=tuple(tensors),
         detail=tuple(tensors[:_MOST_DETAILS]),
-        next="run it again: a device that gives other bits from night to night is failing; look at its ECC counters",
+        next="run again: a device whose results change between runs is failing; check its ECC error counters",
         state=digest_of([f"{name}={table[name]}" for name in tensors]),
     )
 

@@ -1,4 +1,4 @@
-"""Ask a history in SQL, by DuckDB. An extra: `pip install 'peft-consistency[history]'`."""
+"""Query a history in SQL with DuckDB, an extra: `pip install 'peft-consistency[history]'`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from consistency.capture.json_codec import by_json_name, encode_json
 from consistency.comparison.history.store import History
 from consistency.errors import UsageError
 
-_NIGHTS = "night: 'TIMESTAMPTZ', host: 'VARCHAR', \"case\": 'VARCHAR', verdict: 'VARCHAR', tool: 'VARCHAR', " \
-          "versions: 'MAP(VARCHAR, VARCHAR)', findings: 'VARCHAR[]'"  # fmt: skip
-_WORKERS = "night: 'TIMESTAMPTZ', host: 'VARCHAR', name: 'VARCHAR', road: 'VARCHAR', device: 'VARCHAR', " \
-           "architecture: 'VARCHAR', model: 'VARCHAR', status: 'VARCHAR', software: 'VARCHAR', inputs: 'VARCHAR', " \
-           "bits: 'MAP(VARCHAR, VARCHAR)', \"table\": 'VARCHAR', drift: 'VARCHAR[]', simulated: 'BOOLEAN'"  # fmt: skip
+_COLUMNS = {
+    "nights": "night: 'TIMESTAMPTZ', host: 'VARCHAR', \"case\": 'VARCHAR', verdict: 'VARCHAR', tool: 'VARCHAR', "
+              "versions: 'MAP(VARCHAR, VARCHAR)', findings: 'VARCHAR[]'",
+    "workers": "night: 'TIMESTAMPTZ', host: 'VARCHAR', name: 'VARCHAR', road: 'VARCHAR', device: 'VARCHAR', "
+               "architecture: 'VARCHAR', model: 'VARCHAR', status: 'VARCHAR', software: 'VARCHAR', inputs: 'VARCHAR', "
+               "bits: 'MAP(VARCHAR, VARCHAR)', \"table\": 'VARCHAR', drift: 'VARCHAR[]', simulated: 'BOOLEAN'",
+}  # fmt: skip
 
 
 def query(history: History, text: str) -> list[dict[str, Any]]:
-    """Run a query on the tables `nights` and `workers`: one row per night, and one per worker of a night.
+    """Run a query on the tables `nights` and `workers`: one row per run, and one per worker of a run.
 
     Raises
     ------
@@ -28,19 +30,21 @@ def query(history: History, text: str) -> list[dict[str, Any]]:
     try:
         import duckdb
     except ImportError:
-        raise UsageError("--sql takes DuckDB", where="--sql", hint="pip install 'peft-consistency[history]'") from None
+        raise UsageError(
+            "--sql needs DuckDB, which is not installed", where="--sql", hint="pip install 'peft-consistency[history]'"
+        ) from None
     with tempfile.TemporaryDirectory(prefix="consistency-history-") as scratch:
-        nights, workers = Path(scratch) / "nights.jsonl", Path(scratch) / "workers.jsonl"
-        with nights.open("wb") as night_file, workers.open("wb") as worker_file:
-            for night in history.nights():
-                table = {"night": night.at, **by_json_name(night)}
-                for worker in table.pop("workers"):
-                    row = {"night": night.at, "host": night.host, **by_json_name(worker)}
-                    worker_file.write(encode_json(row) + b"\n")
-                night_file.write(encode_json(table) + b"\n")
+        files = {name: Path(scratch) / f"{name}.jsonl" for name in _COLUMNS}
+        with files["nights"].open("wb") as run_file, files["workers"].open("wb") as worker_file:
+            for run in history.runs():
+                row = {"night": run.at, **by_json_name(run)}
+                for worker in row.pop("workers"):
+                    record = {"night": run.at, "host": run.host, **by_json_name(worker)}
+                    worker_file.write(encode_json(record) + b"\n")
+                run_file.write(encode_json(row) + b"\n")
         with duckdb.connect(":memory:") as connection:
-            for name, columns in (("nights", _NIGHTS), ("workers", _WORKERS)):
-                source = str(Path(scratch) / f"{name}.jsonl").replace("'", "''")
+            for name, columns in _COLUMNS.items():
+                source = str(files[name]).replace("'", "''")
                 connection.execute(
                     f"CREATE TABLE {name} AS SELECT * FROM read_json('{source}', format='newline_delimited', "
                     f"columns={{{columns}}})"
@@ -51,7 +55,7 @@ def query(history: History, text: str) -> list[dict[str, Any]]:
                 names = [column[0] for column in found.description or ()]
                 return [{n: _plain(v) for n, v in zip(names, row, strict=True)} for row in found.fetchall()]
             except duckdb.Error as error:
-                raise UsageError("DuckDB cannot run this", where="--sql", got=error) from None
+                raise UsageError("DuckDB cannot run this query", where="--sql", got=error) from None
 
 
 def _plain(value: Any) -> Any:

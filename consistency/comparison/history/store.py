@@ -1,12 +1,13 @@
-"""Nights: what each run saw of each device, kept in files that are never changed, so that a later run can tell drift.
+"""A history: what each run saw of each device, in files that are never changed, so that a later run can detect drift.
 
 ::
 
     nights/<time>-<id>.json    one run: verdict, devices, a digest per device and stage; written last, the commit mark
-    tables/<sha256>.json       the digest of every tensor that a worker saw; nights that saw the same share one
+    tables/<sha256>.json       the digest of every tensor of a worker; runs with equal digests share one
 
-A history is a folder, on disk or at any URL that fsspec knows. A night is one file, which a disk renames into place and
-an object store puts whole, so a reader sees it or does not. Tables are named by their content and written before.
+A history is a folder, on disk or at any URL that fsspec knows. A run is one file, which a disk renames into place and
+an object store writes whole, so a reader sees all of it or nothing. Tables are named by their content and written
+first.
 """
 
 from __future__ import annotations
@@ -22,37 +23,37 @@ import msgspec
 
 from consistency.capture.folder import Capture, write_whole
 from consistency.capture.json_codec import decode_json, encode_json
-from consistency.comparison.result import Comparison
+from consistency.comparison.result import Comparison, tensor_name
 from consistency.comparison.workers import Participant, gather
 from consistency.errors import CaptureError
 
 SCHEMA = "consistency.history/1"
-NIGHTS, TABLES = "nights", "tables"
+RUNS, TABLES = "nights", "tables"
 
 
-class NightWorker(
+class WorkerRecord(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, rename={"load_path": "road"}
 ):
-    """One worker of a night.
+    """One worker of a run.
 
     Attributes
     ----------
-    name, road : str
+    name, load_path : str
     device : str
-        Identity that outlives the run: the device's UUID, or host and name, with the numerical variant.
+        Identity that outlives the run: the device's UUID, or host and name, with the kernel variant.
     architecture, model : str
     status : str
         `ok`, `lost` or `failed`.
     software : str
-        Digest of versions, kernels and settings: only bits of equal software are held against one another.
+        Digest of versions, kernels and settings: bits are compared only between equal software.
     inputs : str
         Digest of the bytes in the files, the dtype and the inputs.
     bits : dict of str to str
-        Digest of all that it saw, by stage.
+        Digest of all tensors, by stage.
     table : str
         Name of the table with the digest of every tensor.
     drift : tuple of str
-        Stages in which its bits were not those of the nights before, and nobody had accepted that.
+        Stages that differ bitwise from the earlier runs, where this has not been accepted.
     """
 
     name: str
@@ -69,7 +70,7 @@ class NightWorker(
     simulated: bool = False
 
 
-class Night(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One run."""
 
     schema: str
@@ -80,7 +81,7 @@ class Night(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool: str
     versions: dict[str, Any] = {}
     findings: tuple[str, ...] = ()
-    workers: tuple[NightWorker, ...] = ()
+    workers: tuple[WorkerRecord, ...] = ()
 
 
 Table = dict[str, str]
@@ -88,7 +89,7 @@ Table = dict[str, str]
 
 
 class History:
-    """A history, to be read and appended to.
+    """A history to read and append to.
 
     Parameters
     ----------
@@ -109,62 +110,62 @@ class History:
         self.damage: list[str] = []
 
     def names(self) -> list[str]:
-        """Return the names of the nights, the latest first."""
+        """Return the names of the runs, the latest first."""
         try:
-            found = self._fs.ls(f"{self._root}/{NIGHTS}", detail=False)
+            found = self._fs.ls(f"{self._root}/{RUNS}", detail=False)
         except FileNotFoundError:
             return []
-        except Exception as error:  # whatever a remote store raises
+        except Exception as error:  # a remote store may raise anything
             raise CaptureError("cannot read the history", where=self.url, got=error) from None
         return sorted((name for name in found if str(name).endswith(".json")), reverse=True)
 
-    def nights(self, names: Sequence[str] | None = None) -> Iterator[Night]:
-        """Yield nights, the latest first; a damaged one is left out and named in `damage`."""
+    def runs(self, names: Sequence[str] | None = None) -> Iterator[RunRecord]:
+        """Yield runs, the latest first; a damaged one is left out and named in `damage`."""
         for name in self.names() if names is None else names:
             try:
                 raw = self._fs.cat_file(name)
-            except Exception as error:  # whatever a remote store raises
+            except Exception as error:  # a remote store may raise anything
                 raise CaptureError("cannot read the history", where=name, got=error) from None
             try:
-                night = decode_json(raw, Night)
+                run = decode_json(raw, RunRecord)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self.damage.append(f"{Path(name).name}: {error}")
                 continue
-            if night.schema == SCHEMA:
-                yield night
+            if run.schema == SCHEMA:
+                yield run
             else:
-                self.damage.append(f"{Path(name).name}: a night of another schema: {night.schema}")
+                self.damage.append(f"{Path(name).name}: unsupported schema {run.schema}")
 
     def table(self, name: str) -> Table | None:
-        """Return a table by its name, None where it is gone or is not what it was."""
+        """Return a table by its name, None if it is gone or damaged."""
         try:
             raw = self._fs.cat_file(f"{self._root}/{TABLES}/{name}.json")
-        except Exception:  # whatever a remote store raises: without the table it is still known that bits differ
+        except Exception:  # a remote store may raise anything; without the table it is still known that bits differ
             return None
         if hashlib.sha256(raw).hexdigest() != name:
             return None
         return msgspec.json.decode(raw, type=Table)
 
-    def append(self, night: Night, tables: dict[str, bytes]) -> None:
-        """Add a night: its tables first, the night itself last.
+    def append(self, run: RunRecord, tables: dict[str, bytes]) -> None:
+        """Add a run: its tables first, the run itself last.
 
         Raises
         ------
         CaptureError
-            It cannot be written; then there is no such night.
+            It cannot be written; then the history has no such run.
         """
-        stamp = night.at.replace("-", "").replace(":", "").replace(".", "").partition("+")[0]
+        stamp = run.at.replace("-", "").replace(":", "").replace(".", "").partition("+")[0]
         try:
-            for folder in (NIGHTS, TABLES):
+            for folder in (RUNS, TABLES):
                 self._fs.makedirs(f"{self._root}/{folder}", exist_ok=True)
             for name, raw in tables.items():
                 place = f"{self._root}/{TABLES}/{name}.json"
                 if not self._fs.exists(place):
                     self._put(place, raw)
-            self._put(f"{self._root}/{NIGHTS}/{stamp}-{uuid.uuid4().hex[:8]}.json", encode_json(night) + b"\n")
+            self._put(f"{self._root}/{RUNS}/{stamp}-{uuid.uuid4().hex[:8]}.json", encode_json(run) + b"\n")
         except CaptureError:
             raise
-        except Exception as error:  # whatever a remote store raises
+        except Exception as error:  # a remote store may raise anything
             raise CaptureError("cannot write the history", where=self.url, got=error) from None
 
     def _put(self, place: str, raw: bytes) -> None:
@@ -175,44 +176,42 @@ class History:
             self._fs.pipe_file(place, raw)
 
 
-def night_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[Night, dict[str, bytes]]:
-    """Return what a run leaves in a history: its night, and its tables by name."""
+def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunRecord, dict[str, bytes]]:
+    """Return what a run leaves in a history: its record, and its tables by name."""
     tables: dict[str, bytes] = {}
     workers = []
     for participant in gather(captures):
-        raw = encode_json(table_of(participant))
+        raw = encode_json(_table(participant))
         name = hashlib.sha256(raw).hexdigest()
         tables[name] = raw
         workers.append(_worker(participant, name))
     environment = comparison.workers[0].environment if comparison.workers else {}
-    versions = {k: environment[k] for k in ("torch", "cuda", "transformers", "peft") if environment.get(k)}
-    night = Night(
+    run = RunRecord(
         schema=SCHEMA,
         at=datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"),
         host=captures[0].manifest.host,
         case=comparison.case,
         verdict=comparison.verdict,
         tool=captures[0].manifest.tool,
-        versions=versions,
+        versions={k: environment[k] for k in ("torch", "cuda", "transformers", "peft") if environment.get(k)},
         findings=tuple(f.message for f in comparison.findings if f.severity == "error"),
         workers=tuple(workers),
     )
-    return night, tables
+    return run, tables
 
 
-def table_of(participant: Participant) -> Table:
-    """Return the digest of each tensor that a worker saw."""
+def _table(participant: Participant) -> Table:
     records = sorted(participant.records.items())
-    return {f"{k[0]}::{k[1]}.{k[2]}": record.digest for k, record in records if record.digest is not None}
+    return {tensor_name(*key): record.digest for key, record in records if record.digest is not None}
 
 
-def _worker(participant: Participant, table: str) -> NightWorker:
+def _worker(participant: Participant, table: str) -> WorkerRecord:
     info = participant.info
     bits: dict[str, Any] = {}
     for key, record in participant.records.items():
         if record.digest is not None:
             bits.setdefault(key[0], hashlib.blake2b(digest_size=8)).update(f"{key}{record.digest}".encode())
-    return NightWorker(
+    return WorkerRecord(
         name=participant.label,
         load_path=participant.load_path,
         device=participant.device,
@@ -228,7 +227,7 @@ def _worker(participant: Participant, table: str) -> NightWorker:
 
 
 def _inputs(participant: Participant) -> str:
-    """Return a digest of what a worker was given: the files' bytes as it read them, or else the files' marks."""
+    """Return a digest of a worker's inputs: the files' bytes as it read them, or else name, size and time of each."""
     case = participant.case
     read: dict[str, list[str]] = {"base": [], "adapter": []}
     for key, record in sorted(participant.records.items()):
@@ -241,7 +240,7 @@ def _inputs(participant: Participant) -> str:
 
 
 def _marks(folder: str | None) -> list[Any]:
-    """Return what tells that nobody has touched the files of a folder that no stage has read to the last byte."""
+    """Identify the files of a folder that no stage read completely."""
     if not folder or not Path(folder).is_dir():
         return [folder]
     files = sorted(file for file in Path(folder).iterdir() if file.suffix in (".safetensors", ".bin", ".json"))
@@ -249,5 +248,5 @@ def _marks(folder: str | None) -> list[Any]:
 
 
 def digest_of(value: Any) -> str:
-    """Return a short digest of anything that JSON can hold."""
+    """Return a short digest of a JSON value."""
     return hashlib.blake2b(encode_json(value), digest_size=8).hexdigest()

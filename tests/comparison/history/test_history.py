@@ -1,8 +1,9 @@
-"""Nights made by hand: what is drift, what is none, and what a baseline makes of it."""
+"""Runs made by hand: what is drift, what is not, and what a baseline accepts."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ import pytest
 
 from consistency.capture.folder import read_capture
 from consistency.capture.records import TensorRecord
+from consistency.cli.main import main
 from consistency.comparison.history.baseline import Baseline, accept, apply, read_baseline
-from consistency.comparison.history.store import History
+from consistency.comparison.history.sql import query
+from consistency.comparison.history.store import History, WorkerRecord
 from consistency.comparison.result import Comparison, Finding
 from consistency.errors import CaptureError, UsageError
 from consistency.report.history import device_rows, night_rows
 from consistency.workflows.pipeline import compare_captures, with_nights
 from tests.conftest import MakeCapture
 
-Night = Callable[..., Comparison]
+Run = Callable[..., Comparison]
 
 
 def record(stage: str, layer: str, digest: str, *, file: str | None = None) -> TensorRecord:
@@ -32,11 +35,11 @@ def record(stage: str, layer: str, digest: str, *, file: str | None = None) -> T
 
 
 @pytest.fixture
-def night(tmp_path: Path, make_capture: MakeCapture) -> Night:
-    """Run a night: each device has the base's bytes and the merged bits that it is given."""
+def run(tmp_path: Path, make_capture: MakeCapture) -> Run:
+    """Make a run in which each device has the base's bytes and the given merged bits."""
     count = 0
 
-    def run(
+    def once(
         bits: dict[str, str],
         *,
         baseline: Baseline | None = None,
@@ -60,25 +63,25 @@ def night(tmp_path: Path, make_capture: MakeCapture) -> Night:
         history = History(url or str(tmp_path / "history"))
         return with_nights(history, captures, compare_captures(captures), baseline)
 
-    return run
+    return once
 
 
 def drift(found: Comparison) -> list[Finding]:
     return [f for f in found.findings if f.kind == "drift" and f.severity == "error"]
 
 
-def test_first_night_knows_no_drift(night: Night) -> None:
-    assert night({"cuda:0": "m"}).exit_status == 0
+def test_first_run_knows_no_drift(run: Run) -> None:
+    assert run({"cuda:0": "m"}).exit_status == 0
 
 
-def test_same_bits_are_no_drift(night: Night) -> None:
+def test_same_bits_are_no_drift(run: Run) -> None:
     for _ in range(3):
-        assert night({"cuda:0": "m", "cuda:1": "n"}).exit_status == 0
+        assert run({"cuda:0": "m", "cuda:1": "n"}).exit_status == 0
 
 
-def test_other_bits_of_one_device_are_its_drift(night: Night) -> None:
-    night({"cuda:0": "m", "cuda:1": "m"})
-    found = night({"cuda:0": "m", "cuda:1": "x"})
+def test_other_bits_of_one_device_are_its_drift(run: Run) -> None:
+    run({"cuda:0": "m", "cuda:1": "m"})
+    found = run({"cuda:0": "m", "cuda:1": "x"})
     (finding,) = drift(found)
     assert finding.workers == ("cuda:1",)
     assert finding.tensors == ("merged::l.weight",)
@@ -87,79 +90,79 @@ def test_other_bits_of_one_device_are_its_drift(night: Night) -> None:
     assert found.exit_status == 1
 
 
-def test_drift_stays_red_until_it_is_gone(night: Night) -> None:
-    night({"cuda:0": "m"})
-    assert drift(night({"cuda:0": "x"}))
-    assert drift(night({"cuda:0": "x"}))  # as on the night before, and still not as it was
-    assert not drift(night({"cuda:0": "m"}))
+def test_drift_stays_red_until_it_is_gone(run: Run) -> None:
+    run({"cuda:0": "m"})
+    assert drift(run({"cuda:0": "x"}))
+    assert drift(run({"cuda:0": "x"}))  # as in the run before, and still not as it was
+    assert not drift(run({"cuda:0": "m"}))
 
 
-def test_device_is_known_under_another_number(night: Night) -> None:
-    night({"cuda:0": "m"}, info={"cuda:0": {"uuid": "GPU-a", "kernel_key": "k"}})
-    found = night({"cuda:3": "x"}, info={"cuda:3": {"uuid": "GPU-a", "kernel_key": "k"}})
+def test_device_is_known_under_another_number(run: Run) -> None:
+    run({"cuda:0": "m"}, info={"cuda:0": {"uuid": "GPU-a", "kernel_key": "k"}})
+    found = run({"cuda:3": "x"}, info={"cuda:3": {"uuid": "GPU-a", "kernel_key": "k"}})
     assert drift(found)[0].workers == ("cuda:3",)
 
 
-def test_other_device_in_the_same_place_is_no_drift(night: Night) -> None:
-    night({"cuda:0": "m"}, info={"cuda:0": {"uuid": "GPU-a"}})
-    assert night({"cuda:0": "x"}, info={"cuda:0": {"uuid": "GPU-b"}}).exit_status == 0
+def test_other_device_in_the_same_place_is_no_drift(run: Run) -> None:
+    run({"cuda:0": "m"}, info={"cuda:0": {"uuid": "GPU-a"}})
+    assert run({"cuda:0": "x"}, info={"cuda:0": {"uuid": "GPU-b"}}).exit_status == 0
 
 
-def test_other_inputs_are_no_drift(night: Night) -> None:
-    night({"cuda:0": "m"}, base="b")
-    assert night({"cuda:0": "x"}, base="c").exit_status == 0
+def test_other_inputs_are_no_drift(run: Run) -> None:
+    run({"cuda:0": "m"}, base="b")
+    assert run({"cuda:0": "x"}, base="c").exit_status == 0
 
 
-def test_other_software_is_a_note(night: Night) -> None:
-    night({"cuda:0": "m"})
-    found = night({"cuda:0": "x"}, software="torch 3")
+def test_other_software_is_a_note(run: Run) -> None:
+    run({"cuda:0": "m"})
+    found = run({"cuda:0": "x"}, software="torch 3")
     assert found.exit_status == 0
     assert [f.kind for f in found.findings if f.severity == "note"] == ["software"]
 
 
-def test_older_night_of_the_same_software_counts(night: Night) -> None:
-    night({"cuda:0": "m"})
-    night({"cuda:0": "x"}, software="torch 3")
-    assert drift(night({"cuda:0": "y"}))
+def test_older_run_of_the_same_software_counts(run: Run) -> None:
+    run({"cuda:0": "m"})
+    run({"cuda:0": "x"}, software="torch 3")
+    assert drift(run({"cuda:0": "y"}))
 
 
-def test_stage_that_was_not_looked_at_is_no_drift(night: Night) -> None:
-    night({"cuda:0": "m"}, stages=("base", "merged"))
-    assert night({"cuda:0": "m"}, stages=("base",)).exit_status == 0
-    assert drift(night({"cuda:0": "x"}))
+def test_stage_that_was_not_looked_at_is_no_drift(run: Run) -> None:
+    run({"cuda:0": "m"}, stages=("base", "merged"))
+    assert run({"cuda:0": "m"}, stages=("base",)).exit_status == 0
+    assert drift(run({"cuda:0": "x"}))
 
 
-def test_lost_worker_is_no_measure_of_drift(night: Night) -> None:
-    night({"cuda:0": "x"}, info={"cuda:0": {"status": "lost", "reason": "killed"}})
-    assert not drift(night({"cuda:0": "m"}))
+def test_lost_worker_is_no_measure_of_drift(run: Run) -> None:
+    run({"cuda:0": "x"}, info={"cuda:0": {"status": "lost", "reason": "killed"}})
+    assert not drift(run({"cuda:0": "m"}))
 
 
-def test_table_that_is_gone_still_tells_that_bits_differ(night: Night, tmp_path: Path) -> None:
-    night({"cuda:0": "m"})
+def test_table_that_is_gone_still_tells_that_bits_differ(run: Run, tmp_path: Path) -> None:
+    run({"cuda:0": "m"})
     for table in (tmp_path / "history" / "tables").iterdir():
         table.write_text("{}")  # not what its name says
-    assert drift(night({"cuda:0": "x"}))
+    assert drift(run({"cuda:0": "x"}))
 
 
-def test_damaged_night_is_named_and_the_others_count(night: Night, tmp_path: Path) -> None:
-    night({"cuda:0": "m"})
+def test_damaged_run_is_named_and_the_others_count(run: Run, tmp_path: Path) -> None:
+    run({"cuda:0": "m"})
     (tmp_path / "history" / "nights" / "20990101T000000-ffffffff.json").write_bytes(b"{ cut sho")
-    found = night({"cuda:0": "x"})
+    found = run({"cuda:0": "x"})
     assert drift(found)
     assert [f.kind for f in found.findings if f.severity == "warning"] == ["damaged-night"]
 
 
-def test_history_in_memory_as_in_an_object_store(night: Night) -> None:
+def test_history_in_memory_as_in_an_object_store(run: Run) -> None:
     url = "memory://nights-of-a-test"
-    night({"cuda:0": "m"}, url=url)
-    assert drift(night({"cuda:0": "x"}, url=url))
+    run({"cuda:0": "m"}, url=url)
+    assert drift(run({"cuda:0": "x"}, url=url))
     assert len(History(url).names()) == 2
 
 
-def test_history_that_cannot_be_written(night: Night, tmp_path: Path) -> None:
+def test_history_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CaptureError, match="history"):
-        night({"cuda:0": "m"}, url=str(tmp_path / "file"))
+        run({"cuda:0": "m"}, url=str(tmp_path / "file"))
 
 
 def test_unknown_protocol() -> None:
@@ -167,9 +170,9 @@ def test_unknown_protocol() -> None:
         History("nosuchprotocol://x")
 
 
-def test_rows_for_people(night: Night, tmp_path: Path) -> None:
-    night({"cuda:0": "m"})
-    night({"cuda:0": "x"})
+def test_rows_for_people(run: Run, tmp_path: Path) -> None:
+    run({"cuda:0": "m"})
+    run({"cuda:0": "x"})
     history = History(str(tmp_path / "history"))
     verdicts = sorted(row.verdict for row in night_rows(history, 0))
     assert verdicts == ["consistent", "inconsistent"]
@@ -181,28 +184,58 @@ def test_rows_for_people(night: Night, tmp_path: Path) -> None:
         device_rows(history, "cuda:7", 0)
 
 
+def test_history_in_sql(run: Run, tmp_path: Path) -> None:
+    for module in ("duckdb", "pytz"):
+        pytest.importorskip(module, reason=f"{module} is not installed: pip install 'peft-consistency[history]'")
+    run({"cuda:0": "m", "cuda:1": "m"})
+    run({"cuda:0": "m", "cuda:1": "x"})
+    history = History(str(tmp_path / "history"))
+    text = "SELECT device, count(*) AS runs FROM workers WHERE len(drift) > 0 GROUP BY device"
+    assert query(history, text) == [{"device": "GPU-cuda:1", "runs": 1}]
+    assert query(history, "SELECT verdict FROM nights ORDER BY night") == [
+        {"verdict": "consistent"},
+        {"verdict": "inconsistent"},
+    ]
+    names = {field.encode_name for field in msgspec.structs.fields(WorkerRecord)}
+    assert query(history, "SELECT * FROM workers LIMIT 1")[0].keys() == names | {"night", "host"}
+    with pytest.raises(UsageError, match="cannot run this query"):
+        query(history, "SELECT nothing FROM workers")
+    with pytest.raises(UsageError, match="disabled"):
+        query(history, f"SELECT * FROM read_text('{tmp_path}/history/nights/*')")
+
+
+def test_sql_without_duckdb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    assert main(["history", str(tmp_path), "--sql", "SELECT 1"]) == 2
+    printed = capsys.readouterr().err
+    assert "--sql needs DuckDB, which is not installed" in printed
+    assert "pip install 'peft-consistency[history]'" in printed
+
+
 @pytest.fixture
-def accepted(night: Night, tmp_path: Path) -> Path:
-    night({"cuda:0": "m", "cuda:1": "m"})
-    found = night({"cuda:0": "m", "cuda:1": "x"})
+def accepted(run: Run, tmp_path: Path) -> Path:
+    run({"cuda:0": "m", "cuda:1": "m"})
+    found = run({"cuda:0": "m", "cuda:1": "x"})
     path = tmp_path / "baseline.json"
     accept(path, found.findings, found.workers, reason="a new card")
     return path
 
 
-def test_accepted_drift_is_green(night: Night, accepted: Path) -> None:
-    found = night({"cuda:0": "m", "cuda:1": "x"}, baseline=read_baseline(accepted))
+def test_accepted_drift_is_green(run: Run, accepted: Path) -> None:
+    found = run({"cuda:0": "m", "cuda:1": "x"}, baseline=read_baseline(accepted))
     assert found.exit_status == 0
     (note,) = [f for f in found.findings if f.kind == "drift"]
     assert note.severity == "note"
     assert "a new card" in note.message
     # and what was accepted is from then on how the device is
-    assert night({"cuda:0": "m", "cuda:1": "x"}).exit_status == 0
+    assert run({"cuda:0": "m", "cuda:1": "x"}).exit_status == 0
 
 
 @pytest.mark.parametrize("bits", [{"cuda:0": "m", "cuda:1": "y"}, {"cuda:0": "x", "cuda:1": "x"}])
-def test_what_goes_beyond_the_baseline_is_red(night: Night, accepted: Path, bits: dict[str, str]) -> None:
-    assert drift(night(bits, baseline=read_baseline(accepted)))
+def test_what_goes_beyond_the_baseline_is_red(run: Run, accepted: Path, bits: dict[str, str]) -> None:
+    assert drift(run(bits, baseline=read_baseline(accepted)))
 
 
 def test_baseline_accepts_no_more_tensors_than_it_names(accepted: Path) -> None:
