@@ -1,7 +1,8 @@
-"""What a run shows while it lasts: one line per worker, with stage and layer."""
+"""The progress of a run: one line per worker, with stage and layer."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,13 +11,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from consistency.launch.local import Watcher
 from consistency.launch.plan import WorkerPlan
+from consistency.report.terminal import make_console
 from consistency.report.text import clean
 from consistency.worker.protocol import Event
 
 
 @contextmanager
-def progress(console: Console) -> Iterator[Watcher]:
+def progress(console: Console | None = None) -> Iterator[Watcher]:
     """Yield a watcher: moving lines on a terminal, one plain line per stage elsewhere."""
+    console = console or make_console(sys.stderr)
     if not console.is_terminal:
         yield _plain(console)
         return

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+
+import msgspec
 
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import MODEL_LESS, Level
-from consistency.devices.discovery import select
+from consistency.case.options import Options
+from consistency.case.stages import MODEL_LESS
 from consistency.launch.plan import default_load_paths
-from consistency.launch.process import Limits
-from consistency.workflows.pipeline import Plan
+from consistency.workflows.pipeline import Plan, plan_of
 
 
-def doctor_plan(devices: Sequence[str], *, limits: Limits, level: Level = Level.STANDARD) -> Plan:
-    """Return the plan of a run of every stage that needs no model.
+def doctor_plan(options: Options) -> Plan:
+    """Return the plan of a run of every stage that needs no model, at the level and on the devices of the options.
 
-    Several accelerators see one another, in one wave: alone with its device a worker sees no pair.
+    Several accelerators are visible to one another, in one wave: alone with its device a worker sees no pair.
 
     Raises
     ------
     UsageError
-        A device that this machine does not have.
+        A device that this host does not have.
     """
-    found = select(devices)
-    load_paths = (LoadPath.SHARED,) if LoadPath.SHARED in default_load_paths(found) else None
-    case = Case(name="doctor", base="", stages=MODEL_LESS, level=level, load_paths=load_paths)
-    return Plan(case=case, devices=found, limits=limits)
+    plan = plan_of(Case(name="doctor", base="", stages=MODEL_LESS, level=options.level), options)
+    if LoadPath.SHARED not in default_load_paths(plan.devices):
+        return plan
+    return dataclasses.replace(plan, case=msgspec.structs.replace(plan.case, load_paths=(LoadPath.SHARED,)))

@@ -10,9 +10,9 @@ import pytest
 from consistency.capture.folder import CaptureManifest, read_capture
 from consistency.capture.json_codec import decode_json
 from consistency.case.case import Case
+from consistency.case.options import Options
 from consistency.case.stages import MODEL_LESS, Level, Stage
 from consistency.errors import UsageError
-from consistency.launch.process import Limits
 from consistency.workflows.doctor import doctor_plan
 from tests.conftest import Cli
 
@@ -39,12 +39,12 @@ def test_doctor_without_any_model(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_doctor_takes_every_stage_that_needs_no_model() -> None:
-    plan = doctor_plan(("cpu",), limits=Limits(), level=Level.QUICK)
+    plan = doctor_plan(Options(devices=("cpu",), level=Level.QUICK))
     assert plan.case.stages == MODEL_LESS
     assert not plan.case.needs_model
     assert Case(name="x", base="b", stages=(*MODEL_LESS, Stage.BASE)).needs_model
     with pytest.raises(UsageError):
-        doctor_plan(("cuda:99",), limits=Limits())
+        doctor_plan(Options(devices=("cuda:99",)))
 
 
 def test_a_capture_of_an_earlier_version_has_no_box() -> None:

@@ -1,1 +1,1 @@
-"""Commands of the command line that are about what a run left; each module adds its own and does it."""
+"""The commands: each module adds its own to the parser and runs it, and imports what it needs only then."""

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from consistency.cli.output import print_json
+
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the commands; `command(name, function, text)` makes a parser."""
+    """Add the commands."""
     history = command("history", _history, "list the nights of a history, or one device over time")
     history.add_argument("history", metavar="URL", help="what `consistency run --history` was given")
     history.add_argument("--device", metavar="NAME", help="one device over time: its UUID, or its name")
@@ -29,7 +31,6 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _history(parsed: argparse.Namespace) -> int:
-    from consistency.capture.json_codec import encode_json
     from consistency.comparison.history.store import History
     from consistency.report.history import DeviceRow, NightRow, device_rows, night_rows, print_device, print_nights
     from consistency.report.terminal import make_console
@@ -38,8 +39,7 @@ def _history(parsed: argparse.Namespace) -> int:
     if parsed.sql:
         from consistency.comparison.history.sql import query
 
-        table = query(history, parsed.sql)
-        sys.stdout.buffer.write(encode_json(table, indent=1) + b"\n")
+        print_json(query(history, parsed.sql))
         return 0
     console = make_console()
     rows: list[NightRow] | list[DeviceRow]
@@ -50,7 +50,7 @@ def _history(parsed: argparse.Namespace) -> int:
         rows = devices = device_rows(history, parsed.device, parsed.last)
         show = functools.partial(print_device, devices, parsed.device, console)
     if parsed.json:
-        sys.stdout.buffer.write(encode_json({"rows": rows, "damaged": history.damage}, indent=1) + b"\n")
+        print_json({"rows": rows, "damaged": history.damage})
         return 0
     show()
     for text in history.damage:

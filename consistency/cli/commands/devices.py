@@ -1,0 +1,30 @@
+"""`consistency devices`: list the devices of this host."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from consistency.cli.output import print_json
+
+_FIELDS = ("architecture", "model", "uuid", "pci_bus_id", "driver", "capability", "memory_bytes", "simulated")
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command("devices", _devices, "list the devices of this host")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _devices(parsed: argparse.Namespace) -> int:
+    from consistency.devices.discovery import discover
+
+    found = list(discover())
+    if parsed.json:
+        print_json([{"name": info.spec.name, **{name: getattr(info, name) for name in _FIELDS}} for info in found])
+    else:
+        from consistency.cli.devices import print_devices
+        from consistency.report.terminal import make_console
+
+        print_devices(found, make_console())
+    return 0

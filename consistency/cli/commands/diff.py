@@ -1,0 +1,42 @@
+"""`consistency diff`: compare two weight files, without any model code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from consistency.case.options import Edge, add_options
+from consistency.cli.output import add_report_options
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command("diff", _diff, "compare two weight files, adapters or model folders")
+    parser.add_argument("reference", type=Path, metavar="A", help="safetensors file, index of shards, or folder")
+    parser.add_argument("other", type=Path, metavar="B", help="what is compared with A")
+    add_report_options(parser, "folder for the report (JSON, HTML, Markdown)")
+    add_options(parser.add_argument, Edge.COMMAND_LINE, only=("allow_pickle",))
+
+
+def _diff(parsed: argparse.Namespace) -> int:
+    from consistency.workflows.pipeline import diff_weights
+
+    started = time.monotonic()
+    comparison = diff_weights(
+        parsed.other, parsed.reference, parsed.out, allow_pickle=bool(parsed.allow_pickle), replace=parsed.force
+    )
+    elapsed_s = time.monotonic() - started
+    if parsed.json:
+        from consistency.report.json import as_bytes
+
+        sys.stdout.buffer.write(as_bytes(comparison))
+    else:
+        from consistency.report.diff import print_diff
+        from consistency.report.terminal import make_console
+
+        folder = None if parsed.out is None else str(parsed.out)
+        print_diff(comparison, make_console(), elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
+    return comparison.exit_status

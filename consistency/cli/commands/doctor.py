@@ -1,0 +1,36 @@
+"""`consistency doctor`: check this host without any model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from consistency.case.options import Edge, add_options
+from consistency.cli.commands.run import read_case
+from consistency.cli.output import add_output_options, print_json
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command("doctor", _doctor, "check this host without any model, and report what to fix first")
+    add_options(parser.add_argument, Edge.COMMAND_LINE, only=("devices", "level", "timeout", "stall"))
+    add_output_options(parser, "folder for the reports and captures/", json="print JSON")
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from consistency.cli.progress import progress
+    from consistency.comparison.findings.advice import as_table
+    from consistency.report.doctor import print_doctor
+    from consistency.report.terminal import make_console
+    from consistency.workflows import pipeline
+    from consistency.workflows.doctor import doctor_plan
+
+    plan = doctor_plan(read_case(parsed))
+    with progress() as watch:
+        report = pipeline.run(plan, parsed.out, watch=watch, replace=parsed.force)
+    if parsed.json:
+        print_json(as_table(report.comparison))
+    else:
+        folder = None if parsed.out is None else str(parsed.out)
+        print_doctor(report.comparison, make_console(), elapsed_s=report.elapsed_s, folder=folder)
+    return report.exit_status
