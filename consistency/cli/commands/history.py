@@ -1,4 +1,4 @@
-"""`consistency history` and `consistency baseline accept`: what nightly runs leave, and what of it is known."""
+"""`consistency history` and `consistency baseline accept`: past runs, and the findings that are accepted."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from consistency.cli.output import print_json
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the commands."""
-    history = command("history", _history, "list the nights of a history, or one device over time")
-    history.add_argument("history", metavar="URL", help="what `consistency run --history` was given")
+    history = command("history", _history, "list the runs of a history, or one device over time")
+    history.add_argument("history", metavar="URL", help="as given to `consistency run --history`")
     history.add_argument("--device", metavar="NAME", help="one device over time: its UUID, or its name")
-    history.add_argument("--last", type=int, default=30, metavar="N", help="nights to show (default: 30; 0: all)")
-    history.add_argument("--sql", metavar="QUERY", help="ask DuckDB (pip install 'peft-consistency[history]'): tables "
-                         "nights and workers")  # fmt: skip
+    history.add_argument("--last", type=int, default=30, metavar="N", help="runs to show (default: 30; 0: all)")
+    history.add_argument("--sql", metavar="QUERY", help="query by DuckDB (pip install 'peft-consistency[history]'), "
+                         "of the tables nights and workers")  # fmt: skip
     history.add_argument("--json", action="store_true", help="print JSON")
 
-    baseline = command("baseline", _baseline, "accept findings of a report, so that only what is new is red")
+    baseline = command("baseline", _baseline, "accept findings of a report, so that only new ones fail a run")
     baseline.add_argument("action", choices=["accept"])
     baseline.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
     baseline.add_argument("--baseline", type=Path, required=True, metavar="FILE", help="the file to add to")
     baseline.add_argument("--reason", required=True, metavar="TEXT", help="why it is accepted")
     baseline.add_argument("--finding", type=int, action="append", default=[], metavar="N",
-                          help="its number in the report, from 1; may be repeated (default: every error)")  # fmt: skip
+                          help="number of the finding, from 1; may be repeated (default: every error)")  # fmt: skip
 
 
 def _history(parsed: argparse.Namespace) -> int:

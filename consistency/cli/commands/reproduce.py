@@ -13,7 +13,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command("reproduce", _reproduce, "write scripts that show a finding without this tool")
     parser.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
-    parser.add_argument("--finding", type=int, required=True, metavar="N", help="number of the finding in the report, from 1")
+    parser.add_argument("--finding", type=int, required=True, metavar="N", help="number of the finding, from 1")
     add_output_options(parser, "folder to write", json="print the outcome as JSON", required=True)
 
 
@@ -23,13 +23,15 @@ def _reproduce(parsed: argparse.Namespace) -> int:
 
     found = reproduce(parsed.report, parsed.finding, parsed.out, replace=parsed.force)
     if parsed.json:
-        print_json({
-            "folder": str(found.folder),
-            "reproduced": found.happens_here,
-            "shows": found.shows,
-            "needs_model": found.needs_model,
-            "output": found.output,
-        })
+        print_json(
+            {
+                "folder": str(found.folder),
+                "reproduced": found.happens_here,
+                "shows": found.shows,
+                "needs_model": found.needs_model,
+                "output": found.output,
+            }
+        )
     else:
         print(clean(found.output))
         print(f"{found.sentence}\nreproducer: {found.folder}")
