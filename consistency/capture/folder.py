@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
-from consistency.capture.records import TensorRecord, WorkerInfo
+from consistency.capture.records import TensorRecord, WorkerInfo, read_record
 from consistency.case.case import Case
 from consistency.devices.host.facts import HostFacts
 from consistency.errors import CaptureError
@@ -184,7 +184,7 @@ class RecordPool:
         name = hashlib.blake2b(line, digest_size=16).digest()
         record = self._records.get(name)
         if record is None:
-            record = self._records[name] = decode_json(line, TensorRecord)
+            record = self._records[name] = read_record(line)
             for field in _REPEATED_TEXTS:  # the same words in every line of a tensor, whatever its bits
                 text = getattr(record, field)
                 if text:

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from consistency.capture.json_codec import decode_json
+from consistency.capture.names import CAST_ON_THE_WAY, TOLERANCE, UNSUPPORTED
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
@@ -114,7 +116,17 @@ class TensorRecord(
     limit_ratio : float or None
         What was seen over what is allowed, for the `limit` rule.
     road : str
-        The side road that this was seen on; empty on the worker's own.
+        The alternative load path; empty on the worker's own.
+    tolerance : str
+        The user tolerance that judged it, as the command line takes it.
+    cast : str
+        The dtype that this load path alone casts the file's values through.
+    name_in_file : str
+        Name in the base's files, where the model uses another.
+    buffer : bool
+        The tensor is a buffer outside the state dict, so it may be computed on the device.
+    unsupported : bool
+        The device has no such dtype or kernel: skipping it is no failure.
     """
 
     stage: str
@@ -141,10 +153,37 @@ class TensorRecord(
     order: int = 0
     limit_ratio: Real | None = None
     load_path: str = ""
+    tolerance: str = ""
+    cast: str = ""
+    name_in_file: str = ""
+    buffer: bool = False
+    unsupported: bool = False
 
     @property
     def key(self) -> tuple[str, str, str]:
         return (self.stage, self.layer, self.tensor)
+
+
+_IN_EVIDENCE = {
+    "tolerance": TOLERANCE,
+    "cast": CAST_ON_THE_WAY,
+    "name_in_file": "name_in_file",
+    "buffer": "buffer",
+    "unsupported": UNSUPPORTED,
+}
+
+
+def read_record(line: bytes) -> TensorRecord:
+    """Decode a line of a capture.
+
+    Captures of earlier versions state in `evidence` alone what has a field now.
+    """
+    record = decode_json(line, TensorRecord)
+    for field, name in _IN_EVIDENCE.items():
+        if name in record.evidence and not getattr(record, field):
+            kind = type(getattr(record, field))
+            msgspec.structs.force_setattr(record, field, kind(record.evidence[name]))
+    return record
 
 
 class SettingChange(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.findings.collect import find
-from consistency.comparison.judge import KEPT, PAYLOAD, is_as_sent, judge
+from consistency.comparison.judge import PAYLOAD, is_as_sent, judge
 from consistency.comparison.result import (
     BAD,
     ArchitectureGroup,
@@ -25,10 +25,10 @@ from consistency.comparison.result import (
     Divergence,
     Row,
     TensorComparison,
-    Verdict,
     WorkerSummary,
+    verdict_of,
 )
-from consistency.comparison.workers import Key, Participant, choose_reference, gather, load_paths_of, on_load_path
+from consistency.comparison.workers import ComparedWorker, Key, choose_reference, gather, load_paths_of, on_load_path
 from consistency.errors import UsageError
 from consistency.numerics.rules import Rule
 
@@ -53,16 +53,16 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
     """
     if not captures:
         raise UsageError("no capture to compare", wanted="one folder or more")
-    participants = gather(captures)
-    reference = choose_reference(participants)
+    workers = gather(captures)
+    reference = choose_reference(workers)
     tensors: list[TensorComparison] = []
-    load_paths = load_paths_of(participants)
+    load_paths = load_paths_of(workers)
     for load_path in load_paths if reference is not None else ():
         assert reference is not None
-        tensors += _compare_load_path(load_path, *on_load_path(participants, reference, load_path))
+        tensors += _compare_load_path(load_path, *on_load_path(workers, reference, load_path))
     first = captures[0].manifest.case
     damage = (*unread, *(text for capture in captures for text in capture.damage))
-    findings = find(participants, reference, tensors, damage=damage)
+    findings = find(workers, reference, tensors, damage=damage)
     return Comparison(
         case=first.name,
         base=first.base,
@@ -70,16 +70,16 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         dtype=_dtype(first.dtype, reference),
         level=first.level,
         load_paths=load_paths,
-        verdict=_verdict(participants, tensors, damage, any(f.severity == "error" for f in findings)),
+        verdict=verdict_of(findings, incomplete=bool(damage) or _is_incomplete(workers, tensors)),
         reference=None if reference is None else reference.label,
-        workers=tuple(_summary(p) for p in participants),
-        architectures=_architectures(participants),
+        workers=tuple(map(_summary, workers)),
+        architectures=_architectures(workers),
         tensors=tuple(tensors),
         findings=findings,
         first_divergence=_first(tensors, _bad),
         first_other_bits=_first(tensors, functools.partial(_other_bits, reference)),
         not_looked_at=(*first.not_looked_at(), *_load_paths_left_out(first, load_paths)),
-        simulated=any(p.info.simulated for p in participants),
+        simulated=any(p.info.simulated for p in workers),
         hosts=tuple(host_facts for capture in captures if (host_facts := capture.manifest.host_facts) is not None),
     )
 
@@ -93,14 +93,14 @@ def _load_paths_left_out(case: Case, taken: Sequence[str]) -> Iterable[str]:
         yield "the adapter's side roads" if len(left) == len(SIDES) else f"the side roads {' '.join(left)}"
 
 
-def _dtype(asked: str, reference: Participant | None) -> str:
+def _dtype(asked: str, reference: ComparedWorker | None) -> str:
     """Return what the base was loaded as: what was asked for, or what the reference worker found in the files."""
     found = None if reference is None else reference.info.environment.get("dtype")
     return str(found) if asked == "auto" and found else asked
 
 
 def _compare_load_path(
-    load_path: str, members: Sequence[Participant], reference: Participant
+    load_path: str, members: Sequence[ComparedWorker], reference: ComparedWorker
 ) -> Iterable[TensorComparison]:
     order: dict[Key, int] = {}
     for member in (reference, *members):
@@ -130,7 +130,7 @@ def _compare_load_path(
 
 
 def _judge_all(
-    members: Sequence[Participant], kinds: Sequence[int], reference: Participant, key: Key, *, owed: bool
+    members: Sequence[ComparedWorker], kinds: Sequence[int], reference: ComparedWorker, key: Key, *, owed: bool
 ) -> tuple[Row, ...]:
     """Judge each worker's record of a tensor; of workers of one kind that share a record, one is judged for all.
 
@@ -149,13 +149,13 @@ def _judge_all(
             rows.append(msgspec.structs.replace(alike, worker=member.label))
             continue
         row = judge(member, reference, key)
-        if KEPT not in row.evidence:  # another capture may hold the kept tensor that this one has lost
+        if row.unread is not True:  # another capture may still have the stored tensor that this one has lost
             judged[id(record), kind] = row
         rows.append(row)
     return tuple(rows)
 
 
-def _should_have(member: Participant, reference: Participant, key: Key) -> bool:
+def _should_have(member: ComparedWorker, reference: ComparedWorker, key: Key) -> bool:
     """Tell whether a worker without a record of a tensor owes one: its case asked for the stage at the same level."""
     if key[0] == Stage.TRANSFER:  # each worker answers for the copies into its own device
         return False
@@ -164,7 +164,7 @@ def _should_have(member: Participant, reference: Participant, key: Key) -> bool:
     return member.capture is reference.capture or member.case.level == reference.case.level
 
 
-def _classes(members: Sequence[Participant], reference: Participant, key: Key) -> tuple[tuple[str, ...], ...]:
+def _classes(members: Sequence[ComparedWorker], reference: ComparedWorker, key: Key) -> tuple[tuple[str, ...], ...]:
     """Group the workers that saw the tensor by its digest, the reference's class first."""
     classes: dict[str | None, list[str]] = {}
     own = reference.records.get(key)
@@ -182,21 +182,16 @@ def _bits(record: TensorRecord) -> str | None:
     return PAYLOAD if record.stage == Stage.TRANSFER and is_as_sent(record) else record.digest
 
 
-def _verdict(
-    participants: Sequence[Participant], tensors: Sequence[TensorComparison], damage: Sequence[str], found: bool
-) -> Verdict:
-    lost = any(p.info.status != "ok" for p in participants)
-    blocked = any(row.status == "blocked" for tensor in tensors for row in tensor.rows)
-    if lost or blocked or damage or not tensors:
-        return "incomplete"
-    return "inconsistent" if found else "consistent"
+def _is_incomplete(workers: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> bool:
+    lost = any(worker.info.status != "ok" for worker in workers)
+    return lost or not tensors or any(row.status == "blocked" for tensor in tensors for row in tensor.rows)
 
 
 def _bad(tensor: TensorComparison) -> Collection[str]:
     return {row.worker for row in tensor.rows if row.status in BAD}
 
 
-def _other_bits(reference: Participant | None, tensor: TensorComparison) -> Collection[str]:
+def _other_bits(reference: ComparedWorker | None, tensor: TensorComparison) -> Collection[str]:
     """Return the workers whose bits are not the reference worker's, where it has any."""
     if reference is None or not tensor.classes or reference.label not in tensor.classes[0]:
         return ()
@@ -231,14 +226,14 @@ def _first(
     )
 
 
-def _architectures(participants: Sequence[Participant]) -> tuple[ArchitectureGroup, ...]:
+def _architectures(workers: Sequence[ComparedWorker]) -> tuple[ArchitectureGroup, ...]:
     groups: dict[str, dict[str, None]] = {}
-    for p in participants:
+    for p in workers:
         groups.setdefault(p.info.architecture, {})[p.label] = None
     return tuple(ArchitectureGroup(name=name, workers=tuple(labels)) for name, labels in groups.items())
 
 
-def _summary(p: Participant) -> WorkerSummary:
+def _summary(p: ComparedWorker) -> WorkerSummary:
     info = p.info
     return WorkerSummary(
         name=p.label,

@@ -1,18 +1,19 @@
-"""One tensor on one worker: from what it saw, and what the reference worker saw, to a row."""
+"""Judge one tensor on one worker: what it recorded, and what the reference worker recorded, make a row."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import msgspec
+
 from consistency.capture.folder import unpack_blocks
-from consistency.capture.names import CAST_ON_THE_WAY, SETTINGS_LAYER, UNSUPPORTED
+from consistency.capture.names import SETTINGS_LAYER
 from consistency.capture.records import TensorMeasure, TensorRecord
 from consistency.case.stages import Stage
-from consistency.comparison.kept_tensors import measure_kept
-from consistency.comparison.result import Row, Status
-from consistency.comparison.workers import Key, Participant
-from consistency.errors import CaptureError
+from consistency.comparison.result import NO_DIFFERENCE, Row, Status
+from consistency.comparison.stored_tensors import StoredDifference, compare_stored
+from consistency.comparison.workers import ComparedWorker, Key
 from consistency.numerics.real import Real
 from consistency.numerics.rules import UNIT_ROUNDOFF, Rule, passes, ratio, relative_allowance
 from consistency.numerics.words import Word
@@ -20,46 +21,16 @@ from consistency.numerics.words import Word
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})
 FILE, FLOAT64, PAYLOAD = "file", "float64", "payload"
 
-KEPT = "kept"
-"""Evidence: why a kept tensor could not be read."""
 
-OWN_FILE = "holds its own file's bytes"
-
-
-def judge(subject: Participant, reference: Participant, key: Key) -> Row:
-    """Judge what a worker saw of a tensor, or why it saw nothing."""
+def judge(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Row:
+    """Judge what a worker recorded of a tensor, or why it recorded nothing."""
     record, expected = subject.records.get(key), reference.records.get(key)
     if record is None:
         return _unseen(subject, reference)
-    made_there = expected is not None and expected.status not in _ABSENT
-    # a fact is nobody else's to make, but that the adapter can be loaded; what has no kernel here is no failure of it
-    owed = (record.rule != Rule.LIMIT or record.layer == SETTINGS_LAYER) and UNSUPPORTED not in record.evidence
-    if record.status == "skipped" and made_there and owed:
-        # what the reference worker could make, this device failed to make: no reason of its own excuses it
-        return Row(
-            worker=subject.label,
-            reference=reference.label,
-            status="missing",
-            diagnosis=Word.MISSING,
-            evidence=record.evidence,
-            reason=f"the reference worker has it, this worker could not make it: {record.reason}",
-        )
     if record.status in _ABSENT:
-        return Row(
-            worker=subject.label,
-            reference=record.reference,
-            status=_status(record),
-            diagnosis=record.diagnosis,
-            evidence=record.evidence,
-            reason=record.reason,
-        )
+        return _absent(subject, reference, record, expected)
     if record.rule == Rule.RELATIVE and record.measure is not None and record.dtype not in UNIT_ROUNDOFF:
-        return Row(
-            worker=subject.label,
-            reference=None,
-            status="skipped",
-            reason=f"nothing is known of how {record.dtype or 'a dtype without a name'} rounds",
-        )
+        return _skipped(subject, record, f"the rounding of {record.dtype or 'a dtype without a name'} is not known")
     match Rule(record.rule):
         case Rule.BITWISE if record.stage == Stage.TRANSFER:
             return _sent(subject, record)
@@ -72,10 +43,10 @@ def judge(subject: Participant, reference: Participant, key: Key) -> Row:
         case Rule.PEER:
             return _peer(subject, reference, record, expected)
         case Rule.LIMIT:
-            return _limit(subject, record)
+            return _as_recorded(subject, record)
 
 
-def _unseen(subject: Participant, reference: Participant) -> Row:
+def _unseen(subject: ComparedWorker, reference: ComparedWorker) -> Row:
     if subject.info.status != "ok":
         reason = f"the worker was lost before it: {subject.info.reason}"
         return Row(worker=subject.label, reference=None, status="blocked", reason=reason)
@@ -84,22 +55,48 @@ def _unseen(subject: Participant, reference: Participant) -> Row:
         reference=reference.label,
         status="missing",
         diagnosis=Word.MISSING,
-        reason="other workers have this tensor, this one has not",
+        reason="missing on this worker",
     )
 
 
-def _moved(subject: Participant, reference: Participant, record: TensorRecord, expected: TensorRecord | None) -> Row:
-    """Judge bytes that were only moved: the file of the reference worker's capture says what is right."""
-    right = (
-        record.reference_digest
-        if expected is None or expected.reference_digest is None
-        else (expected.reference_digest)
-    )
-    if CAST_ON_THE_WAY in {*record.evidence, *(() if expected is None else expected.evidence)}:
-        # each is right or wrong about the casts of its own road; whether all make the same is the verdict over roads
-        right = record.reference_digest
+def _absent(
+    subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
+) -> Row:
+    """Judge a tensor that a worker could not make or check.
+
+    No reason excuses it where the reference worker could, except that there is no such kernel here. Facts concern one
+    worker alone; that the adapter can be loaded is expected of all.
+    """
+    made_there = expected is not None and expected.status not in _ABSENT
+    expected_here = (record.rule != Rule.LIMIT or record.layer == SETTINGS_LAYER) and not record.unsupported
+    if not (record.status == "skipped" and made_there and expected_here):
+        return _as_recorded(subject, record)
+    return _row(
+        subject, record, reference=reference.label, status="missing", diagnosis=Word.MISSING,
+        reason=f"the reference worker has it, this worker could not make it: {record.reason}",
+    )  # fmt: skip
+
+
+def _as_recorded(subject: ComparedWorker, record: TensorRecord) -> Row:
+    """Return a worker's own judgement, such as of a fact that has a limit: nobody else can check it."""
+    beyond = record.limit_ratio is not None and not passes(float(record.limit_ratio))
+    return _row(
+        subject, record, reference=record.reference, status="outside" if beyond else _status(record),
+        bound_ratio=record.limit_ratio, diagnosis=record.diagnosis, reason=record.reason,
+    )  # fmt: skip
+
+
+def _moved(
+    subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
+) -> Row:
+    """Judge bytes that were only moved: the file of the reference worker's capture defines them."""
+    right = record.reference_digest
+    # where a load path casts, each worker is compared with its own cast; `find_casts` compares the casts
+    casts = record.cast or (expected is not None and expected.cast)
+    if expected is not None and expected.reference_digest is not None and not casts:
+        right = expected.reference_digest
     if record.digest == right and record.status == "outside" and record.reference_digest not in (None, right):
-        # not what its own file holds, and what another capture's file did: bytes of an earlier run
+        # not what its own file holds, but what another capture's file held: bytes of an earlier run
         return _measured(
             subject, record, record.measure, status="outside", reference=FILE, diagnosis=Word.STALE,
             more={"holds": f"what the file of {reference.label} holds, not what its own does"},
@@ -108,24 +105,23 @@ def _moved(subject: Participant, reference: Participant, record: TensorRecord, e
         return _equal(subject, record, reference=FILE)
     if record.reference_digest == right:
         return _measured(subject, record, record.measure, status="outside", reference=FILE)
-    # the two captures were made from files that differ
-    assert expected is not None
-    found, word, evidence = _kept(subject, record.blob, reference, expected.reference_blob)
-    if found is None and word is None:
-        word, structure = _structure(record, expected)
-        evidence.update(structure)
-        evidence["blocks"] = _differing_blocks(record.blocks, expected.blocks)
-    evidence["own_file"] = (
-        OWN_FILE if record.digest == record.reference_digest else ("does not hold its own file's bytes either")
-    )
-    return _measured(
-        subject, record, found, status="outside", reference=reference.label,
-        diagnosis=word or Word.UNKNOWN, more=evidence,
+    assert expected is not None  # the two captures were made from files that differ
+    found = _difference(subject, record, reference, expected, expected.reference_blob)
+    own_file = record.digest == record.reference_digest
+    more: dict[str, Any] = {
+        "own_file": "holds its own file's bytes" if own_file else "does not hold its own file's bytes either"
+    }
+    if found.measure is None and found.word is None:
+        more["blocks"] = _differing_blocks(record.blocks, expected.blocks)
+    row = _measured(
+        subject, record, found.measure, status="outside", reference=reference.label,
+        diagnosis=found.word or Word.UNKNOWN, more={**found.evidence, **more},
     )  # fmt: skip
+    return msgspec.structs.replace(row, own_file=own_file, unread=found.unread or msgspec.UNSET)
 
 
-def _sent(subject: Participant, record: TensorRecord) -> Row:
-    """Judge copies between devices: what they had to deliver was made by the worker, and is no other one's business."""
+def _sent(subject: ComparedWorker, record: TensorRecord) -> Row:
+    """Judge copies between devices: the worker made what they had to deliver, so no other worker is involved."""
     if record.status == "equal" and is_as_sent(record):
         return _equal(subject, record, reference=PAYLOAD)
     return _measured(subject, record, record.measure, status="outside", reference=PAYLOAD)
@@ -136,7 +132,9 @@ def is_as_sent(record: TensorRecord) -> bool:
     return record.digest is not None and record.digest == record.reference_digest
 
 
-def _relative(subject: Participant, reference: Participant, record: TensorRecord, expected: TensorRecord | None) -> Row:
+def _relative(
+    subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
+) -> Row:
     """Judge an error against float64 by the reference worker's own in the same tensor and dtype.
 
     A table of the base that has the reference worker's very bits, and is right, is `equal`. Where the allowance is as
@@ -177,9 +175,10 @@ def _relative(subject: Participant, reference: Participant, record: TensorRecord
         status, truth, diagnosis = "equal", reference.label, None
     if status == "within" and 0 < float(found.magnitude) <= allowed:  # where all is zero, zeros are right
         row = _measured(subject, record, found, status="skipped", reference=truth)
-        return _replace(row, diagnosis=None, reason=_idle(record.dtype, samples, float(own), float(found.magnitude)))
+        reason = _idle(record.dtype, samples, float(own), float(found.magnitude))
+        return msgspec.structs.replace(row, diagnosis=None, reason=reason)
     row = _measured(subject, record, found, status=status, reference=truth, diagnosis=diagnosis)
-    return _replace(row, bound_ratio=Real(share))
+    return msgspec.structs.replace(row, bound_ratio=Real(share))
 
 
 def _idle(dtype: str, samples: int, own: float, magnitude: float) -> str:
@@ -192,9 +191,11 @@ def _idle(dtype: str, samples: int, own: float, magnitude: float) -> str:
     return f"the CPU's own error in {dtype} is so large that twice that would let a tensor of zeros pass"
 
 
-def _peer(subject: Participant, reference: Participant, record: TensorRecord, expected: TensorRecord | None) -> Row:
-    """Judge by the reference worker alone: there is no truth outside the devices."""
-    if record.status == "outside":  # the worker itself knows better
+def _peer(
+    subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
+) -> Row:
+    """Judge by the reference worker alone: no exact value is known."""
+    if record.status == "outside":  # the worker itself found it wrong
         return _measured(subject, record, record.measure, status="outside", reference=None)
     if expected is None or expected.digest is None:
         return _measured(
@@ -206,63 +207,44 @@ def _peer(subject: Participant, reference: Participant, record: TensorRecord, ex
     exact = (
         record.dtype.startswith(("uint", "int", "bool"))
         or record.diagnosis == Word.RECOMPUTED
-        or (record.stage == "base" and "buffer" not in record.evidence)
+        or (record.stage == Stage.BASE and not record.buffer)
     )
     if not exact:
-        return Row(
-            worker=subject.label,
-            reference=None,
-            status="skipped",
-            reason=(
-                "computed on the device, its bits differ from the reference worker's, and no float64 value is known"
-                + (f": {record.reason}" if record.reason else "")
-            ),
-            evidence=record.evidence,
-        )
+        because = f": {record.reason}" if record.reason else ""
+        return _skipped(
+            subject, record,
+            "computed on the device and bitwise different from the reference worker, with no float64 value to compare "
+            f"with{because}",
+        )  # fmt: skip
     if record.layer == SETTINGS_LAYER:
         settings = {"got": record.evidence.get("values"), "wanted": expected.evidence.get("values")}
         return _measured(
             subject, record, None, status="outside", reference=reference.label, diagnosis=Word.SETTINGS, more=settings
         )
-    found, word, evidence = _kept(subject, record.blob, reference, expected.blob)
-    if found is None and word is None:
-        word, structure = _structure(record, expected)
-        evidence.update(structure)
-    return _measured(
-        subject, record, found, status="outside", reference=reference.label,
-        diagnosis=record.diagnosis or word or Word.UNKNOWN, more=evidence,
+    found = _difference(subject, record, reference, expected, expected.blob)
+    row = _measured(
+        subject, record, found.measure, status="outside", reference=reference.label,
+        diagnosis=record.diagnosis or found.word or Word.UNKNOWN, more=found.evidence,
     )  # fmt: skip
+    return msgspec.structs.replace(row, unread=found.unread or msgspec.UNSET)
 
 
-def _limit(subject: Participant, record: TensorRecord) -> Row:
-    """Judge a fact that has a limit: the worker saw it, and nobody else can."""
-    beyond = record.limit_ratio is not None and not passes(float(record.limit_ratio))
-    return Row(
-        worker=subject.label,
-        reference=record.reference,
-        status="outside" if beyond else _status(record),
-        bound_ratio=record.limit_ratio,
-        diagnosis=record.diagnosis,
-        evidence=record.evidence,
-        reason=record.reason,
-    )
-
-
-def _kept(
-    subject: Participant, actual: str | None, reference: Participant, expected: str | None
-) -> tuple[TensorMeasure | None, Word | None, dict[str, Any]]:
-    try:
-        return measure_kept((subject.capture, actual), (reference.capture, expected))
-    except CaptureError as error:
-        return None, None, {KEPT: error.what}
-
-
-def _structure(record: TensorRecord, expected: TensorRecord) -> tuple[Word | None, dict[str, Any]]:
-    if record.shape != expected.shape:
-        return Word.SHAPE, {"got": list(record.shape), "wanted": list(expected.shape)}
-    if record.dtype != expected.dtype:
-        return Word.DTYPE, {"got": record.dtype, "wanted": expected.dtype}
-    return None, {}
+def _difference(
+    subject: ComparedWorker, record: TensorRecord, reference: ComparedWorker, expected: TensorRecord, blob: str | None
+) -> StoredDifference:
+    """Compare a tensor with one of the reference worker's capture; where either was not stored, their structure."""
+    found = compare_stored((subject.capture, record.blob), (reference.capture, blob))
+    if found.word is not None:
+        return found
+    got: object = list(record.shape)
+    wanted: object = list(expected.shape)
+    word = Word.SHAPE
+    if got == wanted:
+        word, got, wanted = Word.DTYPE, record.dtype, expected.dtype
+    if got == wanted:
+        return found
+    evidence = {**found.evidence, "got": got, "wanted": wanted}
+    return StoredDifference(word=word, evidence=evidence, unread=found.unread)
 
 
 def _differing_blocks(actual: str, expected: str) -> list[int]:
@@ -271,26 +253,30 @@ def _differing_blocks(actual: str, expected: str) -> list[int]:
     return [i for i in range(longer) if i >= len(a) or i >= len(e) or a[i] != e[i]][:64]
 
 
-def _equal(subject: Participant, record: TensorRecord, *, reference: str) -> Row:
-    zero = Real(0.0)
+def _row(subject: ComparedWorker, record: TensorRecord, *, reference: str | None, status: Status, **fields: Any) -> Row:
     return Row(
         worker=subject.label,
         reference=reference,
-        status="equal",
-        elements=math.prod(record.shape),
-        mismatched=0,
-        max_abs=zero,
-        mean_abs=zero,
-        max_rel=zero,
-        rms=zero,
-        max_ulp=0,
-        repeated=_repeated(record),
-        evidence=record.evidence,
+        status=status,
+        cast=record.cast or msgspec.UNSET,
+        name_in_file=record.name_in_file or msgspec.UNSET,
+        **{"evidence": record.evidence, **fields},
     )
 
 
+def _skipped(subject: ComparedWorker, record: TensorRecord, reason: str) -> Row:
+    return _row(subject, record, reference=None, status="skipped", reason=reason)
+
+
+def _equal(subject: ComparedWorker, record: TensorRecord, *, reference: str) -> Row:
+    return _row(
+        subject, record, reference=reference, status="equal", elements=math.prod(record.shape), **NO_DIFFERENCE,
+        repeated=_repeated(record),
+    )  # fmt: skip
+
+
 def _measured(
-    subject: Participant,
+    subject: ComparedWorker,
     record: TensorRecord,
     found: TensorMeasure | None,
     *,
@@ -299,33 +285,13 @@ def _measured(
     diagnosis: Word | None = None,
     more: dict[str, Any] | None = None,
 ) -> Row:
-    row = Row(
-        worker=subject.label,
-        reference=reference,
-        status=status,
-        elements=math.prod(record.shape),
-        diagnosis=diagnosis or record.diagnosis,
-        evidence={**record.evidence, **(more or {})},
+    worst = found.evidence() if found is not None and status == "outside" else {}
+    row = _row(
+        subject, record, reference=reference, status=status, elements=math.prod(record.shape),
+        diagnosis=diagnosis or record.diagnosis, evidence={**record.evidence, **(more or {}), **worst},
         repeated=_repeated(record),
-    )
-    if found is None:
-        return row
-    evidence = dict(row.evidence)
-    if status == "outside":
-        evidence.update(found.evidence())
-    return _replace(
-        row,
-        elements=found.elements,
-        mismatched=found.mismatched,
-        max_abs=found.max_abs,
-        mean_abs=found.mean_abs,
-        max_rel=found.max_rel,
-        rms=found.rms,
-        max_ulp=found.max_ulp,
-        bound_ratio=found.bound_ratio,
-        worst_index=found.worst_index,
-        evidence=evidence,
-    )
+    )  # fmt: skip
+    return row if found is None else row.with_measure(found)
 
 
 def _repeated(record: TensorRecord) -> bool | None:
@@ -338,11 +304,5 @@ def _status(record: TensorRecord) -> Status:
         return "skipped"
     measure = record.measure
     if measure is not None and measure.bound_ratio is not None and not passes(float(measure.bound_ratio)):
-        return "outside"  # whatever the word beside it says
+        return "outside"  # even where the record of a stranger states otherwise
     return record.status
-
-
-def _replace(row: Row, **values: Any) -> Row:
-    import msgspec
-
-    return msgspec.structs.replace(row, **values)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from consistency.capture.records import StageMemory
+from consistency.capture.records import StageMemory, TensorMeasure
 from consistency.devices.host.facts import HostFacts
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
@@ -26,6 +26,16 @@ _WEIGHT: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
 
 BAD: frozenset[str] = frozenset({"outside", "missing", "unexpected"})
 """Statuses that make a run inconsistent."""
+
+
+_MEASURED = (
+    "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp", "bound_ratio", "worst_index"
+)  # fmt: skip
+
+NO_DIFFERENCE: dict[str, Any] = {
+    "mismatched": 0, "max_abs": Real(0.0), "mean_abs": Real(0.0), "max_rel": Real(0.0), "rms": Real(0.0), "max_ulp": 0
+}  # fmt: skip
+"""Fields of a row whose tensor is bitwise equal to its reference."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a fleet, and no cycles
@@ -52,7 +62,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a
     reason : str or None
         Why it was skipped or blocked.
     repeated : bool or None
-        Whether later runs on the same device gave the same bits; None where there was one run.
+        Whether repeat runs on the same device gave the same bits; None where there was one run.
+    cast, name_in_file : str, optional
+        As in `TensorRecord`.
+    own_file : bool, optional
+        The capture was made from other files than the reference's: whether the worker holds the bytes of its own.
+    unread : bool, optional
+        A stored tensor could not be read.
     """
 
     worker: str
@@ -71,6 +87,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a
     evidence: dict[str, Any] = {}
     reason: str | None = None
     repeated: bool | None = None
+    cast: str | msgspec.UnsetType = msgspec.UNSET
+    name_in_file: str | msgspec.UnsetType = msgspec.UNSET
+    own_file: bool | msgspec.UnsetType = msgspec.UNSET
+    unread: bool | msgspec.UnsetType = msgspec.UNSET
+
+    def with_measure(self, found: TensorMeasure) -> Row:
+        """Return this row with what was measured."""
+        return msgspec.structs.replace(self, **{name: getattr(found, name) for name in _MEASURED})
 
 
 class TensorComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
@@ -255,10 +279,15 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 def with_findings(comparison: Comparison, findings: Iterable[Finding]) -> Comparison:
     """Return a comparison with these findings for its own, in order of weight, and the verdict they amount to."""
     ordered = in_order(findings)
-    verdict: Verdict = "inconsistent" if any(f.severity == "error" for f in ordered) else "consistent"
-    if comparison.verdict == "incomplete":  # no finding, and none less, makes a lost worker's part looked at
-        verdict = "incomplete"
+    verdict = verdict_of(ordered, incomplete=comparison.verdict == "incomplete")
     return msgspec.structs.replace(comparison, findings=ordered, verdict=verdict)
+
+
+def verdict_of(findings: Iterable[Finding], *, incomplete: bool = False) -> Verdict:
+    """Return the verdict that findings amount to; no finding makes up for what could not be checked."""
+    if incomplete:
+        return "incomplete"
+    return "inconsistent" if any(finding.severity == "error" for finding in findings) else "consistent"
 
 
 def tensor_name(stage: str, layer: str, tensor: str) -> str:

@@ -20,7 +20,7 @@ Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Participant:
+class ComparedWorker:
     """One worker of one capture.
 
     Attributes
@@ -76,7 +76,7 @@ class Participant:
         facts = (info.architecture, info.model, info.driver, info.capability, info.status, info.kernel_key)
         return encode_json((self.is_cpu, *facts, info.environment, info.in_force, self.case.dtype))
 
-    def on(self, load_path: str) -> Participant | None:
+    def on(self, load_path: str) -> ComparedWorker | None:
         """Return this worker as it stands on a road: itself, what it saw on a side road, or None."""
         if load_path == self.load_path:
             return self
@@ -98,36 +98,36 @@ class Participant:
         return stage in case.stages and not case.only and not self.gave_up
 
 
-def gather(captures: Sequence[Capture]) -> tuple[Participant, ...]:
+def gather(captures: Sequence[Capture]) -> tuple[ComparedWorker, ...]:
     """Return the workers of all captures, named apart."""
     labels = _labels([_home(capture.folder) for capture in captures])
     keys: dict[Key, Key] = {}  # one tuple per tensor for all workers
     seen = Counter((worker.info.name, worker.info.load_path) for capture in captures for worker in capture.workers)
     prefixed = any(count > 1 for count in seen.values())
     return tuple(
-        _participant(f"{label}:{worker.info.name}" if prefixed else worker.info.name, capture, worker, keys)
+        _worker(f"{label}:{worker.info.name}" if prefixed else worker.info.name, capture, worker, keys)
         for label, capture in zip(labels, captures, strict=True)
         for worker in capture.workers
     )
 
 
-def _participant(label: str, capture: Capture, worker: WorkerCapture, keys: dict[Key, Key]) -> Participant:
+def _worker(label: str, capture: Capture, worker: WorkerCapture, keys: dict[Key, Key]) -> ComparedWorker:
     by_load_path: dict[str, dict[Key, TensorRecord]] = {"": {}}
     for record in worker.records:
         by_load_path.setdefault(record.load_path, {})[keys.setdefault(record.key, record.key)] = record
     own = by_load_path.pop("")
-    return Participant(label=label, capture=capture, info=worker.info, records=own, sides=by_load_path)
+    return ComparedWorker(label=label, capture=capture, info=worker.info, records=own, sides=by_load_path)
 
 
-def load_paths_of(participants: Sequence[Participant]) -> tuple[str, ...]:
+def load_paths_of(workers: Sequence[ComparedWorker]) -> tuple[str, ...]:
     """Return the roads that were taken: those that workers were started for, then what lies beside them."""
-    mains = dict.fromkeys(p.load_path for p in participants)
-    return (*mains, *dict.fromkeys(side for p in participants for side in p.sides))
+    mains = dict.fromkeys(p.load_path for p in workers)
+    return (*mains, *dict.fromkeys(side for p in workers for side in p.sides))
 
 
 def on_load_path(
-    participants: Sequence[Participant], reference: Participant, load_path: str
-) -> tuple[list[Participant], Participant]:
+    workers: Sequence[ComparedWorker], reference: ComparedWorker, load_path: str
+) -> tuple[list[ComparedWorker], ComparedWorker]:
     """Return the workers of a road, and the reference among them as it stands there.
 
     The reference worker stands on every default road, for the other workers are held against it. On a side road it
@@ -136,14 +136,14 @@ def on_load_path(
     took owes it.
     """
     if not is_alternative(load_path):
-        members = [p for p in participants if p.load_path == load_path]
+        members = [p for p in workers if p.load_path == load_path]
         if not any(member is reference for member in members):
             members.insert(0, reference)
         return members, reference
-    took = {id(p.capture) for p in participants if load_path in p.sides}
-    here: Participant | None = None
+    took = {id(p.capture) for p in workers if load_path in p.sides}
+    here: ComparedWorker | None = None
     members = []
-    for p in participants:
+    for p in workers:
         view = p.on(load_path)
         if view is None and p.info.status != "ok" and p.load_path == main_path(load_path) and id(p.capture) in took:
             view = replace(p, info=msgspec.structs.replace(p.info, load_path=load_path), records={}, sides={})
@@ -159,9 +159,9 @@ def on_load_path(
     return members, here or next((m for m in members if m.records and not m.gave_up), members[0])
 
 
-def choose_reference(participants: Sequence[Participant]) -> Participant | None:
+def choose_reference(workers: Sequence[ComparedWorker]) -> ComparedWorker | None:
     """Return the first capture's plain CPU, else its first CPU, else its first worker that saw anything."""
-    useful = [p for p in participants if p.records]
+    useful = [p for p in workers if p.records]
     if not useful:
         return None
     ended_well = [p for p in useful if p.info.status == "ok"] or useful

@@ -106,8 +106,8 @@ class RowFinder:
 
 def _place_in_file(tensor: TensorComparison) -> tuple[str, str]:
     for row in tensor.rows:
-        if tensor.stage == Stage.BASE and "name_in_file" in row.evidence:
-            return split_name(str(row.evidence["name_in_file"]))
+        if tensor.stage == Stage.BASE and row.name_in_file:
+            return split_name(row.name_in_file)
     return tensor.layer, tensor.tensor
 
 

@@ -11,7 +11,7 @@ from _pytest._code.code import ExceptionInfo, TerminalRepr
 
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
-from consistency.comparison.findings.causes import describe
+from consistency.comparison.findings.details import describe
 from consistency.comparison.result import BAD, Comparison, Finding, Row, TensorComparison
 from consistency.errors import ConsistencyError
 from consistency.launch.plan import WorkerPlan

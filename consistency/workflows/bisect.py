@@ -19,7 +19,7 @@ from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
 from consistency.comparison.result import BAD
-from consistency.comparison.workers import Key, Participant, gather
+from consistency.comparison.workers import ComparedWorker, Key, gather
 from consistency.devices.backends import Variant, backend_of
 from consistency.devices.cores import available_cores
 from consistency.devices.discovery import select
@@ -97,8 +97,8 @@ class Subject:
         The row is outside its rule; else it only has other bits than the reference worker.
     """
 
-    participant: Participant
-    reference: Participant
+    participant: ComparedWorker
+    reference: ComparedWorker
     key: Key
     bad: bool
     faults: Mapping[str, str] = field(default_factory=dict)
@@ -181,7 +181,7 @@ def smallest(changes: Sequence[Change], gone: Callable[[Sequence[Sequence[Change
     return tuple(kept)
 
 
-def candidates(subject: Participant, reference: Participant, stage: str) -> tuple[Change, ...]:
+def candidates(subject: ComparedWorker, reference: ComparedWorker, stage: str) -> tuple[Change, ...]:
     """Return what could explain a difference of a worker, each to be switched alone.
 
     What the worker's variant sets is put back, each variable by itself; threads become the reference worker's; on an
@@ -210,7 +210,7 @@ def candidates(subject: Participant, reference: Participant, stage: str) -> tupl
     return (*found, *_load_paths(subject, stage))
 
 
-def _load_paths(subject: Participant, stage: str) -> Iterable[Change]:
+def _load_paths(subject: ComparedWorker, stage: str) -> Iterable[Change]:
     """Yield the roads that the adapter's bytes, or else the whole worker, could have taken instead."""
     load_path = LoadPath(subject.load_path)
     if load_path.main is LoadPath.SHARED:
@@ -307,7 +307,7 @@ class _Runner:
             return Trial(changes=names, gone=same, detail="equal bits" if same else f"other bits, {row.status}")
         return Trial(changes=names, gone=False, detail=NOT_SEEN)
 
-    def _capture(self, who: Participant, changes: Sequence[Change]) -> Capture:
+    def _capture(self, who: ComparedWorker, changes: Sequence[Change]) -> Capture:
         info: DeviceInfo = self._devices[who.info.name]
         self._count += 1
         target = self._scratch / f"trial-{self._count}"

@@ -51,7 +51,7 @@ def test_findings_name_the_road_and_no_device_that_is_well(faulty: RunOnDouble) 
         assert "peer copies 0→1 and 0→3 drop data; 0→2 is fine" in finding.message
     computed = [f for f in errors if f.message.startswith(("merged", "forward"))]
     assert computed
-    assert all(f.message.endswith("it follows from the wrong bytes above") for f in computed)
+    assert all(f.message.endswith("caused by the wrong bytes above") for f in computed)
 
 
 def test_devices_form_architectures(faulty: RunOnDouble) -> None:

@@ -210,7 +210,7 @@ def test_a_kept_tensor_that_is_missing_is_said_where_it_is_needed(make_capture: 
     two = make_capture("b", {"cpu": [moved("y", "y", blocks="0" * 16, blob="cd" * 32, reference_blob="cd" * 32)]})
     found = reported([one, two])
     assert [f.kind for f in errors(found)] == ["unknown"]
-    assert "a kept tensor cannot be read" in errors(found)[0].detail[0]
+    assert "a stored tensor cannot be read" in errors(found)[0].detail[0]
     assert "blocks [0] of 256 KiB" in errors(found)[0].detail[0], "what is left still tells where"
     assert reported([one, one]).verdict == "consistent", "nobody needs it where the digests are equal"
 
@@ -234,7 +234,7 @@ def test_a_dtype_of_unknown_rounding_is_skipped_with_a_reason(make_capture: Make
     other = msgspec.structs.replace(forward(reference_error=1e-7), dtype="posit16")
     found = reported([make_capture("a", {"cpu": [other]})])
     assert [f.kind for f in found.findings] == ["skipped"]
-    assert "nothing is known of how posit16 rounds" in found.findings[0].message
+    assert "the rounding of posit16 is not known" in found.findings[0].message
 
 
 NASTY = [None, True, -1, 10**30, 1.5, 1e308, "nan", "", "\x1b[31m", [], {}, [None], [2**62, 2**62], {"a": 1}]

@@ -26,7 +26,7 @@ from consistency.capture.folder import (
     write_json,
 )
 from consistency.capture.json_codec import encode_json
-from consistency.capture.records import SettingChange, TensorMeasure, TensorRecord, WorkerInfo
+from consistency.capture.records import SettingChange, TensorMeasure, TensorRecord, WorkerInfo, read_record
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Level
@@ -495,3 +495,23 @@ def test_the_name_of_a_kept_tensor_is_no_path(name: str, tmp_path: Path) -> None
     assert blob is not None
     with pytest.raises(CaptureError, match="not the name of a kept tensor"):
         found.blob_path(blob)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "evidence"),
+    [
+        ("tolerance", "stage=merged,atol=0.001", {"tolerance": "stage=merged,atol=0.001"}),
+        ("cast", "bfloat16", {"cast_on_the_way": "bfloat16"}),
+        ("name_in_file", "model.norm.weight", {"name_in_file": "model.norm.weight"}),
+        ("buffer", True, {"buffer": "not in the state dict"}),
+        ("unsupported", True, {"unsupported": True}),
+    ],
+)
+def test_what_decides_is_a_field_that_earlier_captures_state_in_evidence(
+    field: str, value: object, evidence: dict[str, Any]
+) -> None:
+    where: dict[str, Any] = {"stage": "base", "layer": "a", "tensor": "w"}
+    typed: dict[str, Any] = {**where, field: value}
+    new = TensorRecord(**typed)
+    assert getattr(read_record(encode_json(new)), field) == value
+    assert getattr(read_record(encode_json(TensorRecord(**where, evidence=evidence))), field) == value

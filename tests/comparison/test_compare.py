@@ -54,7 +54,7 @@ def test_outside_the_bound(make_capture: MakeCapture) -> None:
     found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": [computed("b", 3.0, diagnosis=Word.UNKNOWN)]}))
     assert found.verdict == "inconsistent"
     assert errors(found)[0].message == "merged · cuda:0 · errors that exceed tolerance in weight of layers.0.q"
-    assert "3 of the bound" in errors(found)[0].detail[0]
+    assert "3× tolerance" in errors(found)[0].detail[0]
 
 
 def test_other_bits_within_the_bound_are_fine_between_models(make_capture: MakeCapture) -> None:
@@ -181,7 +181,7 @@ def test_table_without_a_reference_is_skipped_never_passed(make_capture: MakeCap
     def table(bits: str) -> TensorRecord:
         return TensorRecord(
             stage="base", layer="rotary", tensor="inv_freq", rule="peer", status="measured", dtype="float32",
-            digest=digest(bits), evidence={"buffer": "not in the state dict"},
+            digest=digest(bits), buffer=True,
         )  # fmt: skip
 
     found = compared(make_capture("a", {"cpu": [table("a")], "cuda:0": [table("b")]}))

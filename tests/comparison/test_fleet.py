@@ -23,7 +23,7 @@ from consistency.case.case import Case
 from consistency.comparison.compare import compare
 from consistency.comparison.judge import judge
 from consistency.comparison.result import Comparison
-from consistency.comparison.workers import Participant
+from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.words import Word
 from consistency.report import json as report_json
 from consistency.report.terminal import make_console, print_report
@@ -181,7 +181,7 @@ def test_equal_lines_are_one_record(make_capture: MakeCapture) -> None:
 def test_of_workers_of_one_kind_one_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
-    def counted(subject: Participant, *rest: Any) -> Any:
+    def counted(subject: ComparedWorker, *rest: Any) -> Any:
         calls.append(subject.label)
         return judge(subject, *rest)
 

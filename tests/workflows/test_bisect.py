@@ -15,7 +15,7 @@ from consistency.capture.folder import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.case.options import Options
 from consistency.case.stages import Stage
-from consistency.comparison.workers import Participant, gather
+from consistency.comparison.workers import ComparedWorker, gather
 from consistency.errors import UsageError
 from consistency.launch.change import Change
 from consistency.launch.environment import worker_environment
@@ -65,7 +65,7 @@ def test_changes_of_one_thing_are_not_made_at_once() -> None:
     assert tried == [("one",), ("two",), ("other",), ("one", "other")]
 
 
-def participant(make_capture: MakeCapture, name: str, **info: Any) -> Participant:
+def participant(make_capture: MakeCapture, name: str, **info: Any) -> ComparedWorker:
     folder = make_capture(
         f"c-{name.replace(':', '-')}", {name: [TensorRecord(stage="base", layer="l", tensor="t")]}, info={name: info}
     )

@@ -2,52 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
 
 from consistency.capture.names import SETTINGS_LAYER, WHOLE_MODEL
+from consistency.capture.wording import some
 from consistency.case.load_path import is_alternative
+from consistency.comparison.findings.details import describe
 from consistency.comparison.findings.load_paths import Verdict, copies, is_software, judge_load_paths, load_paths_taken
-from consistency.comparison.judge import KEPT, OWN_FILE
 from consistency.comparison.result import BAD, Finding, Row, TensorComparison
+from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 
 _MOST_DETAILS = 5
-_MOST_SAID = 3
+_MOST_SENTENCES = 3
 
-_EVIDENCE = {
-    "ratio": "{} times what it should be",
-    "offset_bytes": "from byte {}",
-    "length_bytes": "{} bytes long",
-    "tf32_bound_ratio": "{} of the bound of TF32 products",
-    "when": "when {}",
-    "also": "could be {} too",
-    "unit": "counted in {}: torch has no such dtype",
-    "layers": "{} times the layer's weight at its peak",
-    "adding_peak_bytes": "{} bytes while the delta was added",
-    "adding_allowed_bytes": "{} allowed",
-    "kept_bytes": "{} bytes more than before at its end",
-    "kept_allowed_bytes": "{} allowed",
-}
-"""What other evidence says, by its name."""
 
-_LIMITS = {"bound": "the bound", "relative": "the bound", "user": "the tolerance given", "limit": "the limit"}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hit:
+    """One tensor that is wrong on one worker: its row on the first load path where it is, and all those paths."""
+
+    row: Row
+    home: str
+    wrong: Set[str]
+    taken: Set[str]
+
+    @property
+    def word(self) -> Word:
+        return self.row.diagnosis or Word(self.row.status)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cause:
+    """What the tensors of a group have in common."""
+
+    stage: str
+    word: Word
+    verdict: Verdict
+    workers: tuple[str, ...]
 
 
 @dataclass(slots=True)
 class _Group:
-    """Rows that one cause explains."""
+    """Tensors that one cause explains, each with one of its rows, and on which load paths and workers."""
 
     tensors: list[TensorComparison] = field(default_factory=list)
     samples: list[Row] = field(default_factory=list)
-    load_paths: dict[str, None] = field(default_factory=dict)
+    places: dict[tuple[str, str], None] = field(default_factory=dict)
+
+    def add(self, tensor: TensorComparison, hits: Sequence[_Hit]) -> None:
+        self.tensors.append(tensor)
+        self.samples.append(hits[0].row)
+        self.places.update({(load_path, hit.row.worker): None for hit in hits for load_path in sorted(hit.wrong)})
+
+    @property
+    def rule(self) -> str:
+        return self.tensors[0].rule
+
+    @property
+    def load_paths(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(load_path for load_path, _ in self.places))
+
+
+_ByLoadPath = Mapping[str, TensorComparison]
 
 
 def find_causes(
     tensors: Sequence[TensorComparison], *, next_step: Callable[[Sequence[str]], str | None]
 ) -> Iterable[Finding]:
-    """Group what is not as it should be by stage, diagnosis, the workers that it hit, and what the roads say of it.
+    """Group mismatches by stage, diagnosis, the workers affected, and what the load paths show.
 
     Parameters
     ----------
@@ -55,189 +79,130 @@ def find_causes(
     next_step : callable
         Given the workers concerned, what to type next.
     """
-    groups: dict[tuple[str, Word, Verdict, tuple[str, ...]], _Group] = {}
-    by_name: dict[str, dict[str, TensorComparison]] = {}
     # `placement` makes the findings of these
     tensors = [t for t in tensors if not any(row.diagnosis == Word.TOUCHED for row in t.rows)]
-    bad_names = dict.fromkeys(t.name for t in tensors if any(row.status in BAD for row in t.rows))
-    for tensor in tensors:
-        if tensor.name in bad_names:
-            by_name.setdefault(tensor.name, {})[tensor.load_path] = tensor
-    many = len({tensor.load_path for tensor in tensors if not is_alternative(tensor.load_path)}) > 1
-    wrong: dict[str, set[str]] = {}  # by road, the workers that do not hold the right bytes
-    for name in bad_names:
-        alike: dict[tuple[str, Word, Verdict], list[tuple[Row, frozenset[str]]]] = {}
-        for worker, rows in _by_worker(by_name[name]).items():
-            bad, taken = load_paths_taken(worker, rows)
-            if not bad:
-                continue
-            home = next(load_path for load_path in rows if load_path in bad)
-            row, stage = rows[home], by_name[name][home].stage
-            word = row.diagnosis or Word(row.status)
-            verdict = judge_load_paths(word, bad, taken, stage=stage, many=many)
-            alike.setdefault((home, word, verdict), []).append((row, bad))
-            if stage in ("base", "adapter"):
-                for load_path in bad:
-                    wrong.setdefault(load_path, set()).add(worker)
-        for (home, word, verdict), hit in alike.items():
-            tensor = by_name[name][home]
-            workers = tuple(row.worker for row, _ in hit)
-            group = groups.setdefault((tensor.stage, word, verdict, workers), _Group())
-            group.tensors.append(tensor)
-            group.samples.append(hit[0][0])
-            group.load_paths.update(dict.fromkeys(load_path for _, bad in hit for load_path in sorted(bad)))
+    wrong = _by_name(tensors)
+    groups = _grouped(wrong, many=len({t.load_path for t in tensors if not is_alternative(t.load_path)}) > 1)
+    moved = {place for c, group in groups.items() if c.stage in ("base", "adapter") for place in group.places}
     totals = _totals(tensors)
-    for (stage, word, verdict, workers), group in groups.items():
-        computed = group.tensors[0].rule in _LIMITS and group.tensors[0].rule != "limit"
-        what = _how_many(group.tensors, totals.get((stage, group.tensors[0].load_path), {}))
-        why = copies(word, workers, _fine(by_name, group, workers)) if verdict.hops else verdict.why
-        everywhere = [
-            by_name[t.name][load_path]
-            for t in group.tensors
-            for load_path in group.load_paths
-            if load_path in by_name[t.name]
-        ]
-        software = is_software(everywhere, workers)
-        why += ", on every device alike: no fault of a device" if software else ""
-        why = "" if group.tensors[0].rule == "limit" else why  # no bytes that could have taken a road
+    for cause, group in groups.items():
+        load_paths = group.load_paths
+        same = [wrong[t.name][path] for t in group.tensors for path in load_paths if path in wrong[t.name]]
+        software = is_software(same, cause.workers)
+        total = totals.get((cause.stage, group.tensors[0].load_path), Counter())
         yield Finding(
-            kind=word,
+            kind=cause.word,
             severity="warning" if software else "error",
             message=(
-                f"{stage} · {names(workers)} · {_said(group) or word.about(what, computed=computed)}{verdict.where}"
-                f"{f': {why}' if why else ''}{_files_differ(group.samples)}"
-                f"{_follows(wrong, stage, group.load_paths, workers)}"
+                f"{cause.stage} · {names(cause.workers)} · {_what(cause, group, total)}{cause.verdict.where}"
+                f"{_why(cause, group, same, software=software)}{_origin(cause, group, moved)}"
             ),
-            workers=workers,
+            workers=cause.workers,
             tensors=tuple(t.name for t in group.tensors),
             detail=tuple(
                 describe(t, row) for t, row in zip(group.tensors[:_MOST_DETAILS], group.samples, strict=False)
             ),
-            next=next_step(workers),
-            load_paths=tuple(group.load_paths),
+            next=next_step(cause.workers),
+            load_paths=load_paths,
         )
 
 
-def _said(group: _Group) -> str:
-    """Return the workers' own sentences of facts, which say more than a word and a count do."""
-    if group.tensors[0].rule != "limit":
-        return ""
-    said = list(dict.fromkeys(row.reason for row in group.samples if row.reason))
-    more = f"; and {len(said) - _MOST_SAID} more" if len(said) > _MOST_SAID else ""
-    return "; ".join(said[:_MOST_SAID]) + more
-
-
-def _by_worker(load_paths: Mapping[str, TensorComparison]) -> dict[str, dict[str, Row]]:
-    """Return the rows of one tensor by worker and road, the default roads first."""
-    found: dict[str, dict[str, Row]] = {}
-    for load_path in sorted(load_paths, key=is_alternative):
-        for row in load_paths[load_path].rows:
-            found.setdefault(row.worker, {})[load_path] = row
+def _by_name(tensors: Sequence[TensorComparison]) -> dict[str, dict[str, TensorComparison]]:
+    """Return the tensors that are wrong anywhere, by name and load path."""
+    found: dict[str, dict[str, TensorComparison]] = {
+        tensor.name: {} for tensor in tensors if any(row.status in BAD for row in tensor.rows)
+    }
+    for tensor in tensors:
+        if tensor.name in found:
+            found[tensor.name][tensor.load_path] = tensor
     return found
 
 
-def _totals(tensors: Sequence[TensorComparison]) -> dict[tuple[str, str], dict[str, int]]:
-    """Count the tensors of each name by stage and road."""
-    totals: dict[tuple[str, str], dict[str, int]] = {}
+def _grouped(wrong: Mapping[str, _ByLoadPath], *, many: bool) -> dict[_Cause, _Group]:
+    groups: dict[_Cause, _Group] = {}
+    for by_load_path in wrong.values():
+        same: dict[tuple[str, Word, Verdict], list[_Hit]] = {}
+        for hit in _hits(by_load_path):
+            stage = by_load_path[hit.home].stage
+            verdict = judge_load_paths(hit.word, hit.wrong, hit.taken, stage=stage, many=many)
+            same.setdefault((hit.home, hit.word, verdict), []).append(hit)
+        for (home, word, verdict), hits in same.items():
+            tensor = by_load_path[home]
+            workers = tuple(hit.row.worker for hit in hits)
+            cause = _Cause(stage=tensor.stage, word=word, verdict=verdict, workers=workers)
+            groups.setdefault(cause, _Group()).add(tensor, hits)
+    return groups
+
+
+def _hits(by_load_path: _ByLoadPath) -> Iterator[_Hit]:
+    """Yield where one tensor is wrong, worker by worker."""
+    rows_of: dict[str, dict[str, Row]] = {}
+    for load_path in sorted(by_load_path, key=is_alternative):  # the default ones first
+        for row in by_load_path[load_path].rows:
+            rows_of.setdefault(row.worker, {})[load_path] = row
+    for worker, rows in rows_of.items():
+        wrong, taken = load_paths_taken(worker, rows)
+        if wrong:
+            home = next(load_path for load_path in rows if load_path in wrong)
+            yield _Hit(row=rows[home], home=home, wrong=wrong, taken=taken)
+
+
+def _totals(tensors: Sequence[TensorComparison]) -> dict[tuple[str, str], Counter[str]]:
+    """Count the tensors of each name by stage and load path."""
+    totals: dict[tuple[str, str], Counter[str]] = {}
     for tensor in tensors:
         if tensor.layer not in (SETTINGS_LAYER, WHOLE_MODEL):  # these stand for no tensor of the model
-            count = totals.setdefault((tensor.stage, tensor.load_path), {})
-            count[tensor.tensor] = count.get(tensor.tensor, 0) + 1
+            totals.setdefault((tensor.stage, tensor.load_path), Counter())[tensor.tensor] += 1
     return totals
 
 
-def _fine(
-    by_name: Mapping[str, Mapping[str, TensorComparison]], group: _Group, workers: Sequence[str]
-) -> dict[str, None]:
-    """Return the workers to which the same bytes came on the same roads, and came right."""
-    right: dict[str, None] = {}
-    hurt = set(workers)
-    for tensor in group.tensors:
-        for load_path in group.load_paths:
-            for row in by_name[tensor.name][load_path].rows if load_path in by_name[tensor.name] else ():
-                if row.status == "equal":
-                    right[row.worker] = None
-                else:
-                    hurt.add(row.worker)
-    return {worker: None for worker in right if worker not in hurt}
+def _what(cause: _Cause, group: _Group, totals: Counter[str]) -> str:
+    """Name the difference and the tensors; of facts, the workers' own sentences, which are more exact."""
+    if group.rule == Rule.LIMIT:
+        reasons = list(dict.fromkeys(row.reason for row in group.samples if row.reason))
+        if len(reasons) > _MOST_SENTENCES:
+            reasons = [*reasons[:_MOST_SENTENCES], f"and {len(reasons) - _MOST_SENTENCES} more"]
+        if reasons:
+            return "; ".join(reasons)
+    computed = group.rule in (Rule.BOUND, Rule.RELATIVE, Rule.USER)
+    return cause.word.about(_how_many(group, totals), computed=computed)
 
 
-def _follows(wrong: Mapping[str, Set[str]], stage: str, load_paths: Iterable[str], workers: Sequence[str]) -> str:
-    """Say where a computed stage is wrong on workers whose bytes were wrong before it."""
-    if stage not in ("merged", "forward", "gradient"):
+def _how_many(group: _Group, totals: Counter[str]) -> str:
+    first, count = group.tensors[0], len(group.tensors)
+    if count == 1:
+        return f"{first.tensor} of {first.layer}"
+    if len({t.tensor for t in group.tensors}) > 1:
+        return f"{count} of {totals.total()} tensors"
+    if group.rule == Rule.LIMIT:
+        return f"{first.tensor} of {count} of {totals[first.tensor]} layers"
+    return f"{count} of {totals[first.tensor]} {first.tensor} tensors"
+
+
+def _why(cause: _Cause, group: _Group, same: Sequence[TensorComparison], *, software: bool) -> str:
+    if group.rule == Rule.LIMIT:  # no bytes that could have taken a load path
         return ""
-    follows = all(set(workers) <= wrong.get(load_path, set()) for load_path in load_paths)
-    return ": it follows from the wrong bytes above" if follows else ""
+    why = copies(cause.word, cause.workers, _right(same, cause.workers)) if cause.verdict.hops else cause.verdict.why
+    why += ", identical on every device, so no device is at fault" if software else ""
+    return f": {why}" if why else ""
 
 
-def _files_differ(rows: Sequence[Row]) -> str:
-    """Say where a worker is right about its own file, which is another one than the reference's."""
-    return ": the files differ" if all(row.evidence.get("own_file") == OWN_FILE for row in rows) else ""
+def _right(same: Sequence[TensorComparison], workers: Sequence[str]) -> list[str]:
+    """Return the workers that received the same tensors on the same load paths, all of them right."""
+    rows = [row for tensor in same for row in tensor.rows]
+    hurt = {*workers, *(row.worker for row in rows if row.status != "equal")}
+    return list(dict.fromkeys(row.worker for row in rows if row.worker not in hurt))
 
 
-def describe(tensor: TensorComparison, row: Row) -> str:
-    """Say in one line what is off in one tensor: its worst element, both values, and both bit patterns.
-
-    Evidence comes from captures made elsewhere: whatever stands in it is shown, and nothing of it is relied on.
-    """
-    parts = [f"{tensor.layer}.{tensor.tensor}"]
-    evidence = row.evidence
-    if row.reason:
-        parts.append(row.reason)
-    if row.worst_index is not None:
-        parts[0] += f"{list(row.worst_index)}"
-        if "actual" in evidence:
-            got, wanted = _number(evidence["actual"]), _number(evidence.get("expected"))
-            parts.append(
-                f"got {got} ({evidence.get('actual_bits')}), wanted {wanted} ({evidence.get('expected_bits')})"
-            )
-    if "bits" in evidence:
-        fields = evidence.get("fields")
-        parts.append(f"bit {_words(evidence['bits'])}" + (f" ({_words(fields)})" if fields else ""))
-    if row.mismatched:
-        parts.append(f"{row.mismatched} of {row.elements} elements")
-    if row.bound_ratio is not None:
-        parts.append(f"{_number(row.bound_ratio)} of {_LIMITS.get(tensor.rule, 'the bound')}")
-    if KEPT in evidence:
-        parts.append(str(evidence[KEPT]))
-    for word in ("got", "wanted", "holds", "own_file"):
-        if word in evidence:
-            parts.append(f"{word.replace('_', ' ')} {evidence[word]}" if word != "own_file" else str(evidence[word]))
-    for word, text in _EVIDENCE.items():
-        if evidence.get(word) is not None:
-            parts.append(text.format(_number(evidence[word])))
-    blocks = evidence.get("blocks")
-    if blocks and isinstance(blocks, list) and row.worst_index is None:
-        parts.append(f"blocks {blocks[:8]} of 256 KiB")
-    if evidence.get("inactive"):
-        parts.append(f"inactive: {_words(evidence['inactive'])}")
-    return " · ".join(parts)
+def _origin(cause: _Cause, group: _Group, moved: Set[tuple[str, str]]) -> str:
+    """State where a difference is not the device's own: its file differs, or the bytes that it computed with."""
+    text = ": the files differ" if all(row.own_file is True for row in group.samples) else ""
+    computed = cause.stage in ("merged", "forward", "gradient")
+    if computed and all((path, worker) in moved for path in group.load_paths for worker in cause.workers):
+        text += ": caused by the wrong bytes above"
+    return text
 
 
-def _how_many(tensors: Sequence[TensorComparison], totals: dict[str, int]) -> str:
-    kinds = {t.tensor for t in tensors}
-    if len(tensors) == 1:
-        return f"{tensors[0].tensor} of {tensors[0].layer}"
-    if len(kinds) == 1:
-        name = next(iter(kinds))
-        facts = tensors[0].rule == "limit"
-        return (
-            f"{name} of {len(tensors)} of {totals[name]} layers"
-            if facts
-            else (f"{len(tensors)} of {totals[name]} {name} tensors")
-        )
-    return f"{len(tensors)} of {sum(totals.values())} tensors"
-
-
-def names(labels: Sequence[str]) -> str:
+def names(labels: Iterable[str]) -> str:
     """Name workers in a sentence, six at most."""
-    unique = list(dict.fromkeys(labels))
-    return ", ".join(unique) if len(unique) <= 6 else f"{', '.join(unique[:5])} and {len(unique) - 5} more"
-
-
-def _number(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _words(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return some(tuple(dict.fromkeys(labels)))

@@ -20,15 +20,15 @@ from consistency.comparison.findings.placement import find_touched
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.transfers import find_transfer
 from consistency.comparison.result import BAD, ENVIRONMENT, PLANTED, Finding, TensorComparison, in_order, tensor_name
-from consistency.comparison.workers import Key, Participant
+from consistency.comparison.workers import ComparedWorker, Key
 from consistency.devices.host.facts import HostFacts
 
 _SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
 
 
 def find(
-    participants: Sequence[Participant],
-    reference: Participant | None,
+    compared: Sequence[ComparedWorker],
+    reference: ComparedWorker | None,
     tensors: Sequence[TensorComparison],
     *,
     damage: Sequence[str] = (),
@@ -36,35 +36,35 @@ def find(
     """Return everything to act on, the weightiest first."""
     found = [
         *(Finding(kind="damaged-capture", severity="error", message=text) for text in damage),
-        *_lost(participants),
-        *_software(participants),
-        *_inputs(participants),
-        *find_transfer(participants, tensors),
+        *_lost(compared),
+        *_software(compared),
+        *_inputs(compared),
+        *find_transfer(compared, tensors),
         *find_causes(
             [t for t in tensors if t.stage != Stage.TRANSFER],
-            next_step=functools.partial(_next, participants, reference),
+            next_step=functools.partial(_next, compared, reference),
         ),
         *find_touched(tensors),
         *find_casts(tensors),
         *_not_repeatable(tensors),
-        *_same_program(participants, tensors),
-        *find_host_problems(_hosts(participants), workers=[p.label for p in participants]),
-        *_settings(participants),
-        *find_tolerances(participants),
-        *_planted(participants),
+        *_same_program(compared, tensors),
+        *find_host_problems(_hosts(compared), workers=[p.label for p in compared]),
+        *_settings(compared),
+        *find_tolerances(compared),
+        *_planted(compared),
         *_skipped(tensors),
     ]
     return in_order(found)
 
 
-def _hosts(participants: Sequence[Participant]) -> list[HostFacts]:
-    captures = {id(p.capture): p.capture for p in participants}
+def _hosts(compared: Sequence[ComparedWorker]) -> list[HostFacts]:
+    captures = {id(p.capture): p.capture for p in compared}
     return [host_facts for capture in captures.values() if (host_facts := capture.manifest.host_facts) is not None]
 
 
-def _lost(participants: Sequence[Participant]) -> Iterable[Finding]:
-    alike: dict[tuple[str, str | None, str | None], list[Participant]] = {}
-    for p in participants:
+def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
+    alike: dict[tuple[str, str | None, str | None], list[ComparedWorker]] = {}
+    for p in compared:
         if p.info.status != "ok":
             alike.setdefault((p.info.status, p.info.reason, p.info.stack), []).append(p)
     for (status, reason, stack), lost in alike.items():
@@ -78,11 +78,11 @@ def _lost(participants: Sequence[Participant]) -> Iterable[Finding]:
         )
 
 
-def _software(participants: Sequence[Participant]) -> Iterable[Finding]:
+def _software(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     """Captures from other versions are compared; the difference in environment is said first."""
     for name in _SOFTWARE:
         values: dict[str, list[str]] = {}
-        for p in participants:
+        for p in compared:
             if name in p.info.environment:
                 values.setdefault(str(p.info.environment[name]), []).append(p.label)
         if len(values) > 1:
@@ -90,9 +90,9 @@ def _software(participants: Sequence[Participant]) -> Iterable[Finding]:
             yield Finding(kind=ENVIRONMENT, severity="warning", message=f"{name} is not the same everywhere: {text}")
 
 
-def _inputs(participants: Sequence[Participant]) -> Iterable[Finding]:
+def _inputs(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     digests: dict[str, list[str]] = {}
-    for p in participants:
+    for p in compared:
         if p.info.inputs_digest is not None:
             digests.setdefault(p.info.inputs_digest, []).append(p.label)
     if len(digests) > 1:
@@ -107,10 +107,10 @@ def _inputs(participants: Sequence[Participant]) -> Iterable[Finding]:
         )
 
 
-def _settings(participants: Sequence[Participant]) -> Iterable[Finding]:
+def _settings(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     changed: dict[tuple[str, str, str, str], list[str]] = {}
     refused: dict[tuple[str, str, str], list[str]] = {}
-    for p in participants:
+    for p in compared:
         for change in p.info.changes:
             key = (change.setting, str(change.asked), str(change.in_force), change.stage)
             changed.setdefault(key, []).append(p.label)
@@ -133,9 +133,9 @@ def _settings(participants: Sequence[Participant]) -> Iterable[Finding]:
         )
 
 
-def _planted(participants: Sequence[Participant]) -> Iterable[Finding]:
+def _planted(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     """Say which faults were planted: whoever meets the report of a drill must not take it for one of a machine."""
-    for p in participants:
+    for p in compared:
         if p.info.planted is not None:
             yield Finding(
                 kind=PLANTED,
@@ -169,12 +169,12 @@ def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
         )
 
 
-def _same_program(participants: Sequence[Participant], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+def _same_program(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     """Devices of one model that run one program on the same bytes are expected to agree to the bit."""
     carried = [t for t in tensors if t.stage in ("base", "adapter") and not is_alternative(t.load_path)]
     off = {row.worker for t in carried for row in t.rows if row.status in BAD}
-    groups: dict[tuple[Any, ...], list[Participant]] = {}
-    for p in participants:
+    groups: dict[tuple[Any, ...], list[ComparedWorker]] = {}
+    for p in compared:
         if p.program is not None and p.label not in off and p.info.status == "ok":
             groups.setdefault((*p.program, p.info.inputs_digest, p.case.dtype), []).append(p)
     for members in groups.values():
@@ -198,7 +198,7 @@ def _same_program(participants: Sequence[Participant], tensors: Sequence[TensorC
                 )
 
 
-def _agree(members: Sequence[Participant], key: Key) -> bool:
+def _agree(members: Sequence[ComparedWorker], key: Key) -> bool:
     digests = {m.records[key].digest for m in members if key in m.records}
     return len(digests - {None}) <= 1
 
@@ -223,9 +223,9 @@ def _skipped(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
         )
 
 
-def _next(participants: Sequence[Participant], reference: Participant | None, workers: Sequence[str]) -> str | None:
+def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, workers: Sequence[str]) -> str | None:
     """Return a command that looks at the same again; captures from elsewhere have none."""
-    if reference is None or len({id(p.capture) for p in participants}) > 1:
+    if reference is None or len({id(p.capture) for p in compared}) > 1:
         return None
     case = reference.case
     devices = dict.fromkeys([reference.info.name, *workers])
@@ -247,7 +247,7 @@ def _next(participants: Sequence[Participant], reference: Participant | None, wo
     return " ".join([*parts, f"--devices {','.join(devices)}", "--repeat 2"])
 
 
-def _place(p: Participant) -> str:
+def _place(p: ComparedWorker) -> str:
     return p.label if p.load_path == "isolated" else f"{p.label} ({p.load_path})"
 
 

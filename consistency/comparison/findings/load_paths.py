@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from consistency.capture.names import CAST_ON_THE_WAY, SETTINGS_LAYER
+from consistency.capture.names import SETTINGS_LAYER
 from consistency.case.load_path import LoadPath, is_alternative, main_path
 from consistency.comparison.result import Finding, Row, TensorComparison
 from consistency.numerics.words import Word
@@ -201,10 +201,10 @@ def find_casts(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
         usual = defaults.get((tensor.name, main_path(tensor.load_path)))
         if usual is not None and tensor.dtype not in ("", usual):
             kept.setdefault((tensor.dtype, usual), {}).setdefault(tensor.load_path, []).append(tensor)
-        cast = [row for row in tensor.rows if CAST_ON_THE_WAY in row.evidence]
+        cast = [row for row in tensor.rows if row.cast]
         if cast:
             others = any(row not in cast and row.status == "equal" for row in tensor.rows)
-            key = (str(cast[0].evidence[CAST_ON_THE_WAY]), tuple(row.worker for row in cast), others)
+            key = (str(cast[0].cast), tuple(row.worker for row in cast), others)
             through.setdefault(key, {}).setdefault(tensor.load_path, []).append(tensor)
     for (dtype, workers, others), by_load_path in _over_load_paths(through).items():
         where = f"low_cpu_mem_usage=True ({', '.join(by_load_path)})"

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from consistency.capture.names import TOLERANCE
 from consistency.case.tolerance import Override
 from consistency.comparison.result import Finding, tensor_name
-from consistency.comparison.workers import Participant
+from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.rules import Rule
 
 KIND = "tolerance"
 
 
-def find_tolerances(participants: Sequence[Participant]) -> Iterable[Finding]:
+def find_tolerances(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     """Say of every tolerance how many tensors it judged, of which none, and where captures had others."""
-    yield from _others(participants)
-    yield from _applied(participants)
-    for override in dict.fromkeys(o for p in participants for o in p.case.tolerance):
-        yield from _idle(override, [p for p in participants if override in p.case.tolerance])
+    yield from _others(compared)
+    yield from _applied(compared)
+    for override in dict.fromkeys(o for p in compared for o in p.case.tolerance):
+        yield from _idle(override, [p for p in compared if override in p.case.tolerance])
 
 
-def _applied(participants: Sequence[Participant]) -> Iterable[Finding]:
+def _applied(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     judged: dict[str, dict[str, None]] = {}
     workers: dict[str, dict[str, None]] = {}
-    for p in participants:
+    for p in compared:
         for key, record in p.records.items():
             if record.rule == Rule.USER:
-                text = str(record.evidence.get(TOLERANCE, "not named"))
+                text = record.tolerance or "not named"
                 judged.setdefault(text, {})[tensor_name(*key)] = None
                 workers.setdefault(text, {})[p.label] = None
     for text, names in judged.items():
@@ -40,15 +39,15 @@ def _applied(participants: Sequence[Participant]) -> Iterable[Finding]:
         )
 
 
-def _idle(override: Override, participants: Sequence[Participant]) -> Iterable[Finding]:
+def _idle(override: Override, compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     """Say where a tolerance judged nothing, so that a misspelt pattern is seen; a lost worker's silence is no sign."""
-    if not any(p.info.status == "ok" for p in participants):
+    if not any(p.info.status == "ok" for p in compared):
         return
     matched: dict[str, str] = {}
-    for p in participants:
+    for p in compared:
         for key, record in p.records.items():
             if override.matches(stage=record.stage, layer=record.layer, dtype=record.dtype):
-                if record.evidence.get(TOLERANCE) == str(override):
+                if record.tolerance == str(override):
                     return
                 matched[tensor_name(*key)] = record.rule
     if not matched:
@@ -61,15 +60,15 @@ def _idle(override: Override, participants: Sequence[Participant]) -> Iterable[F
         kind=KIND,
         severity="note",
         message=f"tolerance {override}: {why}",
-        workers=tuple(dict.fromkeys(p.label for p in participants)),
+        workers=tuple(dict.fromkeys(p.label for p in compared)),
         tensors=tuple(matched),
     )
 
 
-def _others(participants: Sequence[Participant]) -> Iterable[Finding]:
+def _others(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     """Say where captures were made with different tolerances: every row is judged by its own capture's."""
     by_given: dict[tuple[Override, ...], list[str]] = {}
-    for p in participants:
+    for p in compared:
         by_given.setdefault(p.case.tolerance, []).append(p.label)
     if len(by_given) > 1:
         text = "; ".join(
@@ -80,7 +79,7 @@ def _others(participants: Sequence[Participant]) -> Iterable[Finding]:
             kind=KIND,
             severity="note",
             message=f"the captures were made with different tolerances, and each row is judged by its own: {text}",
-            workers=tuple(dict.fromkeys(p.label for p in participants)),
+            workers=tuple(dict.fromkeys(p.label for p in compared)),
         )
 
 

@@ -23,10 +23,11 @@ from consistency.capture.names import (
 )
 from consistency.capture.wording import listed, some
 from consistency.case.stages import Stage
-from consistency.comparison.findings.causes import describe, names
+from consistency.comparison.findings.causes import names
+from consistency.comparison.findings.details import describe
 from consistency.comparison.findings.transfer_causes import Pair, about, arrow, reasons
 from consistency.comparison.result import BAD, Finding, Row, TensorComparison
-from consistency.comparison.workers import Participant
+from consistency.comparison.workers import ComparedWorker
 from consistency.devices.host.facts import HostFacts
 from consistency.numerics.words import Word
 
@@ -174,7 +175,7 @@ def _by_number(name: str) -> tuple[bool, str, int]:
     return (name != HOST, kind or name, int(index) if index.isdigit() else 0)
 
 
-def find_transfer(participants: Sequence[Participant], tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
+def find_transfer(participants: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
     """Say of each machine which copies go wrong, which do not, and what explains it."""
     hosts = {home_of(p.label): p.capture.manifest.host_facts for p in participants}
     for matrix in matrices(tensors):

@@ -24,7 +24,7 @@ import msgspec
 from consistency.capture.folder import Capture, write_whole
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.comparison.result import Comparison, tensor_name
-from consistency.comparison.workers import Participant, gather
+from consistency.comparison.workers import ComparedWorker, gather
 from consistency.errors import CaptureError
 
 SCHEMA = "consistency.history/1"
@@ -200,12 +200,12 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
     return run, tables
 
 
-def _table(participant: Participant) -> Table:
+def _table(participant: ComparedWorker) -> Table:
     records = sorted(participant.records.items())
     return {tensor_name(*key): record.digest for key, record in records if record.digest is not None}
 
 
-def _worker(participant: Participant, table: str) -> WorkerRecord:
+def _worker(participant: ComparedWorker, table: str) -> WorkerRecord:
     info = participant.info
     bits: dict[str, Any] = {}
     for key, record in participant.records.items():
@@ -226,7 +226,7 @@ def _worker(participant: Participant, table: str) -> WorkerRecord:
     )
 
 
-def _inputs(participant: Participant) -> str:
+def _inputs(participant: ComparedWorker) -> str:
     """Return a digest of a worker's inputs: the files' bytes as it read them, or else name, size and time of each."""
     case = participant.case
     read: dict[str, list[str]] = {"base": [], "adapter": []}

@@ -15,12 +15,20 @@ from pathlib import Path
 from consistency.capture.names import adapter_place
 from consistency.capture.records import TensorMeasure
 from consistency.comparison.findings.causes import find_causes
-from consistency.comparison.result import ArchitectureGroup, Comparison, Finding, Row, TensorComparison, WorkerSummary
+from consistency.comparison.result import (
+    NO_DIFFERENCE,
+    ArchitectureGroup,
+    Comparison,
+    Finding,
+    Row,
+    TensorComparison,
+    WorkerSummary,
+    verdict_of,
+)
 from consistency.comparison.weight_files.configs import find_settings
 from consistency.comparison.weight_files.mapped import StoredTensor, open_weights
 from consistency.devices.cores import available_cores
 from consistency.errors import InputError
-from consistency.numerics.real import Real
 from consistency.numerics.same_bytes import same_memory
 from consistency.numerics.words import Word
 
@@ -70,14 +78,13 @@ def diff(actual: Path, expected: Path, *, allow_pickle: bool = False) -> Compari
         *find_settings(actual, expected, labels),
         *_renamed(a, e, labels),
     )
-    bad = any(finding.severity == "error" for finding in findings)
     return Comparison(
         case=f"{labels[0]} against {labels[1]}",
         base=labels[1],
         dtype=", ".join(dtypes),
         level="every byte",
         load_paths=(STAGE,),
-        verdict="inconsistent" if bad else "consistent",
+        verdict=verdict_of(findings),
         reference=labels[1],
         workers=tuple(_summary(label) for label in (labels[1], labels[0])),
         architectures=(ArchitectureGroup(name="weight file", workers=(labels[1], labels[0])),),
@@ -183,12 +190,8 @@ def _row(name: str, a: Weights, e: Weights, differing: set[str], others: _Others
         kinds = {"got": actual.dtype, "wanted": expected.dtype}
         return Row(worker=worker, reference=reference, status="outside", diagnosis=Word.DTYPE, evidence=kinds)
     elements = actual.elements
-    zero = Real(0.0)
     if name not in differing:
-        return Row(
-            worker=worker, reference=reference, status="equal", elements=elements, mismatched=0,
-            max_abs=zero, mean_abs=zero, max_rel=zero, rms=zero, max_ulp=0,
-        )  # fmt: skip
+        return Row(worker=worker, reference=reference, status="equal", elements=elements, **NO_DIFFERENCE)
     from consistency.numerics.stored import measure_stored
 
     found, diagnosis = measure_stored(
@@ -202,17 +205,9 @@ def _row(name: str, a: Weights, e: Weights, differing: set[str], others: _Others
         worker=worker,
         reference=reference,
         status="outside",
-        elements=found.elements,
-        mismatched=found.mismatched,
-        max_abs=found.max_abs,
-        mean_abs=found.mean_abs,
-        max_rel=found.max_rel,
-        rms=found.rms,
-        max_ulp=found.max_ulp,
-        worst_index=found.worst_index,
         diagnosis=diagnosis.word,
         evidence={**measured.evidence(), **diagnosis.evidence, **unit},
-    )
+    ).with_measure(measured)
 
 
 class _Others:

@@ -14,7 +14,7 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.transport import fetch, is_remote
 from consistency.comparison.judge import judge
 from consistency.comparison.result import BAD, Finding, WorkerSummary, tensor_name
-from consistency.comparison.workers import Key, Participant, choose_reference, gather
+from consistency.comparison.workers import ComparedWorker, Key, choose_reference, gather
 from consistency.errors import CaptureError, UsageError
 
 REPORT = "report.json"
@@ -38,12 +38,12 @@ class Evidence:
     finding : Finding
     number : int
         Of the finding, from 1, as the report has it.
-    participant : Participant
+    participant : ComparedWorker
         The worker on which it was seen.
     record : TensorRecord
     others : tuple of str
         What else the finding is about, by name.
-    reference : Participant
+    reference : ComparedWorker
         The worker that all are held against.
     is_bad : bool
         Whether it is outside its rule; else the finding is about its bits.
@@ -51,10 +51,10 @@ class Evidence:
 
     finding: Finding
     number: int
-    participant: Participant
+    participant: ComparedWorker
     record: TensorRecord
     others: tuple[str, ...]
-    reference: Participant
+    reference: ComparedWorker
     is_bad: bool
 
     @property
@@ -142,7 +142,7 @@ def find_evidence(path: Path, number: int, scratch: Path) -> Evidence:
     )
 
 
-def find_tensor(path: Path, name: str, worker: str, scratch: Path) -> tuple[Participant, Participant, Key]:
+def find_tensor(path: Path, name: str, worker: str, scratch: Path) -> tuple[ComparedWorker, ComparedWorker, Key]:
     """Return the worker of this name, the reference worker, and the key of the tensor of this name.
 
     Raises
@@ -179,7 +179,7 @@ def _captures(head: ReportHead, folder: Path, scratch: Path) -> list[Capture]:
     return [read_capture(fetch(text, scratch), pool) for text in head.captures]
 
 
-def _seen(finding: Finding, participants: tuple[Participant, ...]) -> list[tuple[Participant, TensorRecord]]:
+def _seen(finding: Finding, participants: tuple[ComparedWorker, ...]) -> list[tuple[ComparedWorker, TensorRecord]]:
     wanted, workers = set(finding.tensors), set(finding.workers)
     return [
         (view, record)
@@ -191,7 +191,7 @@ def _seen(finding: Finding, participants: tuple[Participant, ...]) -> list[tuple
     ]
 
 
-def _views(participant: Participant, load_paths: Sequence[str]) -> Iterator[Participant]:
+def _views(participant: ComparedWorker, load_paths: Sequence[str]) -> Iterator[ComparedWorker]:
     """Yield a worker as it stands on each road that a finding is about, on its default road where it names none."""
     for load_path in load_paths or (participant.load_path,):
         view = participant.on(load_path)

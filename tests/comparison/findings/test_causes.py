@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from consistency.comparison.findings.causes import describe, find_causes
+from consistency.comparison.findings.causes import find_causes
+from consistency.comparison.findings.details import describe
 from consistency.comparison.result import Finding, Row, TensorComparison
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
@@ -52,16 +53,16 @@ def test_another_word_worker_stage_or_road_is_another_cause() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"evidence": {"ratio": 0.5}}, "0.5 times what it should be"),
+        ({"evidence": {"ratio": 0.5}}, "0.5× the reference"),
         ({"evidence": {"offset_bytes": 4096, "length_bytes": 512}}, "from byte 4096 · 512 bytes long"),
         ({"evidence": {"bits": [3, 7], "fields": ["mantissa"]}}, "bit 3, 7 (mantissa)"),
         ({"evidence": {"holds": "layers.1.w"}}, "holds layers.1.w"),
         ({"evidence": {"when": "loaded again, over NaN"}}, "when loaded again, over NaN"),
-        ({"evidence": {"also": "rounded-to-tf32"}}, "could be rounded-to-tf32 too"),
+        ({"evidence": {"also": "rounded-to-tf32"}}, "could also be rounded-to-tf32"),
         ({"evidence": {"unit": "bytes"}}, "counted in bytes: torch has no such dtype"),
         ({"evidence": {"got": [1], "wanted": [2]}}, "got [1] · wanted [2]"),
         ({"mismatched": 3, "elements": 4}, "3 of 4 elements"),
-        ({"bound_ratio": Real(2.5)}, "2.5 of the bound"),
+        ({"bound_ratio": Real(2.5)}, "2.5× tolerance"),
         ({"reason": "only the reference has it"}, "only the reference has it"),
         (
             {
@@ -109,10 +110,10 @@ def test_what_follows_from_wrong_bytes_says_so() -> None:
         tensor("a", "w", "cuda:0", diagnosis=Word.ZEROS),
         tensor("a", "weight", "cuda:0", diagnosis=Word.UNKNOWN, stage="merged", rule="bound"),
     )
-    assert "follows" not in wrong.message
-    assert follows.message.endswith(": it follows from the wrong bytes above")
+    assert "caused by" not in wrong.message
+    assert follows.message.endswith(": caused by the wrong bytes above")
     _, other = causes(
         tensor("a", "w", "cuda:0", diagnosis=Word.ZEROS),
         tensor("a", "weight", "cuda:1", diagnosis=Word.UNKNOWN, stage="merged", rule="bound"),
     )
-    assert "follows" not in other.message
+    assert "caused by" not in other.message

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from consistency.capture.folder import read_capture
-from consistency.capture.names import CAST_ON_THE_WAY
 from consistency.capture.records import TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.comparison.compare import compare
@@ -131,7 +130,7 @@ def test_what_the_cpu_does_too_to_the_bit_is_the_softwares_doing(make_capture: M
     found = seen(make_capture, {"cpu": wrong, "cuda:0": wrong})
     (finding,) = found.findings
     assert (finding.severity, finding.workers) == ("warning", ("cpu", "cuda:0"))
-    assert finding.message.endswith("transformers' loader, on every device alike: no fault of a device")
+    assert finding.message.endswith("transformers' loader, identical on every device, so no device is at fault")
     assert found.exit_status == 0
 
 
@@ -210,7 +209,7 @@ def test_copies_are_named_by_their_ends() -> None:
 
 def cast(load_path: str) -> TensorRecord:
     through = {"digest": digest("rounded"), "reference_digest": digest("rounded")}
-    return held("layers.0.q", load_path, evidence={CAST_ON_THE_WAY: "bfloat16"}, **through)
+    return held("layers.0.q", load_path, cast="bfloat16", **through)
 
 
 def test_a_cast_that_every_device_makes_is_a_note(make_capture: MakeCapture) -> None:

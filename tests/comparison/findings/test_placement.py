@@ -123,7 +123,7 @@ def test_a_merge_with_a_third_copy_says_how_much_it_took(make_capture: MakeCaptu
         "memory · cpu · a new weight allocated beside the old one and the delta in merge_peak of layers.0.q"
     )
     assert finding.detail == (
-        "layers.0.q.merge_peak · 1.333 of the limit · 2 times the layer's weight at its peak"
+        "layers.0.q.merge_peak · 1.333× the limit · peak is 2× the layer's weight"
         " · 200 bytes while the delta was added · 150 allowed",
     )
 

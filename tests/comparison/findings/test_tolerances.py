@@ -93,7 +93,7 @@ GIVEN = Override(stage="merged", layer="layers.*", atol=1e-3, rtol=0.0)
 
 
 def judged(bits: str = "a", ratio: float = 0.5, by: Override = GIVEN, **changes: Any) -> TensorRecord:
-    return computed(bits, ratio, **{"rule": "user", "evidence": {"tolerance": str(by)}, **changes})
+    return computed(bits, ratio, **{"rule": "user", "tolerance": str(by), **changes})
 
 
 @pytest.mark.parametrize(("ratio", "status"), [(1.0, "within"), (1.5, "outside"), (float("nan"), "outside")])

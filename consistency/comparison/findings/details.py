@@ -1,0 +1,66 @@
+"""One line of detail per tensor: what differs, where, and by how much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from consistency.comparison.result import Row, TensorComparison
+from consistency.numerics.rules import Rule
+
+_ALLOWED: dict[str, str] = {Rule.USER: "the user tolerance", Rule.LIMIT: "the limit"}
+
+_EVIDENCE = {
+    "ratio": "{}× the reference",
+    "offset_bytes": "from byte {}",
+    "length_bytes": "{} bytes long",
+    "tf32_bound_ratio": "{}× the tolerance of TF32 products",
+    "when": "when {}",
+    "also": "could also be {}",
+    "unit": "counted in {}: torch has no such dtype",
+    "layers": "peak is {}× the layer's weight",
+    "adding_peak_bytes": "{} bytes while the delta was added",
+    "adding_allowed_bytes": "{} allowed",
+    "kept_bytes": "{} bytes still allocated at the end",
+    "kept_allowed_bytes": "{} allowed",
+}
+"""How other evidence is shown, by its name."""
+
+
+def describe(tensor: TensorComparison, row: Row) -> str:
+    """Describe one wrong tensor in one line: its worst element, both values, and both bit patterns.
+
+    Evidence may come from a stranger's capture: it is shown as it is, and nothing relies on it.
+    """
+    evidence = row.evidence
+    place = f"{tensor.layer}.{tensor.tensor}" + (f"{list(row.worst_index)}" if row.worst_index is not None else "")
+    parts = [place, row.reason or ""]
+    if row.worst_index is not None and "actual" in evidence:
+        parts.append(
+            f"got {_number(evidence['actual'])} ({evidence.get('actual_bits')}), "
+            f"wanted {_number(evidence.get('expected'))} ({evidence.get('expected_bits')})"
+        )
+    if "bits" in evidence:
+        fields = evidence.get("fields")
+        parts.append(f"bit {_listed(evidence['bits'])}" + (f" ({_listed(fields)})" if fields else ""))
+    if row.mismatched:
+        parts.append(f"{row.mismatched} of {row.elements} elements")
+    if row.bound_ratio is not None:
+        parts.append(f"{_number(row.bound_ratio)}× {_ALLOWED.get(tensor.rule, 'tolerance')}")
+    parts.append(str(evidence.get("kept", "")))
+    parts += [f"{name} {evidence[name]}" for name in ("got", "wanted", "holds") if name in evidence]
+    parts.append(str(evidence.get("own_file", "")))
+    parts += [text.format(_number(evidence[k])) for k, text in _EVIDENCE.items() if evidence.get(k) is not None]
+    blocks = evidence.get("blocks")
+    if blocks and isinstance(blocks, list) and row.worst_index is None:
+        parts.append(f"blocks {blocks[:8]} of 256 KiB")
+    if evidence.get("inactive"):
+        parts.append(f"inactive: {_listed(evidence['inactive'])}")
+    return " · ".join(part for part in parts if part)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _listed(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
