@@ -1,14 +1,12 @@
-"""The Python face: `consistency.run(...)` and `consistency.compare(...)`."""
+"""The Python interface: `consistency.run(...)` and `consistency.compare(...)`."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from consistency.capture.folder import Capture
-from consistency.capture.transport import fetch
 from consistency.case.case import Case
 from consistency.case.options import Options
 from consistency.case.reading import make_options
@@ -36,31 +34,30 @@ def run(
     watch: Watcher | None = None,
     **options: Any,
 ) -> Report:
-    """Run a case on devices and compare what they saw.
+    """Run a case on devices and compare the results.
 
     Parameters
     ----------
     case : Case or Options, optional
-        What is checked; without it, keywords as on the command line (`base`, `adapter`, `dtype`, `stages`, …), and
-        without those the built-in case.
+        What is checked; without it, the built-in case, or what the keywords name.
     devices : str or iterable of str
         `auto`, or specs such as `cpu`, `cuda:0`, `cpu@avx2`.
     out : path, optional
         Folder for `report.json` and `captures/`; nothing is kept without it.
     timeout_s, stall_s : float
-        Limits per worker, in seconds, altogether and from one sign of life to the next.
+        Limits per worker: in total, and between two events.
     threads : int, optional
         Threads per worker.
     replace : bool
         Overwrite an earlier run's results in `out`.
     history : path or URL, optional
-        Nights that this run is held against and added to.
+        Earlier runs to compare with and append to.
     baseline : path, optional
-        What is known and accepted.
+        Accepted findings.
     watch : callable, optional
         Called with the plan of a worker and each of its events.
     **options
-        Fields of `Options`.
+        Options by name, as in a TOML file (`base`, `adapter`, `dtype`, `stages`, …); they win over those of `case`.
 
     Returns
     -------
@@ -92,8 +89,4 @@ def run(
 
 def compare(captures: Iterable[Capture | str | Path]) -> Comparison:
     """Compare captures (folders, ZIP files, URLs, or read ones); the first one's reference worker is the reference."""
-    with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
-        found, unread = pipeline.read_captures(
-            c if isinstance(c, Capture) else fetch(str(c), Path(scratch)) for c in captures
-        )
-        return pipeline.compare_captures(found, unread=unread)
+    return pipeline.compare_folders(list(captures), None)

@@ -6,7 +6,8 @@ import datetime
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +32,9 @@ from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.comparison.compare import compare
 from consistency.comparison.history.baseline import Baseline, apply
-from consistency.comparison.history.drift import find_drift
-from consistency.comparison.history.store import History, record_of
-from consistency.comparison.result import Comparison, Finding, with_findings
+from consistency.comparison.history.nightly import add_run
+from consistency.comparison.history.store import History
+from consistency.comparison.result import Comparison
 from consistency.comparison.weight_files.diff import diff
 from consistency.devices.discovery import select
 from consistency.devices.host import read_host, since
@@ -52,12 +53,12 @@ _MOST_DAMAGE = 6  # one line of an error is no place for a thousand workers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A case that was checked, the devices it runs on, and how long it may take.
+    """A valid case, the devices it runs on, and how long it may take.
 
     Attributes
     ----------
     faults : mapping of str to str
-        Fault to plant (of `consistency.worker.faults`) by name of the device: how the tool itself is tried.
+        Fault to plant (of `consistency.worker.faults`) by name of the device, to test the tool itself.
     """
 
     case: Case
@@ -68,13 +69,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a run says.
+    """The result of a run.
 
     Attributes
     ----------
     comparison : Comparison
     folder : Path or None
-        Where the files of the report and `captures/` lie; None where nothing was to be kept.
+        Holds the files of the report and `captures/`; None where nothing was kept.
     elapsed_s : float
     """
 
@@ -188,101 +189,85 @@ def run(
     replace : bool
         Overwrite what an earlier run left in `out`.
     history : History, optional
-        Nights that this one is held against, and added to.
+        Earlier runs to compare with and append to.
     baseline : Baseline, optional
-        What is known and accepted.
+        Accepted findings.
     """
-    started = datetime.datetime.now(datetime.UTC)
+    started = time.monotonic()
     with _output(out, replace=replace) as folder:
         found = read_capture(capture(plan, folder / CAPTURES, watch=watch, replace=replace))
         comparison = compare_captures([found])
         if history is not None:
-            comparison = with_nights(history, [found], comparison, baseline)
+            comparison = add_run(history, [found], comparison, baseline)
         elif baseline is not None:
             comparison = apply(baseline, comparison)
-        elapsed = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
+        elapsed_s = time.monotonic() - started
         if out is not None:
             _write_reports(comparison, folder)
-    return Report(comparison=comparison, folder=out, elapsed_s=elapsed)
-
-
-def with_nights(
-    history: History, captures: Sequence[Capture], comparison: Comparison, baseline: Baseline | None
-) -> Comparison:
-    """Say where a device has drifted since the nights before, and add this night to them."""
-    night, tables = record_of(captures, comparison)
-    drift = find_drift(history, night, tables)
-    damage = [
-        Finding(kind="damaged-night", severity="warning", message=f"history: {text}: left out")
-        for text in history.damage
-    ]
-    comparison = with_findings(comparison, [*drift.findings, *comparison.findings, *damage])
-    stages = drift.stages
-    if baseline is not None:
-        comparison = apply(baseline, comparison)
-        red = {label for f in comparison.findings if f.kind == "drift" and f.severity == "error" for label in f.workers}
-        stages = {
-            (w.device, w.load_path): stages.get((w.device, w.load_path), ()) for w in night.workers if w.name in red
-        }
-    workers = tuple(
-        msgspec.structs.replace(worker, drift=stages.get((worker.device, worker.load_path), ()))
-        for worker in night.workers
-    )
-    errors = tuple(f.message for f in comparison.findings if f.severity == "error")
-    tonight = msgspec.structs.replace(night, workers=workers, verdict=comparison.verdict, findings=errors)
-    history.append(tonight, tables)
-    return comparison
+    return Report(comparison=comparison, folder=out, elapsed_s=elapsed_s)
 
 
 def compare_folders(
-    given: Sequence[str | Path], out: Path | None, *, replace: bool = False, baseline: Baseline | None = None
+    given: Sequence[Capture | str | Path],
+    out: Path | None,
+    *,
+    replace: bool = False,
+    baseline: Baseline | None = None,
 ) -> Comparison:
     """Compare captures that were made apart; write the report where `out` says.
 
     Parameters
     ----------
-    given : sequence of str or Path
-        Folders, ZIP files or URLs of captures, or of the `--out` folders of runs.
+    given : sequence of Capture, str or Path
+        Captures that were read, or folders, ZIP files or URLs of captures or of the `--out` folders of runs.
     out : Path or None
     replace : bool
         Overwrite what an earlier run left in `out`.
     baseline : Baseline, optional
-        What is known and accepted.
+        Accepted findings.
     """
     with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
-        folders = [fetch(str(one), Path(scratch)) for one in given]
-        captures, unread = read_captures(folders)
+        sources = [one if isinstance(one, Capture) else fetch(str(one), Path(scratch)) for one in given]
+        captures, unread = _read_captures(sources)
         comparison = compare_captures(captures, unread=unread)
-        places = tuple(str(one) if is_remote(str(one)) else str(Path(one).resolve()) for one in given)
-        comparison = msgspec.structs.replace(comparison, captures=places)
+        comparison = msgspec.structs.replace(comparison, captures=tuple(map(_place, given)))
         if baseline is not None:
             comparison = apply(baseline, comparison)
         if out is not None:
+            folders = [one.folder if isinstance(one, Capture) else one for one in sources]
             with _output(out, replace=replace, reads=folders) as folder:
                 _write_reports(comparison, folder)
     return comparison
 
 
-def read_captures(given: Iterable[Capture | Path]) -> tuple[list[Capture], list[str]]:
-    """Read captures that are to be compared; return them, and what is to be said of those that cannot be read.
+def _place(one: Capture | str | Path) -> str:
+    if isinstance(one, Capture):
+        return str(one.folder)
+    return str(one) if is_remote(str(one)) else str(Path(one).resolve())
 
-    One of a thousand that is damaged or of another version does not keep the others from being compared. A path that
+
+def _read_captures(sources: Sequence[Capture | Path]) -> tuple[list[Capture], list[str]]:
+    """Return the captures that can be read, and one sentence for each of the others.
+
+    One damaged capture, or one of another version, does not keep a thousand others from being compared. A path that
     leads nowhere is a mistake in the command, not a damaged capture.
 
     Raises
     ------
     CaptureError
-        A folder is not there or is something else than a capture, or no capture can be read.
+        A folder is missing or is no capture, or no capture can be read.
     """
     pool = RecordPool()
     found: list[Capture] = []
     errors: list[CaptureError] = []
     unread: list[str] = []
-    for one in given:
+    for one in sources:
+        if isinstance(one, Capture):
+            found.append(one)
+            continue
         try:
-            found.append(one if isinstance(one, Capture) else read_capture(one, pool))
+            found.append(read_capture(one, pool))
         except CaptureError as error:
-            assert isinstance(one, Path)
             if not holds_capture(one):
                 raise
             errors.append(error)
@@ -298,7 +283,7 @@ def diff_weights(
     """Compare two weight files or folders; write the report where `out` says."""
     if out is None:
         return diff(actual, expected, allow_pickle=allow_pickle)
-    with _output(out, replace=replace, reads=(actual, expected)) as folder:  # what is in the way is said at once
+    with _output(out, replace=replace, reads=(actual, expected)) as folder:  # refused before any work
         comparison = diff(actual, expected, allow_pickle=allow_pickle)
         _write_reports(comparison, folder)
     return comparison
@@ -311,19 +296,19 @@ def compare_captures(captures: Sequence[Capture], *, unread: Sequence[str] = ())
     ----------
     captures : sequence of Capture
     unread : sequence of str
-        What is to be said of captures that could not be read at all.
+        One sentence for each capture that cannot be read.
 
     Raises
     ------
     UsageError
-        Nothing was looked at, and no worker was lost: the options name nothing that is there.
+        No tensor was checked, and no worker was lost: the options select nothing.
     """
     comparison = compare(captures, unread=unread)
     if not comparison.tensors and all(worker.status == "ok" for worker in comparison.workers):
         damage = [text for capture in captures for text in capture.damage]
         if damage:
             raise CaptureError("no worker of the capture can be read", got="; ".join(damage[:_MOST_DAMAGE]))
-        raise UsageError("nothing was looked at: no tensor is in what was asked for", where="--stages, or `only`")
+        raise UsageError("no tensor was checked: the options select none", where="--stages or --only")
     return comparison
 
 
@@ -340,7 +325,7 @@ def _write_reports(comparison: Comparison, folder: Path) -> None:
 
 @contextmanager
 def _output(out: Path | None, *, replace: bool, reads: Sequence[Path] = ()) -> Iterator[Path]:
-    """Yield the folder to write into, and leave no folder behind where it was made and nothing came of it."""
+    """Yield the folder to write into; one that was made here is removed where the work fails."""
     if out is None:
         with tempfile.TemporaryDirectory(prefix="consistency-run-") as scratch:
             yield Path(scratch)

@@ -15,12 +15,13 @@ from consistency.capture.folder import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.cli.main import main
 from consistency.comparison.history.baseline import Baseline, accept, apply, read_baseline
+from consistency.comparison.history.nightly import add_run
 from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History, WorkerRecord
 from consistency.comparison.result import Comparison, Finding
 from consistency.errors import CaptureError, UsageError
 from consistency.report.history import device_rows, night_rows
-from consistency.workflows.pipeline import compare_captures, with_nights
+from consistency.workflows.pipeline import compare_captures
 from tests.conftest import MakeCapture
 
 Run = Callable[..., Comparison]
@@ -61,7 +62,7 @@ def run(tmp_path: Path, make_capture: MakeCapture) -> Run:
         facts = {d: {"kernel_key": f"{software} {d}", "uuid": f"GPU-{d}", **(info or {}).get(d, {})} for d in bits}
         captures = [read_capture(make_capture(f"night-{count}", workers, info=facts))]
         history = History(url or str(tmp_path / "history"))
-        return with_nights(history, captures, compare_captures(captures), baseline)
+        return add_run(history, captures, compare_captures(captures), baseline)
 
     return once
 
