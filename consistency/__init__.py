@@ -1,7 +1,7 @@
-"""Tell whether the same base model and the same adapter are the same numbers on every device.
+"""Check that a base model and a LoRA adapter produce the same numbers on every device.
 
-Importing this package imports no torch, and nothing of its own until a name is asked for: the pytest plugin lives in
-it, and a session that does not use the plugin pays nothing.
+Importing this package imports no torch, and no module of its own until a name is used: the pytest plugin is in it, and
+a session that does not use the plugin should not pay for it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HOMES = {
     "Report": "consistency.workflows.api",
     "compare": "consistency.workflows.api",
     "run": "consistency.workflows.api",
-    # these two import torch when they are asked for
+    # these two import torch when they are used
     "WrapperReport": "consistency.worker.wrapper_check",
     "check_wrapped": "consistency.worker.wrapper_check",
 }

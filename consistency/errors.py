@@ -4,16 +4,16 @@ from __future__ import annotations
 
 
 class ConsistencyError(Exception):
-    """Say what is wrong, where, what was found, what was wanted, and what to do.
+    """An error that a user can act on: what is wrong, where, what was found and expected, and what to do.
 
     Parameters
     ----------
     what : str
-        One sentence without a final stop.
+        One sentence without a full stop.
     where : object, optional
         File, field, layer or device concerned.
     got, wanted : object, optional
-        What was found, and what would have been right.
+        What was found, and what is expected.
     hint : str, optional
         What the reader can do about it.
     """
@@ -36,16 +36,18 @@ class ConsistencyError(Exception):
         self.wanted = None if wanted is None else str(wanted)
         self.hint = hint
 
+    @property
+    def parts(self) -> dict[str, str | None]:
+        """Return what the error is made of, as its constructor takes it."""
+        return {"what": self.what, "where": self.where, "got": self.got, "wanted": self.wanted, "hint": self.hint}
+
     def __str__(self) -> str:
-        parts = [self.what]
-        for label, value in (("where", self.where), ("got", self.got), ("wanted", self.wanted), ("hint", self.hint)):
-            if value is not None:
-                parts.append(f"  {label + ':':<8}{value}")
-        return "\n".join(parts)
+        named = {f"{label}:": value for label, value in self.parts.items() if label != "what" and value is not None}
+        return "\n".join([self.what, *(f"  {label:<8}{value}" for label, value in named.items())])
 
 
 class UsageError(ConsistencyError):
-    """An option, device, stage or configuration that the tool does not know."""
+    """An unknown option, device or stage, or a value that cannot be used."""
 
 
 class InputError(ConsistencyError):

@@ -25,23 +25,23 @@ _RUN_KINDS = frozenset({"not-repeatable", "same-model", "inputs", "damaged-captu
 
 
 class MismatchError(Exception):
-    """A tensor is not what it should be."""
+    """A tensor does not match its reference."""
 
 
 class Branch(pytest.Collector):
-    """A node of the items' tree: the root, a case, or a stage. Its items are made all at once."""
+    """A node of the tree of items: the root, a case, or a stage. `make_items` makes its items."""
 
     def collect(self) -> list[pytest.Item]:
         return []
 
 
 class CaseItem(pytest.Item):
-    """An item whose outcome is read from the session's one comparison."""
+    """An item whose outcome is part of the session's one comparison."""
 
     session_of_case: Session
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        return self.path, None, self.nodeid.replace("::", " ")  # pytest reads the dots of a node id as parts
+        return self.path, None, self.nodeid.replace("::", " ")  # pytest splits a node id at dots
 
     def repr_failure(self, excinfo: ExceptionInfo[BaseException], style: Any = None) -> str | TerminalRepr:
         if isinstance(excinfo.value, (MismatchError, LostWorkerError, ConsistencyError)):
@@ -49,7 +49,7 @@ class CaseItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def lost(self, comparison: Comparison, worker: str, load_path: str) -> None:
-        """Raise what is known of a worker that was lost."""
+        """Raise if this worker was lost."""
         for summary in comparison.workers:
             if (summary.name, summary.load_path) == (worker, load_path) and summary.status != "ok":
                 stack = f"\n\n{summary.stack}" if summary.stack else ""
@@ -59,7 +59,7 @@ class CaseItem(pytest.Item):
 class DeviceItem(CaseItem):
     """One tensor, or the rest of a stage, on one device.
 
-    A mismatch fails the test; a worker that was lost before it saw the tensor is an error of the set-up.
+    A mismatch fails the test; a worker that was lost before it checked the tensor is an error of the set-up.
     """
 
     place: Place
@@ -77,13 +77,11 @@ class DeviceItem(CaseItem):
     def runtest(self) -> None:
         found = list(self._found())
         if not found:
-            pytest.skip(
-                "nothing else was looked at" if self.place.is_rest else "the loaded model has no such tensor of its own"
-            )
+            pytest.skip("nothing else was checked" if self.place.is_rest else "the loaded model has no such tensor")
         if self.plan.info.simulated:
             self.user_properties.append(("simulated", "true"))
         for _, row in found:
-            self._tell(row)
+            self._record(row)
         bad = [(tensor, row) for tensor, row in found if row.status in BAD]
         if bad:
             messages = [_message(tensor, row, simulated=self.plan.info.simulated) for tensor, row in bad[:20]]
@@ -101,7 +99,7 @@ class DeviceItem(CaseItem):
         if one is not None:
             yield one
 
-    def _tell(self, row: Row) -> None:
+    def _record(self, row: Row) -> None:
         if not self.place.is_rest:
             self.user_properties.append(("status", row.status))
             self.user_properties.append(("reference", row.reference or "none"))
@@ -112,7 +110,7 @@ class DeviceItem(CaseItem):
 
 
 class RunItem(CaseItem):
-    """What no single tensor shows: bits that do not repeat, equal devices that differ, other inputs, side roads."""
+    """Findings about more than one tensor: results that do not repeat, equal devices that differ, other load paths."""
 
     def setup(self) -> None:
         comparison = self.session_of_case.comparison()
@@ -124,13 +122,13 @@ class RunItem(CaseItem):
         if comparison.simulated:
             self.user_properties.append(("simulated", "true"))
         findings = [f for f in comparison.findings if f.severity == "error"]
-        bad = [f for f in findings if f.kind in _RUN_KINDS or _beside(f)]
+        bad = [f for f in findings if f.kind in _RUN_KINDS or _is_alternative(f)]
         if bad:
             raise MismatchError("\n\n".join(_sentence(f) for f in bad))
 
 
 def make_items(parent: pytest.Session, session: Session) -> list[pytest.Item]:
-    """Make the items of the session's case, those alone that the command line names where it names any."""
+    """Make the items of the session's case, or those of them that the command line names."""
     case = _part(session.plan.case.name)
     root = Branch.from_parent(parent, name=_ROOT, nodeid=_ROOT)
     home = Branch.from_parent(root, name=case, nodeid=f"{_ROOT}::{case}")
@@ -164,7 +162,7 @@ def _is_within(nodeid: str, wanted: str) -> bool:
 
 
 def _part(name: str) -> str:
-    """Return a name that can stand in a node id, where `::` parts and control characters break reports."""
+    """Return a name that is safe in a node id, where `::` separates parts and control characters break reports."""
     return clean(name).replace("::", "_").replace("\n", " ")
 
 
@@ -173,14 +171,14 @@ def _message(tensor: TensorComparison, row: Row, *, simulated: bool) -> str:
     lines = [
         f"{tensor.stage}: {worker} is {row.status}" + (f" ({row.diagnosis})" if row.diagnosis else ""),
         describe(tensor, row),
-        f"held against {row.reference or 'nothing'}; rule: {tensor.rule}",
-        f"agree to the bit: {class_text(tensor.classes)}",
+        f"compared with {row.reference or 'nothing'}; rule: {tensor.rule}",
+        f"bitwise equal: {class_text(tensor.classes)}",
     ]
     return "\n".join(lines)
 
 
-def _beside(finding: Finding) -> bool:
-    """Tell whether a finding is about side roads alone: no tensor's own item looks at those."""
+def _is_alternative(finding: Finding) -> bool:
+    """Return whether a finding is about alternative load paths only, which have no items."""
     return bool(finding.load_paths) and all(is_alternative(load_path) for load_path in finding.load_paths)
 
 

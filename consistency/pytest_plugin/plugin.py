@@ -1,7 +1,7 @@
 """The pytest plugin: one item per case, stage, layer tensor and device.
 
-Imported by every pytest session of an environment that has this package, so nothing but pytest is imported here; all
-the rest waits until an option or a fixture of the plugin is used.
+Every pytest session of an environment that has this package imports this module, so it imports pytest and the table of
+options only; the rest is imported when an option or a fixture of the plugin is used.
 """
 
 from __future__ import annotations
@@ -23,15 +23,11 @@ _SESSION: pytest.StashKey[Session] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options; they are those of `consistency run`."""
-    group = parser.getgroup("consistency", "the same model and adapter, the same numbers on every device")
-
-    def add(name: str, **settings: Any) -> None:
-        group.addoption(name, **settings)
-
-    add("--consistency-config", metavar="FILE", help="TOML file of options; the options below win")
-    add_options(add, Edge.PYTEST, prefix="consistency_")
-    add("--consistency-out", metavar="DIR", help="keep the reports and captures/ there, replacing an earlier run's")
+    """Add the options of `consistency run`."""
+    group = parser.getgroup("consistency", "do a base model and an adapter produce the same numbers on every device?")
+    group.addoption("--consistency-config", metavar="FILE", help="TOML file of options; the options below win")
+    add_options(group.addoption, Edge.PYTEST, prefix="consistency_")
+    group.addoption("--consistency-out", metavar="DIR", help="folder for the reports and captures/, which are replaced")
 
 
 _TRIGGERS = ("consistency_config", "consistency_base", "consistency_adapter")
@@ -43,7 +39,7 @@ def _is_used(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Check the case, and take the arguments that are meant for the plugin, before pytest looks for files."""
+    """Check the case, and take the plugin's own arguments, before pytest looks for files."""
     if not _is_used(config):
         return
     from consistency.errors import ConsistencyError
@@ -60,14 +56,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Start as many xdist workers as there are devices, where the session is about devices."""
+    """Start one xdist worker per device where the plugin is used."""
     session = config.stash.get(_SESSION, None)
     return None if session is None else session.device_count
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell an xdist worker where the session's one run is to be found."""
+    """Pass an xdist worker the folder of the session's one run."""
     session = node.config.stash.get(_SESSION, None)
     if session is not None:
         node.workerinput["consistency"] = session.to_worker()
@@ -75,7 +71,7 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the items, before -k, --lf and their like choose among them."""
+    """Add the items, before -k, --lf and others select from them."""
     found = config.stash.get(_SESSION, None)
     if found is None:
         return
@@ -89,7 +85,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Note what was selected: only that is captured."""
+    """Record the selected items: only what they need is captured."""
     found = session.config.stash.get(_SESSION, None)
     if found is not None:
         from consistency.pytest_plugin.items import DeviceItem
@@ -104,7 +100,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say the verdict of the run, where there was one."""
+    """Print the verdict of the run, if there was one."""
     found = config.stash.get(_SESSION, None)
     text = None if found is None else found.verdict()
     if found is not None and text is not None:
@@ -116,9 +112,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture
 def deterministic() -> Iterator[dict[str, Any]]:
-    """Pin every setting that changes a torch result, seed every generator, and put all of it back after the test.
+    """Pin every setting that changes a torch result, seed every generator, and restore both after the test.
 
-    Yields what was asked for, by setting.
+    Yields the requested values by setting.
     """
     from consistency.worker.determinism import deterministic as pinned
 
@@ -128,7 +124,7 @@ def deterministic() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def consistency_devices(pytestconfig: pytest.Config) -> tuple[str, ...]:
-    """Names of the devices: of `--consistency-devices`, or `auto`."""
+    """Return the names of the devices that `--consistency-devices` selects; `auto` without it."""
     from consistency.devices.discovery import select
     from consistency.devices.spec import parse_devices
     from consistency.errors import ConsistencyError
@@ -142,7 +138,7 @@ def consistency_devices(pytestconfig: pytest.Config) -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def consistency_run() -> Callable[..., Report]:
-    """`consistency.run`, to be called with a case of the test's own."""
+    """Return `consistency.run`, for a case of the test."""
     from consistency.workflows.api import run
 
     return run
@@ -150,7 +146,7 @@ def consistency_run() -> Callable[..., Report]:
 
 @pytest.fixture(scope="session")
 def consistency_check_wrapped() -> Callable[..., WrapperReport]:
-    """`consistency.check_wrapped`, failing the test with what it found, one sentence each."""
+    """Return `consistency.check_wrapped`; it fails the test with one sentence per problem."""
     from consistency.worker.wrapper_check import check_wrapped
 
     def check(wrapped: Any, plain: Any, **options: Any) -> WrapperReport:
@@ -164,7 +160,7 @@ def consistency_check_wrapped() -> Callable[..., WrapperReport]:
 
 @pytest.fixture(scope="session")
 def consistency_report(pytestconfig: pytest.Config) -> Comparison:
-    """Return the comparison of the case that the command line names; it is run once per session."""
+    """Return the comparison of the case that the options name; it runs once per session."""
     session = pytestconfig.stash.get(_SESSION, None)
     if session is None:
         pytest.skip("no case: give --consistency-base, --consistency-adapter or --consistency-config")

@@ -1,7 +1,6 @@
 """One pytest session's run: made once, under a lock, for the controller and all of its xdist workers.
 
-Whoever needs the comparison first runs the devices; all others wait for the lock and read what it left. xdist workers
-only compare.
+The process that needs the comparison first runs the devices; all others wait for the lock and read its result.
 """
 
 from __future__ import annotations
@@ -37,20 +36,12 @@ _COMPARISON, _ERROR, _STARTED = "comparison.json", "error.json", "started"
 
 
 class LostWorkerError(Exception):
-    """A device's worker was lost, so there is nothing to compare."""
-
-
-class _WrittenError(msgspec.Struct, frozen=True, kw_only=True):
-    what: str
-    where: str | None = None
-    got: str | None = None
-    wanted: str | None = None
-    hint: str | None = None
+    """The worker of a device was lost, so there is nothing to compare."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """The case of a pytest session, what was selected of it, and its one run.
+    """The case of a pytest session, the items selected from it, and its one run.
 
     Attributes
     ----------
@@ -58,7 +49,7 @@ class Session:
     folder : Path
         Shared by the controller and its workers; the controller removes it.
     arguments : tuple of str
-        `consistency::…` arguments of the command line; without any, every item is meant.
+        `consistency::…` arguments of the command line; without any, every item is made.
     """
 
     plan: pipeline.Plan
@@ -103,7 +94,7 @@ class Session:
         return clean(f"{case.name}, {case.dtype}, on {', '.join(devices)}")
 
     def take_arguments(self, config: pytest.Config) -> None:
-        """Take `consistency::…` from the arguments; where no path is given, collect nothing but the plugin's items."""
+        """Take `consistency::…` from the arguments; without a path, collect the plugin's items only."""
         if self.is_controller:
             own = tuple(a for a in config.args if a.startswith(_ARGUMENT))
             others = [a for a in config.args if not a.startswith(_ARGUMENT)]
@@ -115,11 +106,11 @@ class Session:
             config.args[:] = []
 
     def to_worker(self) -> dict[str, Any]:
-        """Return what an xdist worker needs to know."""
+        """Return the part of the session that an xdist worker needs."""
         return {"folder": str(self.folder), "arguments": list(self.arguments), "alone": self.alone}
 
     def select(self, chosen: Sequence[tuple[Place, WorkerPlan]]) -> None:
-        """Note the places and workers whose items are going to run."""
+        """Record the places and workers whose items are going to run."""
         self._selected = tuple(chosen)
 
     def comparison(self) -> Comparison:
@@ -150,7 +141,7 @@ class Session:
         return self._finder
 
     def verdict(self) -> str | None:
-        """Return the verdict in words, None where nothing was run."""
+        """Return the verdict as a sentence, None where nothing was run."""
         try:
             self._comparison = comparison = self._comparison or self._read()
         except ConsistencyError:
@@ -158,29 +149,26 @@ class Session:
         return None if comparison is None else clean(f"{comparison.verdict}: {sentence(comparison)}")
 
     def notes(self) -> tuple[str, ...]:
-        """Return what is to be known beside the verdict: which of the user's tolerances were in force."""
+        """Return which of the user's tolerances were applied."""
         found = self._comparison
         return () if found is None else tuple(clean(f.message) for f in found.findings if f.kind == TOLERANCE)
 
     def close(self) -> None:
-        """Remove what the session's processes shared."""
+        """Remove the folder that the session's processes share."""
         if self.is_controller:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self) -> Comparison | None:
-        """Return what another process of the pytest session has left, or raise what it met."""
+        """Return the comparison that another process of the pytest session made, or raise its error."""
         if (self.folder / _ERROR).exists():
-            written = decode_json((self.folder / _ERROR).read_bytes(), _WrittenError)
-            raise ConsistencyError(
-                written.what, where=written.where, got=written.got, wanted=written.wanted, hint=written.hint
-            )
+            raise ConsistencyError(**decode_json((self.folder / _ERROR).read_bytes(), dict[str, Any]))
         if (self.folder / _COMPARISON).exists():
             return decode_json((self.folder / _COMPARISON).read_bytes(), Comparison)
         if (self.folder / _STARTED).exists():
             raise CaptureError(
-                "the pytest process that ran the devices died before it was done; its workers ended with it",
+                "the pytest process that ran the devices died before it was done, and its workers with it",
                 got=(self.folder / _STARTED).read_text(encoding="utf-8"),
-                hint="run it without -n to see what that process met",
+                hint="run it without -n to see the error of that process",
             )
         return None
 
@@ -189,16 +177,13 @@ class Session:
         try:
             found = pipeline.run(self._narrowed(), self.out, watch=lambda *_: None, replace=True).comparison
         except ConsistencyError as error:
-            written = _WrittenError(
-                what=error.what, where=error.where, got=error.got, wanted=error.wanted, hint=error.hint
-            )
-            (self.folder / _ERROR).write_bytes(encode_json(written))
+            (self.folder / _ERROR).write_bytes(encode_json(error.parts))
             raise
         (self.folder / _COMPARISON).write_bytes(encode_json(found))
         return found
 
     def _narrowed(self) -> pipeline.Plan:
-        """Return the plan with no more stages, layers and devices than the selected items need."""
+        """Return the plan narrowed to the stages, layers and devices of the selected items."""
         if not self._selected:
             return self.plan
         case = self.plan.case
@@ -222,7 +207,7 @@ class Session:
 
 
 def _prefix(place: Place) -> str:
-    # a layer of the base may have another name in its file than in the model, so that stage is looked at whole
+    # a layer of the base may have another name in its file than in the model, so that stage is checked as a whole
     if place.is_rest or place.stage is Stage.BASE:
         return place.stage.value
     return f"{place.stage}::{place.layer}"

@@ -14,7 +14,7 @@ from consistency.comparison.compare import compare
 from consistency.comparison.findings.load_paths import copies, judge_load_paths
 from consistency.comparison.result import Comparison, Finding
 from consistency.numerics.words import Word
-from consistency.pytest_plugin.items import _beside
+from consistency.pytest_plugin.items import _is_alternative
 from tests.conftest import MakeCapture
 
 EVERY = {load_path.value for load_path in LoadPath}
@@ -311,9 +311,9 @@ def test_roads_that_were_not_taken_are_said(make_capture: MakeCapture) -> None:
 def test_an_item_that_is_no_tensors_own_fails_for_side_roads_alone() -> None:
     """Every other tensor has an item of its own, on the default road of its device."""
     fields: dict[str, Any] = {"kind": "zeros", "severity": "error", "message": "x"}
-    assert _beside(Finding(**fields, load_paths=("isolated+cpu", "shared+cpu")))
-    assert not _beside(Finding(**fields, load_paths=("isolated", "isolated+cpu")))
-    assert not _beside(Finding(**fields))
+    assert _is_alternative(Finding(**fields, load_paths=("isolated+cpu", "shared+cpu")))
+    assert not _is_alternative(Finding(**fields, load_paths=("isolated", "isolated+cpu")))
+    assert not _is_alternative(Finding(**fields))
 
 
 def test_what_is_wrong_beside_a_road_leaves_its_computed_stages_alone(make_capture: MakeCapture) -> None:
