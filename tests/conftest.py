@@ -15,8 +15,8 @@ import pytest
 from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, worker_slug
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import TensorRecord, WorkerInfo
+from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
-from consistency.case.preflight import builtin_folder
 from consistency.case.reading import make_options
 from consistency.comparison.result import Comparison
 from consistency.devices.host import HostFacts

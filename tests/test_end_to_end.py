@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from consistency.case.preflight import builtin_folder
+from consistency.case.builtin import builtin_folder
 from consistency.comparison.result import BAD
 from tests.conftest import Cli, FinishedRun
 

@@ -26,9 +26,9 @@ from consistency.capture.names import (
     is_method_tensor,
     split_name,
 )
+from consistency.case.adapter_fit import read_adapter
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_checkpoint, read_json
-from consistency.case.preflight import read_adapter
 from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison, Row, TensorComparison
 from consistency.launch.plan import WorkerPlan

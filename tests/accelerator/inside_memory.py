@@ -16,8 +16,9 @@ import transformers
 
 from consistency.capture.json_codec import decode_json
 from consistency.capture.records import TensorRecord
+from consistency.case.builtin import builtin_folder
 from consistency.case.options import Options
-from consistency.case.preflight import builtin_folder, prepare_case
+from consistency.case.preflight import prepare_case
 from consistency.case.stages import Stage
 from consistency.worker import session
 from consistency.worker.memory.placement import Placement

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from consistency.case.adapter_fit import check_files, read_adapter
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
-from consistency.case.preflight import check_files, prepare_case, read_adapter
+from consistency.case.preflight import prepare_case
 from consistency.case.stages import LEVELS, Level, Stage
 from consistency.errors import ConsistencyError, InputError, UsageError
 
@@ -337,7 +338,7 @@ def test_every_refusal_ends_with_the_status_for_bad_input(tmp_path: Path) -> Non
 def test_preflight_needs_no_torch(tmp_path: Path) -> None:
     base, adapter = make_base(tmp_path / "base"), make_adapter(tmp_path / "adapter")
     script = (
-        "import sys; from pathlib import Path; from consistency.case.preflight import check_files\n"
+        "import sys; from pathlib import Path; from consistency.case.adapter_fit import check_files\n"
         f"check_files(Path({str(base)!r}), Path({str(adapter)!r}), allow_pickle=False)\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from consistency.case.builtin import builtin_name
 from consistency.case.load_path import is_alternative
-from consistency.case.preflight import builtin_name
 from consistency.case.stages import Level, Stage
 from consistency.comparison.findings.causes import find_causes, names
 from consistency.comparison.findings.host import find_host_problems

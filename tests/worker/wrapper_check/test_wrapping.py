@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import consistency
-from consistency.case.preflight import builtin_folder
+from consistency.case.builtin import builtin_folder
 from consistency.worker.faults.wrapping import Harmless, Hiding, HoldingTwice
 from consistency.worker.wrapper_check import WrapperReport, check_wrapped
 from consistency.worker.wrapper_check.keys import prefix_of

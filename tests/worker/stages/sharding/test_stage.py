@@ -13,7 +13,8 @@ from accelerate.utils import check_device_map
 
 from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, read_capture, worker_slug
 from consistency.capture.records import WorkerInfo
-from consistency.case.preflight import builtin_folder, prepare_case
+from consistency.case.builtin import builtin_folder
+from consistency.case.preflight import prepare_case
 from consistency.case.reading import make_options
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison

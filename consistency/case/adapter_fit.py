@@ -1,0 +1,130 @@
+"""Check from headers alone that the files of a base and an adapter are sound and belong together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint, read_json
+from consistency.errors import InputError
+
+_LORA_KEY = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.weight)?$")
+
+
+def check_files(base: Path | None, adapter: Path | None, *, allow_pickle: bool) -> None:
+    """Check a base folder, an adapter folder, and that the adapter fits the base."""
+    weights = None
+    if base is not None:
+        read_json(base / "config.json", needed=("model_type",))
+        weights = read_checkpoint(base, stem="model", pickle_stem="pytorch_model", allow_pickle=allow_pickle)
+    if adapter is None:
+        return
+    config, tensors = read_adapter(adapter, allow_pickle=allow_pickle)
+    if config["peft_type"] == "LORA":
+        _check_ranks(adapter, config, tensors)
+        if weights is not None and weights.tensors:
+            _check_adapter_fits(weights, adapter, tensors)
+
+
+def read_adapter(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Any], Mapping[str, TensorHeader]]:
+    """Return an adapter's config and the headers of its tensors (none where it is an allowed pickle)."""
+    config = read_json(folder / "adapter_config.json", needed=("peft_type",))
+    if config["peft_type"] == "LORA":
+        needed = ("r", "target_parameters" if config.get("target_parameters") else "target_modules")
+        read_json(folder / "adapter_config.json", needed=needed)
+    weights = read_checkpoint(folder, stem="adapter_model", pickle_stem="adapter_model", allow_pickle=allow_pickle)
+    if not weights.tensors and not weights.pickled:
+        raise InputError("the adapter's file holds no tensor", where=weights.files[0])
+    return config, weights.tensors
+
+
+def _check_ranks(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:
+    pattern = config.get("rank_pattern") or {}
+    if not isinstance(pattern, dict):
+        raise InputError(
+            "rank_pattern must map layers to ranks", where=folder / "adapter_config.json", got=type(pattern).__name__
+        )
+    ranks = [config["r"], *pattern.values()]
+    if not all(isinstance(rank, int) for rank in ranks):
+        raise InputError("a rank is a whole number", where=folder / "adapter_config.json", got=ranks)
+    for header in tensors.values():
+        match = _LORA_KEY.match(header.name)
+        if match is None or len(header.shape) != 2 or config.get("target_parameters"):
+            continue
+        rank = header.shape[0 if match["side"] == "A" else 1]
+        if rank not in ranks:
+            wanted = (config["r"], header.shape[1]) if match["side"] == "A" else (header.shape[0], config["r"])
+            raise InputError(
+                f"adapter file has shape {header.shape}, its config wants {wanted} at "
+                f"{match['module']}.lora_{match['side']}: was it trained with r={rank}?",
+                where=header.file,
+                got=f"rank {rank}",
+                wanted="r=" + " or ".join(map(str, sorted(set(ranks)))) + f" in {folder / 'adapter_config.json'}",
+            )
+
+
+def _check_adapter_fits(base: Checkpoint, folder: Path, tensors: Mapping[str, TensorHeader]) -> None:
+    """Compare each adapted layer's (in, out) features with the base weight of the same layer.
+
+    Names in a file and in the model differ by leading components (`model.`, `transformer.`), so layers are matched by
+    the end of their path; a layer with several matches, or whose weight is not a plain matrix, is left to the worker.
+    """
+    by_ending: dict[str, list[TensorHeader]] = {}
+    for header in base.tensors.values():
+        for ending in _endings(header.name):
+            by_ending.setdefault(ending, []).append(header)
+    sides: dict[str, dict[str, TensorHeader]] = {}
+    for header in tensors.values():
+        match = _LORA_KEY.match(header.name)
+        if match is not None and len(header.shape) == 2:
+            sides.setdefault(match["module"], {})[match["side"]] = header
+    known = False
+    for module, pair in sides.items():
+        owner = _match(f"{module}.weight", by_ending)
+        known = known or owner is not None
+        if owner is None or len(owner.shape) != 2 or set(pair) != {"A", "B"}:
+            continue
+        features = (pair["B"].shape[0], pair["A"].shape[1])
+        if features not in (owner.shape, owner.shape[::-1]):
+            raise InputError(
+                f"the adapter is for another base: at {module} it adapts {features}, the base has {owner.shape}",
+                where=pair["A"].file,
+                got=f"lora_A {pair['A'].shape}, lora_B {pair['B'].shape}",
+                wanted=f"in and out features of {owner.name} in {owner.file.name}",
+            )
+    if sides and not known and not _shares_modules(base, sides):
+        first = next(iter(sides))
+        raise InputError(
+            f"the adapter is for another base: none of its {len(sides)} layers is in the base",
+            where=folder,
+            got=first,
+            wanted=f"layers such as {next(iter(base.tensors), 'none')} of {base.folder}",
+        )
+
+
+def _endings(name: str) -> Iterator[str]:
+    """Yield the name with ever fewer leading components, of two components at least."""
+    parts = name.split(".")
+    for i in range(max(1, len(parts) - 1)):
+        yield ".".join(parts[i:])
+
+
+def _match(name: str, by_ending: Mapping[str, list[TensorHeader]]) -> TensorHeader | None:
+    for ending in _endings(name):
+        found = by_ending.get(ending, [])
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
+
+
+def _shares_modules(base: Checkpoint, modules: Mapping[str, object]) -> bool:
+    """Return whether the parent of any adapted layer is in the base: transformers fuses some weights on loading."""
+    paths = {
+        ending
+        for name in base.tensors
+        for i in range(1, name.count(".") + 1)
+        for ending in _endings(".".join(name.split(".")[:i]))
+    }
+    return any(ending in paths for module in modules for ending in _endings(module.rpartition(".")[0]) if ending)
