@@ -1,4 +1,4 @@
-"""Weight files seen from outside: names, shapes and dtypes from safetensors headers, without torch and without data."""
+"""Names, shapes and dtypes of weight files, from safetensors headers: without torch, and without reading data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LFS_MARK = b"version https://git-lfs.github.com/spec/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorHeader:
-    """What a safetensors header says of one tensor."""
+    """One tensor in a safetensors header."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Checkpoint:
     folder : Path
     files : tuple of Path
     tensors : mapping of str to TensorHeader
-        Empty where the weights are a pickle, which has no header that could be read without loading it.
+        Empty where the weights are a pickle, which has no header to read without loading it.
     pickled : bool
     """
 
@@ -111,7 +111,7 @@ def read_index(index: Path, *, allow_pickle: bool) -> Checkpoint:
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """Read names, shapes and dtypes of a safetensors file and check that its data is all there."""
+    """Read names, shapes and dtypes of a safetensors file, and check that its data is complete."""
     refuse_lfs_pointer(path)
     try:
         with safe_open(path, framework="numpy") as file:
@@ -125,13 +125,13 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
             "the safetensors file is cut short or corrupt",
             where=path,
             got=f"{error} ({path.stat().st_size if path.exists() else 0} bytes)",
-            wanted="a header and data of the length that it announces",
+            wanted="a header, and data of the length that it declares",
             hint="copy or download the file again and compare its checksum with the source",
         ) from None
 
 
 def refuse_pickle(path: Path, *, wanted: str, allow_pickle: bool) -> None:
-    """Raise where a pickle was not allowed, or a Git LFS pointer stands in its place."""
+    """Raise if pickles are not allowed, or if the file is a Git LFS pointer."""
     refuse_lfs_pointer(path)
     if allow_pickle:
         return
@@ -149,7 +149,7 @@ def refuse_pickle(path: Path, *, wanted: str, allow_pickle: bool) -> None:
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raise where a Git LFS pointer stands in place of a file's content."""
+    """Raise if a file is a Git LFS pointer instead of its content."""
     try:
         with path.open("rb") as file:
             head = file.read(256)

@@ -15,12 +15,12 @@ from consistency.case.case import Case
 from consistency.case.checkpoint import read_header, read_json
 from consistency.case.options import Options
 from consistency.case.stages import LEVELS, Stage
-from consistency.errors import InputError, UsageError
+from consistency.errors import InputError, UsageError, first_line
 
 DEVICE_MAPS = ("auto", "balanced", "sequential")
-"""Device maps that transformers makes itself."""
+"""Device maps that transformers computes."""
 
-_FACTORY = re.compile(r"python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_FUNCTION = re.compile(r"python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
 
@@ -38,34 +38,35 @@ def prepare_case(options: Options) -> Case:
     if base is None:
         raise UsageError("an adapter without a base", where="--base", wanted="the base's folder or hub id")
     base_folder = None
-    if not base.startswith("python:"):
+    if base.startswith("python:"):
+        _check_function(base, what="model factory", where="--base")
+    else:
         base_folder = _local_folder(base, what="base", options=options)
-    elif not _FACTORY.fullmatch(base):
-        raise UsageError("not a model factory", where="--base", got=base, wanted="python:package.module:function")
     adapter_folder = None if adapter is None else _local_folder(adapter, what="adapter", options=options)
     check_files(base_folder, adapter_folder, allow_pickle=options.allow_pickle)
-    inputs = None if options.inputs is None else _inputs_file(options.inputs)
-    device_map = None if options.device_map is None else _device_map(options.device_map)
-    stages = _stages(options)
-    plan = LEVELS[options.level]
     return Case(
         name=options.name or _case_name(base, adapter),
         base=base if base_folder is None else str(base_folder),
         adapter=None if adapter_folder is None else str(adapter_folder),
         dtype=options.dtype,
-        stages=stages,
+        stages=_stages(options),
         load_paths=options.load_paths,
         level=options.level,
-        inputs=inputs,
-        repeat=options.repeat or plan.repeat,
+        inputs=None if options.inputs is None else _inputs_file(options.inputs),
+        repeat=options.repeat or LEVELS[options.level].repeat,
         only=options.only,
         keep=options.keep,
         tolerance=options.tolerance,
         wrapper=options.wrapper,
-        device_map=device_map,
+        device_map=None if options.device_map is None else _device_map(options.device_map),
         allow_pickle=options.allow_pickle,
         trust_remote_code=options.trust_remote_code,
     )
+
+
+def _check_function(text: str, *, what: str, where: str) -> None:
+    if not _FUNCTION.fullmatch(text):
+        raise UsageError(f"not a {what}", where=where, got=text, wanted="python:package.module:function")
 
 
 def _local_folder(text: str, *, what: str, options: Options) -> Path:
@@ -82,7 +83,7 @@ def _local_folder(text: str, *, what: str, options: Options) -> Path:
 
 
 def _download(repository: str, *, what: str, options: Options) -> Path:
-    """Fetch a hub repository into the hub's own cache; offline, take what the cache holds."""
+    """Download a hub repository into the hub's cache; offline, use what the cache holds."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -94,9 +95,9 @@ def _download(repository: str, *, what: str, options: Options) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
         raise InputError(
-            f"no folder {repository!r} for the {what}, and the hub does not give it{offline}",
+            f"no folder {repository!r} for the {what}, and it cannot be downloaded from the hub{offline}",
             where=f"--{what}",
-            got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            got=first_line(error),
             hint="give the path of a local folder",
         ) from None
 
@@ -118,11 +119,9 @@ def _inputs_file(text: str) -> str:
 
 
 def _stages(options: Options) -> tuple[Stage, ...]:
-    """Return the stages asked for, or the level's, with the stage that an option alone makes possible."""
-    if options.wrapper is not None and not _FACTORY.fullmatch(options.wrapper):
-        raise UsageError(
-            "not a wrapper", where="--wrapper", got=options.wrapper, wanted="python:package.module:function"
-        )
+    """Return the stages of `--stages`, or those of the level and of the options that ask for one."""
+    if options.wrapper is not None:
+        _check_function(options.wrapper, what="wrapper", where="--wrapper")
     asked = options.stages
     if asked is not None and Stage.WRAPPING in asked and options.wrapper is None:
         raise UsageError(
@@ -136,7 +135,7 @@ def _stages(options: Options) -> tuple[Stage, ...]:
         (Stage.SHARDING, "--device-map", options.device_map),
     ):
         if asked is not None and value is not None and stage not in asked:
-            raise UsageError(f"{option} is for the stage {stage}, which --stages leaves out", where=option, got=value)
+            raise UsageError(f"{option} is for the stage {stage}, which is not in --stages", where=option, got=value)
     if asked is not None:
         return asked
     stages = set(LEVELS[options.level].stages)
@@ -146,7 +145,7 @@ def _stages(options: Options) -> tuple[Stage, ...]:
 
 
 def _device_map(text: str) -> str:
-    """Check a device map that transformers makes, or the JSON file of one that a user made."""
+    """Check the name of a device map of transformers, or the JSON file of one of the user's."""
     if text in DEVICE_MAPS:
         return text
     path = Path(text).expanduser()
