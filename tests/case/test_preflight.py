@@ -301,7 +301,7 @@ def test_a_hub_id_is_told_to_be_offline(tmp_path: Path) -> None:
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=60
     )
     assert (
-        "no folder 'org/no-such-model' for the base, and the hub does not give it (HF_HUB_OFFLINE is set)"
+        "no folder 'org/no-such-model' for the base, and it cannot be downloaded from the hub (HF_HUB_OFFLINE is set)"
         in done.stdout
     )
     assert "hint:   give the path of a local folder" in done.stdout
