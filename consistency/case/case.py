@@ -11,7 +11,7 @@ from consistency.case.tolerance import Override
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"load_paths": "roads"}):
-    """One base model and one adapter, and how they are looked at.
+    """One base model and one adapter, and how they are checked.
 
     Attributes
     ----------
@@ -19,31 +19,30 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Short name for titles and test items.
     base : str
         A folder, or `python:package.module:function`, a factory without arguments that returns a module. Empty where
-        the machine alone is looked at: every stage is then one of `MODEL_LESS`.
+        only the host is checked: every stage is then one of `MODEL_LESS`.
     adapter : str or None
-        A folder saved by PEFT; None looks at the base alone.
+        A folder saved by PEFT; None checks the base alone.
     dtype : str
-        What the base is loaded as; `auto` is what its file declares.
-    roads : tuple of Road or None
-        None leaves the choice to the level and the devices at hand: isolated, and shared too where there are several
-        accelerators, each with the level's side roads. A side road brings the default road that it is beside with it.
+        Dtype to load the base in; `auto` is the one that its config declares.
+    load_paths : tuple of LoadPath or None
+        None leaves the choice to the level and the devices: isolated, and shared too where there are several
+        accelerators, each with the level's alternatives. An alternative includes its default path.
     inputs : str or None
-        A safetensors file with the model's keyword arguments; None makes them from the model's config.
+        A safetensors file with the model's keyword arguments; None generates them from the model's config.
     repeat : int
-        How often each computed stage is run on each device.
+        Runs of each computed stage on each device.
     only : tuple of str
-        `stage::layer` prefixes to look at; empty looks at everything.
+        `stage::layer` prefixes to check; empty checks everything.
     keep : bool
-        Keep every computed tensor in full, not only where something is to be said.
+        Store every computed tensor in full, not only those with a finding.
     tolerance : tuple of Override
-        What the user allows instead of the derived bounds; the last one that matches a tensor wins.
+        Tolerances that replace the derived bounds; the last one that matches a tensor applies.
     wrapper : str or None
         `python:package.module:function`, which takes the plain base and returns it wrapped.
     device_map : str or None
-        How the base is sharded beside the ways that the devices at hand suggest: `auto`, `balanced`, `sequential`, or a
-        JSON file of module names to devices.
+        A further way to shard the base: `auto`, `balanced`, `sequential`, or a JSON file of module names to devices.
     allow_pickle, trust_remote_code : bool
-        Off unless asked for.
+        False unless requested.
     """
 
     name: str
@@ -69,7 +68,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def factory(self) -> str | None:
-        """Return `package.module:function` of a base that is made by a function, None for a folder."""
+        """Return `package.module:function` of a base that a function makes, None for a folder."""
         return self.base.removeprefix("python:") if self.base.startswith("python:") else None
 
     @property
@@ -79,11 +78,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def reloads(self) -> bool:
-        """Tell whether the adapter is loaded again over poison."""
+        """Return whether the adapter is loaded again over poison."""
         return self.plan.reload or self.repeat > 1
 
     def not_looked_at(self) -> tuple[str, ...]:
-        """Name what this run left out, for the report."""
+        """Return what this run does not check, for the report."""
         skipped = [f"stage {s}" for s in Stage if s not in self.stages]
         rest = [text for text in self.plan.not_looked_at if text not in list(Stage)]
         if Stage.OPERATORS not in self.stages:

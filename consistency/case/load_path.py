@@ -1,8 +1,9 @@
-"""The roads that an adapter's bytes can take to a device, and their names.
+"""The load paths: the ways in which an adapter's bytes can reach a device, and their names.
 
-A road is four choices: whether other devices are visible, which device PEFT is told to read the file onto, whether the
-parameters are made on the meta device first, and whose loader it is. `isolated` and `shared` are PEFT's default road,
-alone and among other devices; every other road is a side road of one of these, and its name says what is different.
+A load path is four choices: whether other devices are visible, the device that PEFT reads the file onto, whether the
+parameters are created on the meta device first, and whose loader it is. `isolated` and `shared` are PEFT's default
+path with one visible device and with all of them; every other path is an alternative to one of these, and its name
+gives the difference.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ TorchDevice = Literal["cpu", "target"]
 class LoadPath(enum.StrEnum):
     """How the adapter's bytes reach the device.
 
-    With one visible device per worker (`isolated`) no copy between devices can happen, which hides a broken one; with
-    all of them visible (`shared`) PEFT's default loading goes through device 0. `+cpu` and `+target` are PEFT's
+    With one visible device per worker (`isolated`) there is no copy between devices, which hides a broken one; with all
+    of them visible (`shared`) PEFT's default loading goes through device 0. `+cpu` and `+target` are PEFT's
     `torch_device`, `+low-memory` is `low_cpu_mem_usage=True`, `+transformers` the `load_adapter` of a transformers
     model, which has no `torch_device`.
     """
@@ -41,12 +42,12 @@ class LoadPath(enum.StrEnum):
 
     @property
     def main(self) -> LoadPath:
-        """Return PEFT's default road with the same devices visible: the one that a worker's other stages stand on."""
+        """Return PEFT's default path with the same devices visible, which the other stages of a worker use."""
         return LoadPath(self.value.partition("+")[0])
 
     @property
     def side(self) -> str:
-        """Return what is different from the default road, without the leading `+`; empty for the default road."""
+        """Return the difference from the default path, without the leading `+`; empty for the default path."""
         return self.value.partition("+")[2]
 
     @property
@@ -55,7 +56,7 @@ class LoadPath(enum.StrEnum):
 
     @property
     def torch_device(self) -> TorchDevice | None:
-        """Return what PEFT is told to read the file onto; None leaves it to PEFT."""
+        """Return the device that PEFT reads the file onto; None leaves it to PEFT."""
         parts = self.side.split("+")
         return "cpu" if "cpu" in parts else "target" if "target" in parts else None
 
@@ -69,7 +70,7 @@ class LoadPath(enum.StrEnum):
 
     @property
     def chooses_device(self) -> bool:
-        """Tell whether PEFT chooses where to read the file onto: device 0, whatever the model's own."""
+        """Return whether PEFT chooses the device to read the file onto: device 0, even if the model is on another."""
         return self.torch_device is None and not self.by_transformers
 
     @property
@@ -77,24 +78,24 @@ class LoadPath(enum.StrEnum):
         return LoadPath(self.value.removesuffix("+low-memory"))
 
     def beside(self, main: LoadPath) -> LoadPath:
-        """Return the same road with other devices visible, or without."""
+        """Return the same path with the devices visible that `main` has."""
         return LoadPath(f"{main.main.value}+{self.side}") if self.side else main.main
 
 
 GRAMMAR = "isolated or shared, with +cpu, +target or +transformers, with +low-memory; or all"
-"""What the name of a road can be, in words."""
+"""The names of load paths, in words."""
 
 SIDES: tuple[str, ...] = tuple(
     load_path.side for load_path in LoadPath if load_path.main is LoadPath.ISOLATED and load_path.side
 )
-"""What can be different from the default road, whichever devices are visible."""
+"""The differences from the default path, for either choice of visible devices."""
 
 
 def main_path(name: str) -> str:
-    """Return the default road of a road that a capture names, whatever it holds."""
+    """Return the default path of one that a capture names, even one that is unknown here."""
     return name.partition("+")[0]
 
 
 def is_alternative(name: str) -> bool:
-    """Tell whether a road that a capture names is beside a default road."""
+    """Return whether a load path that a capture names is an alternative to a default one."""
     return "+" in name
