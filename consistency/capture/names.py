@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.util
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 _PREFIX = "base_model.model."
-# PEFT names its parameters after the method: `lora_A`, `lora_magnitude_vector`, `hada_w1_a`, `vera_lambda_b`, …
-_METHOD = re.compile(
-    r"^(?P<layer>.+?)\.(?P<tensor>(?:lora|ada|hada|lokr|oft|boft|ia3|vera|hra|bone|ln_tuning|shira|c3a|road|waveft|"
-    r"randlora|fourierft|trainable_tokens|miss|delora)_[^.]*)(?:\.weight)?$"
-)
-
 SETTINGS_LAYER = "adapter_settings"
-"""Layer name of the rows for what is no tensor of the adapter: scaling, rank, active adapters, loading it again."""
+"""Layer name of the rows that are about no tensor of the adapter: scaling, rank, active adapters, loading again."""
 
 RANK_AND_SCALING, LOADED_AGAIN = "rank_and_scaling", "loaded_again"
 """Tensors of that layer: the adapter's settings, and whether PEFT could load the adapter a second time."""
@@ -30,29 +29,30 @@ ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED = "adapter_on", "adapter_off", "adapter_
 """Modes of the stage `forward`, per activation."""
 
 GRADIENT, UPDATED = "gradient", "updated"
-"""What follows the name of an adapter's tensor in the stage `gradient`: `lora_A.gradient`, `lora_A.updated`."""
+"""Suffixes of an adapter's tensor in the stage `gradient`: `lora_A.gradient`, `lora_A.updated`."""
 
 UNSUPPORTED = "unsupported"
-"""Evidence of a skipped row: the device has no such dtype or kernel at all, so that it failed at nothing."""
+"""Evidence of a skipped row: the device has no such dtype or kernel, which is no failure."""
+
 DIRECT, STRIDED, CASTING = "direct", "strided", "casting"
-"""Tensors of the stage `transfer`, per ordered pair of devices: one memory to another as it lies, between layouts with
-gaps, and with a cast inside the copy."""
+"""Tensors of the stage `transfer`, per ordered pair of devices: contiguous, strided, with a cast inside the copy."""
 
 HOST_STAGED, CHAIN, OVERLAPPED = "host_staged", "chain", "overlapped"
-"""The same: by way of the host, by way of a third device, and several at once beside running work."""
+"""The same: staged through the host, through a third device, and several at once under load."""
 
 FILLING, READING = "filling", "reading"
-"""Where a device could not be filled with what it was to send, and where not even what it made itself can be read."""
+"""Where a device could not be filled with what it was to send, and where its own values cannot be read back."""
 
 HOST = "cpu"
-"""What the host is called at either end of a copy, whatever kernels its processor runs."""
+"""Name of the host at either end of a copy, whichever kernels its processor runs."""
 
 _TO = "->"
+
 CAST_ON_THE_WAY = "cast_on_the_way"
-"""Evidence of a row whose bytes are the file's after a cast that only its road makes: the dtype it goes through."""
+"""Evidence of a row that equals the file after a cast that only its load path makes: the dtype it goes through."""
 
 TOLERANCE = "tolerance"
-"""Evidence of a row that a user's tolerance judged: that tolerance, as the command line takes it."""
+"""Evidence of a row judged by a user's tolerance: that tolerance, as the command line takes it."""
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -64,13 +64,35 @@ def split_name(name: str) -> tuple[str, str]:
 def adapter_place(key: str) -> tuple[str, str]:
     """Split a key of an adapter's file: `….layers.0.self_attn.q_proj.lora_A.weight` gives `…q_proj`, `lora_A`."""
     name = key.removeprefix(_PREFIX)
-    match = _METHOD.match(name)
+    match = _method_tensor().match(name)
     return (match["layer"], match["tensor"]) if match else split_name(name)
 
 
 def is_method_tensor(key: str) -> bool:
-    """Tell whether a key of an adapter's file is a tensor of the method, and not a layer that was saved whole."""
-    return _METHOD.match(key.removeprefix(_PREFIX)) is not None
+    """Report whether a key of an adapter's file is a tensor of the method, and not a layer that was saved whole."""
+    return _method_tensor().match(key.removeprefix(_PREFIX)) is not None
+
+
+@functools.cache
+def _method_tensor() -> re.Pattern[str]:
+    methods = "|".join(sorted({"lora_", *map(re.escape, peft_prefixes())}))
+    return re.compile(rf"^(?P<layer>.+?)\.(?P<tensor>(?:{methods})[^.]*)(?:\.weight)?$")
+
+
+def peft_prefixes() -> Iterator[str]:
+    """Yield what the installed PEFT's methods begin their tensors' names with: `lora_`, `hada_`, `vera_`.
+
+    They are read from the source, for importing PEFT imports torch: each method registers itself by a call of
+    `register_peft_method`, whose prefix is its name unless another is given (VeRA saves tensors of both).
+    """
+    found = importlib.util.find_spec("peft")
+    for folder in (found.submodule_search_locations if found else None) or ():
+        for file in sorted(Path(folder, "tuners").glob("*/__init__.py")):
+            for call in ast.walk(ast.parse(file.read_bytes())):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "register_peft_method":
+                    given = {k.arg: str(k.value.value) for k in call.keywords if isinstance(k.value, ast.Constant)}
+                    yield f"{given['name']}_"
+                    yield given.get("prefix", f"{given['name']}_")
 
 
 def module_place(name: str) -> str:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from consistency.capture.names import adapter_place, module_place, split_name
+from consistency.capture.names import adapter_place, is_method_tensor, module_place, peft_prefixes, split_name
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,18 @@ def test_a_key_of_an_adapter_is_a_layer_and_what_the_method_calls_it(prefix: str
 )
 def test_other_keys_are_split_like_parameters(key: str, place: tuple[str, str]) -> None:
     assert adapter_place(key) == place
+
+
+def test_every_method_of_the_installed_peft_is_known() -> None:
+    """A method that PEFT registers otherwise than by a plain call is not found in its source, and fails here."""
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+
+    prefixes = set(PEFT_TYPE_TO_PREFIX_MAPPING.values())
+    assert len(prefixes) > 20
+    assert prefixes <= set(peft_prefixes())
+    for prefix in prefixes:
+        assert adapter_place(f"base_model.model.{Q}.{prefix}x.weight") == (Q, f"{prefix}x")
+        assert is_method_tensor(f"{Q}.{prefix}x")
 
 
 def test_two_tensors_of_one_layer_share_its_place() -> None:
