@@ -1,4 +1,4 @@
-"""Faults of place and of memory: a tensor on another device, bytes on a device that nobody asked for, a third copy."""
+"""Faults of placement and memory: a tensor on another device, bytes on a device nobody asked for, a third copy."""
 
 from __future__ import annotations
 
@@ -8,31 +8,17 @@ from typing import Any
 import torch
 
 from consistency.worker.faults.adapter import in_adapted_model
-from consistency.worker.faults.planting import Install, Undo, replace
+from consistency.worker.faults.planting import Undo, instead
 from consistency.worker.memory.placement import other_devices
 
 STRAY_BYTES = 64 << 20
-"""More than twice the built-in adapters: what passes through on PEFT's own road cannot explain it."""
+"""More than twice the built-in adapters: PEFT's default load path cannot explain it."""
 
 _stray: list[torch.Tensor] = []
 
 
-def _after_loading(change: Callable[[Any], None]) -> Install:
-    """Change where things lie once PEFT has loaded the adapter, and let go of what was put elsewhere at the end."""
-
-    def install() -> Undo:
-        undo = in_adapted_model(change)()
-
-        def take_away() -> None:
-            undo()
-            _stray.clear()
-
-        return take_away
-
-    return install
-
-
-def _one_elsewhere(model: Any) -> None:
+@in_adapted_model
+def one_elsewhere(model: Any) -> None:
     """Leave one tensor of the adapter on another accelerator, else on the CPU, else where tensors have no bytes."""
     name = sorted(n for n, _ in model.named_parameters() if "lora_A" in n)[1]
     module = model.get_submodule(name.rpartition(".")[0])
@@ -41,36 +27,34 @@ def _one_elsewhere(model: Any) -> None:
     module.weight = torch.nn.Parameter(module.weight.detach().to(elsewhere))
 
 
+@in_adapted_model
 def _stray_bytes(model: Any) -> None:
-    """Take memory on a device that the model is not on, and keep it."""
+    """Allocate memory on a device that the model is not on, and keep it."""
     here = next(model.parameters()).device
     for elsewhere in other_devices(here)[:1]:
         _stray.append(torch.zeros(STRAY_BYTES, dtype=torch.uint8, device=elsewhere))
 
 
-def _third_copy() -> Undo:
+def stray_bytes() -> Undo:
+    undo = _stray_bytes()
+
+    def release() -> None:
+        undo()
+        _stray.clear()
+
+    return release
+
+
+@instead("peft.tuners.lora.layer:Linear.merge")
+def third_copy(
+    real: Callable[..., None], layer: Any, safe_merge: bool = False, adapter_names: list[str] | None = None
+) -> None:
     """Merge as PEFT did before its pull request 1944: by a sum that is a new weight beside the old one."""
-
-    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
-        def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-            if safe_merge or self.lora_variant:
-                real(self, safe_merge=safe_merge, adapter_names=adapter_names)
-                return
-            for name in adapter_names or self.active_adapters:
-                delta = self.get_delta_weight(name)
-                base = self.get_base_layer()
-                base.weight.data = base.weight.data + delta
-                self.merged_adapters.append(name)
-
-        return merge
-
-    from peft.tuners.lora.layer import Linear
-
-    return replace(Linear, "merge", wrap)
-
-
-FAULTS: dict[str, Install] = {
-    "placed-elsewhere": _after_loading(_one_elsewhere),
-    "bytes-elsewhere": _after_loading(_stray_bytes),
-    "merge-third-copy": _third_copy,
-}
+    if safe_merge or layer.lora_variant:
+        real(layer, safe_merge=safe_merge, adapter_names=adapter_names)
+        return
+    for name in adapter_names or layer.active_adapters:
+        delta = layer.get_delta_weight(name)
+        base = layer.get_base_layer()
+        base.weight.data = base.weight.data + delta
+        layer.merged_adapters.append(name)

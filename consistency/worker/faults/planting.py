@@ -1,7 +1,12 @@
-"""How a fault gets into a process: a function that is going to be called is replaced by one that goes wrong."""
+"""Plant a fault in a process: replace a function that is going to be called.
+
+`instead` and `changing` make the functions that `catalogue` names. A target is `module:function` or
+`module:Class.method`, imported when the fault is planted.
+"""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +16,52 @@ Undo = Callable[[], None]
 Install = Callable[[], Undo]
 
 
-def replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
-    """Replace a function by one that calls it."""
-    kept = vars(owner)[name]
-    setattr(owner, name, wrap(getattr(owner, name)))
-    return lambda: setattr(owner, name, kept)
+def instead(target: str) -> Callable[[Callable[..., Any]], Install]:
+    """Let the decorated function take the place of the target; it gets the real one before the arguments."""
+
+    def decorate(act: Callable[..., Any]) -> Install:
+        def install() -> Undo:
+            owner, _, name = target.replace(":", ".").rpartition(".")
+            place, real = pkgutil.resolve_name(owner), pkgutil.resolve_name(target)
+            kept = vars(place)[name]
+            setattr(place, name, lambda *args, **kwargs: act(real, *args, **kwargs))
+            return lambda: setattr(place, name, kept)
+
+        return install
+
+    return decorate
+
+
+def changing(target: str) -> Callable[[Callable[[Any], Any]], Install]:
+    """Let the decorated function change the target's result: in place, or by what it returns."""
+
+    def decorate(change: Callable[[Any], Any]) -> Install:
+        def act(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            found = real(*args, **kwargs)
+            with torch.no_grad():
+                changed = change(found)
+            return found if changed is None else changed
+
+        return instead(target)(act)
+
+    return decorate
+
+
+def together(*installs: Install) -> Install:
+    """Return the installer of several replacements."""
+
+    def install() -> Undo:
+        undos = [one() for one in installs]
+
+        def undo() -> None:
+            for one in reversed(undos):
+                one()
+
+        return undo
+
+    return install
 
 
 def cut_to_tf32(tensor: torch.Tensor) -> torch.Tensor:
-    """Cut float32 numbers as a unit does that takes its operands in TF32."""
+    """Cut float32 values as a unit that takes its operands in TF32 does."""
     return (tensor.view(torch.int32) & ~0x1FFF).view(torch.float32)  # 10 of 23 mantissa bits stay

@@ -1,4 +1,4 @@
-"""Wrappers: one that hides nothing, for the drill to wrap the base with, and what goes wrong with others."""
+"""Wrappers: one that hides nothing, which the drill wraps the base with, and faulty ones."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from consistency.worker.faults.planting import Install, Undo, replace
+from consistency.worker.faults.planting import Install, instead
 
 
 class Hiding(torch.nn.Module):
-    """Hand the forward pass on, and nothing else: what people write first."""
+    """Forward the forward pass and nothing else: the first wrapper that people write."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Hiding(torch.nn.Module):
 
 
 class Harmless(Hiding):
-    """Answer what the model inside answers."""
+    """Forward every attribute of the model inside."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -45,25 +45,16 @@ def harmless(model: torch.nn.Module) -> torch.nn.Module:
     return Harmless(model)
 
 
-def _instead(make: Callable[[torch.nn.Module], torch.nn.Module]) -> Install:
-    """Wrap the base in something else than what the user's function gives."""
+def _wrapping_with(make: Callable[[torch.nn.Module], torch.nn.Module]) -> Install:
+    """Wrap the base in something other than what the user's function returns."""
 
-    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(text: str, plain: torch.nn.Module) -> torch.nn.Module:
-            real(text, plain)
-            return make(plain)
+    @instead("consistency.worker.stages.wrapping:wrap")
+    def wrapped(real: Callable[..., Any], text: str, plain: torch.nn.Module) -> torch.nn.Module:
+        real(text, plain)
+        return make(plain)
 
-        return wrapped
-
-    def install() -> Undo:
-        from consistency.worker.stages import wrapping
-
-        return replace(wrapping, "wrap", wrap)
-
-    return install
+    return wrapped
 
 
-FAULTS: dict[str, Install] = {
-    "wrapper-hides-model": _instead(Hiding),
-    "wrapper-holds-twice": _instead(HoldingTwice),
-}
+hides_model = _wrapping_with(Hiding)
+holds_twice = _wrapping_with(HoldingTwice)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,71 +19,27 @@ from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.discovery import discover
 from consistency.worker import session
-from consistency.worker.faults import FAULTS, plant
+from consistency.worker.faults import plant
+from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault
 from consistency.worker.protocol import EventLog, Job
-from consistency.workflows.drill import HARMLESS_WRAPPER
 
 Run = Callable[..., Comparison]
 FAULTY = "cpu@baseline"
 
-# fault: stage that tells it, kind of the finding
-NAMED = {
-    "adapter-zeros": ("adapter", "zeros"),
-    "adapter-bit-flip": ("adapter", "bit-flip"),
-    "adapter-other-tensor": ("adapter", "swapped"),
-    "adapter-through-bfloat16": ("adapter", "rounded-to-bf16"),
-    "adapter-nan": ("adapter", "non-finite"),
-    "adapter-half-a-page": ("adapter", "block"),
-    "adapter-missing-key": ("adapter", "zeros"),  # lora_B stays at its initial zeros, which the file does not hold
-    "adapter-inactive": ("adapter", "inactive"),
-    "adapter-wrong-scaling": ("adapter", "settings"),
-    "adapter-layers-swapped": ("adapter", "swapped"),
-    "adapter-copy-dropped": ("adapter", "fresh-init"),
-    "adapter-copy-dropped-later": ("adapter", "never-written"),
-    "adapter-old-bytes": ("adapter", "stale"),
-    "adapter-bit-flip-in-a": ("adapter", "bit-flip"),
-    "adapter-through-float16": ("adapter", "rounded-to-fp16"),
-    "adapter-through-tf32": ("adapter", "rounded-to-tf32"),
-    "transfer-dropped": ("transfer", "never-written"),
-    "transfer-zeros": ("transfer", "zeros"),
-    "transfer-corrupt": ("transfer", "bit-flip"),
-    "transfer-stale-beside-work": ("transfer", "stale"),
-    "road-copies-dropped": ("adapter", "zeros"),
-    "road-low-memory-rounds": ("adapter", "rounded-to-bf16"),
-    "road-transformers-zeros": ("adapter", "zeros"),
-    "base-bit-flip": ("base", "bit-flip"),
-    "base-through-bfloat16": ("base", "rounded-to-bf16"),
-    "merge-bit-flip": ("merged", "bit-flip"),
-    "merge-in-tf32": ("merged", "tf32-products"),
-    "merge-zeros": ("merged", "zeros"),
-    "merge-off": ("merged", "wrong-scale"),
-    "merge-fails": ("merged", "missing"),
-    "forward-off": ("forward", "wrong-scale"),
-    "forward-fails": ("forward", "missing"),
-    "placed-elsewhere": ("memory", "wrong-device"),
-    "merge-third-copy": ("memory", "third-copy"),
-    "operator-off": ("operators", "wrong-scale"),
-    "operator-in-tf32": ("operators", "tf32-products"),
-    "operator-fails": ("operators", "missing"),
-    "gradient-off": ("gradient", "wrong-scale"),
-    "gradient-zeros": ("gradient", "zeros"),
-    "optimizer-off": ("gradient", "wrong-scale"),
-    "labels-changed-on-hop": ("sharding", "labels-changed"),
-    "ids-past-vocabulary": ("sharding", "ids-past-vocabulary"),
-    "wrapper-hides-model": ("wrapping", "hidden"),
-    "wrapper-holds-twice": ("wrapping", "held-twice"),
-}
-SENTENCES = {
-    "labels-changed-on-hop": "labels changed on the way to device cpu: labels[0, 3] was",
-    "ids-past-vocabulary": "ids past the vocabulary: largest id 515, embedding has 512 rows",
-    "wrapper-hides-model": "the wrapper hides config",
-    "wrapper-holds-twice": "39 storages are held twice: 2888192 bytes",
-}
+# what is found otherwise than by one run with wrong values has a test below
 LOST = {
     "killed": "SIGKILL",
     "hung": "no sign of life for 15 s",
     "stopped": "no sign of life for 15 s",
     "out-of-memory": "ran out of memory",
+}
+OTHERS = {"merge-not-repeatable", "setting-flipped"}
+WRONG = [f for f in FAULTS.values() if f.name not in {*LOST, *OTHERS} and not f.two_devices]
+SENTENCES = {
+    "labels-changed-on-hop": "labels changed on the way to device cpu: labels[0, 3] was",
+    "ids-past-vocabulary": "ids past the vocabulary: largest id 515, embedding has 512 rows",
+    "wrapper-hides-model": "the wrapper hides config",
+    "wrapper-holds-twice": "39 storages are held twice: 2888192 bytes",
 }
 STALL_S = 15.0
 LOSABLE = [info.spec.name for info in discover() if info.spec.name in (FAULTY, "cpu@avx2")]
@@ -104,12 +61,20 @@ BY_LOAD_PATH = {
     "road-transformers-zeros": "and the right bytes with PEFT's: transformers' loader",
     "adapter-zeros": "with PEFT's loader, and the right bytes with transformers': PEFT's loader",
 }
-OTHERS = {"merge-not-repeatable", "setting-flipped"}
-ON_SEVERAL_DEVICES = {"bytes-elsewhere"}  # tests/accelerator/inside_memory.py
 
 
-def test_every_fault_is_tried() -> None:
-    assert set(FAULTS) == set(NAMED) | set(LOST) | OTHERS | ON_SEVERAL_DEVICES
+def test_every_fault_is_a_function_that_plants_it() -> None:
+    """The one that needs two devices is tried in tests/accelerator/inside_memory.py."""
+    found = [pkgutil.resolve_name(f"consistency.worker.faults.{fault.plant}") for fault in FAULTS.values()]
+    assert all(map(callable, found))
+    assert len(set(found)) == len(found)
+
+
+def test_the_readme_counts_them() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    everywhere = sum(not fault.two_devices for fault in FAULTS.values())
+    assert f" {len(FAULTS)}" in readme
+    assert f"{everywhere} of {everywhere} planted faults" in readme
 
 
 def errors(comparison: Comparison) -> list[Finding]:
@@ -151,20 +116,20 @@ def look_at_fault(tmp_path: Path) -> Run:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
-@pytest.mark.parametrize("fault", NAMED)
-def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: str) -> None:
-    stage, kind = NAMED[fault]
-    found = look_at_fault(fault, stage, ALTERNATIVE_PATHS if fault in BY_LOAD_PATH else ())
+@pytest.mark.parametrize("fault", WRONG, ids=lambda fault: fault.name)
+def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: Fault) -> None:
+    name, stage = fault.name, fault.stages[0]
+    found = look_at_fault(name, stage, ALTERNATIVE_PATHS if name in BY_LOAD_PATH else ())
     assert found.verdict == "inconsistent"
     assert found.exit_status == 1
     first = errors(found)[0]
-    assert first.kind == kind
+    assert first.kind == fault.expected
     assert first.workers == (FAULTY,)
-    assert first.message.startswith(f"{stage} · {FAULTY} · {SENTENCES.get(fault, '')}")
+    assert first.message.startswith(f"{stage} · {FAULTY} · {SENTENCES.get(name, '')}")
     assert all(name.startswith(f"{stage}::") for name in first.tensors)
     assert {d.worker for d in found.first_divergence} == {FAULTY}
-    assert BY_LOAD_PATH.get(fault, "") in first.message
-    assert len(errors(found)) == 1 or fault not in BY_LOAD_PATH, (
+    assert BY_LOAD_PATH.get(name, "") in first.message
+    assert len(errors(found)) == 1 or name not in BY_LOAD_PATH, (
         "one cause is one finding, on however many roads it shows"
     )
 
@@ -221,7 +186,7 @@ def test_lost_workers_are_named_and_the_rest_is_compared(run_with_faults: Run, f
         assert LOST[fault] in finding.message
         assert "last event: merged" in finding.message
         if fault == "hung":
-            assert any("faults" in line and "_hang" in line for line in finding.detail)
+            assert any("faults" in line and "in hang" in line for line in finding.detail)
     adapter = [t for t in found.tensors if t.stage == "adapter"]
     assert adapter
     assert {row.status for t in adapter for row in t.rows} == {"equal"}

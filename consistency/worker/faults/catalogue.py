@@ -1,0 +1,156 @@
+"""Every planted fault, one row each: the function that plants it, and the trial that has to find it.
+
+Drill, tests and documents read these rows. No torch here: a fault's module is imported when it is planted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from consistency.case.load_path import LoadPath
+from consistency.case.stages import Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault and the finding it must cause.
+
+    Attributes
+    ----------
+    name : str
+    plant : str
+        `module:function` below `consistency.worker.faults` that plants it and returns how to undo that.
+    expected : str
+        Kind of the finding that has to name it.
+    stages : tuple of Stage
+        No more than the trial needs; the first one finds it.
+    case : str or None
+        Which of the cases C1 to C5 of `docs/cases.md` it stands for.
+    words : str
+        What the finding's message has to contain, besides its kind.
+    repeat : int
+    two_devices : bool
+        Whether it needs a second accelerator, and a worker that sees both.
+    load_paths : tuple of LoadPath or None
+        Those that distinguish it from other causes, where the level's do not.
+    wrapper : str or None
+        What the base is wrapped with on every worker.
+    """
+
+    name: str
+    plant: str
+    expected: str
+    stages: tuple[Stage, ...]
+    case: str | None = None
+    words: str = ""
+    repeat: int = 1
+    two_devices: bool = False
+    load_paths: tuple[LoadPath, ...] | None = None
+    wrapper: str | None = None
+
+
+HARMLESS_WRAPPER = "python:consistency.worker.faults.wrapping:harmless"
+
+_ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
+_TRANSFER, _OPERATORS, _GRADIENT = (Stage.TRANSFER,), (Stage.OPERATORS,), (Stage.GRADIENT,)
+_BASE, _FORWARD, _SHARDING, _WRAPPING = (Stage.BASE,), (Stage.FORWARD,), (Stage.SHARDING,), (Stage.WRAPPING,)
+
+_ROWS: tuple[Fault, ...] = (
+    Fault(name="adapter-zeros", plant="adapter:zeros", expected="zeros", stages=_ADAPTER, case="C1"),
+    Fault(name="adapter-missing-key", plant="adapter:missing_key", expected="zeros", stages=_ADAPTER, case="C1"),
+    Fault(name="adapter-half-a-page", plant="adapter:half_a_page", expected="block", stages=_ADAPTER, case="C1"),
+    Fault(name="adapter-other-tensor", plant="adapter:other_tensor", expected="swapped", stages=_ADAPTER, case="C1"),
+    Fault(name="adapter-layers-swapped", plant="adapter:two_layers", expected="swapped", stages=_ADAPTER, case="C1"),
+    Fault(name="adapter-copy-dropped", plant="adapter:no_a", expected="fresh-init", stages=_ADAPTER, case="C1"),
+    Fault(
+        name="adapter-copy-dropped-later", plant="adapter:no_a_later", expected="never-written", stages=_ADAPTER,
+        case="C1",
+    ),
+    Fault(name="adapter-old-bytes", plant="adapter:old_bytes", expected="stale", stages=_ADAPTER, case="C1"),
+    Fault(
+        name="road-copies-dropped", plant="load_paths:no_b", expected="zeros", stages=_ADAPTER, case="C1",
+        words="the right bytes with torch_device=cpu: copies by way of the device",
+        load_paths=(LoadPath.ISOLATED, LoadPath.ISOLATED_CPU, LoadPath.ISOLATED_LOW_MEMORY),
+    ),
+    Fault(
+        name="road-low-memory-rounds", plant="load_paths:through_bfloat16", expected="rounded-to-bf16",
+        stages=_ADAPTER, case="C1",
+        words="with low_cpu_mem_usage=True, and the right bytes without: the dtype on the way",
+    ),
+    Fault(
+        name="road-transformers-zeros", plant="load_paths:zeros", expected="zeros", stages=_ADAPTER, case="C1",
+        words="transformers' loader", load_paths=(LoadPath.ISOLATED, LoadPath.ISOLATED_TRANSFORMERS),
+    ),
+    Fault(name="adapter-bit-flip", plant="adapter:one_bit", expected="bit-flip", stages=_ADAPTER),
+    Fault(name="adapter-bit-flip-in-a", plant="adapter:one_bit_of_a", expected="bit-flip", stages=_ADAPTER),
+    Fault(
+        name="adapter-through-bfloat16", plant="adapter:through_bfloat16", expected="rounded-to-bf16",
+        stages=_ADAPTER, case="C1",
+    ),
+    Fault(
+        name="adapter-through-float16", plant="adapter:through_float16", expected="rounded-to-fp16", stages=_ADAPTER,
+        case="C1",
+    ),
+    Fault(name="adapter-through-tf32", plant="adapter:through_tf32", expected="rounded-to-tf32", stages=_ADAPTER),
+    Fault(name="adapter-nan", plant="adapter:not_a_number", expected="non-finite", stages=_ADAPTER),
+    Fault(name="adapter-inactive", plant="adapter:inactive", expected="inactive", stages=_ADAPTER),
+    Fault(name="adapter-wrong-scaling", plant="adapter:double_scaling", expected="settings", stages=_ADAPTER),
+    Fault(name="transfer-dropped", plant="transfer:dropped", expected="never-written", stages=_TRANSFER, case="C1"),
+    Fault(name="transfer-zeros", plant="transfer:zeros", expected="zeros", stages=_TRANSFER, case="C1"),
+    Fault(name="transfer-corrupt", plant="transfer:corrupt", expected="bit-flip", stages=_TRANSFER, case="C1"),
+    Fault(
+        name="transfer-stale-beside-work", plant="transfer:stale_under_load", expected="stale", stages=_TRANSFER,
+        case="C1", words="only beside running work",
+    ),
+    Fault(name="base-bit-flip", plant="base:one_bit", expected="bit-flip", stages=_BASE),
+    Fault(name="base-through-bfloat16", plant="base:through_bfloat16", expected="rounded-to-bf16", stages=_BASE),
+    Fault(name="merge-bit-flip", plant="computed:one_bit_of_weight", expected="bit-flip", stages=_MERGED),
+    Fault(name="merge-in-tf32", plant="computed:products_in_tf32", expected="tf32-products", stages=_MERGED),
+    Fault(name="merge-zeros", plant="computed:zero_delta", expected="zeros", stages=_MERGED),
+    Fault(name="merge-off", plant="computed:delta_off", expected="wrong-scale", stages=_MERGED),
+    Fault(name="merge-fails", plant="computed:kernel_fails", expected="missing", stages=_MERGED),
+    Fault(name="forward-off", plant="computed:activations_off", expected="wrong-scale", stages=_FORWARD),
+    Fault(name="forward-fails", plant="computed:operator_fails", expected="missing", stages=_FORWARD),
+    Fault(name="operator-off", plant="compute:softmax_off", expected="wrong-scale", stages=_OPERATORS),
+    Fault(name="operator-in-tf32", plant="compute:products_in_tf32", expected="tf32-products", stages=_OPERATORS),
+    Fault(name="operator-fails", plant="compute:softmax_fails", expected="missing", stages=_OPERATORS),
+    Fault(name="gradient-off", plant="compute:gradients_off", expected="wrong-scale", stages=_GRADIENT),
+    Fault(name="gradient-zeros", plant="compute:one_layer_lost", expected="zeros", stages=_GRADIENT),
+    Fault(name="optimizer-off", plant="compute:step_off", expected="wrong-scale", stages=_GRADIENT),
+    Fault(
+        name="merge-not-repeatable", plant="computed:flaky_delta", expected="not-repeatable", stages=_MERGED, repeat=2
+    ),
+    Fault(
+        name="wrapper-hides-model", plant="wrapping:hides_model", expected="hidden", stages=_WRAPPING, case="C3",
+        words="hides config", wrapper=HARMLESS_WRAPPER,
+    ),
+    Fault(
+        name="wrapper-holds-twice", plant="wrapping:holds_twice", expected="held-twice", stages=_WRAPPING, case="C3",
+        wrapper=HARMLESS_WRAPPER,
+    ),
+    Fault(
+        name="labels-changed-on-hop", plant="sharding:old_bytes", expected="labels-changed", stages=_SHARDING,
+        case="C4", words="labels changed on the way to device",
+    ),
+    Fault(
+        name="ids-past-vocabulary", plant="sharding:an_added_token", expected="ids-past-vocabulary",
+        stages=_SHARDING, case="C4", words="ids past the vocabulary: largest id",
+    ),
+    Fault(name="setting-flipped", plant="process:flip_setting", expected="setting-changed", stages=_MERGED),
+    Fault(name="placed-elsewhere", plant="memory:one_elsewhere", expected="wrong-device", stages=_MEMORY, case="C2"),
+    Fault(
+        name="bytes-elsewhere", plant="memory:stray_bytes", expected="touched", stages=_MEMORY, case="C2",
+        words="stay there", two_devices=True,
+    ),
+    Fault(name="merge-third-copy", plant="memory:third_copy", expected="third-copy", stages=_MEMORY, case="C5"),
+    Fault(name="killed", plant="process:kill", expected="lost-worker", stages=_MERGED, words="SIGKILL"),
+    Fault(name="hung", plant="process:hang", expected="lost-worker", stages=_MERGED, words="no sign of life"),
+    Fault(name="stopped", plant="process:stop", expected="lost-worker", stages=_MERGED, words="no sign of life"),
+    Fault(
+        name="out-of-memory", plant="process:take_all_memory", expected="lost-worker", stages=_MERGED,
+        words="out of memory",
+    ),
+)  # fmt: skip
+
+FAULTS: dict[str, Fault] = {fault.name: fault for fault in _ROWS}
+"""Every fault by its name, in the order of the drill."""
