@@ -64,6 +64,8 @@ PLUGIN_NEEDS = [
     "consistency.case.load_path",
     "consistency.case.options",
     "consistency.case.stages",
+    "consistency.numerics",  # the rules of the stages: plain Python
+    "consistency.numerics.rules",
     "consistency.pytest_plugin",
     "consistency.pytest_plugin.plugin",
 ]

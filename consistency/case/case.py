@@ -6,7 +6,7 @@ import msgspec
 
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Dtype
-from consistency.case.stages import LARGE_COPIES, LEVELS, Level, LevelPlan, Stage
+from consistency.case.stages import LARGE_COPIES, LEVELS, SPECS, Level, LevelPlan, Model, Stage
 from consistency.case.tolerance import Override
 
 
@@ -74,7 +74,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def needs_model(self) -> bool:
         """Tell whether any stage looks at the model; else it is not even loaded."""
-        return bool(self.base) and any(stage not in (Stage.TRANSFER, Stage.OPERATORS) for stage in self.stages)
+        return bool(self.base) and any(SPECS[stage].model is not Model.UNUSED for stage in self.stages)
 
     @property
     def reloads(self) -> bool:

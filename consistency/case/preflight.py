@@ -14,7 +14,7 @@ from consistency.case.builtin import resolve
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_header, read_json
 from consistency.case.options import Options
-from consistency.case.stages import LEVELS, Stage
+from consistency.case.stages import LEVELS, SPECS, Stage, requested
 from consistency.errors import InputError, UsageError, first_line
 
 DEVICE_MAPS = ("auto", "balanced", "sequential")
@@ -130,18 +130,12 @@ def _stages(options: Options) -> tuple[Stage, ...]:
             wanted="--wrapper python:package.module:function",
             hint="the function takes the plain model and returns it wrapped",
         )
-    for stage, option, value in (
-        (Stage.WRAPPING, "--wrapper", options.wrapper),
-        (Stage.SHARDING, "--device-map", options.device_map),
-    ):
+    for stage, spec in SPECS.items():
+        value = getattr(options, spec.option) if spec.option else None
         if asked is not None and value is not None and stage not in asked:
+            option = f"--{spec.option.replace('_', '-')}"
             raise UsageError(f"{option} is for the stage {stage}, which is not in --stages", where=option, got=value)
-    if asked is not None:
-        return asked
-    stages = set(LEVELS[options.level].stages)
-    stages |= {Stage.WRAPPING} if options.wrapper is not None else set()
-    stages |= {Stage.SHARDING} if options.device_map is not None else set()
-    return tuple(stage for stage in Stage if stage in stages)
+    return requested(options.level, options) if asked is None else asked
 
 
 def _device_map(text: str) -> str:

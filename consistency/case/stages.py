@@ -1,15 +1,22 @@
-"""Which stages there are, and which of them a level runs."""
+"""The stages, one row each, and which of them a level runs.
+
+Everything that the tool has to know of a stage, apart from how it works, is its `StageSpec`. A new stage is a row here
+and a module under `consistency.worker.stages`.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from consistency.case.load_path import SIDES
+from consistency.numerics.rules import Rule
 
 
 class Stage(enum.StrEnum):
-    """What is looked at, in the order in which the numbers depend on one another."""
+    """What is checked, in the order of reports: each depends on those before it."""
 
     TRANSFER = "transfer"
     OPERATORS = "operators"
@@ -23,21 +30,168 @@ class Stage(enum.StrEnum):
     WRAPPING = "wrapping"
 
 
-MODEL_LESS: tuple[Stage, ...] = (Stage.TRANSFER, Stage.OPERATORS, Stage.MEMORY)
-"""Stages that say something of the machine alone. Of these `memory` looks at the model too, where there is one."""
-
-
 class Level(enum.StrEnum):
-    """How much is looked at: about a minute, some minutes, or a night."""
+    """How much is checked: quick, standard, or overnight."""
 
     QUICK = "quick"
     STANDARD = "standard"
     THOROUGH = "thorough"
 
 
+class Kind(enum.Enum):
+    """What a stage's rows are about."""
+
+    MOVES = "only moves bytes, and no byte may differ"
+    COMPUTES = "computes, and so may round"
+    FACTS = "checks facts against limits of its own"
+
+
+class Model(enum.Enum):
+    """Whether a stage needs the model."""
+
+    UNUSED = enum.auto()
+    OPTIONAL = enum.auto()
+    REQUIRED = enum.auto()
+
+
+EVERY_LEVEL: tuple[Level, ...] = tuple(Level)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """One stage.
+
+    Attributes
+    ----------
+    stage : Stage
+    kind : Kind
+        A user's tolerance applies to stages that compute.
+    rule : Rule
+        Of most of its rows, and of the row that says why there are none.
+    worker : str
+        `module:function` that runs it: takes a `Context`, or a `Machine` where no model is loaded.
+    items : str
+        `module:function` that names its pytest items from headers alone; empty where `everything_else` is its only one.
+    model : Model
+    needs_adapter : bool
+    levels : tuple of Level
+        That run it without being asked.
+    option : str
+        Field of `Options` that asks for it; empty where `--stages` and the level alone do.
+    feeds_inputs : bool
+        Whether it runs the model on the case's inputs and is compared only with workers that had the same.
+    opens_devices : bool
+        Whether it uses other devices on purpose.
+    before : Stage or None
+        Where it runs, if not in the order of `Stage`: `forward` leaves the adapter merged.
+    whole : str
+        Tensor of the row that stands for it as a whole.
+    """
+
+    stage: Stage
+    kind: Kind
+    rule: Rule
+    worker: str
+    items: str = ""
+    model: Model = Model.REQUIRED
+    needs_adapter: bool = False
+    levels: tuple[Level, ...] = EVERY_LEVEL
+    option: str = ""
+    feeds_inputs: bool = False
+    opens_devices: bool = False
+    before: Stage | None = None
+    whole: str = "everything"
+
+
+_STAGES = "consistency.worker.stages"
+_ITEMS = "consistency.pytest_plugin.item_names"
+_FROM_STANDARD = (Level.STANDARD, Level.THOROUGH)
+
+SPECS: dict[Stage, StageSpec] = {
+    spec.stage: spec
+    for spec in (
+        StageSpec(
+            stage=Stage.TRANSFER, kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.transfer.stage:run",
+            model=Model.UNUSED, opens_devices=True,
+        ),
+        StageSpec(
+            stage=Stage.OPERATORS, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.operators.stage:run",
+            model=Model.UNUSED,
+        ),
+        StageSpec(
+            stage=Stage.BASE, kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.base:run",
+            items=f"{_ITEMS}:base_items",
+        ),
+        StageSpec(
+            stage=Stage.ADAPTER, kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.adapter.stage:run",
+            items=f"{_ITEMS}:adapter_items", needs_adapter=True,
+        ),
+        StageSpec(
+            stage=Stage.MERGED, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.merged.stage:run",
+            items=f"{_ITEMS}:merged_items", needs_adapter=True,
+        ),
+        StageSpec(
+            stage=Stage.FORWARD, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.forward:run",
+            items=f"{_ITEMS}:forward_items", levels=_FROM_STANDARD, feeds_inputs=True,
+        ),
+        StageSpec(
+            stage=Stage.GRADIENT, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.gradient.stage:run",
+            needs_adapter=True, levels=_FROM_STANDARD, feeds_inputs=True, whole="adapter_on",
+            before=Stage.FORWARD,
+        ),
+        StageSpec(
+            stage=Stage.MEMORY, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.memory:run",
+            model=Model.OPTIONAL, levels=_FROM_STANDARD,
+        ),
+        StageSpec(  # it loads the base twice more, which takes too long for the level `standard`
+            stage=Stage.SHARDING, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.sharding.stage:run",
+            levels=(Level.THOROUGH,), option="device_map", opens_devices=True,
+        ),
+        StageSpec(
+            stage=Stage.WRAPPING, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.wrapping:run",
+            levels=(), option="wrapper",
+        ),
+    )
+}  # fmt: skip
+"""Every stage, in the order of `Stage`."""
+
+
+def stages_of(choose: Callable[[StageSpec], bool]) -> tuple[Stage, ...]:
+    """Return the stages whose rows are chosen."""
+    return tuple(stage for stage, spec in SPECS.items() if choose(spec))
+
+
+def requested(level: Level, options: Any) -> tuple[Stage, ...]:
+    """Return the stages that a level runs, with those that an option or a case's field of that name asks for."""
+    return stages_of(lambda spec: level in spec.levels or bool(spec.option and getattr(options, spec.option)))
+
+
+def run_order(stages: Iterable[Stage], *, sees_others: bool) -> list[StageSpec]:
+    """Return the stages in the order in which a worker runs them.
+
+    `transfer` opens every device that it sees and leaves correct bytes in memory that is used again: where there are
+    other devices it comes last, so that loading is observed on untouched ones.
+    """
+    order: list[Stage] = []
+    for stage, spec in SPECS.items():
+        order.insert(len(order) if spec.before is None else order.index(spec.before), stage)
+    wanted = set(stages)
+    return [SPECS[s] for s in sorted(order, key=lambda s: sees_others and s is Stage.TRANSFER) if s in wanted]
+
+
+MOVES_WEIGHTS = stages_of(lambda spec: spec.kind is Kind.MOVES and spec.model is Model.REQUIRED)
+"""Stages that follow the weights from their file to the device."""
+
+COMPUTES_WITH_WEIGHTS = stages_of(lambda spec: spec.kind is Kind.COMPUTES and spec.model is Model.REQUIRED)
+"""Stages in which wrong weights show too."""
+
+MODEL_LESS: tuple[Stage, ...] = stages_of(lambda spec: spec.model is not Model.REQUIRED)
+"""Stages that check the machine alone. Of these `memory` checks the model too, where there is one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelPlan:
-    """What a level means; `sides` are the roads that it takes beside each default road."""
+    """What a level means; `sides` are the load paths that it checks besides each default one."""
 
     stages: tuple[Stage, ...]
     safe_merge: bool
@@ -53,7 +207,7 @@ LARGE_COPIES = "copies of 256 MiB and more"
 
 LEVELS: dict[Level, LevelPlan] = {
     Level.QUICK: LevelPlan(
-        stages=(Stage.TRANSFER, Stage.OPERATORS, Stage.BASE, Stage.ADAPTER, Stage.MERGED),
+        stages=stages_of(lambda spec: Level.QUICK in spec.levels),
         safe_merge=False,
         reload=False,
         sides=(),
@@ -70,18 +224,17 @@ LEVELS: dict[Level, LevelPlan] = {
         ),
     ),
     Level.STANDARD: LevelPlan(
-        # sharding loads the base twice more, which takes a large one out of "some minutes"
-        stages=tuple(s for s in Stage if s not in (Stage.SHARDING, Stage.WRAPPING)),
+        stages=stages_of(lambda spec: Level.STANDARD in spec.levels),
         safe_merge=True,
         reload=True,  # the adapter again, over poison: some tenths of a second
-        sides=("cpu", "low-memory"),  # with the default road, enough to tell copy path, device and dtype apart
-        sequences=8,  # a classifier answers once per sequence, and few answers tell little: `tolerance.luck`
+        sides=("cpu", "low-memory"),  # with the default load path, enough to separate copy path, device and dtype
+        sequences=8,  # a classifier answers once per sequence, and few answers allow a wide factor: `error_factor`
         tokens=16,
         repeat=1,
         not_looked_at=(LARGE_COPIES, "large operators", "a second run on the same device"),
     ),
     Level.THOROUGH: LevelPlan(
-        stages=tuple(s for s in Stage if s is not Stage.WRAPPING),  # which needs a wrapper of the user's own
+        stages=stages_of(lambda spec: Level.THOROUGH in spec.levels),
         safe_merge=True,
         reload=True,
         sides=SIDES,

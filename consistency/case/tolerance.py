@@ -16,13 +16,13 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
+from consistency.case.stages import SPECS, Kind, Stage, stages_of
 from consistency.errors import UsageError
 from consistency.numerics.rules import UNIT_ROUNDOFF
 
-COMPUTED: tuple[str, ...] = ("operators", "merged", "forward", "gradient")
-"""Stages that compute, and so may round; all others only move bytes."""
+COMPUTED: tuple[Stage, ...] = stages_of(lambda spec: spec.kind is Kind.COMPUTES)
+"""Stages that compute, and so may round."""
 
-_MOVING: tuple[str, ...] = ("transfer", "base", "adapter")
 _KEYS = ("stage", "layer", "dtype", "atol", "rtol")
 _EXAMPLE = "stage=merged,layer=*.q_proj,dtype=bfloat16,atol=1e-3,rtol=1e-2"
 
@@ -60,12 +60,11 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name, value in (("atol", self.atol), ("rtol", self.rtol)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is a finite number of 0 or more, got {value}")
-        if self.stage in _MOVING:
-            raise ValueError(
-                f"the stage {self.stage} only moves bytes, and no byte may differ: a tolerance is for {_or(COMPUTED)}"
-            )
-        if self.stage is not None and self.stage not in COMPUTED:
+        if self.stage is not None and self.stage not in list(Stage):
             raise ValueError(f"unknown stage: {self.stage}; a tolerance is for {_or(COMPUTED)}")
+        if self.stage is not None and self.stage not in COMPUTED:
+            why = SPECS[Stage(self.stage)].kind.value
+            raise ValueError(f"the stage {self.stage} {why}: a tolerance is for {_or(COMPUTED)}")
         if self.dtype is not None and self.dtype not in UNIT_ROUNDOFF:
             raise ValueError(f"no dtype that has a tolerance: {self.dtype}; it is one of {', '.join(UNIT_ROUNDOFF)}")
         if self.layer is not None and not self.layer.strip():

@@ -15,7 +15,7 @@ from consistency.comparison.result import NO_DIFFERENCE, Row, Status
 from consistency.comparison.stored_tensors import StoredDifference, compare_stored
 from consistency.comparison.workers import ComparedWorker, Key
 from consistency.numerics.real import Real
-from consistency.numerics.rules import UNIT_ROUNDOFF, Rule, passes, ratio, relative_allowance
+from consistency.numerics.rules import UNIT_ROUNDOFF, Rule, judge_relative, passes, relative_allowance
 from consistency.numerics.words import Word
 
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})
@@ -162,11 +162,11 @@ def _relative(
             reason="the CPU's own numbers overflow float16, which ends at 65504: there is no error to compare with",
         )
     samples = record.reference_samples or math.prod(record.shape)
-    allowed = relative_allowance(float(own), float(found.magnitude), record.dtype, samples=samples)
-    share = ratio(float(found.max_abs), allowed)
-    status: Status = "within" if passes(share) else "outside"
-    if share == 0 and found.mismatched == 0:
-        status = "equal"
+    share, allowed, judged = judge_relative(
+        float(found.max_abs), found.mismatched, float(found.magnitude), record.dtype,
+        reference_error=float(own), samples=samples,
+    )  # fmt: skip
+    status: Status = judged
     diagnosis = record.diagnosis or (Word.ACCUMULATION_ORDER if status == "within" else None)
     if status == "outside" and diagnosis in (None, Word.ACCUMULATION_ORDER):
         diagnosis = Word.UNKNOWN if math.isfinite(float(found.max_abs)) else Word.NON_FINITE

@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+from typing import Literal, NamedTuple
 
 UNIT_ROUNDOFF: dict[str, float] = {
     "float64": 2.0**-53,
@@ -116,6 +117,35 @@ def relative_allowance(reference_error: float, magnitude: float, dtype: str, *, 
         How many independent errors the CPU's is the largest of.
     """
     return error_factor(samples) * reference_error + UNIT_ROUNDOFF[dtype] * magnitude + HALF_SMALLEST_SUBNORMAL[dtype]
+
+
+class Verdict(NamedTuple):
+    """What the `relative` rule makes of an error: `ratio` is the error over what is `allowed`."""
+
+    ratio: float
+    allowed: float
+    status: Literal["equal", "within", "outside"]
+
+
+def judge_relative(
+    max_abs: float, mismatched: int, magnitude: float, dtype: str, *, reference_error: float, samples: int
+) -> Verdict:
+    """Judge a tensor's largest error against float64 by the CPU's own.
+
+    Parameters
+    ----------
+    max_abs : float
+        In the tensor's own unit.
+    mismatched : int
+        Elements that are not the exact ones, rounded to the dtype.
+    magnitude, dtype, reference_error, samples
+        See `relative_allowance`.
+    """
+    allowed = relative_allowance(reference_error, magnitude, dtype, samples=samples)
+    share = ratio(max_abs, allowed)
+    if share == 0 and mismatched == 0:
+        return Verdict(share, allowed, "equal")
+    return Verdict(share, allowed, "within" if passes(share) else "outside")
 
 
 def ratio(error: float, allowed: float) -> float:

@@ -6,6 +6,7 @@ has no item of its own; an item per stage and device stands for everything else,
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from consistency.capture.names import (
 from consistency.case.adapter_fit import read_adapter
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_checkpoint, read_json
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS, Stage
 from consistency.comparison.result import Comparison, Row, TensorComparison
 from consistency.launch.plan import WorkerPlan
 
@@ -65,9 +66,11 @@ def places(case: Case) -> tuple[Place, ...]:
     """Return every place of a case, in the order of its stages."""
     found: list[Place] = []
     for stage in case.stages:
-        if case.adapter is None and stage in (Stage.ADAPTER, Stage.MERGED, Stage.GRADIENT):
+        spec = SPECS[stage]
+        if case.adapter is None and spec.needs_adapter:
             continue
-        found += (Place(stage=stage, layer=layer, tensor=tensor) for layer, tensor in _of_stage(case, stage))
+        named = pkgutil.resolve_name(spec.items)(case) if spec.items else ()
+        found += (Place(stage=stage, layer=layer, tensor=tensor) for layer, tensor in named)
         found.append(Place(stage=stage, layer="", tensor=EVERYTHING_ELSE))
     return tuple(dict.fromkeys(found))
 
@@ -111,29 +114,28 @@ def _place_in_file(tensor: TensorComparison) -> tuple[str, str]:
     return tensor.layer, tensor.tensor
 
 
-def _of_stage(case: Case, stage: Stage) -> Iterator[tuple[str, str]]:
-    match stage:
-        case Stage.BASE:
-            yield from _base(case)
-        case Stage.ADAPTER:
-            yield from (adapter_place(key) for key in _adapter_keys(case))
-            yield SETTINGS_LAYER, RANK_AND_SCALING
-            if case.reloads:
-                yield SETTINGS_LAYER, LOADED_AGAIN
-        case Stage.MERGED:
-            layers = dict.fromkeys(adapter_place(key)[0] for key in _adapter_keys(case) if is_method_tensor(key))
-            tensors = (DELTA, WEIGHT, SAFE_WEIGHT) if case.plan.safe_merge else (DELTA, WEIGHT)
-            yield from ((layer, tensor) for layer in layers for tensor in tensors)
-        case Stage.FORWARD:
-            yield from _forward(case)
-
-
-def _base(case: Case) -> Iterator[tuple[str, str]]:
+def base_items(case: Case) -> Iterator[tuple[str, str]]:
+    """Yield layer and tensor of the stage `base`; this and the next three are named by `StageSpec.items`."""
     if case.factory is None:
         weights = read_checkpoint(
             Path(case.base), stem="model", pickle_stem="pytorch_model", allow_pickle=case.allow_pickle
         )
         yield from (split_name(name) for name in weights.tensors)
+
+
+def adapter_items(case: Case) -> Iterator[tuple[str, str]]:
+    """Yield layer and tensor of the stage `adapter`."""
+    yield from (adapter_place(key) for key in _adapter_keys(case))
+    yield SETTINGS_LAYER, RANK_AND_SCALING
+    if case.reloads:
+        yield SETTINGS_LAYER, LOADED_AGAIN
+
+
+def merged_items(case: Case) -> Iterator[tuple[str, str]]:
+    """Yield layer and tensor of the stage `merged`."""
+    layers = dict.fromkeys(adapter_place(key)[0] for key in _adapter_keys(case) if is_method_tensor(key))
+    tensors = (DELTA, WEIGHT, SAFE_WEIGHT) if case.plan.safe_merge else (DELTA, WEIGHT)
+    yield from ((layer, tensor) for layer in layers for tensor in tensors)
 
 
 def _adapter_keys(case: Case) -> Mapping[str, Any]:
@@ -142,7 +144,8 @@ def _adapter_keys(case: Case) -> Mapping[str, Any]:
     return read_adapter(Path(case.adapter), allow_pickle=case.allow_pickle)[1]
 
 
-def _forward(case: Case) -> Iterator[tuple[str, str]]:
+def forward_items(case: Case) -> Iterator[tuple[str, str]]:
+    """Yield layer and tensor of the stage `forward`."""
     if case.factory is not None:
         return
     config = read_json(Path(case.base) / "config.json")

@@ -1,7 +1,6 @@
 """The one module that changes torch's numerical settings: it sets, records and restores all of them.
 
-What is asked for and what is in force are two things: a library that is imported later may change a setting behind our
-back, so the worker reads them again after each stage.
+A library that is imported later may change a setting unnoticed, so the worker reads them again after each stage.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _UNREADABLE = "unreadable"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One switch: how it is read, how it is set, and what it is pinned to."""
+    """One setting: how it is read, how it is set, and its pinned value."""
 
     name: str
     pinned: Any
@@ -35,12 +34,12 @@ class Setting:
 
 
 def pinned() -> dict[str, Any]:
-    """Return what a deterministic run asks for, by setting."""
+    """Return the values that a deterministic run asks for, by setting."""
     return {s.name: s.pinned for s in _SETTINGS}
 
 
 def in_force() -> dict[str, Any]:
-    """Return what is set now, by setting."""
+    """Return the current values, by setting."""
     return {s.name: _read(s) for s in _SETTINGS}
 
 
@@ -52,7 +51,7 @@ def changed(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def deterministic(*, threads: int | None = None, seed: int = SEED, **overrides: Any) -> Iterator[dict[str, Any]]:
-    """Pin every setting, seed every generator, and put all of it back at the end.
+    """Pin every setting, seed every generator, and restore all of it at the end.
 
     Parameters
     ----------
@@ -61,27 +60,26 @@ def deterministic(*, threads: int | None = None, seed: int = SEED, **overrides: 
     seed : int
         For Python, NumPy and torch.
     **overrides
-        Settings by name that are to differ from the pinned ones.
+        Settings by name that differ from the pinned ones.
 
     Yields
     ------
     dict
-        What was asked for, by setting.
+        The requested values, by setting.
     """
     unknown = set(overrides) - {s.name for s in _SETTINGS}
     if unknown:
         raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}")
     before = in_force()
-    generators = _generators()
     asked = {**pinned(), **overrides}
     asked["threads"] = before["threads"] if threads is None else threads
-    try:
-        _apply(asked)
-        seed_all(seed)
-        yield asked
-    finally:
-        _apply(before)
-        _restore(generators)
+    with _generators_kept():
+        try:
+            _apply(asked)
+            seed_all(seed)
+            yield asked
+        finally:
+            _apply(before)
 
 
 def restore(asked: Mapping[str, Any], changed_settings: Mapping[str, Any]) -> None:
@@ -101,7 +99,7 @@ def _apply(values: Mapping[str, Any]) -> None:
     for setting in _SETTINGS:
         value = values.get(setting.name, _UNREADABLE)
         if str(value).startswith(_UNREADABLE):
-            continue  # nothing that could be put back: torch refused to say what was set
+            continue  # nothing to restore: torch refused to report the value
         if _read(setting) != value:
             setting.write(value)
 
@@ -109,41 +107,28 @@ def _apply(values: Mapping[str, Any]) -> None:
 def _read(setting: Setting) -> Any:
     try:
         return setting.read()
-    except RuntimeError as error:  # torch refuses to answer when its old and new TF32 switches were both used
+    except RuntimeError as error:  # torch refuses to answer after its old and new TF32 switches were both used
         return f"{_UNREADABLE}: {str(error).splitlines()[0]}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Generators:
-    python: Any
-    numpy: Any
-    torch_cpu: torch.Tensor
-    accelerators: tuple[torch.Tensor, ...]
-
-
-def _generators() -> _Generators:
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Restore the state of every generator at the end."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     module = _initialized_accelerator()
     states = [] if module is None else [module.get_rng_state(i) for i in range(module.device_count())]
-    return _Generators(
-        python=random.getstate(),
-        numpy=np.random.get_state(),  # noqa: NPY002
-        torch_cpu=torch.get_rng_state(),
-        accelerators=tuple(states),
-    )
-
-
-def _restore(generators: _Generators) -> None:
-    random.setstate(generators.python)
-    np.random.set_state(generators.numpy)  # noqa: NPY002
-    torch.set_rng_state(generators.torch_cpu)
-    module = _initialized_accelerator()
-    if module is not None:
-        for index, state in enumerate(generators.accelerators):
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(cpu)
+        for index, state in enumerate(states):
             module.set_rng_state(state, index)
 
 
 def _initialized_accelerator() -> Any:
-    """Return the accelerator's module if it is in use; reading its generators must not be what opens it."""
+    """Return the accelerator's module if it is in use; reading its generators must not open it."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return None

@@ -1,11 +1,12 @@
-"""Turn what a stage sees into records, and keep the tensors that are worth keeping."""
+"""Turn what a stage measures into records, and store the tensors that are worth keeping."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,37 @@ from safetensors.torch import save_file
 
 from consistency.capture.folder import blob_key
 from consistency.capture.json_codec import encode_json
+from consistency.capture.names import TOLERANCE
 from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
 from consistency.case.load_path import LoadPath
+from consistency.case.tolerance import Override, choose
 from consistency.errors import CaptureError
-from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
+from consistency.numerics.bound import UserAllowance
+from consistency.numerics.diagnosis_computed import Chunks, diagnose_computed
+from consistency.numerics.diagnosis_moved import Diagnosis, Known, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import TensorDigest, as_bytes, differing_blocks, digest
 from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import name_of
 from consistency.numerics.real import Real
-from consistency.numerics.rules import Rule
+from consistency.numerics.rules import Rule, passes
 from consistency.numerics.words import Word
 
 KEEP_BYTES = 64 * 2**20
-"""A tensor outside its rule is kept in full up to this size; beyond it, block digests and the worst element tell."""
+"""A tensor outside its rule is stored in full up to this size; beyond it, block digests and the worst element do."""
+
+PEER_KEEP_BYTES = 2**20
+"""A tensor without a file is stored up to this size, so that a difference can be shown element by element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserTolerance:
+    """The override that applies to a tensor."""
+
+    override: Override
+
+    @property
+    def allowance(self) -> UserAllowance:
+        return UserAllowance(atol=self.override.atol, rtol=self.override.rtol)
 
 
 class Recorder:
@@ -42,12 +61,26 @@ class Recorder:
         The capture's content-addressed tensors, shared by all workers.
     only : sequence of str
         `stage::layer` prefixes to record; empty records everything.
+    keep : bool
+        Store every computed tensor that is judged.
+    tolerance : sequence of Override
+        What the user allows instead of the derived rules.
     """
 
-    def __init__(self, folder: Path, blobs: Path, *, only: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        blobs: Path,
+        *,
+        only: Sequence[str] = (),
+        keep: bool = False,
+        tolerance: Sequence[Override] = (),
+    ) -> None:
         self._file = (folder / "records.jsonl").open("ab", buffering=0)
         self._blobs = blobs
         self._only = tuple(only)
+        self._keep = keep
+        self._tolerance = tolerance
         self._order = 0
         self._load_path = ""
 
@@ -58,15 +91,20 @@ class Recorder:
         self._file.close()
 
     def wants(self, stage: str, layer: str) -> bool:
-        """Tell whether anything is to be recorded of a layer."""
+        """Report whether anything of a layer is to be recorded."""
         key = f"{stage}::{layer}"
         return not self._only or any(
             key == prefix or key.startswith((prefix + ".", prefix + "::")) or prefix == stage for prefix in self._only
         )
 
+    def tolerance(self, *, stage: str, layer: str, dtype: torch.dtype) -> UserTolerance | None:
+        """Return what the user allows for a tensor, None where the derived rules apply."""
+        found = choose(self._tolerance, stage=stage, layer=layer, dtype=name_of(dtype))
+        return None if found is None else UserTolerance(override=found)
+
     @contextmanager
     def on_load_path(self, load_path: LoadPath) -> Iterator[None]:
-        """Record what follows as seen on a side road."""
+        """Record what follows under an alternative load path."""
         self._load_path = load_path.value
         try:
             yield
@@ -94,7 +132,7 @@ class Recorder:
                 os.replace(partial, path)
             except (OSError, SafetensorError) as error:
                 partial.unlink(missing_ok=True)
-                raise CaptureError("cannot keep a tensor", where=path, got=error) from error
+                raise CaptureError("cannot store a tensor", where=path, got=error) from error
         return name
 
     def moved(
@@ -110,13 +148,13 @@ class Recorder:
         repeats: tuple[str, ...] = (),
         evidence: Mapping[str, Any] | None = None,
     ) -> TensorDigest:
-        """Hold a tensor whose bytes were only moved against the bytes in the file, and record what was seen.
+        """Compare a tensor whose bytes were only moved with the bytes in the file, and record the result.
 
         Parameters
         ----------
         stage, layer, tensor : str
         actual : torch.Tensor
-            On its device; it leaves it only where something is to be said, or where `keep` asks.
+            On its device; it is copied to the host only where it differs, or where `keep` asks.
         expected : torch.Tensor
             On the CPU.
         known : Known, optional
@@ -150,7 +188,7 @@ class Recorder:
             found = measure(host, expected)
             diagnosis = diagnose_moved(host, expected, found, known=known)
             if found.mismatched == 0:
-                # the digest on the device and the bytes on the host disagree: reading the tensor back changed it
+                # the digest on the device and the bytes on the host disagree: the read-back changed the tensor
                 diagnosis = dataclasses.replace(diagnosis, word=Word.UNKNOWN, evidence={"digest_only": True})
         else:
             diagnosis = structure
@@ -171,6 +209,84 @@ class Recorder:
             )
         )
         return here
+
+    def judged(
+        self,
+        *,
+        stage: str,
+        layer: str,
+        tensor: str,
+        actual: torch.Tensor,
+        digests: Sequence[TensorDigest],
+        found: Measure | None,
+        rule: Rule,
+        chunks: Chunks,
+        tolerance: UserTolerance | None = None,
+        bound_ratio: float | None = None,
+        in_tf32: Callable[[], Measure] | None = None,
+        reference_error: float | None = None,
+        reference_samples: int | None = None,
+        outside: Callable[[], Mapping[str, Any]] = dict,
+        unjudged: RecordStatus = "measured",
+        reason: str | None = None,
+        exact: torch.Tensor | None = None,
+        ingredients: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Judge a computed tensor by its measure, name the difference, and record both.
+
+        Parameters
+        ----------
+        found : Measure or None
+            Against the exact value, by the user's tolerance where there is one; None where no exact value is known, so
+            that only other workers can judge.
+        rule : Rule
+            What judges the tensor where no tolerance does.
+        chunks : callable
+            Gives the tensor beside its exact value; called only where it is outside.
+        bound_ratio : float, optional
+            Error over allowance, where the measure has none of its own.
+        in_tf32 : callable, optional
+            Gives the measure by the bound of TF32 products, where these could have been used.
+        outside : callable, optional
+            Gives further evidence of a tensor outside its rule.
+        unjudged : str
+            Status where nothing here can judge it.
+        reason : str, optional
+            Why there is no exact value.
+        """
+        share = bound_ratio if found is None or bound_ratio is not None else found.bound_ratio
+        status = unjudged
+        cause: Diagnosis | None = None
+        evidence: dict[str, Any] = {}
+        if found is not None and tolerance is not None:
+            evidence[TOLERANCE] = str(tolerance.override)
+        if found is not None and share is not None:
+            status = "within" if passes(share) else "outside"
+            if status == "outside":
+                cause = diagnose_computed(found, chunks, in_tf32=in_tf32 if tolerance is None else None)
+                evidence |= {**cause.evidence, **outside()}
+            elif tolerance is None:  # within a tolerance that nobody derived, nothing is known of the cause
+                cause = Diagnosis(word=Word.ACCUMULATION_ORDER)
+            if float(found.max_abs) == 0 and found.mismatched == 0:
+                status = "equal"
+        self.computed(
+            stage=stage,
+            layer=layer,
+            tensor=tensor,
+            actual=actual,
+            rule=Rule.PEER if found is None else Rule.USER if tolerance is not None else rule,
+            found=found,
+            status=status,
+            diagnosis=None if cause is None else cause.word,
+            digests=digests,
+            reference_error=reference_error,
+            reference_samples=reference_samples,
+            keep=self._keep,
+            evidence=evidence,
+            reason=reason,
+            exact=exact,
+            ingredients=ingredients,
+        )
 
     def computed(
         self,

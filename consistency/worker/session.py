@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Sequence
+import pkgutil
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ from consistency.capture.folder import write_json
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import SettingChange
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS, Model, Stage, StageSpec, run_order
 from consistency.errors import UsageError
 from consistency.numerics.digest import digest
 from consistency.numerics.words import Word
@@ -29,18 +30,12 @@ from consistency.worker.model.loading import expected_adapter, load_adapter, loa
 from consistency.worker.model.weight_files import WeightFiles
 from consistency.worker.protocol import TOLD_FILE, EventLog, Job, Told
 from consistency.worker.recorder import Recorder
-from consistency.worker.stages import base, forward, memory, wrapping
-from consistency.worker.stages.adapter import stage as adapter
-from consistency.worker.stages.context import Context
-from consistency.worker.stages.gradient import stage as gradient
-from consistency.worker.stages.merged import stage as merged
-from consistency.worker.stages.operators import stage as operators
-from consistency.worker.stages.sharding import stage as sharding
-from consistency.worker.stages.transfer import stage as transfer
+from consistency.worker.stages import base
+from consistency.worker.stages.context import Context, Machine
 
 
 class Session:
-    """Run the stages of a job one after the other, and look at the settings after each."""
+    """Run the stages of a job one after the other, and check the settings after each."""
 
     def __init__(self, job: Job, events: EventLog, asked: dict[str, Any]) -> None:
         self._job = job
@@ -61,126 +56,93 @@ class Session:
         self._save()
 
     def run(self) -> None:
-        job = self._job
-        with Recorder(Path(job.folder), Path(job.blobs), only=job.case.only) as record:
-            self._run(record)
+        job, case = self._job, self._job.case
+        tolerance, folder = case.tolerance, Path(job.folder)
+        with Recorder(folder, Path(job.blobs), only=case.only, keep=case.keep, tolerance=tolerance) as record:
+            machine = Machine(
+                job=job, events=self._events, record=record, placement=self._placement, memory=self._memory
+            )
+            context: Context | None = None
+            specs = run_order(case.stages, sees_others=job.device != "cpu" and job.load_path == LoadPath.SHARED)
+            for number, spec in enumerate(specs):
+                if spec.model is not Model.UNUSED and case.needs_model and context is None:
+                    context = self._load(machine, specs)
+                if spec.stage is Stage.BASE:
+                    continue  # it has run between loading the base and loading the adapter
+                if spec.needs_adapter and case.adapter is None:
+                    _skip(record, spec, "the case has no adapter")
+                    continue
+                if spec.feeds_inputs and context is not None:
+                    inputs, _ = fixed_inputs(case, context.base.model)
+                    self._update(inputs_digest=None if inputs is None else digest_of(inputs))
+                try:
+                    self._run(spec, context or machine)
+                except KernelAssertedError as lost:
+                    record.fact(
+                        stage=spec.stage,
+                        layer=WHOLE_MODEL,
+                        tensor="kernels",
+                        status="outside",
+                        diagnosis=Word.IDS_CHANGED,
+                        reason=str(lost),
+                    )
+                    for later in specs[number + 1 :]:
+                        _skip(record, later, "an earlier kernel assertion took the device's context with it")
+                    return
 
-    def _run(self, record: Recorder) -> None:
-        case, wanted = self._job.case, self._job.case.stages
-        # The stage `transfer` opens every device that it sees, and leaves right bytes in memory that is used again:
-        # beside other devices it comes last, so that what loading touches is looked at untouched.
-        late = self._sees_others()
-        if not late:
-            self._transfer(record, wanted)
-        if Stage.OPERATORS in wanted:  # they need no model
-            self._begin(Stage.OPERATORS)
-            operators.run(operators.Trials.of(case, self._job.device, self._job.settings), record, self._events)
-            self._end(Stage.OPERATORS)
-        if case.needs_model:
-            self._look_at_model(record)
-        elif Stage.MEMORY in wanted:
-            self._begin(Stage.MEMORY)
-            memory.devices(record, self._placement)
-            self._end(Stage.MEMORY)
-        if late:
-            self._transfer(record, wanted)
+    def _run(self, spec: StageSpec, context: Machine) -> None:
+        self._begin(spec.stage)
+        pkgutil.resolve_name(spec.worker)(context)
+        self._check(spec.stage)
+        self._update(stages_done=(*self._told.stages_done, spec.stage))
 
-    def _sees_others(self) -> bool:
-        return self._job.device != "cpu" and self._job.load_path == LoadPath.SHARED
-
-    def _transfer(self, record: Recorder, wanted: tuple[Stage, ...]) -> None:
-        if Stage.TRANSFER in wanted:
-            self._begin(Stage.TRANSFER)
-            transfer.run(self._job, self._events, record)
-            self._end(Stage.TRANSFER)
-
-    def _look_at_model(self, record: Recorder) -> None:
-        job, events = self._job, self._events
-        wanted = job.case.stages
+    def _load(self, machine: Machine, specs: list[StageSpec]) -> Context:
+        """Load base and adapter; the stage `base` runs in between."""
+        job, case = self._job, self._job.case
         self._begin("load base")
-        loaded = load_base(job.case, job.device)
+        loaded = load_base(case, job.device)
         self._update(
             environment={**self._told.environment, "dtype": loaded.dtype, "model_class": type(loaded.model).__name__}
         )
         self._check("load base")
-        before = {}
-        if Stage.BASE in wanted:
-            self._begin(Stage.BASE)
-            before = base.look(loaded, record, events, on_cpu=job.device == "cpu")
-            self._end(Stage.BASE)
-        model, files, expected, changed = loaded.model, None, {}, {}
-        initial: dict[str, str] = {}
-        if job.case.adapter is not None:
-            before = before or {name: digest(tensor) for name, tensor in loaded.tensors.items()}
-            self._begin("load adapter")
-            with self._placement.watching():
-                model = load_adapter(loaded, job.case, initial=initial, autocast=job.autocast_adapter_dtype)
-            files = WeightFiles.of_adapter(job.case.adapter, allow_pickle=job.case.allow_pickle)
-            expected = expected_adapter(model, files)
-            self._check("load adapter")
-            self._begin("base, after the adapter")
-            changed = base.rewritten(loaded, before)
-            if Stage.BASE in wanted:
-                base.look_again(loaded, record, before, changed)
         context = Context(
-            job=job,
-            events=events,
-            record=record,
+            **{field.name: getattr(machine, field.name) for field in dataclasses.fields(machine)},
             base=loaded,
-            model=model,
-            adapter_files=files,
-            expected=expected,
-            initial=initial,
-            rewritten=frozenset(changed),
-            placement=self._placement,
-            memory=self._memory,
+            model=loaded.model,
+            digests={},
+            expected={},
+            initial={},
+            rewritten=frozenset(),
         )
-        # the forward stage leaves the adapter merged, so whatever looks at the model as it was comes before it
-        stages = (
-            (Stage.ADAPTER, adapter.run),
-            (Stage.MERGED, merged.run),
-            (Stage.GRADIENT, gradient.run),
-            (Stage.FORWARD, forward.run),
-            (Stage.MEMORY, memory.run),
-            (Stage.SHARDING, sharding.run),
-            (Stage.WRAPPING, wrapping.run),
-        )
-        for stage, look in stages:
-            if stage not in wanted:
-                continue
-            if job.case.adapter is None and stage in (Stage.ADAPTER, Stage.MERGED):
-                record.absent(
-                    stage=stage,
-                    layer=WHOLE_MODEL,
-                    tensor="everything",
-                    status="skipped",
-                    reason="the case has no adapter",
-                )
-                continue
-            self._begin(stage)
-            if stage in (Stage.GRADIENT, Stage.FORWARD):
-                inputs, _ = fixed_inputs(job.case, loaded.model)
-                self._update(inputs_digest=None if inputs is None else digest_of(inputs))
-            try:
-                look(context)
-            except KernelAssertedError as lost:
-                _tell_of_assert(record, stage, wanted, str(lost))
-                return
-            self._end(stage)
+        checks_base = SPECS[Stage.BASE] in specs
+        if checks_base:
+            self._run(SPECS[Stage.BASE], context)
+        if case.adapter is None:
+            return context
+        for name, tensor in loaded.tensors.items():
+            if name not in context.digests:
+                context.digests[name] = digest(tensor)
+        self._begin("load adapter")
+        with self._placement.watching():
+            model = load_adapter(loaded, case, initial=context.initial, autocast=job.autocast_adapter_dtype)
+        files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
+        expected = expected_adapter(model, files)
+        self._check("load adapter")
+        self._begin("base, after the adapter")
+        changed = base.rewritten(context)
+        if checks_base:
+            base.look_again(context, changed)
+        return dataclasses.replace(context, model=model, expected=expected, rewritten=frozenset(changed))
 
     def _begin(self, stage: str) -> None:
         determinism.seed_all()
         self._memory.begin()
         self._events.stage(stage)
 
-    def _end(self, stage: str) -> None:
-        self._check(stage)
-        self._update(stages_done=(*self._told.stages_done, stage))
-
     def _check(self, stage: str) -> None:
-        """Note settings that another library has flipped since they were set, and set them again.
+        """Note settings that another library has changed since they were set, and set them again.
 
-        Note too what the stage took of memory, and which other devices it touched.
+        Note the memory that the stage took, and the other devices that it touched.
         """
         self._placement.look(stage)
         taken = self._memory.end(stage)
@@ -191,7 +153,7 @@ class Session:
         )
         if changes:
             determinism.restore(self._asked, found)
-        # the digest's kernel is tried when the first large tensor comes, so what became of it is known only now
+        # the digest's kernel is tried on the first large tensor, so its outcome is known only now
         described = {**self._told.environment, **environment.digest_kernel(torch.device(self._job.device))}
         self._update(
             environment=described,
@@ -208,28 +170,14 @@ class Session:
         write_json(self._path, self._told)
 
 
-def _tell_of_assert(record: Recorder, stage: Stage, wanted: Sequence[Stage], sentence: str) -> None:
-    """Record why the worker stops here: the device's context went with the kernel, and nothing runs on it any more."""
-    record.fact(
-        stage=stage,
-        layer=WHOLE_MODEL,
-        tensor="kernels",
-        status="outside",
-        diagnosis=Word.IDS_CHANGED,
-        reason=sentence,
+def _skip(record: Recorder, spec: StageSpec, reason: str) -> None:
+    record.absent(
+        stage=spec.stage, layer=WHOLE_MODEL, tensor=spec.whole, status="skipped", reason=reason, rule=spec.rule
     )
-    for later in [s for s in wanted if list(Stage).index(s) > list(Stage).index(stage)]:
-        record.absent(
-            stage=later,
-            layer=WHOLE_MODEL,
-            tensor="everything",
-            status="skipped",
-            reason="a kernel asserted before, and took the device's context with it",
-        )
 
 
 def _import_libraries() -> ModuleType:
-    """Import transformers and PEFT, which are told apart from a fault of the model: their versions must fit."""
+    """Import transformers and PEFT; report apart from any fault of the model that their versions do not fit."""
     try:
         importlib.import_module("peft")
         return importlib.import_module("transformers")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from consistency.capture.names import SETTINGS_LAYER, WHOLE_MODEL
 from consistency.capture.wording import some
 from consistency.case.load_path import is_alternative
+from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.comparison.findings.details import describe
 from consistency.comparison.findings.load_paths import Verdict, copies, is_software, judge_load_paths, load_paths_taken
 from consistency.comparison.result import BAD, Finding, Row, TensorComparison
@@ -83,7 +84,7 @@ def find_causes(
     tensors = [t for t in tensors if not any(row.diagnosis == Word.TOUCHED for row in t.rows)]
     wrong = _by_name(tensors)
     groups = _grouped(wrong, many=len({t.load_path for t in tensors if not is_alternative(t.load_path)}) > 1)
-    moved = {place for c, group in groups.items() if c.stage in ("base", "adapter") for place in group.places}
+    moved = {place for c, group in groups.items() if c.stage in MOVES_WEIGHTS for place in group.places}
     totals = _totals(tensors)
     for cause, group in groups.items():
         load_paths = group.load_paths
@@ -197,7 +198,7 @@ def _right(same: Sequence[TensorComparison], workers: Sequence[str]) -> list[str
 def _origin(cause: _Cause, group: _Group, moved: Set[tuple[str, str]]) -> str:
     """State where a difference is not the device's own: its file differs, or the bytes that it computed with."""
     text = ": the files differ" if all(row.own_file is True for row in group.samples) else ""
-    computed = cause.stage in ("merged", "forward", "gradient")
+    computed = cause.stage in COMPUTES_WITH_WEIGHTS
     if computed and all((path, worker) in moved for path in group.load_paths for worker in cause.workers):
         text += ": caused by the wrong bytes above"
     return text

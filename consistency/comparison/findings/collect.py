@@ -12,7 +12,7 @@ from typing import Any
 
 from consistency.case.builtin import builtin_name
 from consistency.case.load_path import is_alternative
-from consistency.case.stages import Level, Stage
+from consistency.case.stages import MOVES_WEIGHTS, Level, Stage, requested
 from consistency.comparison.findings.causes import find_causes, names
 from consistency.comparison.findings.host import find_host_problems
 from consistency.comparison.findings.load_paths import find_casts
@@ -171,7 +171,7 @@ def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
 
 def _same_program(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     """Devices of one model that run one program on the same bytes are expected to agree to the bit."""
-    carried = [t for t in tensors if t.stage in ("base", "adapter") and not is_alternative(t.load_path)]
+    carried = [t for t in tensors if t.stage in MOVES_WEIGHTS and not is_alternative(t.load_path)]
     off = {row.worker for t in carried for row in t.rows if row.status in BAD}
     groups: dict[tuple[Any, ...], list[ComparedWorker]] = {}
     for p in compared:
@@ -236,9 +236,8 @@ def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, 
     parts += [f"--adapter {shlex.quote(case.adapter)}"] if case.adapter and not builtin else []
     parts += [f"--dtype {case.dtype}"] if case.dtype != "auto" else []
     parts += [f"--level {case.level}"] if case.level != Level.STANDARD else []
-    by_itself = {*case.plan.stages, *([Stage.WRAPPING] if case.wrapper else [])}
-    by_itself |= {Stage.SHARDING} if case.device_map else set()
-    parts += [f"--stages {','.join(case.stages)}"] if set(case.stages) != by_itself else []
+    asked = set(case.stages) != set(requested(case.level, case))
+    parts += [f"--stages {','.join(case.stages)}"] if asked else []
     parts += [f"--wrapper {shlex.quote(case.wrapper)}"] if case.wrapper else []
     parts += [f"--device-map {shlex.quote(str(case.device_map))}"] if case.device_map else []
     parts += [f"--inputs {shlex.quote(case.inputs)}"] if case.inputs else []

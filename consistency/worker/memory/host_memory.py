@@ -1,7 +1,4 @@
-"""Memory: how much was taken, and the want of it, in the several ways in which it is told.
-
-No torch here: `__main__` uses this before importing it.
-"""
+"""How much memory the host has given to this process, and how much it has left. No torch at import."""
 
 from __future__ import annotations
 
@@ -52,15 +49,6 @@ def free_bytes(device: Any) -> int | None:
 
     module = torch.get_device_module(device.type)
     return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error means that memory ran out, on the host or on a device."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    # torch's allocator of host memory raises a plain RuntimeError (c10/core/impl/alloc_cpu.cpp)
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("not enough memory" in text or "can't allocate memory" in text)
 
 
 def _told(path: str, field: str) -> int | None:

@@ -26,7 +26,7 @@ import torch
 from consistency.numerics.rules import ratio
 from consistency.worker.memory.peak import Mark, PeakMeter, Peaks
 from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.stages.merged.stage import restored, weight_of
+from consistency.worker.model.merging import restored, weight_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

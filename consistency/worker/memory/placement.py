@@ -25,13 +25,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from consistency.capture.wording import listed
+from consistency.case.stages import stages_of
 from consistency.devices.backends import backend_of
 
 _LIBRARIES = ("peft", "safetensors", "transformers", "accelerate")
 _MOST_FRAMES = 3
 
-ON_PURPOSE = frozenset({"transfer", "sharding"})
-"""Stages that use other devices because that is what they look at: what they take of them counts for nothing."""
+ON_PURPOSE = stages_of(lambda spec: spec.opens_devices)
+"""Stages that check other devices: what they take of them is not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +263,7 @@ class Placement:
     def context(self, device: torch.device) -> ContextSeen:
         """Return whether there is a context; one that was opened on purpose hides any other."""
         if device in self._opened and (device, "context") not in self._touches:
-            return ContextSeen(exists=None, reason=f"the stages {' and '.join(sorted(ON_PURPOSE))} open every device")
+            return ContextSeen(exists=None, reason=f"the stages {listed(sorted(ON_PURPOSE))} open every device")
         return self._contexts.look(device)
 
     def _start_again(self, device: torch.device) -> None:

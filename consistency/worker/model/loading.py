@@ -20,15 +20,15 @@ from consistency.case.case import Case
 from consistency.errors import InputError
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
-from consistency.worker.memory.host_memory import is_out_of_memory
+from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.model.head_class import HEAD, auto_class, labels
 from consistency.worker.model.synthetic_head import is_made_up, made_up, overwrite
 from consistency.worker.model.weight_files import WeightFiles, file_names
 
 ADAPTER_NAME = "default"
 
-# what transformers and PEFT raise over files and configs that they cannot use
-_UNUSABLE = (
+# what transformers and PEFT raise over files, configs and adapters that they cannot use, or cannot load twice
+UNUSABLE = (
     ValueError,
     RuntimeError,
     KeyError,
@@ -132,7 +132,7 @@ def load_adapter(
             model = PeftModel.from_pretrained(
                 base.model, case.adapter, adapter_name=ADAPTER_NAME, autocast_adapter_dtype=autocast
             )
-    except _UNUSABLE as error:
+    except UNUSABLE as error:
         if is_out_of_memory(error):
             raise
         raise InputError(
@@ -144,6 +144,12 @@ def load_adapter(
     assert isinstance(model, torch.nn.Module)
     model.eval()
     return model
+
+
+def load_model(case: Case, device: str, *, device_map: str | Mapping[str, Any] | None = None) -> torch.nn.Module:
+    """Load the base of a case, with its adapter if it has one."""
+    base = load_base(case, device, device_map=device_map)
+    return base.model if case.adapter is None else load_adapter(base, case)
 
 
 @contextmanager
@@ -248,7 +254,7 @@ def _from_folder(
         arguments.update(num_labels=wanted, ignore_mismatched_sizes=True)
     try:
         model, info = auto.from_pretrained(case.base, **arguments)
-    except _UNUSABLE as error:
+    except UNUSABLE as error:
         if is_out_of_memory(error):
             raise
         raise InputError(

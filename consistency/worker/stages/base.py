@@ -1,8 +1,8 @@
 """Stage `base`: every parameter and buffer of the base, before and after the adapter is loaded.
 
 Bytes were only moved, so nothing may differ from the file, read on the CPU and cast once to the dtype in the model.
-What is in no file has another reference: a table that the model computes when it is built (rotary frequencies) is held
-against the same computation in float64; everything else against the reference worker.
+Tensors that no file holds have another reference: a table that the model computes when it is built (rotary frequencies)
+is compared with the same computation in float64; everything else with the reference worker.
 """
 
 from __future__ import annotations
@@ -19,31 +19,26 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.exact import in_float64
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
-from consistency.worker.model.loading import LoadedBase
-from consistency.worker.protocol import EventLog
-from consistency.worker.recorder import Recorder
-
-PEER_KEEP_BYTES = 2**20
-"""A tensor without a file is kept up to this size, so that a difference can be shown element by element."""
+from consistency.worker.recorder import PEER_KEEP_BYTES
+from consistency.worker.stages.context import Context
 
 
-def look(base: LoadedBase, record: Recorder, events: EventLog, *, on_cpu: bool) -> dict[str, TensorDigest]:
-    """Record every tensor of the base; return the digests of all, by name."""
-    found: dict[str, TensorDigest] = {}
+def run(context: Context) -> None:
+    """Record every tensor of the base, and note the digests of all."""
+    base, record, found = context.base, context.record, context.digests
     exact = _exact_tables(base.model)
     for done, (name, tensor) in enumerate(base.tensors.items()):
         layer, part = split_name(name)
         if not record.wants("base", layer):
-            found[name] = digest(tensor)
             continue
-        events.step(name, done, len(base.tensors))
+        context.events.step(name, done, len(base.tensors))
         expected = base.expected(name)
         evidence = {}
         if base.file_names.get(name, name) != name:
             evidence["name_in_file"] = base.file_names[name]
         if name in base.not_in_file:
             evidence["not_in_file"] = "no file holds it: " + (
-                "numbers made from its name" if expected is not None else "initialised by transformers"
+                "values made from its name" if expected is not None else "initialised by transformers"
             )
         if expected is not None:
             found[name] = record.moved(
@@ -55,6 +50,7 @@ def look(base: LoadedBase, record: Recorder, events: EventLog, *, on_cpu: bool) 
         computed = table is not None and tensor.dtype in UNIT_ROUNDOFF and table.shape == tensor.shape
         host = tensor.detach().to("cpu")
         measure = measure_against_exact(host, table) if computed and table is not None else None
+        on_cpu = context.device.type == "cpu"
         record.computed(
             stage="base",
             layer=layer,
@@ -69,23 +65,21 @@ def look(base: LoadedBase, record: Recorder, events: EventLog, *, on_cpu: bool) 
             keep=tensor.nbytes <= PEER_KEEP_BYTES,
             evidence=evidence | ({} if name in base.persistent else {"buffer": "not in the state dict"}),
         )
-    return found
 
 
-def rewritten(base: LoadedBase, before: Mapping[str, TensorDigest]) -> dict[str, TensorDigest]:
-    """Return what loading the adapter has changed of the base: digests of now, by name."""
-    now = {name: digest(tensor) for name, tensor in base.tensors.items()}
-    return {name: after for name, after in now.items() if after.value != before[name].value}
+def rewritten(context: Context) -> dict[str, TensorDigest]:
+    """Return what loading the adapter has changed of the base: the digests after it, by name."""
+    now = {name: digest(tensor) for name, tensor in context.base.tensors.items()}
+    return {name: after for name, after in now.items() if after.value != context.digests[name].value}
 
 
-def look_again(
-    base: LoadedBase, record: Recorder, before: Mapping[str, TensorDigest], changed: Mapping[str, TensorDigest]
-) -> None:
+def look_again(context: Context, changed: Mapping[str, TensorDigest]) -> None:
     """Record the tensors of the base that loading the adapter has changed.
 
-    Some methods rewrite base weights on loading (PiSSA, OLoRA). Where they do, the devices are held against one
-    another; where they do not, the bytes are those of before, which were held against the file.
+    Some methods rewrite base weights on loading (PiSSA, OLoRA): those are compared with the reference worker's. All
+    others have the bytes from before, which were compared with the file.
     """
+    base, record = context.base, context.record
     for name, after in changed.items():
         tensor = base.tensors[name]
         layer, part = split_name(name)
@@ -102,12 +96,12 @@ def look_again(
             diagnosis=Word.RECOMPUTED,
             digests=[after],
             keep=tensor.nbytes <= PEER_KEEP_BYTES,
-            evidence={"before": before[name].value, "dtype": name_of(tensor.dtype)},
+            evidence={"before": context.digests[name].value, "dtype": name_of(tensor.dtype)},
         )
 
 
 def _exact_tables(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Build modules that hold nothing but computed tables once more, in float64 on the CPU.
+    """Build the modules that hold only computed tables again, in float64 on the CPU.
 
     transformers' rotary embeddings are such modules: made from the config alone, their buffers in no state dict.
     """

@@ -7,33 +7,23 @@ from pathlib import Path
 
 import torch
 
+from consistency.numerics.digest import TensorDigest
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
 from consistency.worker.model.loading import LoadedBase
-from consistency.worker.model.weight_files import WeightFiles
 from consistency.worker.protocol import EventLog, Job
 from consistency.worker.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """One worker's model on its device, and where to write.
+class Machine:
+    """A worker without a model: its device, and where to write.
 
     Attributes
     ----------
     job : Job
     events : EventLog
     record : Recorder
-    base : LoadedBase
-    model : torch.nn.Module
-        The adapted model, or the base where the case has no adapter.
-    adapter_files : WeightFiles or None
-    expected : dict
-        Parameter name in `model` to (name in the adapter's file, tensor on the CPU).
-    initial : dict
-        Digest of each of the adapter's parameters before its file was loaded, by name in `model`.
-    rewritten : frozenset of str
-        Tensors of the base that loading the adapter has changed.
     placement : Placement
         Which devices were touched so far.
     memory : StageMemoryLog
@@ -43,12 +33,6 @@ class Context:
     job: Job
     events: EventLog
     record: Recorder
-    base: LoadedBase
-    model: torch.nn.Module
-    adapter_files: WeightFiles | None
-    expected: dict[str, tuple[str, torch.Tensor]]
-    initial: dict[str, str]
-    rewritten: frozenset[str]
     placement: Placement
     memory: StageMemoryLog
 
@@ -57,19 +41,46 @@ class Context:
         return torch.device(self.job.device)
 
     @property
-    def base_folder(self) -> str | None:
-        """Return where the base lies, None where a function makes it."""
-        return None if self.job.case.factory is not None else self.job.case.base
-
-    @property
     def scratch(self) -> Path:
         return Path(self.job.scratch)
 
-    def expected_base(self, name: str) -> torch.Tensor | None:
-        """Return what the file says that a tensor of the base is under the adapter.
 
-        None where no file holds it, and where the adapter's method rewrites it (PiSSA, OLoRA): what it is held against
-        there is the bytes on the device, and the stage `base` tells that they changed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context(Machine):
+    """One worker's model on its device, and where to write.
+
+    Attributes
+    ----------
+    base : LoadedBase
+    model : torch.nn.Module
+        The adapted model, or the base where the case has no adapter.
+    digests : dict
+        Of the base's tensors before the adapter was loaded, by name, as far as they were computed.
+    expected : dict
+        Parameter name in `model` to (name in the adapter's file, tensor on the CPU).
+    initial : dict
+        Digest of each of the adapter's parameters before its file was loaded, by name in `model`.
+    rewritten : frozenset of str
+        Tensors of the base that loading the adapter has changed.
+    """
+
+    base: LoadedBase
+    model: torch.nn.Module
+    digests: dict[str, TensorDigest]
+    expected: dict[str, tuple[str, torch.Tensor]]
+    initial: dict[str, str]
+    rewritten: frozenset[str]
+
+    @property
+    def base_folder(self) -> str | None:
+        """Return the base's folder, None where a function makes it."""
+        return None if self.job.case.factory is not None else self.job.case.base
+
+    def expected_base(self, name: str) -> torch.Tensor | None:
+        """Return the file's value of a tensor of the base under the adapter.
+
+        None where no file holds it, and where the adapter's method rewrites it (PiSSA, OLoRA): there the bytes on the
+        device are the reference, and the stage `base` reports that they changed.
         """
         if name in self.rewritten or name not in self.base.tensors:
             return None

@@ -1,9 +1,9 @@
 """Stage `forward`: hidden states per layer and logits on fixed inputs, with the adapter on, off and merged.
 
-Each is held against the same model run in float64 on the CPU: a device passes when its largest error is at most twice
-the CPU's own in the same dtype, plus the final store; where few rows carry the CPU's error, `tolerance.luck` times
-instead of twice. A tolerance of the user's own replaces that rule, element by element. Merged and unmerged adapters are
-the same function in exact arithmetic, so one float64 pass serves both.
+Each is compared with the same model run in float64 on the CPU: a device passes when its largest error is at most twice
+the CPU's own in the same dtype, plus the final store; where few rows carry the CPU's error, `rules.error_factor` times
+instead of twice. A user's tolerance replaces that rule, element by element. Merged and unmerged adapters are the same
+function in exact arithmetic, so one float64 pass serves both.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ from consistency.capture.names import ADAPTER_OFF as OFF
 from consistency.capture.names import ADAPTER_ON as ON
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import RecordStatus
-from consistency.errors import InputError
+from consistency.errors import first_line
 from consistency.numerics.bound import independent_rows, measure_against_exact
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.exact import in_float64
 from consistency.numerics.rules import Rule
-from consistency.worker.memory.host_memory import is_out_of_memory
+from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.model.float64_reference import Reference, publish, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
 from consistency.worker.model.inputs import fixed_inputs
-from consistency.worker.model.loading import load_adapter, load_base
+from consistency.worker.model.loading import load_model
+from consistency.worker.model.merging import NO_MERGE, adapted_layers
+from consistency.worker.model.running import Activations, activations, is_of_the_model, refusal, unbounded
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.input_checks import inputs_fit
-from consistency.worker.stages.merged.stage import adapted_layers
-from consistency.worker.stages.relative_rule import Truth, judge_relative
-
-Activations = dict[str, torch.Tensor]
+from consistency.worker.stages.relative_rule import Truth, record_relative
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What the forward passes of one model gave, by mode.
+    """The results of the forward passes of one model, by mode.
 
     Attributes
     ----------
@@ -48,7 +47,7 @@ class Passes:
     digests : dict
         One digest per run, by mode and name.
     refused : dict of str to str
-        Why there is none of a mode: PEFT does not merge the adapter, or the model does not run on the inputs.
+        Why a mode has none: PEFT does not merge the adapter, or the model does not run on the inputs.
     """
 
     outputs: dict[str, Activations] = field(default_factory=dict)
@@ -58,7 +57,7 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Float64 activations by mode and name, and by mode why there are none."""
+    """Float64 activations by mode and name, and why a mode has none."""
 
     outputs: Activations = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -67,7 +66,7 @@ class Exact:
 def run(context: Context) -> None:
     """Record every hidden state and the logits in every mode. The adapter stays merged: this runs last."""
     inputs, reason = fixed_inputs(context.job.case, context.base.model)
-    reason = reason or why_not(context.base.model)
+    reason = reason or unbounded(context.base.model)
     if inputs is None or reason:
         _not_run(context, _modes(context), "skipped", reason)
         return
@@ -83,7 +82,7 @@ def run(context: Context) -> None:
         answer = _publish(context, found, exact)
     else:
         found = _pass(context, context.model, inputs, exact=None)
-        on_cpu = _pass(context, model_on_cpu(context), inputs, exact=exact)
+        on_cpu = _pass(context, load_model(context.job.case, "cpu"), inputs, exact=exact)
         answer = _publish(context, on_cpu, exact)
     for mode, reason in found.refused.items():
         _not_run(context, [mode], "skipped", reason)
@@ -119,7 +118,7 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
                 raise KernelAssertedError(asserted(inputs, context.device, error)) from error
             if not is_of_the_model(error, model):
                 raise
-            found.refused[mode] = refusal(context, error)
+            found.refused[mode] = refusal(context.job.case, error)
             continue
         if exact is not None and mode != MERGED:
             context.events.step(f"{mode}, float64", done, len(modes))
@@ -135,32 +134,8 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
     return found
 
 
-def is_of_the_model(error: Exception, model: torch.nn.Module) -> bool:
-    """Tell an error that the model's code raises on every device from a failure of this device or of its memory.
-
-    Torch tells both as `RuntimeError`, so of an accelerator's errors only Python's own are the model's.
-    """
-    if is_out_of_memory(error):
-        return False
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    return on_cpu or not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError)
-
-
-def refusal(context: Context, error: Exception) -> str:
-    """Say that the model does not run on the inputs; those of the user's own are an error of the user's."""
-    if context.job.case.inputs is not None:
-        where = context.job.case.inputs
-        raise InputError("the model does not run on these inputs", where=where, got=first_line(error)) from error
-    return f"the model does not run on inputs made from its config: {first_line(error)}: give --inputs FILE.safetensors"
-
-
-def first_line(error: Exception) -> str:
-    """Name an error and say its first sentence."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"[:300]
-
-
 def _publish(context: Context, found: Passes, exact: Exact) -> Reference:
-    """Tell all workers the exact activations and the CPU's own errors."""
+    """Share the exact activations and the CPU's own errors with all workers."""
     errors, samples = {}, {}
     for mode, outputs in found.outputs.items():
         for name, tensor in outputs.items():
@@ -186,77 +161,18 @@ def _merge(model: Any) -> str:
     try:
         with torch.no_grad():
             model.merge_adapter()
-    except (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError) as failure:
+    except NO_MERGE as failure:
         if is_out_of_memory(failure):
             raise
         return first_line(failure)
     return ""
 
 
-def model_on_cpu(context: Context) -> torch.nn.Module:
-    """Load base and adapter once more, onto the CPU, for a run that has no CPU worker."""
-    base = load_base(context.job.case, "cpu")
-    return base.model if context.job.case.adapter is None else load_adapter(base, context.job.case)
-
-
-def activations(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Run the model and return its hidden states and outputs on the CPU, in order, by name.
-
-    Names are `hidden_states.0` (the embeddings) onwards, with `encoder_` or `decoder_` before them where the model has
-    both, then `logits`, or whatever the bare model ends with.
-    """
-    with torch.no_grad():
-        hidden, last = outputs(model, inputs)
-    return {name: t.detach().to("cpu") for name, t in (hidden | last).items()}
-
-
-def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Activations, Activations]:
-    """Run the model and return, on its device, its hidden states and what it ends with, by name."""
-    parameter = next(model.parameters())
-    moved = {
-        name: t.to(parameter.device, parameter.dtype if t.is_floating_point() else None) for name, t in inputs.items()
-    }
-    output = model(**moved, **_extras(model))
-    if isinstance(output, torch.Tensor):
-        return {}, {"output": output}
-    hidden: Activations = {}
-    last: Activations = {}
-    for key, value in dict(output).items():
-        if key.endswith("hidden_states") and isinstance(value, (tuple, list)):
-            hidden.update((f"{key}.{i}", t) for i, t in enumerate(value) if isinstance(t, torch.Tensor))
-        elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0:
-            last[key] = value
-    return hidden, last
-
-
-def _extras(model: torch.nn.Module) -> dict[str, Any]:
-    """Ask transformers models for every hidden state and no cache; a model of the user's own takes its inputs alone."""
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "to_dict"):
-        return {}
-    extras: dict[str, Any] = {"output_hidden_states": True, "return_dict": True}
-    if hasattr(config, "use_cache"):
-        extras["use_cache"] = False
-    return extras
-
-
-def why_not(model: torch.nn.Module) -> str:
-    """Say why no bound on errors covers a model, nothing where one does."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    for count in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if (getattr(text, count, None) or 0) > 1:
-            return (
-                "a mixture of experts: a rounding can send a token to another expert, which no bound on errors covers"
-            )
-    return ""
-
-
 def _judge(
     context: Context, mode: str, name: str, tensor: torch.Tensor, digests: list[TensorDigest], reference: Reference
 ) -> None:
-    judge_relative(
-        context,
+    record_relative(
+        context.record,
         stage="forward",
         layer=name,
         tensor=mode,

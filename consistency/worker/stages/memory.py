@@ -13,23 +13,28 @@ import torch
 from consistency.capture.names import MERGE_PEAK, PLACEMENT, SAFE_MERGE_PEAK, adapter_place, module_place
 from consistency.capture.records import RecordStatus
 from consistency.case.stages import Level
+from consistency.errors import first_line
 from consistency.numerics.rules import passes, ratio
 from consistency.numerics.words import Word
-from consistency.worker.memory.host_memory import is_out_of_memory, peak_bytes, reset_peak, resident_bytes
+from consistency.worker.memory.host_memory import peak_bytes, reset_peak, resident_bytes
 from consistency.worker.memory.merge_peak import MergePeak, measure_merge
+from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.memory.peak import PeakMeter, meter_of
 from consistency.worker.memory.placement import Placement
 from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.model.merging import NO_MERGE, adapted_layers, weight_of
 from consistency.worker.recorder import Recorder
-from consistency.worker.stages.context import Context
-from consistency.worker.stages.merged.stage import NO_MERGE, adapted_layers, weight_of
+from consistency.worker.stages.context import Context, Machine
 
 ALLOCATOR_BLOCK_BYTES = 512
 """What torch's CUDA allocator rounds every block up to (`kMinBlockSize` in c10/cuda/CUDACachingAllocator.cpp)."""
 
 
-def run(context: Context) -> None:
-    """Record where the adapter lies, which other devices were touched, and what a merge takes."""
+def run(context: Machine) -> None:
+    """Record where the adapter is, which other devices were touched, and what a merge takes."""
+    if not isinstance(context, Context):
+        devices(context.record, context.placement)
+        return
     if context.job.case.adapter is not None:
         placement(context)
     devices(context.record, context.placement, passing_bytes=_passing_bytes(context))
@@ -185,7 +190,7 @@ def _merge_peak(
             raise
         context.record.fact(
             stage="memory", layer=place, tensor=tensor, status="skipped",
-            reason=f"PEFT does not merge this layer: {type(failure).__name__}: {failure}",
+            reason=f"PEFT does not merge this layer: {first_line(failure)}",
         )  # fmt: skip
         return
     evidence = _figures(found, layer_bytes=weight_of(layer).nbytes, model_bytes=model_bytes)

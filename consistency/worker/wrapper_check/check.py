@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from consistency.capture.wording import some
+from consistency.errors import first_line
 from consistency.numerics.words import Word
-from consistency.worker.memory.host_memory import is_out_of_memory
+from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.model.inputs import made_inputs, with_labels
 from consistency.worker.wrapper_check.held import Held, held_twice
 from consistency.worker.wrapper_check.keys import other_keys, prefix_of
@@ -32,7 +34,7 @@ from consistency.worker.wrapper_check.step import Step, training_step
 _SEQUENCES, _TOKENS = 2, 64
 """Enough that the activations of a training step outweigh the adapter of a small model."""
 
-_MOST_NAMED = 3
+_MOST_NAMED = 4
 
 
 def check_wrapped(
@@ -139,7 +141,7 @@ class _Look:
             config, plain = _on_plain(self.plain, adapter)
             wanted, resolved = adapted_layers(plain, "base_model.model."), plain.peft_config["default"]
         except Exception as error:  # PEFT refuses in many ways what it does not know
-            self.skipped["adapter_layers"] = f"PEFT puts no adapter on the plain model: {_text(error)}"
+            self.skipped["adapter_layers"] = f"PEFT puts no adapter on the plain model: {first_line(error)}"
             return None
         try:
             found, refused = inject(self.wrapped, config), None
@@ -147,7 +149,7 @@ class _Look:
         except Exception as error:
             # what PEFT makes of the wrapper where it is told by name what it cannot find out
             anyway = _try(lambda: inject_anyway(self.wrapped, resolved))
-            refused, layers = _text(error), {} if anyway is None else adapted_layers(anyway, self.prefix or "")
+            refused, layers = first_line(error), {} if anyway is None else adapted_layers(anyway, self.prefix or "")
         if refused is not None:
             self._add(
                 "adapter_layers", Word.LAYERS_MISSED, "get_peft_model does not take the wrapped model",
@@ -164,20 +166,20 @@ class _Look:
             self._add(
                 "adapter_layers", Word.LAYERS_MISSED,
                 f"PEFT finds {len(wanted) - len(missed)} of {len(wanted)} adapted layers through the wrapper",
-                where=_some(missed), got=len(wanted) - len(missed), wanted=len(wanted), hint=HINT,
+                where=some(missed, _MOST_NAMED), got=len(wanted) - len(missed), wanted=len(wanted), hint=HINT,
             )  # fmt: skip
         other = [name for name in wanted if name in found and found[name] != wanted[name]]
         if other:
             self._add(
                 "adapter_layers", Word.LAYERS_MISSED,
                 f"{len(other)} of {len(wanted)} adapted layers are of another kind through the wrapper",
-                where=_some(other), got=_layer(found[other[0]]), wanted=_layer(wanted[other[0]]), hint=HINT,
+                where=some(other, _MOST_NAMED), got=_layer(found[other[0]]), wanted=_layer(wanted[other[0]]), hint=HINT,
             )  # fmt: skip
         more = [name for name in found if name not in wanted]
         if more:
             self._add(
                 "adapter_layers", Word.LAYERS_MISSED, f"PEFT adapts {len(more)} layers that are not the model's",
-                where=_some(more), got=len(found), wanted=len(wanted),
+                where=some(more, _MOST_NAMED), got=len(found), wanted=len(wanted),
                 hint="give target_modules as names that only the model has, or exclude_modules",
             )  # fmt: skip
 
@@ -189,7 +191,7 @@ class _Look:
         try:
             got: int | str = checkpointed(prepared(self.wrapped, quantized=True))
         except Exception as error:
-            got = _text(error)
+            got = first_line(error)
         self.figures["reach"] |= {"checkpointed": got, "checkpointed_plain": wanted}
         if got != wanted:
             self._add(
@@ -210,7 +212,7 @@ class _Look:
         try:
             plain = self._step(self.plain, config, batch)
         except Exception as error:
-            self.skipped["training_step"] = f"the plain model cannot be trained: {_text(error)}"
+            self.skipped["training_step"] = f"the plain model cannot be trained: {first_line(error)}"
             return
         try:
             wrapped = self._step(self.wrapped, config, batch)
@@ -219,7 +221,7 @@ class _Look:
                 raise
             self._add(
                 "training_step", Word.DOES_NOT_RUN, "the adapter cannot be trained through the wrapper",
-                where="forward and backward", got=_text(error), wanted="a training step, as without the wrapper",
+                where="forward and backward", got=first_line(error), wanted="a training step, as without the wrapper",
                 hint=HINT,
             )  # fmt: skip
             return
@@ -285,13 +287,3 @@ def _try(make: Callable[[], Any]) -> Any:
 
 def _layer(layer: tuple[str, tuple[tuple[int, ...], ...]]) -> str:
     return f"{layer[0]} with {', '.join(map(str, layer[1])) or 'no parameters'}"
-
-
-def _some(names: Iterable[str]) -> str:
-    found = list(names)
-    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-    return ", ".join(found[:_MOST_NAMED]) + more
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"[:300]

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from consistency.capture.wording import some
 from consistency.numerics.words import Word
 from consistency.worker.wrapper_check.report import WrapperFinding
 
-_MOST_NAMED = 3
+_MOST_NAMED = 4
 _TRIED = 8  # keys by which the prefix is found: one could be the wrapper's own by chance
 HINT = "let the wrapper register the model as one submodule, under one name"
 
@@ -40,7 +41,7 @@ def other_keys(wrapped: Mapping[str, Any], plain: Collection[str], prefix: str |
             check="keys",
             kind=Word.KEYS,
             what=f"{len(missing)} of {len(plain)} keys of the model are not in the wrapper's state dict",
-            where=_some(missing),
+            where=some(missing, _MOST_NAMED),
             got="none" if len(missing) == len(plain) else f"{len(plain) - len(missing)} keys",
             wanted=f"{len(plain)} keys behind one prefix",
             hint=HINT,
@@ -55,7 +56,7 @@ def other_keys(wrapped: Mapping[str, Any], plain: Collection[str], prefix: str |
             check="keys",
             kind=Word.KEYS,
             what=f"{len(doubled)} keys of the model are in the wrapper's state dict a second time",
-            where=_some(doubled),
+            where=some(doubled, _MOST_NAMED),
             got=f"{len(plain) + len(doubled)} keys",
             wanted=f"{len(plain)} keys behind {prefix or 'no prefix'}",
             hint=HINT,
@@ -65,8 +66,3 @@ def other_keys(wrapped: Mapping[str, Any], plain: Collection[str], prefix: str |
 def _address(value: Any) -> int | None:
     has_one = isinstance(value, torch.Tensor) and value.numel() > 0 and not value.is_meta
     return value.data_ptr() or None if has_one else None
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from consistency.capture.folder import write_json
 from consistency.capture.names import HOST, split_pair
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Stage
+from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS, Stage
 from consistency.devices.backends import kernel_variables
 from consistency.devices.spec import parse_device
 from consistency.errors import CaptureError, ConsistencyError, UsageError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 RUN_TIMEOUT_S = 300.0
 _HAPPENS = {0: False, 1: True}
-_OF_MODEL = (Stage.BASE, Stage.ADAPTER, Stage.MERGED, Stage.FORWARD, Stage.GRADIENT)
+_OF_MODEL = (*MOVES_WEIGHTS, *COMPUTES_WITH_WEIGHTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

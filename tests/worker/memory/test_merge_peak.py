@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from consistency.worker.faults import plant
 from consistency.worker.memory.merge_peak import MergePeak, measure_merge
 from consistency.worker.memory.peak import ProfilerMeter
-from consistency.worker.stages.merged.stage import adapted_layers, weight_of
+from consistency.worker.model.merging import adapted_layers, weight_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # what PEFT says of layers of its own accord
 

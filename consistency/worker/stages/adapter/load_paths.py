@@ -1,7 +1,7 @@
-"""The side roads of the stage `adapter`: the file loaded again over poison, with other arguments or another loader.
+"""Alternative load paths of the stage `adapter`: the file loaded again over poison, with other arguments or loaders.
 
-A load takes hundredths of a second where starting a worker takes seconds, so one worker takes all the roads that lie
-beside its default one. Each leaves the model as it was: the same parameter objects with the same bytes.
+A load takes hundredths of a second where starting a worker takes seconds, so one worker checks all its alternative load
+paths. Each leaves the model as it was: the same parameter objects with the same bytes.
 """
 
 from __future__ import annotations
@@ -16,33 +16,19 @@ import torch
 
 from consistency.capture.names import CAST_ON_THE_WAY, LOADED_AGAIN, SETTINGS_LAYER, adapter_place, module_place
 from consistency.case.load_path import LoadPath
+from consistency.errors import first_line
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
-from consistency.worker.memory.host_memory import is_out_of_memory
-from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.stages.adapter.reload import POISON, poison
-from consistency.worker.stages.adapter.stale_bytes import file_of_another, leftover
+from consistency.worker.memory.out_of_memory import is_out_of_memory
+from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE
+from consistency.worker.model.poison import POISON, as_it_was, poison
+from consistency.worker.stages.adapter.stale_bytes import file_of_another, stale_bytes
 from consistency.worker.stages.context import Context
-
-# what PEFT and transformers raise over adapters that they cannot load, or cannot load twice
-_REFUSED = (
-    RuntimeError,
-    ValueError,
-    KeyError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    NotImplementedError,
-    ImportError,
-    OSError,
-)
-
-State = Mapping[str, torch.Tensor]
 
 
 def run(context: Context, by_digest: Mapping[str, str]) -> None:
-    """Take every side road of this worker.
+    """Check every alternative load path of this worker.
 
     Parameters
     ----------
@@ -50,9 +36,9 @@ def run(context: Context, by_digest: Mapping[str, str]) -> None:
     by_digest : mapping of str to str
         Key in the adapter's file, by the digest of its tensor.
     """
-    sides = context.job.alternative_paths
-    for done, load_path in enumerate(sides):
-        context.events.step(f"road {load_path}", done, len(sides))
+    paths = context.job.alternative_paths
+    for done, load_path in enumerate(paths):
+        context.events.step(f"load path {load_path}", done, len(paths))
         with context.record.on_load_path(load_path):
             if load_path.by_transformers:
                 _by_transformers(context, load_path, by_digest)
@@ -69,10 +55,10 @@ def _by_peft(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]
             model.load_adapter(
                 context.job.case.adapter, ADAPTER_NAME, torch_device=device, low_cpu_mem_usage=load_path.low_memory
             )
-        except _REFUSED as error:
+        except UNUSABLE as error:
             if is_out_of_memory(error):  # torch's is a RuntimeError
                 raise
-            _skip(context, f"PEFT cannot load this adapter twice: {type(error).__name__}: {error}")
+            skip(context, f"PEFT cannot load this adapter twice: {first_line(error)}")
             return
         _look(context, load_path, by_digest, model.state_dict(keep_vars=True))
 
@@ -80,11 +66,11 @@ def _by_peft(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]
 def _by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]) -> None:
     """Load the adapter with the base's own `load_adapter`, onto a stand-in that has no PEFT around it."""
     if not hasattr(context.base.model, "load_adapter"):
-        _skip(context, "the base is no transformers model: it has no load_adapter")
+        skip(context, "the base is not a transformers model: it has no load_adapter")
         return
     model: Any = context.model
     if model.peft_config[ADAPTER_NAME].is_prompt_learning:
-        _skip(context, "transformers loads no prompt")
+        skip(context, "transformers does not load prompts")
         return
     try:
         shell = stand_in(model).unload()
@@ -92,20 +78,21 @@ def _by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[s
             shell.load_adapter(
                 context.job.case.adapter, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=load_path.low_memory
             )
-    except _REFUSED as error:
+    except UNUSABLE as error:
         if is_out_of_memory(error):
             raise
-        why = f"{type(error).__name__}: {error}"
+        why = first_line(error)
         if context.rewritten:
-            why = "its method computes from the base's numbers, which what stands in for the base has not"
-        _skip(context, f"transformers cannot load this adapter: {why}")
+            why = "its method computes from the base's values, which the stand-in for the base lacks"
+        skip(context, f"transformers cannot load this adapter: {why}")
         return
-    # the names that PEFT's own model around it would have
+    # the names that they have under PEFT's own model
     state = shell.state_dict(keep_vars=True)
     _look(context, load_path, by_digest, {name: state.get(module_place(name)) for name in context.expected})
 
 
-def _skip(context: Context, reason: str) -> None:
+def skip(context: Context, reason: str) -> None:
+    """Record why the adapter cannot be loaded again."""
     if context.record.wants("adapter", SETTINGS_LAYER):
         context.record.absent(
             stage="adapter", layer=SETTINGS_LAYER, tensor=LOADED_AGAIN, status="skipped", reason=reason
@@ -115,19 +102,19 @@ def _skip(context: Context, reason: str) -> None:
 def _look(
     context: Context, load_path: LoadPath, by_digest: Mapping[str, str], state: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Hold every tensor of the adapter's file against what this road has made of it."""
+    """Compare every tensor that this load path has loaded with the adapter's file."""
     if context.record.wants("adapter", SETTINGS_LAYER):
         context.record.fact(stage="adapter", layer=SETTINGS_LAYER, tensor=LOADED_AGAIN, status="equal")
     for name, (key, tensor) in context.expected.items():
         layer, part = adapter_place(key)
         actual = state.get(name)
         if actual is None or not context.record.wants("adapter", layer):
-            # what the model has no place for is told on the default road; transformers names some modules otherwise
+            # unknown keys are reported for the default load path; transformers renames some modules
             continue
         expected = tensor.to(actual.dtype)
         evidence = {} if actual.dtype == tensor.dtype else {"dtype_in_file": name_of(tensor.dtype)}
         if load_path.low_memory and digest(actual).value != digest(expected).value:
-            # PEFT moves the parameter to the dtype of the base on its way, and to its own after that
+            # PEFT casts the parameter to the dtype of the base first, and then to its own
             way = getattr(torch, context.base.dtype, actual.dtype)
             through = tensor.to(way).to(actual.dtype)
             if digest(actual).value == digest(through).value:
@@ -141,54 +128,27 @@ def _look(
             known=Known(
                 poison=POISON.get(actual.element_size()),
                 swapped=functools.partial(file_of_another, by_digest, digest(expected).value),
-                stale=functools.partial(leftover, context.base.tensors),
+                stale=functools.partial(stale_bytes, context.base.tensors),
             ),
             evidence=evidence,
         )
 
 
-@contextmanager
-def as_it_was(model: torch.nn.Module, names: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield these tensors of a model, and put every parameter and buffer back at the end: the objects, and their bytes.
-
-    `low_cpu_mem_usage=True` puts new parameters in the places of the old ones.
-    """
-    state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in names}
-    storages = {name: tensor.data for name, tensor in state.items()}
-    bytes_before = {name: tensor.detach().clone() for name, tensor in state.items()}
-    places = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
-    try:
-        yield state
-    finally:
-        for module, parameters, buffers in places:
-            _put_back(module._parameters, parameters)
-            _put_back(module._buffers, buffers)
-        with torch.no_grad():
-            for name, tensor in state.items():
-                storages[name].copy_(bytes_before[name])
-                tensor.data = storages[name]
-
-
-def _put_back(held: dict[str, Any], before: dict[str, Any]) -> None:
-    held.clear()
-    held.update(before)
-
-
 def stand_in(model: torch.nn.Module) -> Any:
-    """Return a model of the same modules, whose tensors have the shape, dtype and device but not the numbers.
+    """Return a model of the same modules, whose tensors have the same shape, dtype and device but not the values.
 
-    All elements of a tensor lie in one place of its own, so it needs no memory, and whatever is written into it while
-    an adapter is put in place cannot reach the model.
+    All elements of a tensor share one address, so it needs no memory, and writes while an adapter is put in place
+    cannot reach the model.
 
     Raises
     ------
     TypeError
-        A parameter is of a kind of its own, as quantized ones are, which an ordinary tensor cannot stand for.
+        A parameter is of a special class, as quantized ones are, which an ordinary tensor cannot replace.
     """
     copies: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) not in (torch.nn.Parameter, torch.Tensor):
-            raise TypeError(f"nothing can stand in for a {type(tensor).__name__}")
+            raise TypeError(f"no stand-in for a {type(tensor).__name__}")
         one = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         copies[id(tensor)] = torch.nn.Parameter(one, requires_grad=False) if is_parameter else one
@@ -197,7 +157,7 @@ def stand_in(model: torch.nn.Module) -> Any:
 
 @contextmanager
 def _poisoned_injection() -> Iterator[None]:
-    """Poison an adapter's parameters as soon as they are made: transformers makes and loads them in one call."""
+    """Poison an adapter's parameters as soon as they exist: transformers creates and loads them in one call."""
     import peft
 
     real = peft.inject_adapter_in_model

@@ -1,7 +1,7 @@
 """Stage `adapter`: every adapter tensor on the device against the bytes in its file, read on the CPU.
 
-PEFT's own key mapping says which parameter a tensor of the file goes to; PEFT casts some dtypes on loading, so the
-file's bytes are cast once, on the CPU, to the dtype that the parameter has.
+PEFT's own key mapping decides which parameter a tensor of the file goes to; PEFT casts some dtypes on loading, so the
+file's bytes are cast once, on the CPU, to the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.model.poison import POISON
+from consistency.worker.recorder import PEER_KEEP_BYTES
 from consistency.worker.stages.adapter import load_paths
-from consistency.worker.stages.adapter.reload import POISON, Loads, reload
-from consistency.worker.stages.adapter.stale_bytes import file_of_another, leftover
-from consistency.worker.stages.base import PEER_KEEP_BYTES
+from consistency.worker.stages.adapter.reload import Loads, reload
+from consistency.worker.stages.adapter.stale_bytes import file_of_another, stale_bytes
 from consistency.worker.stages.context import Context
 
 
 def run(context: Context) -> None:
-    """Record the adapter's file tensor by tensor, what is missing or left over, its settings, and its side roads."""
+    """Record the adapter tensor by tensor, its settings, and its alternative load paths."""
     model, record = context.model, context.record
     state = model.state_dict(keep_vars=True)
     again = reload(context, state) if context.job.case.reloads else {}
@@ -44,14 +45,14 @@ def run(context: Context) -> None:
         if actual is None:
             record.absent(
                 stage="adapter", layer=layer, tensor=part, status="unexpected", shape=tuple(tensor.shape),
-                dtype=name_of(tensor.dtype), reason="the file holds it, the model has no place for it",
+                dtype=name_of(tensor.dtype), reason="in the file, but the model has no such parameter",
                 evidence={"parameter": name},
             )  # fmt: skip
             continue
         if actual.is_meta:
             record.absent(
                 stage="adapter", layer=layer, tensor=part, status="missing", shape=tuple(actual.shape),
-                dtype=name_of(actual.dtype), reason="it is on the device meta: its bytes never came",
+                dtype=name_of(actual.dtype), reason="on the device meta: its bytes never arrived",
             )  # fmt: skip
             continue
         expected = tensor.to(actual.dtype)
@@ -59,14 +60,14 @@ def run(context: Context) -> None:
         evidence = {} if actual.dtype == tensor.dtype else {"dtype_in_file": name_of(tensor.dtype)}
         loads = again.get(name, Loads())
         if loads.wrong is not None and digest(actual).value == own:
-            # right at first: what is to be told is what came the second time, over poison
+            # right at first: record the result of loading again, over poison
             actual, evidence = loads.wrong, {**evidence, "when": "loaded again, over NaN"}
             known = Known(poison=POISON[actual.element_size()])
         else:
             known = Known(
                 initial=context.initial.get(name),
                 swapped=functools.partial(file_of_another, by_digest, own),
-                stale=functools.partial(leftover, context.base.tensors),
+                stale=functools.partial(stale_bytes, context.base.tensors),
             )
         record.moved(
             stage="adapter",
@@ -87,7 +88,7 @@ def run(context: Context) -> None:
 
 
 def _missing(context: Context, state: dict[str, Any]) -> set[str]:
-    """Record the adapter's parameters that its file does not hold: initial values. Return their names."""
+    """Record the adapter's parameters that its file does not hold, and so are at initialization. Return their names."""
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
     model: Any = context.model
@@ -105,7 +106,7 @@ def _missing(context: Context, state: dict[str, Any]) -> set[str]:
         if context.record.wants("adapter", layer):
             context.record.absent(
                 stage="adapter", layer=layer, tensor=part, status="missing", shape=tuple(tensor.shape),
-                dtype=name_of(tensor.dtype), reason="the model has it, the adapter's file does not",
+                dtype=name_of(tensor.dtype), reason="in the model, but not in the adapter's file",
             )  # fmt: skip
     return found
 
@@ -113,8 +114,8 @@ def _missing(context: Context, state: dict[str, Any]) -> set[str]:
 def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str]) -> None:
     """Record the method's tensors that are in no file: projections and tables that are computed when it is loaded.
 
-    Devices are held against one another. Where they differ, so do the models that they run, and what is computed with
-    them differs by more than rounding explains.
+    Devices are compared with one another. Where these tensors differ, so do the models, and results differ by more than
+    rounding explains.
     """
     model, record = context.model, context.record
     known = {t.data_ptr() for t in context.base.tensors.values()}
@@ -140,7 +141,7 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
 
 
 def _settings(context: Context) -> None:
-    """Record rank, scaling and active adapters, which are no tensors but change every number."""
+    """Record rank, scaling and active adapters, which are no tensors but change every result."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     table: dict[str, Any] = {}

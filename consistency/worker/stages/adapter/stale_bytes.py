@@ -1,4 +1,4 @@
-"""Recognise bytes that belong elsewhere: another tensor's, or what a copy that never arrives leaves in old memory."""
+"""Recognize bytes that belong elsewhere: another tensor's, or stale ones under a copy that never arrived."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from consistency.numerics.digest import as_bytes, digest
 from consistency.numerics.same_bytes import same_memory
 
 _GRANULARITY = 512
-"""Torch's caching allocators hand out memory in multiples of so many bytes, so what lay there begins at one."""
+"""Torch's caching allocators hand out memory in multiples of so many bytes, so stale bytes begin at one."""
 
 _LEAST_BYTES = 64  # fewer bytes may agree by chance
 
@@ -24,8 +24,8 @@ def file_of_another(by_digest: Mapping[str, str], own: str, tensor: torch.Tensor
     return by_digest.get(value) if value != own else None
 
 
-def leftover(tensors: Mapping[str, torch.Tensor], tensor: torch.Tensor) -> str | None:
-    """Return where else in the model the bytes of a tensor lie, as `name` or `bytes 512 to 2560 of name`.
+def stale_bytes(tensors: Mapping[str, torch.Tensor], tensor: torch.Tensor) -> str | None:
+    """Return where else in the model the bytes of a tensor are, as `name` or `bytes 512 to 2560 of name`.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def leftover(tensors: Mapping[str, torch.Tensor], tensor: torch.Tensor) -> str |
     tensor : torch.Tensor
     """
     raw = as_bytes(tensor.detach().to("cpu")).numpy()
-    if len(raw) < _LEAST_BYTES or same_memory(raw[_WIDEST:], raw[:-_WIDEST]):  # too little, or one number everywhere
+    if len(raw) < _LEAST_BYTES or same_memory(raw[_WIDEST:], raw[:-_WIDEST]):  # too few, or one value everywhere
         return None
     for name, other in tensors.items():
         if other.layout is not torch.strided or other.nbytes < len(raw):

@@ -1,15 +1,15 @@
 """Stage `gradient`: backward passes through the adapted model, then one step of the optimizer.
 
-The loss is a sum of what the model ends with, each number of it with a fixed sign and one power of two as its weight.
-Such a loss exists for any model; it is linear, so the gradient that enters the model is exact and the same everywhere,
-and what is off is the backward pass, not the loss. (A mean of squares would feed the forward pass's own errors in; a
-cross-entropy needs targets, and near-zero gradients come of a model that is sure.)
+The loss is a sum of the model's outputs, each element with a fixed sign and one power of two as its weight. Such a loss
+exists for any model; it is linear, so the gradient that enters the model is exact and the same everywhere, and only the
+backward pass can be wrong, not the loss. (A mean of squares would feed the forward pass's own errors in; a
+cross-entropy needs targets, and a confident model has near-zero gradients.)
 
-A gradient is held against the same backward pass in float64, relative to the CPU's own error, as the forward stage
-does it. The optimizer's step is held against the same step in float64 from the gradient's bytes on this device, by a
+A gradient is compared with the same backward pass in float64, relative to the CPU's own error, as in the stage
+`forward`. The optimizer's step is compared with the same step in float64 from the gradient's bytes on this device, by a
 derived bound: see `adamw`.
 
-The model is left as it was found: gradients are asked for without being stored, the optimizer works on copies.
+The model is left unchanged: gradients are returned without being stored, and the optimizer works on copies.
 """
 
 from __future__ import annotations
@@ -23,46 +23,38 @@ import torch
 
 from consistency.capture.names import ADAPTER_ON, GRADIENT, UPDATED, WHOLE_MODEL, adapter_place
 from consistency.capture.records import RecordStatus
+from consistency.errors import first_line
 from consistency.numerics.bound import independent_lines, measure_against_exact
-from consistency.numerics.diagnosis_computed import diagnose_computed, exact_chunks
+from consistency.numerics.diagnosis_computed import exact_chunks
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
-from consistency.numerics.rules import Rule, passes
+from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic, measure_tracked
-from consistency.numerics.words import Word
 from consistency.worker.model.float64_reference import Reference, publish, wait_for
 from consistency.worker.model.inputs import SEED, fixed_inputs
+from consistency.worker.model.loading import load_model
+from consistency.worker.model.running import activations, is_of_the_model, outputs, refusal, unbounded
 from consistency.worker.protocol import GRADIENT_FILE
+from consistency.worker.stages import adamw
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.forward import (
-    activations,
-    first_line,
-    is_of_the_model,
-    model_on_cpu,
-    outputs,
-    refusal,
-    why_not,
-)
-from consistency.worker.stages.gradient import adamw
-from consistency.worker.stages.relative_rule import Truth, judge_relative
-from consistency.worker.stages.user_tolerance import Given
+from consistency.worker.stages.relative_rule import Truth, record_relative
 
 Tensors = dict[str, torch.Tensor]
 
 PASSES = 4
 """Backward passes over as many parts of the batch.
 
-The gradient of a LoRA factor of rank r has r independent errors at most, often one or two that carry all, and of so few
-the largest is luck: `tolerance.luck` allows 24 times the CPU's error of 8 and 32 thousand times that of 2. Passes over
-other sequences have errors of their own. Each costs memory of the adapter's size: 8 bytes per number where the float64
-gradients are made.
+The gradient of a LoRA factor of rank r has at most r independent errors, often one or two that carry all, and the
+largest of so few varies widely: `rules.error_factor` allows 24 times the CPU's error for 8 samples and 32 thousand
+times for 2. Passes over other sequences have independent errors. Each costs memory of the adapter's size: 8 bytes per
+element where the float64 gradients are made.
 """
 
 
 @dataclass(slots=True, kw_only=True)
 class Backward:
-    """What the backward passes of one model gave.
+    """The results of the backward passes of one model.
 
     Attributes
     ----------
@@ -75,7 +67,7 @@ class Backward:
     exact : dict
         Float64 gradients, where they were asked for.
     failure : str
-        Why there are none of those.
+        Why there are no float64 gradients.
     """
 
     gradients: Tensors = field(default_factory=dict)
@@ -86,12 +78,12 @@ class Backward:
 
 
 def run(context: Context) -> None:
-    """Record the gradient of every tensor of the adapter, and what one step of the optimizer makes of it."""
+    """Record the gradient of every tensor of the adapter, and the tensor after one step of the optimizer."""
     inputs, reason = fixed_inputs(context.job.case, context.base.model)
-    reason = reason or why_not(context.base.model)
+    reason = reason or unbounded(context.base.model)
     names = _trained(context.model, context.expected)
     if not reason and not names:
-        reason = "the adapter has no tensor of numbers that could be trained"
+        reason = "the adapter has no floating-point tensor to train"
     if inputs is None or reason:
         _not_run(context, "skipped", reason)
         return
@@ -103,7 +95,7 @@ def run(context: Context) -> None:
     elif on_cpu:
         answer = _publish(context, found)
     else:
-        answer = _publish(context, _backward(context, model_on_cpu(context), names, inputs, exact=True))
+        answer = _publish(context, _backward(context, load_model(context.job.case, "cpu"), names, inputs, exact=True))
     if found.refused:
         _not_run(context, "skipped", found.refused)
         return
@@ -119,14 +111,14 @@ def run(context: Context) -> None:
 def gradients(model: torch.nn.Module, names: list[str], inputs: Tensors) -> Tensors:
     """Return the gradients of a model's parameters on their device, `(passes, *shape)` each.
 
-    There is none of a parameter that nothing depends on.
+    A parameter that no output depends on has none.
     """
     passes = [_one_pass(model, names, part) for part in _parts(inputs)]
     return {name: torch.stack([found[name] for found in passes]) for name in passes[0]}
 
 
 def _parts(inputs: Tensors) -> list[Tensors]:
-    """Share the sequences out to passes; inputs that are no batch are one."""
+    """Distribute the sequences over passes; inputs that are no batch are one."""
     sizes = {tensor.shape[:1] for tensor in inputs.values()}
     count = min(PASSES, next(iter(sizes))[0]) if len(sizes) == 1 and () not in sizes else 1
     split = {name: torch.tensor_split(tensor, count) if count > 1 else [tensor] for name, tensor in inputs.items()}
@@ -140,7 +132,7 @@ def _one_pass(model: torch.nn.Module, names: list[str], inputs: Tensors) -> Tens
         _, ends = outputs(model, inputs)
         ends = {name: tensor for name, tensor in ends.items() if tensor.requires_grad}
         if not ends:
-            raise ValueError("nothing that the model ends with depends on the adapter")
+            raise ValueError("no output of the model depends on the adapter")
         found = torch.autograd.grad(
             list(ends.values()), wanted, [_weights(tensor) for tensor in ends.values()], allow_unused=True
         )
@@ -148,7 +140,7 @@ def _one_pass(model: torch.nn.Module, names: list[str], inputs: Tensors) -> Tens
 
 
 def stepped(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return what the first step of the optimizer makes of a parameter, on its device."""
+    """Return a parameter after the first step of the optimizer, on its device."""
     return adamw.step(parameter, gradient)
 
 
@@ -158,11 +150,11 @@ def _trained(model: torch.nn.Module, expected: dict[str, tuple[str, torch.Tensor
 
 @contextmanager
 def _trainable(model: torch.nn.Module, wanted: list[torch.nn.Parameter]) -> Iterator[None]:
-    """Let gradients flow to some parameters and to no other, and put that back."""
+    """Let gradients flow to these parameters alone, and restore that at the end."""
     kept = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _ in kept:
-            if parameter.is_floating_point():  # integers have no gradient, and torch refuses to be told so
+            if parameter.is_floating_point():  # torch refuses to set it on integers, which have no gradient
                 parameter.requires_grad_(False)
         for parameter in wanted:
             parameter.requires_grad_(True)
@@ -174,7 +166,7 @@ def _trainable(model: torch.nn.Module, wanted: list[torch.nn.Parameter]) -> Iter
 
 @contextmanager
 def _widened(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-    """Hold parameters in float64, for autograd wants a gradient of the dtype that it noted for a tensor."""
+    """Hold parameters in float64: autograd wants a gradient of the dtype that it noted for a tensor."""
     kept = [(parameter, parameter.data) for parameter in parameters]
     try:
         for parameter, data in kept:
@@ -186,9 +178,9 @@ def _widened(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
 
 
 def _weights(output: torch.Tensor) -> torch.Tensor:
-    """Return the loss's weights of one output: random signs times the power of two next to one over its size's root.
+    """Return the loss's weights of one output: random signs times the power of two nearest to 1/sqrt(elements).
 
-    Powers of two are exact in every dtype; of that size the loss is about as large as one of the output's numbers.
+    Powers of two are exact in every dtype; with these the loss is about as large as one element of the output.
     """
     generator = np.random.Generator(np.random.PCG64(SEED))
     signs = generator.integers(0, 2, size=tuple(output.shape)) * 2 - 1
@@ -198,7 +190,7 @@ def _weights(output: torch.Tensor) -> torch.Tensor:
 
 def _backward(context: Context, model: torch.nn.Module, names: list[str], inputs: Tensors, *, exact: bool) -> Backward:
     found = Backward()
-    # rounded once, before parameters are held in float64: what the model casts its inputs to follows them
+    # rounded once, before parameters are held in float64: the model casts its inputs to their dtype
     dtype = next(model.parameters()).dtype
     inputs = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
     context.events.step("backward", 0, 2)
@@ -227,18 +219,18 @@ def _backward(context: Context, model: torch.nn.Module, names: list[str], inputs
 
 
 def _refusal(context: Context, model: torch.nn.Module, inputs: Tensors, error: Exception) -> str:
-    """Tell a model that does not run on the inputs from one through which no gradient comes back."""
+    """Distinguish a model that does not run on the inputs from one without a backward pass."""
     try:
         activations(model, inputs)
     except Exception as failure:  # model code of any kind may raise anything
         if not is_of_the_model(failure, model):
             raise
-        return refusal(context, failure)
-    return f"no gradient comes back through this model: {first_line(error)}"
+        return refusal(context.job.case, failure)
+    return f"the backward pass of this model fails: {first_line(error)}"
 
 
 def _publish(context: Context, found: Backward) -> Reference:
-    """Tell all workers the exact gradients and the CPU's own errors."""
+    """Share the exact gradients and the CPU's own errors with all workers."""
     errors, samples = {}, {}
     for name, tensor in found.gradients.items():
         truth = found.exact.get(name)
@@ -255,11 +247,11 @@ def _judge(context: Context, name: str, layer: str, tensor: str, found: Backward
         for what in (GRADIENT, UPDATED):
             context.record.absent(
                 stage="gradient", layer=layer, tensor=f"{tensor}.{what}", status="skipped", rule=Rule.RELATIVE,
-                reason="nothing that the model ends with depends on it",
+                reason="no output of the model depends on it",
             )  # fmt: skip
         return
-    judge_relative(
-        context,
+    record_relative(
+        context.record,
         stage="gradient",
         layer=layer,
         tensor=f"{tensor}.{GRADIENT}",
@@ -276,12 +268,12 @@ def _judge(context: Context, name: str, layer: str, tensor: str, found: Backward
 
 
 def _step(context: Context, name: str, layer: str, tensor: str, gradient: torch.Tensor) -> None:
-    """Record what the optimizer makes of a parameter, given the gradient that this device computed."""
+    """Record a parameter after the optimizer's step, given the gradient that this device computed."""
     parameter = context.model.get_parameter(name)
     if parameter.dtype not in UNIT_ROUNDOFF or not bool(torch.isfinite(gradient).all()):
         context.record.absent(
             stage="gradient", layer=layer, tensor=tensor, status="skipped", rule=Rule.BOUND,
-            reason=f"there is no step of a {parameter.dtype} parameter, or by a gradient that is not finite, to bound",
+            reason=f"no bound for the step of a {parameter.dtype} parameter, or by a gradient that is not finite",
         )  # fmt: skip
         return
     gradient = gradient.sum(0)  # of the whole batch
@@ -290,27 +282,23 @@ def _step(context: Context, name: str, layer: str, tensor: str, gradient: torch.
     actual, before = results[0].to("cpu"), parameter.detach().to("cpu")
     by = Arithmetic.of(parameter.dtype)
     exact = adamw.exact_step(*(by.known(t.to(torch.float64).numpy()) for t in (before, gradient)))
-    given = Given.of(context, stage="gradient", layer=layer, dtype=actual.dtype)
-    wanted = torch.from_numpy(exact.value)
-    allowed = given.allowance if given else torch.from_numpy(exact.allowed)
-    found = measure_against_exact(actual, wanted, given.allowance) if given else measure_tracked(actual, exact)
-    inside = found.bound_ratio is not None and passes(found.bound_ratio)
-    cause = None if inside else diagnose_computed(found, lambda: exact_chunks(actual, wanted, allowed, base=before))
-    word = Word.ACCUMULATION_ORDER if inside and given is None else None
-    context.record.computed(
+    tolerance = context.record.tolerance(stage="gradient", layer=layer, dtype=actual.dtype)
+    value, allowed = torch.from_numpy(exact.value), torch.from_numpy(exact.allowed)
+    limit = tolerance.allowance if tolerance else allowed
+    context.record.judged(
         stage="gradient",
         layer=layer,
         tensor=tensor,
         actual=actual,
-        rule=Rule.USER if given else Rule.BOUND,
-        found=found,
-        status="within" if inside else "outside",
-        diagnosis=word if cause is None else cause.word,
         digests=[digest(result) for result in results],
-        evidence={**(given.evidence if given else {}), **(cause.evidence if cause else {})},
-        keep=context.job.case.keep,
-        exact=wanted,
-        ingredients={} if given else {"allowed": torch.from_numpy(exact.allowed)},
+        found=measure_against_exact(actual, value, tolerance.allowance)
+        if tolerance
+        else measure_tracked(actual, exact),
+        rule=Rule.BOUND,
+        tolerance=tolerance,
+        chunks=lambda: exact_chunks(actual, value, limit, base=before),
+        exact=value,
+        ingredients={} if tolerance else {"allowed": allowed},
     )
 
 

@@ -1,4 +1,4 @@
-"""The closed form of a plain LoRA: its factors, read from the files, and what a delta or merged weight may be off."""
+"""The closed form of a plain LoRA: its factors, from the files, and the allowed error of delta and merged weight."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from consistency.numerics.bound import Allowance, UserAllowance, delta_allowance, merged_allowance
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.recorder import UserTolerance
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.user_tolerance import Given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
     """The factors of a plain LoRA delta, from the file: `scaling * left @ right`, in the weight's own orientation.
 
-    `tf32` says that this worker's variant asked for TF32; where it merely slipped in, the bound is float32's.
+    `tf32` says that this worker's variant asked for TF32; where TF32 was not asked for, the bound is float32's.
     """
 
     left: torch.Tensor
@@ -38,7 +38,7 @@ def low_rank_of(context: Context, name: str, layer: Any) -> LowRank | None:
     from peft.tuners.lora import layer as lora
 
     if getattr(layer, "lora_variant", {}).get(ADAPTER_NAME) is not None:
-        return None  # DoRA and its kin are no sum of a weight and a product
+        return None  # DoRA and its variants are no sum of a weight and a product
     if type(layer) is lora.Linear:
         keys, transposed = ("lora_A.{}.weight", "lora_B.{}.weight"), bool(layer.fan_in_fan_out)
     elif type(layer) is lora.Embedding:
@@ -64,11 +64,11 @@ def low_rank_of(context: Context, name: str, layer: Any) -> LowRank | None:
 
 
 def allowance_of(
-    low_rank: LowRank, given: Given | None, tensor: torch.Tensor, *, roundings: int, tf32: bool = False
+    low_rank: LowRank, tolerance: UserTolerance | None, tensor: torch.Tensor, *, roundings: int, tf32: bool = False
 ) -> Allowance | UserAllowance:
-    """Return what a delta (`roundings` 0) or a merged weight may be off; `tf32`: as if its products had run in TF32."""
-    if given is not None:
-        return given.allowance
+    """Return the allowed error of a delta (`roundings` 0) or a merged weight; `tf32`: as if products ran in TF32."""
+    if tolerance is not None:
+        return tolerance.allowance
     # bfloat16 and float16 products on an accelerator run on matrix units, which truncate when they accumulate
     on_units = tensor.device.type != "cpu"
     delta = delta_allowance(

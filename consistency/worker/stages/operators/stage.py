@@ -1,7 +1,7 @@
 """Stage `operators`: a fixed list of small operations on this device, each against its float64 value.
 
-It needs no model: what is off here is the device, its driver or its libraries. Each operation has a derived bound
-(`operator_table`, `consistency.numerics.running_error`), which a tolerance of the user's own replaces.
+It needs no model: what differs here is the device, its driver or its libraries. Each operation has a derived bound
+(`table`, `consistency.numerics.running_error`), which a user's tolerance replaces.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ import torch
 
 from consistency.capture.names import UNSUPPORTED
 from consistency.capture.records import RecordStatus
-from consistency.case.case import Case
 from consistency.case.stages import Level
-from consistency.case.tolerance import Override
+from consistency.errors import first_line
 from consistency.numerics.bound import measure_against_exact
-from consistency.numerics.diagnosis_computed import diagnose_computed, exact_chunks
+from consistency.numerics.diagnosis_computed import exact_chunks
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import named
-from consistency.numerics.rules import Rule, passes
+from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic, Tracked, measure_tracked
-from consistency.worker.memory.host_memory import is_out_of_memory
+from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.protocol import EventLog
 from consistency.worker.recorder import Recorder
+from consistency.worker.stages.context import Machine
 from consistency.worker.stages.operators.table import Operation, operations
-from consistency.worker.stages.user_tolerance import Given
 
 _STAGE = "operators"
 
@@ -46,34 +45,28 @@ class Trials:
     level : Level
     repeat : int
         How often each operation is run.
-    tolerance : sequence of Override
-    keep : bool
-        Keep every result in full.
     """
 
     device: torch.device
     settings: Mapping[str, Any]
     level: Level = Level.STANDARD
     repeat: int = 1
-    tolerance: Sequence[Override] = ()
-    keep: bool = False
-
-    @classmethod
-    def of(cls, case: Case, device: str, settings: Mapping[str, Any]) -> Trials:
-        """Return what a case asks for."""
-        return cls(
-            device=torch.device(device), settings=settings, level=case.level, repeat=case.repeat,
-            tolerance=case.tolerance, keep=case.keep,
-        )  # fmt: skip
 
     def arithmetic(self, dtype: torch.dtype, *, tf32: bool = False) -> Arithmetic:
-        """Return what the device may do with a dtype; `tf32`: as if its float32 products ran in TF32."""
+        """Return how the device may compute in a dtype; `tf32`: as if its float32 products ran in TF32."""
         on_units = self.device.type != "cpu"
         allowed = on_units and bool(self.settings.get("matmul_allow_tf32") or self.settings.get("cudnn_allow_tf32"))
         return Arithmetic.of(dtype, truncating=on_units, tf32=tf32 or allowed)
 
 
-def run(trials: Trials, record: Recorder, events: EventLog) -> None:
+def run(context: Machine) -> None:
+    """Record every operation of the level in every dtype."""
+    job = context.job
+    trials = Trials(device=context.device, settings=job.settings, level=job.case.level, repeat=job.case.repeat)
+    try_all(trials, context.record, context.events)
+
+
+def try_all(trials: Trials, record: Recorder, events: EventLog) -> None:
     """Record every operation of the level in every dtype."""
     wanted = [operation for operation in operations(trials.level) if record.wants(_STAGE, operation.name)]
     missing: dict[str, str] = {}
@@ -102,47 +95,38 @@ def _look(trials: Trials, record: Recorder, operation: Operation, dtype: str) ->
         results = [compute(operation, inputs) for _ in range(trials.repeat)]
         actual = results[0].to("cpu")
     except (NotImplementedError, AttributeError) as error:  # no kernel for this dtype, or no such function yet
-        _absent(record, operation, dtype, "skipped", f"there is no {operation.name} here: {_text(error)}")
+        _absent(record, operation, dtype, "skipped", f"no {operation.name} on this device: {first_line(error)}")
         return
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        _absent(record, operation, dtype, "missing", f"it failed: {_text(error)}")
+        _absent(record, operation, dtype, "missing", f"it failed: {first_line(error)}")
         return
     exact = _exact(operation, host, trials.arithmetic(named(dtype)))
-    given = Given.among(trials.tolerance, stage=_STAGE, layer=operation.name, dtype=actual.dtype)
     if tuple(actual.shape) != exact.value.shape:
         reason = f"the result has shape {tuple(actual.shape)}, wanted {exact.value.shape}"
         _absent(record, operation, dtype, "missing", reason)
         return
-    found = measure_against_exact(actual, torch.from_numpy(exact.value), given.allowance) if given else (
-        measure_tracked(actual, exact)
-    )  # fmt: skip
-    status = _status(found)
-    cause = None
-    if status == "outside" or given is None:
-        allowed = given.allowance if given else torch.from_numpy(exact.allowed)
-        cause = diagnose_computed(
-            found,
-            lambda: exact_chunks(actual, torch.from_numpy(exact.value), allowed),
-            in_tf32=(lambda: _in_tf32(trials, operation, host, actual))
-            if operation.multiplies and dtype == "float32" and given is None
-            else None,
-        )
-    record.computed(
+    tolerance = record.tolerance(stage=_STAGE, layer=operation.name, dtype=actual.dtype)
+    value, allowed = torch.from_numpy(exact.value), torch.from_numpy(exact.allowed)
+    limit = tolerance.allowance if tolerance else allowed
+    record.judged(
         stage=_STAGE,
         layer=operation.name,
         tensor=f"{dtype} {operation.size}",
         actual=actual,
-        rule=Rule.USER if given else Rule.BOUND,
-        found=found,
-        status=status,
-        diagnosis=None if cause is None else cause.word,
         digests=[digest(result) for result in results],
-        evidence={**(given.evidence if given else {}), **(cause.evidence if cause else {})},
-        keep=trials.keep,
-        exact=torch.from_numpy(exact.value),
-        ingredients={} if given else {"allowed": torch.from_numpy(exact.allowed)},
+        found=measure_against_exact(actual, value, tolerance.allowance)
+        if tolerance
+        else measure_tracked(actual, exact),
+        rule=Rule.BOUND,
+        tolerance=tolerance,
+        chunks=lambda: exact_chunks(actual, value, limit),
+        in_tf32=(lambda: _in_tf32(trials, operation, host, actual))
+        if operation.multiplies and dtype == "float32"
+        else None,
+        exact=value,
+        ingredients={} if tolerance else {"allowed": allowed},
     )
 
 
@@ -151,7 +135,7 @@ def _given(values: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def _exact(operation: Operation, host: Sequence[torch.Tensor], by: Arithmetic) -> Tracked:
-    """Return the exact result of the very numbers that the device is given."""
+    """Return the exact result for the values that the device is given."""
 
     def known() -> Iterator[Tracked | np.ndarray]:
         for tensor in host:
@@ -164,14 +148,8 @@ def _in_tf32(trials: Trials, operation: Operation, host: Sequence[torch.Tensor],
     return measure_tracked(actual, _exact(operation, host, trials.arithmetic(torch.float32, tf32=True)))
 
 
-def _status(found: Measure) -> RecordStatus:
-    if float(found.max_abs) == 0 and found.mismatched == 0:
-        return "equal"
-    return "within" if found.bound_ratio is not None and passes(found.bound_ratio) else "outside"
-
-
 def _why_not(device: torch.device, dtype: str) -> str:
-    """Say why a device does not know a dtype at all, nothing where it does; every device knows float32."""
+    """Return why a device lacks a dtype, nothing where it has it; every device has float32."""
     if dtype == "float32":
         return ""
     try:
@@ -180,18 +158,18 @@ def _why_not(device: torch.device, dtype: str) -> str:
     except (TypeError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        return f"there is no {dtype} here: {_text(error)}"
+        return f"no {dtype} on this device: {first_line(error)}"
     return ""
 
 
 def _composed(device: torch.device, operation: Operation, dtype: str) -> str:
-    """Say where a backend has no kernel for an operation as a whole, and a half type rounds what is between."""
+    """Return why an operation is skipped: the backend composes it of several, and rounds to a half type in between."""
     if operation.kernel is None or dtype not in ("bfloat16", "float16"):
         return ""
     key = torch._C._dispatch_key_for_device(device.type)
     if torch._C._dispatch_has_kernel_for_dispatch_key(operation.kernel, key):
         return ""
-    return f"{device.type} has no {operation.name} of its own: torch composes one that rounds in between to {dtype}"
+    return f"{device.type} has no {operation.name} kernel: torch composes one that rounds in between to {dtype}"
 
 
 def _absent(record: Recorder, operation: Operation, dtype: str, status: RecordStatus, reason: str) -> None:
@@ -205,7 +183,3 @@ def _absent(record: Recorder, operation: Operation, dtype: str, status: RecordSt
         dtype=dtype,
         evidence={UNSUPPORTED: True} if status == "skipped" else None,
     )
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"[:300]

@@ -60,7 +60,7 @@ from torch.nn import functional as nn
 
 from consistency.case.stages import Level
 from consistency.numerics.running_error import Tracked
-from consistency.worker.stages.gradient import adamw
+from consistency.worker.stages import adamw
 
 SEED = 2521
 

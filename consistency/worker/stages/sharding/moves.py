@@ -1,9 +1,9 @@
-"""What moves between the shards of a model, held against itself before and after every move.
+"""Compare every tensor that moves between the shards of a model, before and after the move.
 
 accelerate moves a module's arguments to the module's device in `AlignDevicesHook.pre_forward`, and the model's output
-back in `post_forward`; transformers' losses move the labels to the logits. Nothing else is replaced, and what is
-replaced calls the real one. The first tensor that a move has changed ends the forward pass there: an id that a broken
-copy made out of nothing would assert in the next kernel, and take the device's context with it.
+back in `post_forward`; transformers' losses move the labels to the logits. Nothing else is replaced, and each
+replacement calls the real function. The first tensor that a move has changed ends the forward pass there: an invalid id
+would assert in the next kernel, and take the device's context with it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from consistency.numerics.words import Word
 from consistency.worker.model.id_checks import LABELS, TOKEN_IDS
 
 _IDS = "ids"
-"""Name of what a table of embeddings is given without one."""
+"""Name of the positional argument of a table of embeddings."""
 
 
 class ChangedOnTheWayError(Exception):
-    """A tensor that is not the same on both sides of a move.
+    """A tensor that differs between the two sides of a move.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class ChangedOnTheWayError(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class Hops:
+class Moves:
     """The moves of one forward pass.
 
     Attributes
@@ -52,9 +52,9 @@ class Hops:
     given : dict
         The inputs on the CPU, as they were before any move.
     by_host : bool
-        Whether every move is made by way of the CPU instead of straight.
+        Whether every move is staged through the CPU.
     count : int
-        How many tensors were moved and looked at.
+        How many tensors were moved and checked.
     devices : set of str
         Where they were moved to.
     """
@@ -65,19 +65,19 @@ class Hops:
     devices: set[str] = field(default_factory=set)
 
     def move(self, name: str, tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-        """Move an input to a device, and look at it there."""
+        """Move an input to a device, and check it there."""
         staged = tensor.to("cpu") if self.by_host else tensor
         moved = staged.to(device)
         self.look(name, tensor, moved, where="")
         return moved
 
     def look(self, name: str, before: Any, after: Any, *, where: str) -> None:
-        """Hold what has arrived against what was sent; at the door of the model, against what the CPU had before.
+        """Compare what arrived with what was sent; for an input of the model, with the copy on the CPU.
 
         `where` is the module inside the model that it was moved for, empty for the model itself.
         """
         if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
-            if before is not after:  # where nothing had to move, nothing was
+            if before is not after:  # the same object: nothing moved
                 self._look_at(name, before, after, where)
         elif isinstance(before, Mapping) and isinstance(after, Mapping):
             changes = []
@@ -145,8 +145,8 @@ def _shown(value: float | int | bool | complex) -> str:
 
 
 @contextmanager
-def watched(model: torch.nn.Module, hops: Hops) -> Iterator[Hops]:
-    """Look at every move that accelerate and the loss make in the forward passes of a model."""
+def watched(model: torch.nn.Module, moves: Moves) -> Iterator[Moves]:
+    """Check every move that accelerate and the loss make in the forward passes of a model."""
     import accelerate.hooks as module
 
     hook = module.AlignDevicesHook
@@ -156,35 +156,35 @@ def watched(model: torch.nn.Module, hops: Hops) -> Iterator[Hops]:
     def before(self: Any, part: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         moved_args, moved_kwargs = pre(self, part, *args, **kwargs)
         where = names.get(id(part), "")
-        # a table of embeddings takes its ids without a name
+        # a table of embeddings takes its ids by position
         name = _IDS if isinstance(part, torch.nn.Embedding) else ""
-        hops.look(name, args, moved_args, where=where)
-        hops.look("", kwargs, moved_kwargs, where=where)
+        moves.look(name, args, moved_args, where=where)
+        moves.look("", kwargs, moved_kwargs, where=where)
         return moved_args, moved_kwargs
 
     def after(self: Any, part: torch.nn.Module, output: Any) -> Any:
         moved = post(self, part, output)
-        hops.look("output", output, moved, where=f"what {names.get(id(part)) or 'the model'} returns")
+        moves.look("output", output, moved, where=f"what {names.get(id(part)) or 'the model'} returns")
         return moved
 
     def by_host(tensor: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
         return send(send(tensor, "cpu", *args, **kwargs), device, *args, **kwargs)
 
     hook.pre_forward, hook.post_forward = before, after
-    if hops.by_host:
+    if moves.by_host:
         module.send_to_device = by_host
     try:
-        with _watched_loss(model, hops):
-            yield hops
+        with _watched_loss(model, moves):
+            yield moves
     finally:
         hook.pre_forward, hook.post_forward, module.send_to_device = pre, post, send
 
 
 @contextmanager
-def _watched_loss(model: Any, hops: Hops) -> Iterator[None]:
-    """Make the loss's own move of the labels, so that it can be looked at; the loss then finds them where it is."""
+def _watched_loss(model: Any, moves: Moves) -> Iterator[None]:
+    """Make the loss's own move of the labels, so that it can be checked; the loss then finds them on its device."""
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(getattr(type(owner), "loss_function", None), property):  # no model of transformers
+    if not isinstance(getattr(type(owner), "loss_function", None), property):  # not a model of transformers
         yield
         return
     real, kept = owner.loss_function, vars(owner).get("_loss_function")
@@ -193,9 +193,9 @@ def _watched_loss(model: Any, hops: Hops) -> Iterator[None]:
         scores = kwargs.get("logits", args[0] if args else None)
         labels = kwargs.get(LABELS)
         if isinstance(labels, torch.Tensor) and isinstance(scores, torch.Tensor) and labels.device != scores.device:
-            kwargs[LABELS] = hops.move(LABELS, labels, scores.device)
+            kwargs[LABELS] = moves.move(LABELS, labels, scores.device)
         elif len(args) > 1 and all(isinstance(a, torch.Tensor) for a in args[:2]) and args[1].device != args[0].device:
-            args = (args[0], hops.move(LABELS, args[1], args[0].device), *args[2:])
+            args = (args[0], moves.move(LABELS, args[1], args[0].device), *args[2:])
         return real(*args, **kwargs)
 
     owner.loss_function = loss

@@ -1,12 +1,12 @@
 """Stage `sharding`: the same model laid out over several devices gives the same answer as on one.
 
-Ids and labels are held against the tables on the CPU first; where they are past an end, no device is asked, for its
-kernel would assert and take the context with it. Then the model runs on the worker's device alone, and laid out in each
-way that the devices at hand suggest; everything that moves between shards is looked at on both sides
-(`worker/hops.py`). Logits and loss are held against those of the one device: bit by bit where the same kernels compute,
-and by the rule of the stage `forward` elsewhere.
+Ids and labels are first compared with the tables on the CPU; where they are past an end, no device runs, for its kernel
+would assert and take the context with it. Then the model runs on the worker's device alone, and in each layout that the
+visible devices suggest; everything that moves between shards is checked on both sides (`moves.py`). Logits and loss are
+compared with those of the one device: bit by bit where the same kernels compute, and by the rule of the stage `forward`
+elsewhere.
 
-The base is loaded once more for each way, beside the one that the other stages hold.
+The base is loaded again for each layout, besides the copy that the other stages hold.
 """
 
 from __future__ import annotations
@@ -23,58 +23,58 @@ from typing import Any
 import torch
 
 from consistency.capture.names import WHOLE_MODEL
-from consistency.errors import InputError
+from consistency.errors import InputError, first_line
 from consistency.numerics.bound import independent_rows, measure_against_exact
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.exact import in_float64
-from consistency.numerics.rules import Rule, passes, ratio, relative_allowance
+from consistency.numerics.rules import Rule, Verdict, judge_relative
 from consistency.numerics.words import Word
-from consistency.worker.memory.host_memory import available_bytes, is_out_of_memory
+from consistency.worker.memory.host_memory import available_bytes
+from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost, is_kernel_assert
 from consistency.worker.model.inputs import fixed_inputs, with_labels
-from consistency.worker.model.loading import load_adapter, load_base
+from consistency.worker.model.loading import load_adapter, load_base, load_model
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.sharding.device_maps import Layout, layouts, load, same_model
-from consistency.worker.stages.sharding.moves import ChangedOnTheWayError, Hops, watched
+from consistency.worker.stages.sharding.moves import ChangedOnTheWayError, Moves, watched
 
 STAGE = "sharding"
 PINNED = "one device"
 ON_THE_WAY = "on the way"
 
 _ROOM = 1.25
-"""Free memory that a further copy has to find, in copies: its activations and what an allocator cannot use of it."""
+"""Free memory that another copy needs, in copies: with its activations and what the allocator loses."""
 
 Inputs = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one forward pass gave, on the CPU."""
+    """The output of one forward pass, on the CPU."""
 
     tensors: dict[str, torch.Tensor]
-    hops: Hops
+    moves: Moves
     places: dict[str, Any]
 
 
 @dataclass
 class _Exact:
-    """The same pass in float64, and the CPU's own error in the tested dtype; made where somebody asks."""
+    """The same pass in float64, and the CPU's own error in the tested dtype; computed when first needed."""
 
     context: Context
     inputs: Inputs
 
     @cached_property
     def found(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        base = load_base(self.context.job.case, "cpu")
-        model = base.model if self.context.job.case.adapter is None else load_adapter(base, self.context.job.case)
+        model = load_model(self.context.job.case, "cpu")
         return _outputs(model, self.inputs), in_float64(_outputs, model, self.inputs)
 
 
 def run(context: Context) -> None:
-    """Record ids, labels and what moves between shards; hold every way of laying the model out against one device."""
+    """Record ids, labels and moves between shards; compare every layout of the model with one device."""
     model, case = context.base.model, context.job.case
     inputs, reason = fixed_inputs(case, model)
     if case.factory is not None:
@@ -93,7 +93,7 @@ def run(context: Context) -> None:
 
     def alone() -> torch.nn.Module:
         base = load_base(case, str(context.device))
-        ways.extend(layouts(case, context.device, base.model))  # PEFT gives its modules other names
+        ways.extend(layouts(case, context.device, base.model))  # before PEFT renames the modules
         return base.model if case.adapter is None else load_adapter(base, case)
 
     pinned = _answer(context, Layout(name=PINNED, device_map={"": str(context.device)}), inputs, alone)
@@ -110,52 +110,52 @@ def run(context: Context) -> None:
 
 
 def _answer(context: Context, way: Layout, inputs: Inputs, make: Callable[[], torch.nn.Module]) -> Answer | None:
-    """Load, run and let go; record why there is no answer where there is none."""
-    hops = Hops(given=inputs, by_host=way.by_host)
+    """Load, run and release the model; record why there is no answer where there is none."""
+    moves = Moves(given=inputs, by_host=way.by_host)
     model = None
     try:
         model = make()
         laid_out = getattr(model, "hf_device_map", None) or getattr(_base_of(model), "hf_device_map", None)
         places = dict(laid_out or {"": str(context.device)})
         if context.device.type != "cpu" and all(p.device.type == "cpu" for p in model.parameters()):
-            _skip(context, way.name, "it puts the whole model on the CPU")
+            _skip(context, way.name, "this layout puts the whole model on the CPU")
             return None
-        with watched(model, hops):
-            moved = {name: hops.move(name, tensor, _door(model)) for name, tensor in inputs.items()}
+        with watched(model, moves):
+            moved = {name: moves.move(name, tensor, _door(model)) for name, tensor in inputs.items()}
             tensors = _outputs(model, moved)
     except ChangedOnTheWayError as change:
-        _record_way(context, way, hops, "outside", change.word, change.sentence, change.evidence)
+        _record_way(context, way, moves, "outside", change.word, change.sentence, change.evidence)
         return None
     except Exception as error:  # model code of any kind, and three libraries under it, may raise anything
         if is_kernel_assert(error):
-            _record_assert(context, way, hops, inputs, error)
+            _record_assert(context, way, moves, inputs, error)
             return None
         if is_out_of_memory(error):
-            _skip(context, way.name, "no memory for a further copy of the model")
+            _skip(context, way.name, "no memory for another copy of the model")
             return None
         if way.own:
             raise InputError(
                 "the model cannot be laid out by this device map",
                 where=context.job.case.device_map,
-                got=_text(error),
+                got=first_line(error),
             ) from error
         if way.name == PINNED:
-            _skip(context, way.name, f"the model does not run on the inputs: {_text(error)}")
+            _skip(context, way.name, f"the model does not run on the inputs: {first_line(error)}")
         elif model is None or way.offloads:
-            _skip(context, way.name, f"the model cannot be laid out in this way: {_text(error)}")
+            _skip(context, way.name, f"the model cannot use this layout: {first_line(error)}")
         else:
-            reason = f"the model does not run laid out in this way, and does on one device: {_text(error)}"
-            _record_way(context, way, hops, "outside", Word.DOES_NOT_RUN, reason, {})
+            reason = f"the model does not run in this layout, and does on one device: {first_line(error)}"
+            _record_way(context, way, moves, "outside", Word.DOES_NOT_RUN, reason, {})
         return None
     finally:
         model = None
         gc.collect()  # hooks and modules hold each other
-    _record_way(context, way, hops, "equal", None, None, {"places": _counted(places)})
-    return Answer(tensors=tensors, hops=hops, places=places)
+    _record_way(context, way, moves, "equal", None, None, {"places": _counted(places)})
+    return Answer(tensors=tensors, moves=moves, places=places)
 
 
 def _record_way(
-    context: Context, way: Layout, hops: Hops, status: Any, word: Word | None, reason: str | None, evidence: Any
+    context: Context, way: Layout, moves: Moves, status: Any, word: Word | None, reason: str | None, evidence: Any
 ) -> None:
     context.record.fact(
         stage=STAGE,
@@ -163,17 +163,17 @@ def _record_way(
         tensor=ON_THE_WAY,
         status=status,
         diagnosis=word,
-        evidence={"moves": hops.count, "devices": sorted(hops.devices), **evidence},
+        evidence={"moves": moves.count, "devices": sorted(moves.devices), **evidence},
         reason=reason,
     )
 
 
-def _record_assert(context: Context, way: Layout, hops: Hops, inputs: Inputs, error: Exception) -> None:
-    """Say which of the two causes it is: on the CPU all is inside, or the stage would have ended before."""
+def _record_assert(context: Context, way: Layout, moves: Moves, inputs: Inputs, error: Exception) -> None:
+    """Record a kernel's assertion: ids within every table on the CPU, or the stage would have ended before."""
     sentence = asserted(inputs, context.device, error)
     if context_is_lost(error):
-        raise KernelAssertedError(sentence) from error  # the session tells of it
-    _record_way(context, way, hops, "outside", Word.IDS_CHANGED, sentence, {"inputs": sorted(inputs)})
+        raise KernelAssertedError(sentence) from error  # the session records it
+    _record_way(context, way, moves, "outside", Word.IDS_CHANGED, sentence, {"inputs": sorted(inputs)})
 
 
 def _judge(context: Context, way: Layout, found: Answer, pinned: Answer, exact: _Exact) -> None:
@@ -189,13 +189,12 @@ def _judge(context: Context, way: Layout, found: Answer, pinned: Answer, exact: 
             _record_answer(context, way, name, "outside", Word.OTHER_ANSWER, _difference(actual, expected), None)
         else:
             # the CPU's libraries may sum in another order where a weight begins at another address
-            share = _share(name, actual, exact)
-            if share is None:
-                _skip(context, way.name, "other bits, and no float64 value is known", tensor=name)
+            verdict = _verdict(name, actual, exact)
+            if verdict is None:
+                _skip(context, way.name, "differs bitwise, and no float64 value is known", tensor=name)
                 continue
-            word = Word.ACCUMULATION_ORDER if passes(share) else Word.OTHER_ANSWER
-            status = "within" if passes(share) else "outside"
-            _record_answer(context, way, name, status, word, _difference(actual, expected), share)
+            word = Word.OTHER_ANSWER if verdict.status == "outside" else Word.ACCUMULATION_ORDER
+            _record_answer(context, way, name, verdict.status, word, _difference(actual, expected), verdict.ratio)
 
 
 def _record_answer(
@@ -212,18 +211,19 @@ def _record_answer(
     )
 
 
-def _share(name: str, actual: torch.Tensor, exact: _Exact) -> float | None:
-    """Return the error against float64 over what the rule of the stage `forward` allows."""
+def _verdict(name: str, actual: torch.Tensor, exact: _Exact) -> Verdict | None:
+    """Judge by the rule of the stage `forward`; None where no float64 value is known."""
     on_cpu, truths = exact.found
     truth = truths.get(name)
     if truth is None or truth.shape != actual.shape or actual.dtype not in UNIT_ROUNDOFF:
         return None
     truth = truth.to(torch.float64)
     found = measure_against_exact(actual, truth)
-    own = float(measure_against_exact(on_cpu[name], truth).max_abs)
-    samples = independent_rows(on_cpu[name], truth)
-    allowed = relative_allowance(own, float(found.magnitude), name_of(actual.dtype), samples=samples)
-    return ratio(float(found.max_abs), allowed)
+    return judge_relative(
+        float(found.max_abs), found.mismatched, float(found.magnitude), name_of(actual.dtype),
+        reference_error=float(measure_against_exact(on_cpu[name], truth).max_abs),
+        samples=independent_rows(on_cpu[name], truth),
+    )  # fmt: skip
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def _outputs(model: torch.nn.Module, inputs: Inputs) -> Inputs:
 
 
 def _door(model: torch.nn.Module) -> torch.device:
-    """Return where a user would put the inputs: on the device of the first parameter."""
+    """Return the device that a user would put the inputs on: that of the first parameter."""
     return next(p for p in model.parameters() if not p.is_meta).device
 
 
@@ -267,23 +267,19 @@ def _counted(places: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _no_room(context: Context) -> str:
-    """Say why a further copy of the base does not fit beside the one that the other stages hold."""
+    """Return why another copy of the base does not fit besides the one that the other stages hold."""
     wanted = int(_ROOM * sum(t.nbytes for t in context.base.tensors.values()))
     on_disk = shutil.disk_usage(context.scratch).free
     for where, free in (("memory", available_bytes()), (f"the disk at {context.scratch}", on_disk)):
         if free is not None and free < wanted:
-            return f"a further copy of the base does not fit: {wanted} bytes wanted, {free} free in {where}"
+            return f"no room for another copy of the base: {wanted} bytes wanted, {free} free in {where}"
     module = None if context.device.type == "cpu" else torch.get_device_module(context.device.type)
     if module is not None and hasattr(module, "mem_get_info"):
         free = int(module.mem_get_info(context.device.index or 0)[0])
         if free < wanted:
-            return f"a further copy of the base does not fit: {wanted} bytes wanted, {free} free on {context.device}"
+            return f"no room for another copy of the base: {wanted} bytes wanted, {free} free on {context.device}"
     return ""
 
 
 def _skip(context: Context, layer: str, reason: str, *, tensor: str = "everything") -> None:
     context.record.absent(stage=STAGE, layer=layer, tensor=tensor, status="skipped", reason=reason, rule=Rule.LIMIT)
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"[:300]

@@ -17,9 +17,10 @@ import torch
 
 from consistency.capture.names import FILLING, HOST, READING, pair_name
 from consistency.numerics.digest import TensorDigest, as_bytes, digest
+from consistency.worker.model.poison import poisoned
 from consistency.worker.stages.transfer import copying as copies
 from consistency.worker.stages.transfer.background_load import all_at_once, under_load, wait
-from consistency.worker.stages.transfer.payload import Payload, poisoned
+from consistency.worker.stages.transfer.payload import Payload
 
 BOTH_AGREE = "agree"
 HOST_DIFFERS = "the device's own digest is right, the copy on the host is not"

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from consistency.worker.stages.adapter.reload import POISON
+from consistency.worker.model.poison import POISON, poisoned
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def _whole(buffer: torch.Tensor) -> torch.Tensor:
@@ -60,12 +58,6 @@ class Payload:
     def landing(self, device: torch.device) -> torch.Tensor:
         """Return the buffer at the destination, filled with `POISON` by the device itself."""
         return poisoned(tuple(self.expected.shape), self.expected.dtype, device)
-
-
-def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a buffer filled with `POISON`."""
-    size = dtype.itemsize
-    return torch.full(shape, POISON[size], dtype=INTEGERS[size], device=device).view(dtype)
 
 
 def contiguous(name: str, size: int) -> Payload:

@@ -32,9 +32,11 @@ from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
-from consistency.worker.memory.host_memory import free_bytes, is_out_of_memory
-from consistency.worker.protocol import EventLog, Job
+from consistency.worker.memory.host_memory import free_bytes
+from consistency.worker.memory.out_of_memory import is_out_of_memory
+from consistency.worker.protocol import Job
 from consistency.worker.recorder import Recorder
+from consistency.worker.stages.context import Machine
 from consistency.worker.stages.transfer.delivery import BOTH_AGREE, Delivery, NotTriedError, Place, Sender
 from consistency.worker.stages.transfer.payload import Payload, casting, contiguous, strided
 
@@ -68,13 +70,14 @@ _KEEP_BYTES = MIB  # of each wrong copy: N×N of them may be wrong, and the rang
 _REMEMBERED = 32  # payloads of up to 1 MiB that a wrong copy is held against, to tell whose bytes it has
 
 
-def run(job: Job, events: EventLog, record: Recorder) -> None:
-    """Look at every pair that this worker answers for, and record what each kind of copy delivered."""
+def run(context: Machine) -> None:
+    """Check every pair that this worker answers for, and record what each kind of copy delivered."""
+    job, record = context.job, context.record
     look = _Look(job, record)
     pairs = look.pairs()
     for number, (source, destination) in enumerate(pairs, start=1):
         layer = pair_name(source.name, destination.name)
-        events.step(layer, number, len(pairs))
+        context.events.step(layer, number, len(pairs))
         if record.wants(Stage.TRANSFER, layer):
             look.pair(source, destination)
     look.end()

@@ -23,9 +23,10 @@ from consistency.case.stages import Stage
 from consistency.numerics.digest import digest
 from consistency.worker import session
 from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.model.poison import as_it_was
 from consistency.worker.protocol import EventLog, Job
 from consistency.worker.stages.adapter import load_paths
-from consistency.worker.stages.adapter.load_paths import as_it_was, stand_in
+from consistency.worker.stages.adapter.load_paths import stand_in
 from consistency.worker.stages.context import Context
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
@@ -220,16 +221,14 @@ def test_a_method_that_rewrites_the_base_needs_its_numbers(tiny: Any, monkeypatc
     made.base = tiny.base_model
     made.rewritten = frozenset({"lm_head.weight"})
     (said,) = made.take()
-    assert said["reason"].endswith(
-        "its method computes from the base's numbers, which what stands in for the base has not"
-    )
+    assert said["reason"].endswith("its method computes from the base's values, which the stand-in for the base lacks")
 
 
 def test_transformers_loader_needs_a_transformers_model(tiny: Any) -> None:
     made = Made(tiny, LoadPath.ISOLATED_TRANSFORMERS)
     made.base = cast("Made", type("Base", (), {"model": torch.nn.Linear(1, 1)})())
     (said,) = made.take()
-    assert said["reason"] == "the base is no transformers model: it has no load_adapter"
+    assert said["reason"] == "the base is not a transformers model: it has no load_adapter"
 
 
 def test_transformers_loader_takes_no_prompt() -> None:
@@ -238,7 +237,7 @@ def test_transformers_loader_takes_no_prompt() -> None:
     made = Made(peft.get_peft_model(base, config), LoadPath.ISOLATED_TRANSFORMERS)
     made.base = cast("Made", type("Base", (), {"model": base})())
     (said,) = made.take()
-    assert said["reason"] == "transformers loads no prompt"
+    assert said["reason"] == "transformers does not load prompts"
 
 
 @pytest.mark.parametrize("load_path", [LoadPath.ISOLATED_LOW_MEMORY, LoadPath.ISOLATED_TRANSFORMERS])

@@ -15,7 +15,8 @@ from consistency.capture.names import LOADED_AGAIN
 from consistency.case.case import Case
 from consistency.numerics.digest import digest
 from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.stages.adapter.reload import POISON, reload
+from consistency.worker.model.poison import POISON
+from consistency.worker.stages.adapter.reload import reload
 from consistency.worker.stages.context import Context
 from tests.worker.model.made_models import SIZES, perturb
 

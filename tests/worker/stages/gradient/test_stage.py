@@ -11,7 +11,7 @@ import torch
 from consistency.numerics.bound import independent_lines
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.running_error import Arithmetic, measure_tracked
-from consistency.worker.stages.gradient import adamw
+from consistency.worker.stages import adamw
 from consistency.worker.stages.gradient import stage as gradient
 
 Tensors = dict[str, torch.Tensor]
@@ -113,7 +113,7 @@ def test_the_model_is_left_as_it_was(inputs: Tensors) -> None:
 def test_a_model_that_ends_with_nothing_of_the_adapter_says_so(inputs: Tensors) -> None:
     model = Careful()
     model.register_forward_hook(lambda *found: found[2].detach())
-    with pytest.raises(ValueError, match="nothing that the model ends with depends on the adapter"):
+    with pytest.raises(ValueError, match="no output of the model depends on the adapter"):
         gradient.gradients(model, NAMES, inputs)
 
 

@@ -22,12 +22,17 @@ from tests.comparison.made_records import compared, computed, only_row
 from tests.conftest import MakeCapture
 
 
-def look(folder: Path, *, only: Sequence[str] = (), **options: object) -> dict[tuple[str, str], TensorRecord]:
+def look(
+    folder: Path, *, only: Sequence[str] = (), tolerance: Sequence[Override] = (), **options: object
+) -> dict[tuple[str, str], TensorRecord]:
     trials = operators.Trials(device=torch.device("cpu"), settings={}, **{"level": Level.QUICK, **options})  # type: ignore[arg-type]
     with CaptureWriter(folder / "capture") as writer:
         home = writer.worker_folder("cpu.isolated")
-        with EventLog(home / "events.jsonl") as events, Recorder(home, writer.blobs, only=only) as record:
-            operators.run(trials, record, events)
+        with (
+            EventLog(home / "events.jsonl") as events,
+            Recorder(home, writer.blobs, only=only, tolerance=tolerance) as record,
+        ):
+            operators.try_all(trials, record, events)
         lines = (home / "records.jsonl").read_bytes().splitlines()
     return {(r.layer, r.tensor): r for r in (decode_json(line, TensorRecord) for line in lines)}
 
@@ -101,6 +106,6 @@ def test_only_what_there_is_no_kernel_for_excuses_a_device(
     cpu = computed("a", stage="operators", layer="exp", tensor="float64 2048")
     other = TensorRecord(
         stage="operators", layer="exp", tensor="float64 2048", rule="bound", status="skipped", evidence=evidence,
-        reason="there is no float64 here",
+        reason="no float64 on this device",
     )  # fmt: skip
     assert only_row(compared(make_capture("a", {"cpu": [cpu], "mps": [other]})), "mps").status == status

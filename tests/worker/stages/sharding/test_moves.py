@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from consistency.worker.stages.sharding.moves import ChangedOnTheWayError, Hops, watched
+from consistency.worker.stages.sharding.moves import ChangedOnTheWayError, Moves, watched
 
 IDS = torch.arange(6).reshape(1, 6)
 GIVEN = {"input_ids": IDS, "labels": IDS + 10}
@@ -35,10 +35,10 @@ def model() -> torch.nn.Module:
     return found
 
 
-def run(model: torch.nn.Module, hops: Hops, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> Any:
+def run(model: torch.nn.Module, moves: Moves, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> Any:
     real = accelerate.hooks.send_to_device
     monkeypatch.setattr(accelerate.hooks, "send_to_device", lambda t, *a, **k: change(real(t, *a, **k)))
-    with watched(model, hops):
+    with watched(model, moves):
         return model(**GIVEN)
 
 
@@ -52,14 +52,14 @@ def copied(value: Any) -> Any:
 
 
 def test_good_moves_are_counted_and_nothing_is_said(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    hops = Hops(given=GIVEN)
-    found = run(model, hops, monkeypatch, copied)
+    moves = Moves(given=GIVEN)
+    found = run(model, moves, monkeypatch, copied)
     assert torch.equal(found["labels"], GIVEN["labels"])
-    assert hops.count == 6  # two inputs, ids into the table, hidden states into the norm, two outputs
-    assert hops.devices == {"cpu"}
-    before = hops.count
+    assert moves.count == 6  # two inputs, ids into the table, hidden states into the norm, two outputs
+    assert moves.devices == {"cpu"}
+    before = moves.count
     model(**GIVEN)
-    assert hops.count == before, "the watch is taken away"
+    assert moves.count == before, "the watch is taken away"
 
 
 def broken(name: str) -> Callable[[Any], Any]:
@@ -89,7 +89,7 @@ def test_a_changed_tensor_is_named(
     model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, name: str, word: str, sentence: str
 ) -> None:
     with pytest.raises(ChangedOnTheWayError) as seen:
-        run(model, Hops(given=GIVEN), monkeypatch, broken(name))
+        run(model, Moves(given=GIVEN), monkeypatch, broken(name))
     assert seen.value.word == word
     assert seen.value.sentence.startswith(sentence)
 
@@ -99,13 +99,13 @@ def test_all_inputs_that_changed_are_named(model: torch.nn.Module, monkeypatch: 
         return broken("labels")(broken("input_ids")(value))
 
     with pytest.raises(ChangedOnTheWayError, match="so have labels"):
-        run(model, Hops(given=GIVEN), monkeypatch, change)
+        run(model, Moves(given=GIVEN), monkeypatch, change)
 
 
 def test_a_zero_of_the_other_sign_is_a_change() -> None:
     with pytest.raises(ChangedOnTheWayError, match=r"hidden states changed on the way to device cpu, into x$"):
-        Hops(given={}).look("", torch.zeros(3), -torch.zeros(3), where="x")
-    Hops(given={}).look("", torch.full((3,), torch.nan), torch.full((3,), torch.nan), where="x")
+        Moves(given={}).look("", torch.zeros(3), -torch.zeros(3), where="x")
+    Moves(given={}).look("", torch.full((3,), torch.nan), torch.full((3,), torch.nan), where="x")
 
 
 def test_by_way_of_the_host_every_move_is_two(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_by_way_of_the_host_every_move_is_two(model: torch.nn.Module, monkeypatc
         return real(tensor, device)
 
     monkeypatch.setattr(accelerate.hooks, "send_to_device", send)
-    with watched(model, Hops(given=GIVEN, by_host=True)):
+    with watched(model, Moves(given=GIVEN, by_host=True)):
         model(**GIVEN)
     assert len(seen) == 14
     assert set(seen[::2]) == {"cpu"}
@@ -138,12 +138,12 @@ class WithLoss(torch.nn.Module):
 
 
 def test_the_loss_moves_its_labels_under_watch() -> None:
-    model, hops = WithLoss(), Hops(given=GIVEN)
+    model, moves = WithLoss(), Moves(given=GIVEN)
     logits = torch.empty(1, 6, 4, device="meta")
-    with watched(model, hops):
+    with watched(model, moves):
         moved = model.loss_function(logits=SimpleNamespace(device="cpu"), labels=GIVEN["labels"])
         assert moved is GIVEN["labels"], "what is no tensor is handed on"
         with pytest.raises(NotImplementedError):  # a look at what has arrived on `meta` finds nothing there
             model.loss_function(logits=logits, labels=GIVEN["labels"])
-    assert hops.devices == {"meta"}
+    assert moves.devices == {"meta"}
     assert "_loss_function" not in vars(model)

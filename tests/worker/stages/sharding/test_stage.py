@@ -120,7 +120,7 @@ def test_without_room_it_is_skipped(look: Look, monkeypatch: pytest.MonkeyPatch)
     found = look()
     assert found.verdict == "consistent"
     rows = [row for t in found.tensors for row in t.rows if row.status == "skipped"]
-    assert "a further copy of the base does not fit" in (rows[0].reason or "")
+    assert "no room for another copy of the base" in (rows[0].reason or "")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])

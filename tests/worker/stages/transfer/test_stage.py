@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from consistency.numerics.digest import TensorDigest, as_bytes, digest
 from consistency.worker.faults import plant
 from consistency.worker.protocol import EventLog, Job
 from consistency.worker.recorder import Recorder
+from consistency.worker.stages.context import Machine
 from consistency.worker.stages.transfer import copying as copies
 from consistency.worker.stages.transfer import delivery, payload
 from consistency.worker.stages.transfer import stage as transfer
@@ -34,7 +36,7 @@ def look(folder: Path, *, level: Level = Level.QUICK, only: tuple[str, ...] = ()
         makes_reference=False, threads=1, parent_pid=os.getpid(),
     )  # fmt: skip
     with EventLog(folder / "events.jsonl") as events, Recorder(folder, folder, only=only) as record:
-        transfer.run(job, events, record)
+        transfer.run(cast("Machine", SimpleNamespace(job=job, events=events, record=record)))
     return {record.tensor: record for record in read_records(folder / "records.jsonl")}
 
 

@@ -1,8 +1,8 @@
-"""One step of AdamW: as torch does it, and its exact value with what a device may be off.
+"""One step of AdamW: as torch does it, and its exact value with the allowed error.
 
-The step divides a gradient by its own magnitude, so its result depends on the gradient's sign where that is near zero:
-no bound on a gradient's error holds the parameter that comes of it. Given the gradient's bytes it is well conditioned.
-So it is held against the step in float64 from the very bytes that this device gave to its optimizer.
+The step divides a gradient by its own magnitude, so near zero its result depends on the gradient's sign: no bound on
+the gradient's error bounds the resulting parameter. Given the gradient's bytes the step is well conditioned, so it is
+compared with the step in float64 from the bytes that this device gave to its optimizer.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from consistency.numerics.running_error import Tracked
 
 LEARNING_RATE, WEIGHT_DECAY, EPSILON = 1e-3, 1e-2, 1e-8
 BETAS = (0.9, 0.999)
-"""The defaults of `torch.optim.AdamW`, written down so that a change of those is no change of what is looked at."""
+"""The defaults of `torch.optim.AdamW`, fixed so that a change of those does not change what is checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """What the optimizer has kept of earlier steps: the means of gradients and of their squares, and how many."""
+    """The optimizer's state: the running means of gradients and of their squares, and the number of steps."""
 
     first: torch.Tensor
     second: torch.Tensor
@@ -28,10 +28,10 @@ class Moments:
 
 
 def step(parameter: torch.Tensor, gradient: torch.Tensor, moments: Moments | None = None) -> torch.Tensor:
-    """Return what AdamW makes of a parameter, which stays as it is; without moments it is the first step."""
+    """Return a parameter after a step of AdamW, unchanged itself; without moments it is the first step."""
     new = torch.nn.Parameter(parameter.detach().clone())
     new.grad = gradient.detach().clone()
-    # one plain operation after the other: what fused and batched kernels do differs by backend and is not written down
+    # one plain operation after the other: fused and batched kernels differ by backend and are not documented
     optimizer = torch.optim.AdamW(
         [new], lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, foreach=False, fused=False
     )
@@ -53,7 +53,7 @@ def exact_step(
     *,
     steps: int = 0,
 ) -> Tracked:
-    """Return the exact result of `step`, and what each element may be off; moments of earlier steps, if any."""
+    """Return the exact result of `step` with each element's allowed error; moments of earlier steps, if any."""
     of, (beta1, beta2) = parameter.by, BETAS
 
     def rounded(number: float) -> Tracked:

@@ -1,0 +1,84 @@
+"""Run a model on inputs, and distinguish an error of its code from a failure of its device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from consistency.case.case import Case
+from consistency.errors import InputError, first_line
+from consistency.worker.memory.out_of_memory import is_out_of_memory
+
+Activations = dict[str, torch.Tensor]
+
+
+def is_of_the_model(error: Exception, model: torch.nn.Module) -> bool:
+    """Report whether the model's code raises an error on every device, rather than this device or its memory failing.
+
+    Torch raises `RuntimeError` for both, so of an accelerator's errors only Python's own are the model's.
+    """
+    if is_out_of_memory(error):
+        return False
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    return on_cpu or not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError)
+
+
+def refusal(case: Case, error: Exception) -> str:
+    """Return why the model does not run on the inputs; on the user's own inputs that is the user's error."""
+    if case.inputs is not None:
+        raise InputError("the model does not run on these inputs", where=case.inputs, got=first_line(error)) from error
+    return f"the model does not run on inputs made from its config: {first_line(error)}: give --inputs FILE.safetensors"
+
+
+def activations(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Run the model and return its hidden states and outputs on the CPU, in order, by name.
+
+    Names are `hidden_states.0` (the embeddings) onwards, with `encoder_` or `decoder_` before them where the model has
+    both, then `logits`, or the outputs of the bare model.
+    """
+    with torch.no_grad():
+        hidden, last = outputs(model, inputs)
+    return {name: t.detach().to("cpu") for name, t in (hidden | last).items()}
+
+
+def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Activations, Activations]:
+    """Run the model and return, on its device, its hidden states and its other outputs, by name."""
+    parameter = next(model.parameters())
+    moved = {
+        name: t.to(parameter.device, parameter.dtype if t.is_floating_point() else None) for name, t in inputs.items()
+    }
+    output = model(**moved, **_extras(model))
+    if isinstance(output, torch.Tensor):
+        return {}, {"output": output}
+    hidden: Activations = {}
+    last: Activations = {}
+    for key, value in dict(output).items():
+        if key.endswith("hidden_states") and isinstance(value, (tuple, list)):
+            hidden.update((f"{key}.{i}", t) for i, t in enumerate(value) if isinstance(t, torch.Tensor))
+        elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0:
+            last[key] = value
+    return hidden, last
+
+
+def _extras(model: torch.nn.Module) -> dict[str, Any]:
+    """Ask transformers models for every hidden state and no cache; a user's own model takes its inputs alone."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        return {}
+    extras: dict[str, Any] = {"output_hidden_states": True, "return_dict": True}
+    if hasattr(config, "use_cache"):
+        extras["use_cache"] = False
+    return extras
+
+
+def unbounded(model: torch.nn.Module) -> str:
+    """Return why no bound on errors covers a model, nothing where one does."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    for count in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if (getattr(text, count, None) or 0) > 1:
+            return (
+                "a mixture of experts: a rounding can send a token to another expert, which no bound on errors covers"
+            )
+    return ""
