@@ -1,1 +1,1 @@
-"""The work of a device's own process, and of the words it shares with the parent."""
+"""The process that runs the checks on one device, and the protocol that it shares with its parent."""

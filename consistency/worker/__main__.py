@@ -1,7 +1,7 @@
 """The worker's process: load on one device, run the stages, write records; `python -m consistency.worker JOB`.
 
-Everything that may fail is caught here and told as an event, so that the parent can name it; nothing is printed for a
-user. This package imports nothing of the parent's side but the words that both share.
+Every failure is caught here and written as an event, so that the parent can report it; nothing is printed. This package
+imports nothing of the parent's side but the protocol that both share.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(path: Path) -> int:
     Returns
     -------
     int
-        0 when it was done, 2 for wrong input, 3 for any other failure, 4 when not even that could be written down.
+        0 when it was done, 2 for invalid input, 3 for any other failure, 4 when the failure could not be written.
     """
     job = decode_json(path.read_bytes(), Job)
     lifeline.hold(job.parent_pid)
@@ -46,7 +46,7 @@ def main(path: Path) -> int:
 
             run(job, events)
             events.done()
-        except BaseException as error:  # the one place that must let nothing through: the parent is told what it was
+        except BaseException as error:  # nothing may pass here: the parent reports the error
             events.failed({**_told(error), "trace": traceback.format_exc(limit=40)})
             return 2 if isinstance(error, ConsistencyError) else 3
     except OSError:

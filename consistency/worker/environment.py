@@ -1,4 +1,4 @@
-"""What a worker's process is: versions, kernels and threads that are really in force."""
+"""Describe a worker's process: versions, kernels and threads in effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VERSIONED = ("transformers", "peft", "safetensors", "accelerate", "numpy")
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return versions, kernel choices, threads and the variables that steer them."""
+    """Return versions, kernel choices, threads and the variables that control them."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -39,9 +39,9 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def digest_kernel(device: torch.device) -> dict[str, str]:
-    """Return which path the digests take on a CUDA device, as far as this process knows by now; elsewhere nothing.
+    """Return the path of the digests on a CUDA device, as far as this process knows it; elsewhere nothing.
 
-    Both paths give the same digests, so it is no part of `kernel_key`.
+    Both paths give the same digests, so it is not part of `kernel_key`.
     """
     return {"digest_kernel": triton_digest.state(device)} if device.type == "cuda" else {}
 
@@ -60,7 +60,7 @@ def _accelerator(device: torch.device) -> dict[str, Any]:
 
 
 def kernel_key(environment: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Return what decides a device's bits beside its model: versions, kernels in force, threads and settings.
+    """Return what determines results besides the device's model: versions, kernels, threads and settings.
 
     Libraries choose kernels by the number of multiprocessors and split sums by threads, so both are part of it.
     """

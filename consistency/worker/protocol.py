@@ -1,4 +1,4 @@
-"""What a worker is told and what it tells: the only words that the two processes share. No torch here."""
+"""The protocol between parent and worker: jobs, events and the worker's own description. No torch here."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ GRADIENT_FILE = "gradient.safetensors"
 """Name of the float64 gradients there."""
 
 REFERENCE_LOST = "reference.lost"
-"""Name of the note that the launcher leaves there when the worker that makes them is gone."""
+"""Name of the file that the launcher writes there when the worker that makes them is lost."""
 
 CANNOT_WRITE = 4
-"""Exit status of a worker whose disk is full: it could not even say so."""
+"""Exit status of a worker whose disk is full, so that it could not write an event."""
 
 TOLD_FILE = "told.json"
-"""Name of the file in which a worker tells of itself."""
+"""Name of the file in which a worker describes itself."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road", "alternative_paths": "side_roads"}):
@@ -43,9 +43,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
         The device as the user wrote it: `cuda:1@tf32`.
     device : str
         The device as torch numbers it in this worker: `cuda:0` where only one is visible.
-    road : str
-    side_roads : tuple of Road
-        What the stage `adapter` takes beside it.
+    load_path : str
+    alternative_paths : tuple of LoadPath
+        Those that the stage `adapter` checks besides it.
     folder, blobs, scratch : str
         The worker's own folder, the capture's tensors, and a folder shared with the other workers of this run.
     settings : dict
@@ -57,7 +57,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
     fault : str or None
         A fault to plant, of `consistency.worker.faults`.
     autocast_adapter_dtype : bool
-        PEFT's argument of this name for the default road.
+        PEFT's argument of this name for the default load path.
     """
 
     case: Case
@@ -77,7 +77,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker tells of itself beside its records; written anew after every stage."""
+    """A worker's description of itself; rewritten after every stage."""
 
     environment: dict[str, Any]
     asked: dict[str, Any]
@@ -141,7 +141,7 @@ class EventLog:
 
 
 class EventReader:
-    """Read the events that a worker has written since the last look."""
+    """Read the events that a worker has written since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -159,12 +159,12 @@ class EventReader:
         return [decode_json(line, Event) for line in whole.splitlines()]
 
     def drop(self, kind: EventKind) -> None:
-        """Take the events of a kind out of the file, once its writer has ended."""
+        """Remove the events of a kind from the file, once its writer has ended."""
         try:
             lines = self._path.read_bytes().splitlines(keepends=True)
             kept = [line for line in lines if decode_json(line, Event).kind != kind]
         except (OSError, msgspec.MsgspecError):
-            return  # the longer file is as good
+            return  # the longer file does no harm
         partial = self._path.with_name(self._path.name + ".tmp")
         try:
             partial.write_bytes(b"".join(kept))

@@ -9,12 +9,12 @@ from typing import Any
 
 
 def peak_bytes() -> int:
-    """Return the largest resident size that this process has had since it was started, or since `reset_peak`.
+    """Return the largest resident size of this process since it was started, or since `reset_peak`.
 
-    `ru_maxrss` starts with what the parent had when it started us (Linux carries it through fork and exec), and a
-    parent may hold a model of its own; the high-water mark of the memory map starts anew.
+    `ru_maxrss` starts at the parent's value (Linux carries it through fork and exec), and a parent may hold a model
+    itself; the high-water mark of the memory map starts anew.
     """
-    peak = _told("/proc/self/status", "VmHWM:")
+    peak = _field("/proc/self/status", "VmHWM:")
     if peak is not None:
         return peak
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -22,13 +22,13 @@ def peak_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Return what this process has resident now; where the system does not tell, what it had at most."""
-    resident = _told("/proc/self/status", "VmRSS:")
+    """Return this process's resident size; where the system does not report it, the peak."""
+    resident = _field("/proc/self/status", "VmRSS:")
     return peak_bytes() if resident is None else resident
 
 
 def reset_peak() -> bool:
-    """Let `peak_bytes` start again from what is resident now; tell whether the system can do that."""
+    """Restart `peak_bytes` from the current resident size; report whether the system can do that."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): resets the high-water mark
     except OSError:
@@ -37,12 +37,12 @@ def reset_peak() -> bool:
 
 
 def available_bytes() -> int | None:
-    """Return how much memory the host can still give without swapping; None where it does not say."""
-    return _told("/proc/meminfo", "MemAvailable:")
+    """Return how much memory is available without swapping; None where the host does not report it."""
+    return _field("/proc/meminfo", "MemAvailable:")
 
 
 def free_bytes(device: Any) -> int | None:
-    """Return how much memory is free on a device, a `torch.device`, or on the host; None where nobody tells."""
+    """Return how much memory is free on a `torch.device` or on the host; None where that is unknown."""
     if device.type == "cpu":
         return available_bytes()
     import torch
@@ -51,8 +51,8 @@ def free_bytes(device: Any) -> int | None:
     return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else None
 
 
-def _told(path: str, field: str) -> int | None:
-    """Return a field of a file of Linux's, which counts in units of 1024 bytes; None on other systems."""
+def _field(path: str, field: str) -> int | None:
+    """Return a field of a /proc file in bytes, which counts in units of 1024; None on other systems."""
     try:
         for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith(field):

@@ -1,17 +1,16 @@
-"""What merging one layer allocates over what was resident, and what it may.
+"""Memory that merging one layer allocates, and its limit.
 
 PEFT's merge of a plain LoRA has two parts. The first computes the delta, `(B @ A) * scaling`: at its peak the product
-and the scaled product stand side by side, two copies, and that is so however the second part is written. The second
-adds it: `weight.data += delta` needs nothing beside the delta, where `weight.data = weight.data + delta` makes a new
-weight beside the old one and the delta (huggingface/peft#1939, #1944). In the peak of the whole such a third copy hides
-behind the first part's two, so the parts are told apart, by a mark that is set when `get_delta_weight` returns.
+and the scaled product coexist, two copies, however the second part is written. The second adds it:
+`weight.data += delta` needs nothing besides the delta, while `weight.data = weight.data + delta` makes a new weight
+besides the old one and the delta (huggingface/peft#1939, #1944). In the overall peak such a third copy hides behind the
+first part's two, so the parts are measured separately, split by a mark that is set when `get_delta_weight` returns.
 
-What the second part may take is not put together from a table of dtypes and kernels, for an in-place sum of two dtypes
-makes temporaries of its own on some devices: the frugal merge is done by us on the same weight and delta, and counted
-in the same way. A copy is one weight or more, so half a weight over that is no rounding of an allocator; beside it
-there is room for what a merge does to the bias, two of its size. What is left when the merge has ended is held against
-the frugal merge too: there, a new weight shows even where temporaries are larger (a bfloat16 weight and a float32 delta
-on the CPU).
+The limit of the second part is not derived from a table of dtypes and kernels, because an in-place sum of two dtypes
+makes temporaries on some devices: the frugal merge is run on the same weight and delta, and measured in the same way. A
+copy is one weight or more, so half a weight of slack is more than an allocator's rounding; two bias sizes are added for
+what a merge does to the bias. Memory kept after the merge is compared with the frugal merge too: a new weight shows
+there even where temporaries are larger (a bfloat16 weight and a float32 delta on the CPU).
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from consistency.worker.model.merging import restored, weight_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergePeak:
-    """What a merge of one layer allocated, in bytes.
+    """Bytes that a merge of one layer allocated.
 
     Attributes
     ----------
     seen : Peaks
         `before_mark` is the part that computes the delta, `after_mark` the one that adds it.
     allowed : Peaks or None
-        None where nobody has derived what this method's merge may take.
+        None where no limit is derived for this method's merge.
     """
 
     seen: Peaks
@@ -46,7 +45,7 @@ class MergePeak:
 
     @property
     def share(self) -> float | None:
-        """Seen over allowed, in the part that adds the delta and in what is left of it."""
+        """Measured over allowed bytes, in the part that adds the delta and in what it keeps."""
         if self.allowed is None:
             return None
         adding = ratio(self.seen.after_mark, self.allowed.after_mark)
@@ -54,9 +53,9 @@ class MergePeak:
 
 
 def measure_merge(layer: Any, meter: PeakMeter, *, safe: bool) -> MergePeak:
-    """Merge one layer twice and count the second time: the first fills workspaces and caches that stay.
+    """Merge one layer twice and measure the second time: the first fills workspaces and caches that stay.
 
-    The layer is left as it was found, to the bit.
+    The layer is left as it was, to the bit.
     """
     for _ in range(2):
         with restored(layer):
@@ -65,7 +64,7 @@ def measure_merge(layer: Any, meter: PeakMeter, *, safe: bool) -> MergePeak:
 
 
 def is_plain(layer: Any) -> bool:
-    """Tell whether a layer's merge adds a delta that it has computed, and no more: LoRA without DoRA and its kin."""
+    """Report whether a layer's merge only adds a computed delta: LoRA without DoRA and other variants."""
     from peft.tuners.lora import layer as lora
 
     known = (lora.Linear, lora.Embedding, lora._ConvNd)
@@ -102,7 +101,7 @@ def _allowed(layer: Any, meter: PeakMeter, *, safe: bool) -> Peaks:
     bias = getattr(layer.get_base_layer(), "bias", None)
     slack = weight.nbytes // 2 + 2 * (0 if bias is None else bias.nbytes)
     frugal = []
-    for cast in (False, True):  # PEFT casts the delta before it adds it here, and leaves that to the sum there
+    for cast in (False, True):  # PEFT casts the delta before some additions, and leaves it to the sum in others
         with restored(layer):
             frugal.append(meter.measure(lambda mark, cast=cast: _frugal_merge(layer, mark, safe=safe, cast=cast)))  # type: ignore[misc]
     return Peaks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error means that memory ran out, on the host or on a device."""
+    """Report whether an error means that memory ran out, on the host or on a device."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     # torch's allocator of host memory raises a plain RuntimeError (c10/core/impl/alloc_cpu.cpp)

@@ -1,7 +1,7 @@
-"""How much an action allocates at most, counted by the allocator itself, and so the same every time.
+"""Peak allocation of an action, counted by the allocator itself, and so the same every time.
 
-Resident size will not do: a layer's weight may be smaller than what the C library keeps for reuse. On an accelerator
-the backend's allocator counts; the CPU's has no counters, but tells torch's profiler of every allocation and release.
+Resident size is too coarse: a layer's weight may be smaller than what the C library keeps for reuse. On an accelerator
+the backend's allocator counts; the CPU's has no counters, but reports every allocation and release to torch's profiler.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALLOCATION = "[memory]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """Bytes over what was allocated before an action began.
+    """Bytes allocated on top of what there was before an action began.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class PeakMeter(Protocol):
 
 
 class ProfilerMeter:
-    """The CPU: running sum over the allocations and releases that torch's profiler is told of."""
+    """The CPU: running sum over the allocations and releases in torch's profile."""
 
     def measure(self, action: Action) -> Peaks:
         def mark() -> None:
@@ -81,7 +81,7 @@ class AllocatorMeter:
     ----------
     device : torch.device
     before_reset : callable
-        Called before the peak is reset, which others may read too.
+        Called before the peak, which others read too, is reset.
     """
 
     def __init__(self, device: torch.device, before_reset: Callable[[], None]) -> None:
@@ -115,7 +115,7 @@ class AllocatorMeter:
 
 
 def meter_of(device: torch.device, *, before_reset: Callable[[], None]) -> PeakMeter | None:
-    """Return the way to count on a device; None where its backend counts no peaks."""
+    """Return the meter of a device; None where its backend counts no peaks."""
     if device.type == "cpu":
         return ProfilerMeter()
     return AllocatorMeter(device, before_reset) if Allocator(device.type).counts_peaks else None
@@ -123,7 +123,7 @@ def meter_of(device: torch.device, *, before_reset: Callable[[], None]) -> PeakM
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Let no garbage be released in the middle of an action that was made before it."""
+    """Release no earlier garbage during an action."""
     enabled = gc.isenabled()
     gc.disable()
     try:

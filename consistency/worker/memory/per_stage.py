@@ -1,4 +1,4 @@
-"""What each stage takes of the host's memory and of the device's."""
+"""Host and device memory that each stage takes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StageMemoryLog:
             self._allocator.reset_peak(self._device)
 
     def keep(self) -> None:
-        """Take the marks into account; whoever resets one within a stage has to call this before."""
+        """Note the marks; to be called before one is reset within a stage."""
         self._host_peak = max(self._host_peak, peak_bytes())
         self._whole_peak = max(self._whole_peak, self._host_peak)
         if self._allocator is not None:

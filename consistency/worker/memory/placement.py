@@ -1,13 +1,13 @@
-"""Which devices this process touches beside its own, and by which step: allocators, contexts, and the first call.
+"""Unexpected device use: which other devices this process touches, in which step, by which call.
 
-Nothing here makes a context by asking. Allocators are read where the backend is in use already, and whether there is a
-context comes from the driver, or from NVML by the device's UUID; the free memory of another device is never asked for,
-because that question alone opens it.
+No query here creates a context. Allocators are read only where the backend is in use, and the existence of a context
+comes from the driver, or from NVML by the device's UUID; the free memory of another device is never queried, because
+that query alone opens it.
 
 Bytes on another device need not be a fault. Without `torch_device`, `PeftModel.from_pretrained` reads the adapter's
-file onto device 0 and copies it from there to where the base is; that is the default, on healthy machines too. So what
-passes through and is gone afterwards is inside a limit (`within`, word `touched`, and a warning that says how to avoid
-it); what stays there, or is more than an adapter that passes through, is `outside`.
+file onto device 0 and copies it from there to the base's device; that is the default, on healthy machines too. So bytes
+that pass through and are released are `within` a limit (word `touched`, with a warning that explains how to avoid it);
+bytes that stay, or exceed an adapter that passes through, are `outside`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Allocator:
 
     @property
     def in_use(self) -> bool:
-        """Whether the backend was initialized; before that no device of it can have been touched through torch."""
+        """Whether the backend is initialized; before that torch can have touched none of its devices."""
         initialized = getattr(self._module, "is_initialized", None)
         return initialized is None or bool(initialized())
 
@@ -95,9 +95,9 @@ class ContextSeen:
     Attributes
     ----------
     exists : bool or None
-        None where nobody could tell, for the `reason`.
+        None where that is unknown, for the `reason`.
     used_bytes : int or None
-        What the process takes on the device by NVML, the context itself included: torch's counters show none of that.
+        Memory of the process on the device by NVML, including the context, which torch's counters leave out.
     """
 
     exists: bool | None
@@ -109,15 +109,15 @@ class ContextSeen:
 class Contexts:
     """Contexts of this process, by the CUDA driver and by NVML.
 
-    NVML lists processes by the numbers that its own side of a container knows, which may be other processes' numbers
-    here. So it is believed where it lists this process on the device that it certainly uses, and not otherwise.
+    NVML lists processes by the PIDs of its own side of a container, which may belong to other processes here. So it is
+    trusted only where it lists this process on the device that it certainly uses.
 
     Parameters
     ----------
     own : torch.device
         The device that this process uses.
     nvml : module, optional
-        Stands in for pynvml.
+        Replaces pynvml.
     """
 
     def __init__(self, own: torch.device, *, nvml: ModuleType | None = None) -> None:
@@ -145,19 +145,19 @@ class Contexts:
 
 
 def listed_by_nvml(uuid: str, *, own: str, pid: int, nvml: ModuleType | None = None) -> tuple[bool | None, int | None]:
-    """Ask NVML whether a process is on a device, and what it takes there.
+    """Ask NVML whether a process is on a device, and how much memory it has there.
 
     Parameters
     ----------
     uuid : str
         Of the device, as NVML writes it.
     own : str
-        Of a device that the process certainly uses: where NVML does not list it there, its numbers are not ours.
+        Of a device that the process certainly uses: where NVML does not list it there, its PIDs are not ours.
 
     Returns
     -------
     listed : bool or None
-        None where NVML cannot tell.
+        None where NVML does not know.
     used_bytes : int or None
     """
     try:
@@ -200,7 +200,7 @@ def _uuid(device: torch.device) -> str | None:
 
 
 def other_devices(own: torch.device) -> tuple[torch.device, ...]:
-    """Return the accelerators that this process can see beside the one it is to use."""
+    """Return the visible accelerators other than this process's own."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return ()
@@ -210,21 +210,21 @@ def other_devices(own: torch.device) -> tuple[torch.device, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The first operation that made a tensor on a device, and the libraries' calls that led there, innermost first."""
+    """The first operation that made a tensor on a device, and the library calls that led to it, innermost first."""
 
     operation: str
     frames: tuple[str, ...]
 
 
 class Placement:
-    """Look at the other devices after every step, and keep the first at which one was touched.
+    """Check the other devices after every step, and note the first step that touched each.
 
     Parameters
     ----------
     own : torch.device
         The device that this process is to use.
     contexts : Contexts, optional
-        Stands in for the real ones.
+        Replaces the real ones.
     """
 
     def __init__(self, own: torch.device, *, contexts: Contexts | None = None) -> None:
@@ -237,7 +237,7 @@ class Placement:
         self._opened: set[torch.device] = set()
 
     def look(self, step: str) -> None:
-        """Read every counter; what has moved since the last look has moved in this step."""
+        """Read every counter; a change since the last call happened in this step."""
         for device in self.others:
             if step in ON_PURPOSE:
                 self._start_again(device)
@@ -251,7 +251,7 @@ class Placement:
                 self._touches[device, "context"] = step
 
     def figures(self, device: torch.device) -> Figures:
-        """Return the counters of a device, over what a stage left there that uses other devices on purpose."""
+        """Return the counters of a device, less what stages that use other devices on purpose left there."""
         now, before = Allocator(device.type).figures(device), self._before.get(device, Figures())
         return Figures(
             allocated=_over(now.allocated, before.allocated),
@@ -278,7 +278,7 @@ class Placement:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note the first call in this thread that makes a tensor on another device; where there is none, do nothing."""
+        """Note the first call in this thread that makes a tensor on another device."""
         if not self.others:
             yield
             return
@@ -291,7 +291,7 @@ def _over(now: int | None, before: int | None) -> int | None:
 
 
 class _FirstCall(TorchDispatchMode):
-    """Look at what every operation returns; nothing of an operation is changed."""
+    """Inspect the result of every operation, and change nothing."""
 
     def __init__(self, devices: frozenset[torch.device], calls: dict[torch.device, Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """The float64 activations and gradients: made by one worker on the CPU, read by all.
 
-They lie in a scratch folder that is gone after the run; a capture keeps the measures against them.
+They are in a scratch folder that is removed after the run; a capture keeps the measures against them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ NOTE_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Exact tensors by name, and what the CPU makes of them in the tested dtype.
+    """Exact tensors by name, and the CPU's own errors in the tested dtype.
 
     Attributes
     ----------
     path : Path
     errors : dict
         The CPU's own largest error, by mode and name.
-    draws : dict
+    samples : dict
         How many independent errors that is the largest of.
     failures : dict
-        By mode, why there are none.
+        Why a mode has none, by mode.
     """
 
     path: Path
@@ -60,7 +60,7 @@ def publish(
     failures: dict[str, str],
     file: str = REFERENCE_FILE,
 ) -> Reference:
-    """Write the reference whole, so that a worker that finds it can read it."""
+    """Write the reference atomically, so that a worker that finds it can read it."""
     partial = scratch / f"{file}.tmp"
     told = {"errors": errors, "draws": samples, "failures": failures}
     save_file(
@@ -73,7 +73,7 @@ def publish(
 
 
 def wait_for(scratch: Path, events: EventLog, file: str = REFERENCE_FILE) -> Reference | str:
-    """Return the reference once it is there, or the reason why it never will be."""
+    """Return the reference once it exists, or the reason why it never will."""
     noted = 0.0
     while True:
         path = scratch / file

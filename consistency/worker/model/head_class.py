@@ -1,7 +1,7 @@
-"""Which class a base is loaded as, and how many labels its head has: the base's own config, or what the adapter is for.
+"""Choose the class that a base is loaded as, and the number of labels of its head, by base and adapter.
 
-An adapter for classification is often trained on a base that was saved for something else: the class follows the
-adapter then, as it does in PEFT's `AutoPeftModel…`, and the head's size follows the head that the adapter brings.
+An adapter for classification is often trained on a base that was saved for another task: then the class follows the
+adapter, as in PEFT's `AutoPeftModel…`, and the head's size follows the head in the adapter's file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from consistency.case.checkpoint import read_checkpoint
 HEAD = re.compile(r"(?:^|\.)(?:classifier|score)(?:\.out_proj)?\.(?:weight|bias)$")
 """Names of heads that PEFT saves whole with an adapter for classification (`peft.peft_model`, `modules_to_save`)."""
 
-# what PEFT's `AutoPeftModel…` classes load; a base is no less for text generation for having another class
+# what PEFT's `AutoPeftModel…` classes load; for text generation the base's own class comes first
 _HEADED = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
@@ -42,8 +42,8 @@ _FIRST = [
 def auto_class(config: Any, case: Case) -> Any:
     """Choose the Auto class to load a base with.
 
-    The class that the adapter names, then the head that its task needs, then the config's `architectures`, then the
-    bare model.
+    In this order: the class that the adapter names, the head that its task needs, the config's `architectures`, the bare
+    model.
     """
     from transformers.models.auto import modeling_auto
 
@@ -64,7 +64,7 @@ def auto_class(config: Any, case: Case) -> Any:
 
 
 def labels(config: Any, case: Case) -> int | None:
-    """Return how many labels the adapter's own head has, where the base's config says another number."""
+    """Return the number of labels of the adapter's own head, where the base's config has another."""
     if case.adapter is None:
         return None
     weights = read_checkpoint(

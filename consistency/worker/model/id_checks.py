@@ -1,7 +1,7 @@
-"""Ids and labels of a batch, looked at on the CPU: whether they are inside the tables that they index.
+"""Check the ids and labels of a batch on the CPU: whether they are inside the tables that they index.
 
-A device that is asked for a row past the end of a table says "index out of bounds", or its kernel asserts and takes the
-whole context with it. So they are held against the tables before any device sees them.
+For a row past the end of a table, a device reports "index out of bounds", or its kernel asserts and takes the whole
+context with it. So ids are compared with the tables before any device sees them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ TOKEN_IDS = ("input_ids", "decoder_input_ids")
 LABELS = "labels"
 
 IGNORE_INDEX = -100
-"""The label that a loss leaves out: PyTorch's default of `cross_entropy`, which transformers takes over."""
+"""The label that a loss ignores: PyTorch's default in `cross_entropy`, which transformers adopts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """How many rows there are to look ids and labels up in; None where the model has no such table, or hides it.
+    """Number of rows that ids and labels index; None where the model has no such table, or hides it.
 
     Attributes
     ----------
     vocabulary : int or None
-        What the config says.
+        In the config.
     embedding_rows : int or None
-        Of the input embeddings that are in use: an adapter can bring larger ones.
+        Of the input embeddings in use: an adapter can bring larger ones.
     head_rows : int or None
-        How many answers a label chooses from: rows of the output embeddings, or a classifier's labels.
+        Rows of the output embeddings, or a classifier's labels.
     tokenizer_length : int or None
-        One more than the largest id that the base's tokenizer gives; no network is asked.
+        One more than the largest id of the base's tokenizer; no network is used.
     """
 
     vocabulary: int | None = None
@@ -46,9 +46,9 @@ class Tables:
 
     @classmethod
     def of(cls, model: torch.nn.Module, folder: str | None = None) -> Tables:
-        """Ask a model, and the folder that it came from."""
+        """Read them from a model, and from its folder."""
         text, several = _text_config(model)
-        # a model of several kinds of input gives its images ids of their own, which no table of words holds
+        # a multimodal model gives its images ids that no table of words holds
         rows = None if several else _rows(_ask(model, "get_input_embeddings"))
         head = _rows(_ask(model, "get_output_embeddings"))
         if head is None and _classifies(model):
@@ -62,7 +62,7 @@ class Tables:
         )
 
     def rows_for(self, name: str) -> int | None:
-        """Return how many rows an input of this name may choose from."""
+        """Return the number of rows that an input of this name indexes."""
         if name == LABELS:
             return self.head_rows
         return self.embedding_rows if name in TOKEN_IDS else None
@@ -74,8 +74,8 @@ class Tables:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What the CPU sees of one input.
+class IdCheck:
+    """The outcome for one input.
 
     Attributes
     ----------
@@ -92,8 +92,8 @@ class Seen:
     evidence: dict[str, Any] = field(default_factory=dict)
 
 
-def look(inputs: Mapping[str, torch.Tensor], tables: Tables) -> list[Seen]:
-    """Hold the ids and labels of a batch on the CPU against the tables, the labels' ignore index left out."""
+def look(inputs: Mapping[str, torch.Tensor], tables: Tables) -> list[IdCheck]:
+    """Compare the ids and labels of a batch on the CPU with the tables, except the labels' ignore index."""
     return [
         _look_at(name, inputs[name], rows, tables)
         for name in (*TOKEN_IDS, LABELS)
@@ -103,17 +103,17 @@ def look(inputs: Mapping[str, torch.Tensor], tables: Tables) -> list[Seen]:
     ]
 
 
-def _look_at(name: str, tensor: torch.Tensor, rows: int, tables: Tables) -> Seen:
+def _look_at(name: str, tensor: torch.Tensor, rows: int, tables: Tables) -> IdCheck:
     chosen = tensor if name != LABELS else tensor[tensor != IGNORE_INDEX]
     evidence: dict[str, Any] = dict(tables.figures())
     if name == LABELS:
         evidence["ignored"] = int(tensor.numel() - chosen.numel())
     if not chosen.numel():
-        return Seen(name=name, evidence=evidence)
+        return IdCheck(name=name, evidence=evidence)
     smallest, largest = int(chosen.min()), int(chosen.max())
     evidence |= {"smallest": smallest, "largest": largest}
     if smallest >= 0 and largest < rows:
-        return Seen(name=name, evidence=evidence)
+        return IdCheck(name=name, evidence=evidence)
     wrong = (tensor < 0) | (tensor >= rows)
     if name == LABELS:
         wrong &= tensor != IGNORE_INDEX
@@ -122,7 +122,7 @@ def _look_at(name: str, tensor: torch.Tensor, rows: int, tables: Tables) -> Seen
     sentence = f"{kind} past the vocabulary: {_extreme(kind, smallest, largest, rows)}, {_known(name, tables)}"
     sentence += f"; the first of {int(wrong.sum())} is {int(tensor[first])} at {name}{list(first)}"
     evidence |= {"first": list(first), "wrong": int(wrong.sum()), "elements": tensor.numel()}
-    return Seen(name=name, word=word, sentence=sentence, evidence=evidence)
+    return IdCheck(name=name, word=word, sentence=sentence, evidence=evidence)
 
 
 def _extreme(kind: str, smallest: int, largest: int, rows: int) -> str:
@@ -154,15 +154,15 @@ def tokenizer_length(folder: Path) -> int | None:
         ids += [token["id"] for token in table.get("added_tokens") or ()]
         return max(int(i) for i in ids) + 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None  # whatever else it is, it is no tokenizer that could be counted here
+        return None  # not a tokenizer that can be counted here
 
 
 class KernelAssertedError(Exception):
-    """A kernel has asserted, and the device's context is lost: nothing more can be looked at in this process."""
+    """A kernel has asserted and the device's context is lost: nothing more can be checked in this process."""
 
 
 def is_kernel_assert(error: BaseException) -> bool:
-    """Tell whether a kernel was asked for a row that no table has."""
+    """Report whether an error means that a kernel was asked for a row that no table has."""
     text = str(error)
     if isinstance(error, IndexError):  # torch on the CPU: "index out of range in self", "Target 9 is out of bounds."
         return "out of range" in text or "out of bounds" in text
@@ -170,12 +170,12 @@ def is_kernel_assert(error: BaseException) -> bool:
 
 
 def context_is_lost(error: BaseException) -> bool:
-    """Tell whether the device's context has gone with the kernel: nothing runs on it in this process any more."""
+    """Report whether the device's context is lost: nothing runs on it in this process any more."""
     return "device-side assert" in str(error)
 
 
 def asserted(inputs: Mapping[str, torch.Tensor], device: torch.device, error: BaseException) -> str:
-    """Say what a kernel's assertion means where ids and labels were inside the tables on the CPU."""
+    """Return what a kernel's assertion means where ids and labels were inside the tables on the CPU."""
     named = [name for name in (*TOKEN_IDS, LABELS) if name in inputs]
     line = (str(error).strip().splitlines() or ["no message"])[0][:200]
     return (
@@ -185,7 +185,7 @@ def asserted(inputs: Mapping[str, torch.Tensor], device: torch.device, error: Ba
 
 
 def _text_config(model: torch.nn.Module) -> tuple[Any, bool]:
-    """Return the config of the words, and whether the model has other kinds of input too."""
+    """Return the text config, and whether the model has other kinds of input too."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     others = any(getattr(config, f"{kind}_config", None) is not None for kind in ("vision", "audio", "speech"))
@@ -201,12 +201,12 @@ def _classifies(model: torch.nn.Module) -> bool:
 def _ask(model: torch.nn.Module, method: str) -> Any:
     try:
         return getattr(model, method)()
-    except (AttributeError, NotImplementedError, TypeError):  # a model of the user's own, or one without words
+    except (AttributeError, NotImplementedError, TypeError):  # a user's own model, or one without text
         return None
 
 
 def _rows(module: Any) -> int | None:
-    """Return how many rows a table of embeddings has: the one that is in use, under whatever PEFT put around it."""
+    """Return the number of rows of a table of embeddings: the one in use, inside PEFT's wrappers."""
     saved = getattr(module, "modules_to_save", None)
     if saved:
         module = next(iter(saved.values()))

@@ -1,6 +1,6 @@
 """The fixed inputs of the forward stage: read from a file, or made with NumPy from the model's config.
 
-The same seed gives other `torch.randn` numbers on another kernel variant; NumPy's generators give the same everywhere.
+With one seed `torch.randn` differs between kernel variants; NumPy's generators give the same values everywhere.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _answers_once(model: torch.nn.Module) -> bool:
 
 
 def _has_two_encoders(model: torch.nn.Module) -> bool:
-    """Tell CLIP and its kin, which need an image beside the text, from models in which an image becomes tokens."""
+    """Report models like CLIP, which need an image besides the text; in others an image becomes tokens."""
     wanted = inspect.signature(model.forward).parameters
     return "pixel_values" in wanted and "inputs_embeds" not in wanted
 

@@ -22,7 +22,7 @@ from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.model.head_class import HEAD, auto_class, labels
-from consistency.worker.model.synthetic_head import is_made_up, made_up, overwrite
+from consistency.worker.model.synthetic_head import is_synthetic, overwrite, synthetic
 from consistency.worker.model.weight_files import WeightFiles, file_names
 
 ADAPTER_NAME = "default"
@@ -57,8 +57,8 @@ class LoadedBase:
     file_names : mapping of str to str
         Name in the file, by name in the model, where transformers loads the tensor as it is.
     not_in_file : frozenset of str
-        Parameters that transformers initialised anew because no file holds them. Matrices among them hold the numbers
-        of `consistency.worker.model.synthetic_head`, which are the same everywhere; torch's own random numbers are not.
+        Parameters that transformers initialised because no file holds them. Matrices among them hold the values of
+        `consistency.worker.model.synthetic_head`, which are the same everywhere; torch's own random values are not.
     persistent : frozenset of str
         Names of the state dict: parameters and persistent buffers.
     """
@@ -72,7 +72,7 @@ class LoadedBase:
 
     @property
     def dtype(self) -> str:
-        """Return the dtype that most of the model's numbers have."""
+        """Return the dtype of most of the model's elements."""
         elements: Counter[str] = Counter()
         for tensor in self.tensors.values():
             if tensor.is_floating_point():
@@ -80,12 +80,12 @@ class LoadedBase:
         return elements.most_common(1)[0][0] if elements else "none"
 
     def expected(self, name: str) -> torch.Tensor | None:
-        """Return what the file says a tensor is, cast on the CPU to the dtype it has in the model.
+        """Return a tensor's value in the file, cast on the CPU to the dtype that it has in the model.
 
-        Of what no file holds, return the numbers that were made for it, and None where there are none.
+        For a tensor that no file holds, its synthetic values, or None where it has none.
         """
-        if name in self.not_in_file and is_made_up(self.tensors[name]):
-            return made_up(name, self.tensors[name])
+        if name in self.not_in_file and is_synthetic(self.tensors[name]):
+            return synthetic(name, self.tensors[name])
         key = self.file_names.get(name)
         if key is None or self.files is None:
             return None
@@ -93,7 +93,7 @@ class LoadedBase:
 
 
 def load_base(case: Case, device: str, *, device_map: str | Mapping[str, Any] | None = None) -> LoadedBase:
-    """Load the base of a case onto a device, or onto several by a map of transformers' or of the caller's."""
+    """Load the base of a case onto a device, or onto several by a device map."""
     if case.factory is not None:
         model, files, missing = _from_factory(case.factory, device), None, frozenset[str]()
     else:
@@ -102,7 +102,7 @@ def load_base(case: Case, device: str, *, device_map: str | Mapping[str, Any] | 
     model.eval()
     missing = overwrite(model, missing)
     tensors = _tensors(model, files)
-    # what is in no file has no name there, however much a name may look like it (`classifier.dense`, `lm_head.dense`)
+    # a tensor in no file has no name there, even where a name looks similar (`classifier.dense`, `lm_head.dense`)
     filled = {name: tensor for name, tensor in tensors.items() if name not in missing}
     names = {} if files is None else file_names(filled, files)
     return LoadedBase(
@@ -118,7 +118,7 @@ def load_base(case: Case, device: str, *, device_map: str | Mapping[str, Any] | 
 def load_adapter(
     base: LoadedBase, case: Case, *, initial: dict[str, str] | None = None, autocast: bool = True
 ) -> torch.nn.Module:
-    """Put the case's adapter on the base through PEFT's default road; `autocast` is its `autocast_adapter_dtype`.
+    """Load the case's adapter onto the base by PEFT's default load path; `autocast` is its `autocast_adapter_dtype`.
 
     Where `initial` is given, it is filled with the digests that the adapter's parameters had before its file was loaded
     into them, by name.
@@ -154,7 +154,7 @@ def load_model(case: Case, device: str, *, device_map: str | Mapping[str, Any] |
 
 @contextmanager
 def _looking_at_initial_values(base: LoadedBase, initial: dict[str, str]) -> Iterator[None]:
-    """Take digests as PEFT begins to load the file: the adapter is in place, with the values that it was made with."""
+    """Take digests as PEFT begins to load the file: the adapter is in place and still at initialization."""
     from peft import PeftModel
 
     of_base = {tensor.data_ptr() for tensor in base.tensors.values()}
@@ -176,9 +176,9 @@ def _looking_at_initial_values(base: LoadedBase, initial: dict[str, str]) -> Ite
 def expected_adapter(model: torch.nn.Module, files: WeightFiles) -> dict[str, tuple[str, torch.Tensor]]:
     """Ask PEFT itself which parameter each tensor of the adapter's file goes to.
 
-    PEFT's loading function is run once more on tensors read on the CPU, with the last step, `load_state_dict` of the
-    model and of its parts, replaced by one that only looks. So its key mapping, renaming and weight conversion are the
-    real ones, in whatever version is installed.
+    PEFT's loading function is run again on tensors read on the CPU, with the last step, `load_state_dict` of the model
+    and of its parts, replaced by one that only observes. So key mapping, renaming and weight conversion are those of
+    the installed PEFT.
 
     Returns
     -------
@@ -188,7 +188,7 @@ def expected_adapter(model: torch.nn.Module, files: WeightFiles) -> dict[str, tu
     from peft import set_peft_model_state_dict
 
     given = dict(files.read_all())
-    # converted tensors are new objects: tell those apart from what is passed through by storage and shape
+    # converted tensors are new objects: unconverted ones are recognized by storage and shape
     origin = {(t.data_ptr(), tuple(t.shape)): name for name, t in given.items() if t.numel()}
     with _looking_at_load_state_dict(model) as seen:
         set_peft_model_state_dict(model, given, adapter_name=ADAPTER_NAME)
@@ -197,7 +197,7 @@ def expected_adapter(model: torch.nn.Module, files: WeightFiles) -> dict[str, tu
 
 @contextmanager
 def _looking_at_load_state_dict(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Collect what is loaded into the model, and into parts of it: a prompt's tensors go to the prompt's own module."""
+    """Collect what is loaded into the model and its parts: a prompt's tensors go to the prompt's own module."""
     seen: dict[str, torch.Tensor] = {}
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     real = torch.nn.Module.load_state_dict
@@ -267,7 +267,7 @@ def _from_folder(
     for name in sorted(set(mismatched) - anew):
         found, shape = mismatched[name]
         raise InputError(
-            "a weight of the base has another shape than its config says",
+            "a weight of the base does not have the shape that its config implies",
             where=f"{name} in {case.base}",
             got=tuple(found),
             wanted=tuple(shape),
@@ -277,14 +277,14 @@ def _from_folder(
 
 def _from_factory(text: str, device: str) -> torch.nn.Module:
     module_name, _, function_name = text.partition(":")
-    sys.path.append(os.getcwd())  # a user's own module lies where the command was typed; installed ones come first
+    sys.path.append(os.getcwd())  # a user's own module is in the working directory; installed ones come first
     try:
         factory = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise InputError("cannot import the model factory", where=f"python:{text}", got=error) from error
     try:
         model = factory()
-    except Exception as error:  # a user's own function may raise anything; whatever it is, it is theirs to mend
+    except Exception as error:  # a user's own function may raise anything, and is theirs to fix
         if is_out_of_memory(error):
             raise
         raise InputError(
@@ -298,7 +298,7 @@ def _from_factory(text: str, device: str) -> torch.nn.Module:
 
 
 def _tensors(model: torch.nn.Module, files: WeightFiles | None) -> dict[str, torch.Tensor]:
-    """Name every parameter and buffer once; of tied names the one that is in the file."""
+    """Name every parameter and buffer once; of tied names, the one in the file."""
     in_file = set() if files is None else set(files.names())
     chosen: dict[tuple[int, torch.Size, torch.dtype], str] = {}
     found: dict[str, torch.Tensor] = {}

@@ -1,7 +1,7 @@
-"""Numbers for parameters that no file holds: a classification head that the base was saved without.
+"""Synthetic values for parameters that no file holds: a classification head that the base was saved without.
 
-transformers draws them from torch's generator, whose numbers differ between devices and between kernel variants of the
-same CPU. For every worker to compare the same model, they are made by NumPy, from a seed that the name gives.
+transformers draws them from torch's generator, which differs between devices and between kernel variants of the same
+CPU. So that every worker compares the same model, NumPy makes them from a seed derived from the name.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ STANDARD_DEVIATION = 0.02
 """transformers' usual `initializer_range`."""
 
 
-def is_made_up(tensor: torch.Tensor) -> bool:
-    """Tell whether a parameter that no file holds gets numbers: vectors have constants already, integers are tables."""
+def is_synthetic(tensor: torch.Tensor) -> bool:
+    """Report whether a parameter that no file holds gets values: vectors have constants, integers are tables."""
     return tensor.dim() >= 2 and tensor.dtype in UNIT_ROUNDOFF
 
 
-def made_up(name: str, like: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a parameter on the CPU, in its dtype: normal, the same on every machine."""
+def synthetic(name: str, like: torch.Tensor) -> torch.Tensor:
+    """Return the values of a parameter on the CPU, in its dtype: normal, the same on every machine."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
     generator = np.random.Generator(np.random.PCG64(seed))
     numbers = generator.standard_normal(size=tuple(like.shape), dtype=np.float32) * np.float32(STANDARD_DEVIATION)
@@ -32,7 +32,7 @@ def made_up(name: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def overwrite(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
-    """Give the parameters that no file holds their numbers.
+    """Set the parameters that no file holds.
 
     Returns
     -------
@@ -49,6 +49,6 @@ def overwrite(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
                 continue
             done.add(tensor.data_ptr())
             anew.add(name)
-            if is_made_up(tensor):
-                tensor.copy_(made_up(name, tensor))
+            if is_synthetic(tensor):
+                tensor.copy_(synthetic(name, tensor))
     return frozenset(anew)

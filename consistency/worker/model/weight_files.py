@@ -1,4 +1,4 @@
-"""The bytes in the files, read on the CPU: the reference that no device can share a fault with."""
+"""The bytes in the files, read on the CPU: a reference that shares no fault with a device."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoin
 MAPPED_BYTES = 64 * 2**20
 """Bytes read through one mapping before another takes its place.
 
-A page that was read stays resident while it is mapped, so one mapping for all would hold a second copy of the model
-beside the model. Small beside a model; large beside what opening a file costs, which is to parse its header.
+A page that was read stays resident while it is mapped, so a single mapping would hold a second copy of the model in
+memory. Small compared with a model; large compared with the cost of opening a file, which parses its header.
 """
 
 
 class WeightFiles:
     """Tensors of a folder's weight files, read one at a time and memory-mapped.
 
-    What was read and is no longer used is given back: beside the tensors in use `MAPPED_BYTES` stay resident.
+    Unused pages are released: besides the tensors in use, `MAPPED_BYTES` stay resident.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class WeightFiles:
         self._loaded: dict[str, torch.Tensor] = {}
         if checkpoint.pickled and allow_pickle:
             for file in checkpoint.files:
-                # files from before torch 1.6 are no archives, and cannot be mapped
+                # files from before torch 1.6 are not archives, and cannot be mapped
                 mapped = zipfile.is_zipfile(file)
                 self._loaded.update(torch.load(file, map_location="cpu", weights_only=True, mmap=mapped))
 
@@ -72,7 +72,7 @@ class WeightFiles:
             return self._loaded[name]
         file = self._checkpoint.tensors[name].file
         if file not in self._open or self._bytes_read[file] > MAPPED_BYTES:
-            self._open[file] = safe_open(file, framework="pt", device="cpu")  # tensors in use keep the mapping before
+            self._open[file] = safe_open(file, framework="pt", device="cpu")  # tensors in use keep the previous mapping
             self._bytes_read[file] = 0
         tensor = self._open[file].get_tensor(name)
         assert isinstance(tensor, torch.Tensor)

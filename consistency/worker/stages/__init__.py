@@ -1,1 +1,1 @@
-"""One module per stage: what is looked at, and by which rule."""
+"""One module or folder per stage, and what all of them use."""

@@ -1,4 +1,4 @@
-"""Ids and labels of a stage's inputs, as records: before any device is asked for a row that no table has."""
+"""Record the check of ids and labels before a device is asked for a row that no table has."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from consistency.worker.model.id_checks import Tables, look
 from consistency.worker.stages.context import Context
 
 INPUTS = "inputs"
-"""Layer name of the rows about what a stage feeds the model."""
+"""Layer name of the rows about a stage's inputs."""
 
 
 def inputs_fit(context: Context, stage: str, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Record what the CPU sees of ids and labels; tell whether a device may be asked.
+    """Record the check of ids and labels on the CPU; report whether the model may run on a device.
 
-    The stage `forward` says only what is wrong; `sharding` is about them.
+    `forward` records only what is wrong; `sharding` records every check.
     """
-    model, told = context.base.model, stage == "sharding"
+    model, every = context.base.model, stage == "sharding"
     seen = look(inputs, Tables.of(model))
-    if told or any(one.word for one in seen):  # else the tokenizer's file, which may be large, has nothing to say
+    if every or any(one.word for one in seen):  # else the tokenizer's file, which may be large, is not needed
         seen = look(inputs, Tables.of(model, context.base_folder))
     for one in seen:
-        if one.word or told:
+        if one.word or every:
             context.record.fact(
                 stage=stage,
                 layer=INPUTS,

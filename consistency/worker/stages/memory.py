@@ -1,4 +1,4 @@
-"""Stage `memory`: devices that should be untouched, where the adapter's tensors lie, and the peak of a merge.
+"""Stage `memory`: unexpected device use, the placement of the adapter's tensors, and the peak of a merge.
 
 Its rows are facts with a limit, not tensors. `devices` needs neither base nor adapter.
 """
@@ -27,7 +27,7 @@ from consistency.worker.recorder import Recorder
 from consistency.worker.stages.context import Context, Machine
 
 ALLOCATOR_BLOCK_BYTES = 512
-"""What torch's CUDA allocator rounds every block up to (`kMinBlockSize` in c10/cuda/CUDACachingAllocator.cpp)."""
+"""Granularity of torch's CUDA allocator (`kMinBlockSize` in c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 def run(context: Machine) -> None:
@@ -43,7 +43,7 @@ def run(context: Machine) -> None:
 
 
 def _passing_bytes(context: Context) -> int:
-    """Return what PEFT's default road takes of device 0: the adapter's file, and once more what is made of it there.
+    """Return the memory that PEFT's default load path takes on device 0: twice the adapter's file.
 
     A tensor that is converted (cast, transposed, fused) exists in its old and its new form at the same time.
     """
@@ -52,17 +52,17 @@ def _passing_bytes(context: Context) -> int:
 
 
 def devices(record: Recorder, found: Placement, *, passing_bytes: int = 0) -> None:
-    """Record, for every device that is not this worker's, what this process took of it and when it first did.
+    """Record this process's use of every other device, and the step in which it began.
 
     Parameters
     ----------
     record : Recorder
     found : Placement
     passing_bytes : int
-        What may be allocated there for a while, as PEFT's default loading does on device 0, and be released again.
+        Limit of what is allocated there and released again, as PEFT's default loading does on device 0.
     """
     if any(found.figures(device).allocated for device in found.others):
-        gc.collect()  # a reference cycle of a loader is no leak
+        gc.collect()  # a loader's reference cycle is not a leak
     found.look("memory")
     for device in found.others:
         if record.wants("memory", str(device)):
@@ -88,7 +88,7 @@ def _allocations(record: Recorder, found: Placement, device: torch.device, passi
         evidence: dict[str, Any] = {"peak_bytes": peak, "resident_bytes": now}
         status: RecordStatus = "equal"
         if peak:
-            # the allocator reserves segments and keeps them, so what it reserved says no more than what it handed out
+            # the allocator keeps its segments, so reserved bytes mean no more than allocated ones
             status = "within" if passed_through else "outside"
             evidence.update(_when(found, device, counter), passing_bytes=passing_bytes)
         record.fact(
@@ -116,7 +116,7 @@ def _context(record: Recorder, found: Placement, device: torch.device) -> None:
         stage="memory",
         layer=str(device),
         tensor="context",
-        # a context stays until the process ends, whatever became of the bytes; the bytes have rows of their own
+        # a context stays until the process ends, with or without bytes, which have rows of their own
         status="within" if seen.exists else "equal",
         diagnosis=Word.TOUCHED if seen.exists else None,
         evidence=evidence,
@@ -132,7 +132,7 @@ def _when(found: Placement, device: torch.device, counter: str) -> dict[str, Any
 
 
 def placement(context: Context) -> None:
-    """Record, per adapted layer, the devices of the adapter's tensors; a tensor on `meta` never got its bytes."""
+    """Record, per adapted layer, the devices of the adapter's tensors; a tensor on `meta` was never loaded."""
     where: dict[str, dict[str, str]] = {}
     state = context.model.state_dict(keep_vars=True)
     for name, tensor in state.items():
@@ -155,7 +155,7 @@ def placement(context: Context) -> None:
 
 
 def _merge_peaks(context: Context) -> None:
-    """Count what merging takes: of the largest adapted layer, and at the level `thorough` of every one."""
+    """Measure the peak of merging the largest adapted layer; at the level `thorough`, of every one."""
     layers = [(name, layer) for name, layer in adapted_layers(context.model) if not weight_of(layer).is_meta]
     if not layers:
         return
@@ -231,7 +231,7 @@ def _figures(found: MergePeak, *, layer_bytes: int, model_bytes: int) -> dict[st
 
 
 def _kind(layer: Any) -> str:
-    """Name a layer's kind as PEFT does: `lora.Linear`, with the variant that its merge goes by."""
+    """Name a layer's kind as PEFT does: `lora.Linear`, with the variant of its merge."""
     tuner = type(layer).__module__.removeprefix("peft.tuners.").partition(".")[0]
     variant = getattr(layer, "lora_variant", {}).get(ADAPTER_NAME)
     return f"{tuner}.{type(layer).__name__}" + ("" if variant is None else f" with {type(variant).__name__}")

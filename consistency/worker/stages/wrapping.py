@@ -1,6 +1,6 @@
-"""Stage `wrapping`: a user's wrapper around the base, held against the base without it.
+"""Stage `wrapping`: a user's wrapper around the base, compared with the base without it.
 
-The base is loaded once more: under PEFT's layers it is not what a user would wrap.
+The base is loaded again: users wrap it without PEFT's layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from consistency.capture.names import WHOLE_MODEL
-from consistency.errors import InputError
+from consistency.errors import InputError, first_line
 from consistency.numerics.rules import Rule
 from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.model.loading import load_base
@@ -26,7 +26,7 @@ WRAPPER = "wrapper"
 
 
 def run(context: Context) -> None:
-    """Wrap the base, look at it, and record every check."""
+    """Wrap the base, check it, and record every check."""
     case = context.job.case
     if case.wrapper is None:
         _skip(context, WHOLE_MODEL, "everything", "no wrapper is given: --wrapper python:package.module:function")
@@ -42,20 +42,20 @@ def wrap(text: str, plain: torch.nn.Module) -> torch.nn.Module:
     Raises
     ------
     InputError
-        It cannot be imported, fails, or gives something else than a module.
+        It cannot be imported, fails, or does not return a module.
     """
     module_name, _, function_name = text.removeprefix("python:").partition(":")
-    sys.path.append(os.getcwd())  # a user's own module lies where the command was typed; installed ones come first
+    sys.path.append(os.getcwd())  # a user's own module is in the working directory; installed ones come first
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise InputError("cannot import the wrapper", where=text, got=error) from error
     try:
         wrapped = function(plain)
-    except Exception as error:  # a user's own function may raise anything; whatever it is, it is theirs to mend
+    except Exception as error:  # a user's own function may raise anything, and is theirs to fix
         if is_out_of_memory(error):
             raise
-        raise InputError("the wrapper failed", where=text, got=f"{type(error).__name__}: {error}") from error
+        raise InputError("the wrapper failed", where=text, got=first_line(error)) from error
     if not isinstance(wrapped, torch.nn.Module):
         raise InputError(
             "the wrapper does not return a module", where=text, got=type(wrapped).__name__, wanted="Module"
@@ -64,7 +64,7 @@ def wrap(text: str, plain: torch.nn.Module) -> torch.nn.Module:
 
 
 def record(context: Context, report: WrapperReport) -> None:
-    """Record what was found, and of every other check what was seen."""
+    """Record the findings, and the figures of every other check."""
     seen: Counter[str] = Counter()
     for finding in report.findings:
         seen[finding.check] += 1

@@ -1,6 +1,6 @@
-"""A module around a model: whether PEFT, transformers and a trainer still find the model inside it.
+"""Check a wrapper around a model: whether PEFT, transformers and trainers still find the model inside it.
 
-Imports torch; `consistency.check_wrapped` gets here when it is asked for, not before.
+Imports torch, so `consistency.check_wrapped` imports it on first use.
 """
 
 from __future__ import annotations

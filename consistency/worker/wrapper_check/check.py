@@ -1,4 +1,4 @@
-"""Hold a wrapped model against the plain one: what PEFT and trainers find, and what is held in memory."""
+"""Compare a wrapped model with the plain one: what PEFT and trainers find, and what is held in memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from consistency.worker.wrapper_check.report import WrapperFinding, WrapperRepor
 from consistency.worker.wrapper_check.step import Step, training_step
 
 _SEQUENCES, _TOKENS = 2, 64
-"""Enough that the activations of a training step outweigh the adapter of a small model."""
+"""Enough for the activations of a training step to outweigh the adapter of a small model."""
 
 _MOST_NAMED = 4
 
@@ -45,20 +45,20 @@ def check_wrapped(
     inputs: Mapping[str, torch.Tensor] | None = None,
     step: bool = True,
 ) -> WrapperReport:
-    """Look at a module around a model: whether what PEFT and trainers need is found, and nothing is held twice.
+    """Check a wrapper around a model: PEFT and trainers must find what they need, and nothing may be held twice.
 
-    Both models are left as they were: what changes a model is tried on copies that share its tensors.
+    Both models are left unchanged: checks that change a model run on copies that share its tensors.
 
     Parameters
     ----------
     wrapped, plain : torch.nn.Module
-        The wrapper, and the model without it: the very one that is inside the wrapper, or another of the same kind.
+        The wrapper, and the model without it: the one inside the wrapper, or another of the same kind.
     adapter : peft.PeftConfig, optional
         The adapter to be trained; without it a LoRA on the layers that PEFT chooses for the plain model.
     inputs : mapping of str to torch.Tensor, optional
-        The keyword arguments of a forward pass, with labels; without it they are made from the plain model's config.
+        Keyword arguments of a forward pass, with labels; by default made from the plain model's config.
     step : bool
-        Whether to run two training steps on each, for the peak of memory.
+        Whether to run two training steps on each, for the peak memory.
 
     Returns
     -------
@@ -66,7 +66,7 @@ def check_wrapped(
         `findings` is empty where the wrapper hides nothing. A mismatch is never raised.
     """
     with warnings.catch_warnings():
-        # what libraries warn of is not about the wrapper, and where warnings are errors it would look like one
+        # warnings of libraries are not about the wrapper, and must not become errors
         warnings.simplefilter("ignore")
         return _Look(wrapped=wrapped, plain=plain).run(adapter, inputs, step)
 
@@ -94,7 +94,7 @@ class _Look:
         if step:
             self._look_at_step(config, inputs)
         else:
-            self.skipped["training_step"] = "it was not asked for"
+            self.skipped["training_step"] = "not requested"
         return WrapperReport(
             findings=tuple(self.findings), prefix=self.prefix, figures=self.figures, skipped=self.skipped
         )
@@ -125,7 +125,7 @@ class _Look:
         if other_dtypes:
             name, wanted, got = other_dtypes[0]
             self._add(
-                "dtypes", Word.DTYPE, f"{len(other_dtypes)} tensors have another dtype through the wrapper", where=name,
+                "dtypes", Word.DTYPE, f"{len(other_dtypes)} tensors change dtype through the wrapper", where=name,
                 got=str(got).removeprefix("torch."), wanted=str(wanted).removeprefix("torch."),
                 hint="wrap the model as it was loaded; `.to`, `.half` and `.float` on it undo a quantization",
             )  # fmt: skip
@@ -140,19 +140,19 @@ class _Look:
         try:
             config, plain = _on_plain(self.plain, adapter)
             wanted, resolved = adapted_layers(plain, "base_model.model."), plain.peft_config["default"]
-        except Exception as error:  # PEFT refuses in many ways what it does not know
-            self.skipped["adapter_layers"] = f"PEFT puts no adapter on the plain model: {first_line(error)}"
+        except Exception as error:  # PEFT rejects unknown models in many ways
+            self.skipped["adapter_layers"] = f"PEFT cannot adapt the plain model: {first_line(error)}"
             return None
         try:
             found, refused = inject(self.wrapped, config), None
             layers = adapted_layers(found, f"base_model.model.{self.prefix or ''}")
         except Exception as error:
-            # what PEFT makes of the wrapper where it is told by name what it cannot find out
+            # what PEFT finds through the wrapper where the layers are given by name
             anyway = _try(lambda: inject_anyway(self.wrapped, resolved))
             refused, layers = first_line(error), {} if anyway is None else adapted_layers(anyway, self.prefix or "")
         if refused is not None:
             self._add(
-                "adapter_layers", Word.LAYERS_MISSED, "get_peft_model does not take the wrapped model",
+                "adapter_layers", Word.LAYERS_MISSED, "get_peft_model rejects the wrapped model",
                 where="get_peft_model", got=refused, wanted=f"{len(wanted)} adapted layers", hint=HINT,
             )  # fmt: skip
         self._compare_layers(layers, wanted)
@@ -172,19 +172,19 @@ class _Look:
         if other:
             self._add(
                 "adapter_layers", Word.LAYERS_MISSED,
-                f"{len(other)} of {len(wanted)} adapted layers are of another kind through the wrapper",
+                f"{len(other)} of {len(wanted)} adapted layers are of a different kind through the wrapper",
                 where=some(other, _MOST_NAMED), got=_layer(found[other[0]]), wanted=_layer(wanted[other[0]]), hint=HINT,
             )  # fmt: skip
         more = [name for name in found if name not in wanted]
         if more:
             self._add(
-                "adapter_layers", Word.LAYERS_MISSED, f"PEFT adapts {len(more)} layers that are not the model's",
+                "adapter_layers", Word.LAYERS_MISSED, f"PEFT adapts {len(more)} layers that do not belong to the model",
                 where=some(more, _MOST_NAMED), got=len(found), wanted=len(wanted),
                 hint="give target_modules as names that only the model has, or exclude_modules",
             )  # fmt: skip
 
     def _look_at_preparation(self) -> None:
-        """Compare what `prepare_model_for_kbit_training` does to a quantized model."""
+        """Compare the effect of `prepare_model_for_kbit_training` on a quantized model."""
         if not is_quantized(self.plain):
             return
         wanted = checkpointed(prepared(self.plain, quantized=True))
@@ -196,14 +196,14 @@ class _Look:
         if got != wanted:
             self._add(
                 "reach", Word.HIDDEN,
-                "prepare_model_for_kbit_training does not turn gradient checkpointing on through the wrapper",
-                where="prepare_model_for_kbit_training", got=f"{got} modules that compute their activations again",
+                "prepare_model_for_kbit_training does not enable gradient checkpointing through the wrapper",
+                where="prepare_model_for_kbit_training", got=f"{got} modules that recompute their activations",
                 wanted=wanted, hint="prepare the model before it is wrapped, or: " + HINT,
             )  # fmt: skip
 
     def _look_at_step(self, config: Any, inputs: Mapping[str, torch.Tensor] | None) -> None:
         if config is None:
-            self.skipped["training_step"] = "there is no adapter to train"
+            self.skipped["training_step"] = "no adapter to train"
             return
         batch, reason = (dict(inputs), "") if inputs is not None else _batch(self.plain)
         if batch is None:
@@ -244,7 +244,7 @@ class _Look:
         from peft import get_peft_model, inject_adapter_in_model
 
         with untouched(self.plain, self.wrapped):
-            # through a wrapper that hides its quantization the user's own call prepares nothing, or fails
+            # through a wrapper that hides its quantization, the user's call prepares nothing or fails
             ready = _try(lambda: prepared(model, quantized=is_quantized(self.plain)))
             if ready is None:
                 ready = prepared(model, quantized=False)
@@ -256,7 +256,7 @@ class _Look:
 
 
 def _on_plain(plain: torch.nn.Module, adapter: Any) -> tuple[Any, Any]:
-    """Return the adapter's config and the plain model with it; without one, a LoRA on every linear layer at worst."""
+    """Return the adapter's config and the plain model with it; by default a LoRA, if need be on every linear layer."""
     from peft import LoraConfig
 
     if adapter is not None:
@@ -276,10 +276,10 @@ def _batch(plain: torch.nn.Module) -> tuple[dict[str, torch.Tensor] | None, str]
 
 
 def _try(make: Callable[[], Any]) -> Any:
-    """Return what a function makes, None where it cannot."""
+    """Return a function's result, None where it fails."""
     try:
         return make()
-    except Exception as error:  # PEFT and model code raise whatever they like
+    except Exception as error:  # PEFT and model code may raise anything
         if is_out_of_memory(error):
             raise
         return None

@@ -1,7 +1,7 @@
 """Every tensor that a module keeps alive, registered or not, and the storages under them.
 
-What a wrapper keeps in a list, a dict or a plain attribute is in no state dict and takes as much memory. What only a
-closure holds is not seen.
+A tensor in a list, a dict or a plain attribute of a wrapper is in no state dict and takes as much memory. Tensors that
+only a closure holds are not found.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 
 _MACHINERY = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-_DEPTH = 6  # containers in containers; what is deeper is no weight anybody keeps
+_DEPTH = 6  # nested containers; no weights are kept deeper
 
 _LEAST_BYTES = 64
 """Smaller tensors are equal by chance: flags, counters, scalars."""
@@ -61,7 +61,7 @@ class Held:
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
-        """Return the bytes of the storages by the dtype of what lies in them, the largest first."""
+        """Return the bytes of the storages by dtype, the largest first."""
         found: Counter[str] = Counter()
         for names in self.storages.values():
             tensor = self.tensors[names[0]]
@@ -69,7 +69,7 @@ class Held:
         return dict(found.most_common())
 
     def by_content(self) -> dict[tuple[str, tuple[int, ...], str], list[str]]:
-        """Return one name per storage, by dtype, shape and digest of what lies in it."""
+        """Return one name per storage, by dtype, shape and digest of its tensor."""
         found: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
         for names in self.storages.values():
             tensor = self.tensors[names[0]]
@@ -82,8 +82,8 @@ class Held:
 def held_twice(wrapped: Held, plain: Held) -> list[tuple[str, str]]:
     """Return pairs of names with the same bytes in two storages, where the plain model has one.
 
-    Weights that the plain model ties lie in one storage on both sides; weights that happen to be equal, as norms of
-    ones are, lie in as many storages on both sides.
+    Weights that the plain model ties share one storage on both sides; weights that happen to be equal, such as norms of
+    ones, have the same number of storages on both sides.
     """
     if set(wrapped.storages) <= set(plain.storages):
         return []
@@ -107,7 +107,7 @@ def _walk(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[s
         inside: dict[str, Any] = {**value._parameters, **value._buffers, **value._modules}
         inside |= {key: held for key, held in vars(value).items() if key not in _MACHINERY and _may_hold(held)}
         for key, held in inside.items():
-            # modules are in modules as deep as their maker likes
+            # modules may be nested to any depth
             yield from _walk(_join(name, key), held, seen, _DEPTH)
     elif isinstance(value, Mapping):
         seen.add(id(value))
@@ -130,7 +130,7 @@ def _may_hold(value: Any) -> bool:
 
 
 def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a tensor is made of: itself, or the tensors of a subclass, as quantized weights are."""
+    """Yield the plain tensors of a tensor: itself, or the parts of a subclass such as quantized weights."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         inside, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for part in inside:

@@ -1,4 +1,4 @@
-"""The keys of a model through a wrapper: the same ones, each behind the same prefix."""
+"""Compare the keys of a model through a wrapper: the same ones, each behind the same prefix."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from consistency.numerics.words import Word
 from consistency.worker.wrapper_check.report import WrapperFinding
 
 _MOST_NAMED = 4
-_TRIED = 8  # keys by which the prefix is found: one could be the wrapper's own by chance
+_TRIED = 8  # keys that determine the prefix: a single one could belong to the wrapper by chance
 HINT = "let the wrapper register the model as one submodule, under one name"
 
 
 def prefix_of(wrapped: Collection[str], plain: Collection[str]) -> str | None:
-    """Return what stands before every key of the plain model in the wrapper; None where no key is found.
+    """Return the prefix of the plain model's keys in the wrapper; None where no key is found.
 
-    Of several, the one behind which the most keys are found, and of those the shortest.
+    Of several, the one with the most keys, and of those the shortest.
     """
     tried = sorted(plain, key=len, reverse=True)[:_TRIED]
     found = Counter(
@@ -33,7 +33,7 @@ def prefix_of(wrapped: Collection[str], plain: Collection[str]) -> str | None:
 
 
 def other_keys(wrapped: Mapping[str, Any], plain: Collection[str], prefix: str | None) -> Iterator[WrapperFinding]:
-    """Yield the keys that are missing through the wrapper, and those that are there twice."""
+    """Yield findings of keys that are missing through the wrapper, and of keys that are there twice."""
     names = set(wrapped)
     missing = [key for key in plain if prefix is None or prefix + key not in names]
     if missing:

@@ -1,4 +1,4 @@
-"""What PEFT makes of a model, tried on a copy that shares every tensor with it and leaves the model as it was."""
+"""Apply PEFT to a copy of a model that shares every tensor with it, and leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Layers = dict[str, tuple[str, tuple[tuple[int, ...], ...]]]
 
 
 def copy_of(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy with modules of its own around the very tensors of the model: no memory to speak of."""
+    """Return a copy with new modules around the same tensors, which takes hardly any memory."""
     memo: dict[int, Any] = {}
     for part in model.modules():
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None:
                 memo[id(tensor)] = tensor
-    for tensor in Held.by(model).tensors.values():  # what lies in lists and in the states of quantized layers
+    for tensor in Held.by(model).tensors.values():  # tensors in lists and in the states of quantized layers
         memo[id(tensor)] = tensor
     return copy.deepcopy(model, memo)
 
 
 @contextlib.contextmanager
 def untouched(*models: torch.nn.Module) -> Iterator[None]:
-    """Put back what a training step on a copy changes in the tensors that the copy shares with these models.
+    """Restore what a training step on a copy changes in the tensors that the copy shares with these models.
 
-    Libraries freeze and cast parameters in place, and bitsandbytes takes the rows of a weight away from it when the
-    layer first computes.
+    Libraries freeze and cast parameters in place, and bitsandbytes removes the rows of a weight from it when the layer
+    first computes.
     """
     tensors = {id(t): t for model in models for t in (*model.parameters(), *model.buffers())}
     kept = [(t, t.data, t.requires_grad, t.grad, dict(vars(t))) for t in tensors.values()]
@@ -49,7 +49,7 @@ def untouched(*models: torch.nn.Module) -> Iterator[None]:
 
 
 def adapted_layers(model: torch.nn.Module, prefix: str) -> Layers:
-    """Return the layers that an adapter sits on, by their names in the plain model."""
+    """Return the adapted layers, by their names in the plain model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     found: Layers = {}
@@ -62,14 +62,14 @@ def adapted_layers(model: torch.nn.Module, prefix: str) -> Layers:
 
 
 def inject(model: torch.nn.Module, config: Any) -> Any:
-    """Let PEFT put an adapter on a copy of a model, as `get_peft_model` does, with parameters that take no memory."""
+    """Adapt a copy of a model by `get_peft_model`, with parameters that take no memory."""
     from peft import get_peft_model
 
     return get_peft_model(copy_of(model), copy.deepcopy(config), low_cpu_mem_usage=True)
 
 
 def inject_anyway(model: torch.nn.Module, config: Any) -> torch.nn.Module:
-    """Let PEFT put an adapter into a copy of a model that `get_peft_model` does not take."""
+    """Inject an adapter into a copy of a model that `get_peft_model` rejects."""
     from peft import inject_adapter_in_model
 
     found = inject_adapter_in_model(copy.deepcopy(config), copy_of(model), low_cpu_mem_usage=True)
@@ -78,13 +78,13 @@ def inject_anyway(model: torch.nn.Module, config: Any) -> torch.nn.Module:
 
 
 def is_quantized(model: torch.nn.Module) -> bool:
-    """Tell whether `prepare_model_for_kbit_training` has something to prepare."""
+    """Report whether `prepare_model_for_kbit_training` applies to a model."""
     flags = ("is_loaded_in_8bit", "is_loaded_in_4bit", "is_quantized")
     return any(getattr(model, flag, False) for flag in flags)
 
 
 def prepared(model: torch.nn.Module, *, quantized: bool) -> torch.nn.Module:
-    """Return a copy that is ready for training as a user makes it ready."""
+    """Return a copy prepared for training as a user would prepare it."""
     from peft import prepare_model_for_kbit_training
 
     found = copy_of(model)
@@ -92,5 +92,5 @@ def prepared(model: torch.nn.Module, *, quantized: bool) -> torch.nn.Module:
 
 
 def checkpointed(model: torch.nn.Module) -> int:
-    """Count the modules that throw their activations away and compute them again."""
+    """Count the modules that recompute their activations."""
     return sum(bool(getattr(part, "gradient_checkpointing", False)) for part in model.modules())

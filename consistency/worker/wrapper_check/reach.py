@@ -1,4 +1,4 @@
-"""What PEFT and trainers ask a model for, and whether a wrapper answers as the model does."""
+"""Compare the attributes and methods that PEFT and trainers use through a wrapper and without it."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from consistency.numerics.words import Word
 from consistency.worker.wrapper_check.report import WrapperFinding
 
 _ASKED = {
-    "config": "PEFT and trainers read from it what kind of model it is",
-    "hf_device_map": "accelerate and trainers see from it that the model is laid out over devices",
+    "config": "PEFT and trainers read the kind of model from it",
+    "hf_device_map": "accelerate and trainers use it to recognize a model laid out over devices",
     "is_loaded_in_8bit": "PEFT chooses 8-bit adapter layers and prepares the model for training by it",
     "is_loaded_in_4bit": "PEFT chooses 4-bit adapter layers and prepares the model for training by it",
-    "is_quantized": "trainers refuse or allow to train the model by it",
-    "quantization_method": "prepare_model_for_kbit_training asks it what may be cast to float32",
-    "hf_quantizer": "trainers ask it whether the quantized model can be trained",
+    "is_quantized": "trainers use it to decide whether the model can be trained",
+    "quantization_method": "prepare_model_for_kbit_training uses it to decide what to cast to float32",
+    "hf_quantizer": "trainers use it to check that the quantized model can be trained",
 }
 _CALLED = {
     "gradient_checkpointing_enable": "without it every activation of a training step stays in memory",
-    "enable_input_require_grads": "without it a frozen base under gradient checkpointing gives no gradients",
+    "enable_input_require_grads": "without it a frozen base under gradient checkpointing has no gradients",
     "get_input_embeddings": "PEFT and trainers find the embeddings by it",
 }
 HINT = (
-    "wrap the model after get_peft_model, or let the wrapper's __getattr__ ask the model inside it for what it "
-    "does not have itself"
+    "wrap the model after get_peft_model, or let the wrapper's __getattr__ forward missing attributes to the model "
+    "inside it"
 )
 
 
 def hidden(wrapped: torch.nn.Module, plain: torch.nn.Module) -> Iterator[WrapperFinding]:
-    """Yield what the plain model answers, and the wrapper does not, or otherwise.
+    """Yield findings of what the plain model has and the wrapper lacks or changes.
 
-    What the plain model has not, or answers with None or False, may be missing: that is how it is asked.
+    An attribute that the plain model lacks, or that is None or False, may be missing: libraries ask with a default.
     """
     for name, why in _ASKED.items():
         wanted = getattr(plain, name, None)
@@ -74,7 +74,7 @@ def _same(got: Any, wanted: Any) -> bool:
         return False
     if hasattr(wanted, "to_dict"):
         return bool(got.to_dict() == wanted.to_dict())
-    if hasattr(wanted, "quantization_config"):  # a quantizer: an object of its own for each model
+    if hasattr(wanted, "quantization_config"):  # a quantizer: a separate object for each model
         return _same(got.quantization_config, wanted.quantization_config)
     return bool(got == wanted)
 

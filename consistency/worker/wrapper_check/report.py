@@ -1,4 +1,4 @@
-"""What a look at a wrapper found, as values."""
+"""The result of checking a wrapper."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from consistency.numerics.words import Word
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapperFinding:
-    """One thing that is not as it is without the wrapper.
+    """One difference between the wrapper and the plain model.
 
     Attributes
     ----------
     check : str
-        Which look found it: `reach`, `keys`, `adapter_layers`, `storages`, `dtypes` or `training_step`.
+        Which check found it: `reach`, `keys`, `adapter_layers`, `storages`, `dtypes` or `training_step`.
     kind : Word
     what : str
         One sentence without a final stop.
@@ -25,7 +25,7 @@ class WrapperFinding:
     got, wanted : str
         Through the wrapper, and without it.
     hint : str
-        What to do about it.
+        How to fix it.
     """
 
     check: str
@@ -47,17 +47,17 @@ class WrapperFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapperReport:
-    """What is different through a wrapper; a mismatch is never raised.
+    """The differences through a wrapper; a mismatch is never raised.
 
     Attributes
     ----------
     findings : tuple of WrapperFinding
     prefix : str
-        What the wrapper puts before every key of the plain model; None where the plain model is not inside it.
+        Prefix of the plain model's keys in the wrapper; None where the plain model is not inside it.
     figures : dict
-        What was seen, by check: bytes by dtype, numbers of keys and layers, peaks in bytes.
+        By check: bytes by dtype, numbers of keys and layers, peaks in bytes.
     skipped : dict
-        By check, why it could not be made.
+        Why a check could not be made, by check.
     """
 
     findings: tuple[WrapperFinding, ...]

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from consistency.worker.model.loading import load_base
-from consistency.worker.model.synthetic_head import made_up, overwrite
+from consistency.worker.model.synthetic_head import overwrite, synthetic
 from tests.worker.model.made_models import adapter_on, case_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
@@ -26,8 +26,8 @@ def test_numbers_that_are_made_depend_on_the_name_alone(masked_bert: Path) -> No
         assert "classifier.weight" in loaded.not_in_file
         weights.append(loaded.tensors["classifier.weight"])
     assert torch.equal(*weights)
-    assert torch.equal(weights[0], made_up("classifier.weight", weights[0]))
-    assert not torch.equal(weights[0], made_up("score.weight", weights[0]))
+    assert torch.equal(weights[0], synthetic("classifier.weight", weights[0]))
+    assert not torch.equal(weights[0], synthetic("score.weight", weights[0]))
     assert 0.01 < float(weights[0].detach().std()) < 0.03
 
 
@@ -38,4 +38,4 @@ def test_a_weight_that_shares_its_storage_with_a_loaded_one_is_left_alone() -> N
     model = torch.nn.ModuleDict({"a": a, "b": b, "c": c, "d": d})
     assert overwrite(model, ["d.weight", "c.weight", "b.weight"]) == {"c.weight"}
     assert torch.equal(a.weight, before)
-    assert torch.equal(d.weight, made_up("c.weight", before))
+    assert torch.equal(d.weight, synthetic("c.weight", before))
