@@ -42,8 +42,8 @@ _FIRST = [
 def auto_class(config: Any, case: Case) -> Any:
     """Choose the Auto class to load a base with.
 
-    In this order: the class that the adapter names, the head that its task needs, the config's `architectures`, the bare
-    model.
+    In this order: the class that the adapter names, the head that its task needs, the config's `architectures`, the
+    bare model.
     """
     from transformers.models.auto import modeling_auto
 

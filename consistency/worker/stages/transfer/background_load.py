@@ -1,4 +1,4 @@
-"""Work for the devices while copies are on their way: some copies fail only beside running kernels."""
+"""Load the devices during copies: some copies fail only while kernels run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from consistency.devices.backends import backend_of
 
 _SIDE = 512
 _QUEUED = 8
-"""Products of matrices of this side, and how many are queued at a time: on a GPU some tenths of a millisecond, as long
-as the copies take; on one core of a CPU some tens."""
+"""Side of the matrices that are multiplied, and products queued at a time: on a GPU some tenths of a millisecond, as
+long as the copies take; on one core of a CPU some tens."""
 
 
 def wait(devices: Iterable[torch.device]) -> None:
-    """Wait until everything that was asked of these devices is done."""
+    """Wait until these devices are idle."""
     for device in devices:
         if device.type != "cpu":
             module = torch.get_device_module(device.type)
@@ -28,7 +28,7 @@ def wait(devices: Iterable[torch.device]) -> None:
 
 @contextmanager
 def under_load(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Keep devices busy with matrix products, which have begun when this is entered."""
+    """Keep devices busy with matrix products, which have begun on entry."""
     stop = threading.Event()
     threads = []
     for device in dict.fromkeys(devices):
@@ -47,7 +47,7 @@ def under_load(devices: Sequence[torch.device]) -> Iterator[None]:
 
 def _work(device: torch.device, begun: threading.Event, stop: threading.Event) -> None:
     try:
-        factor = torch.full((_SIDE, _SIDE), 1 / _SIDE, device=device)  # its products keep its size
+        factor = torch.full((_SIDE, _SIDE), 1 / _SIDE, device=device)  # its powers keep its magnitude
         product = factor
         while not stop.is_set():
             for _ in range(_QUEUED if device.type != "cpu" else 1):
@@ -55,11 +55,11 @@ def _work(device: torch.device, begun: threading.Event, stop: threading.Event) -
             begun.set()
             wait([device])
     finally:
-        begun.set()  # where the device cannot multiply there is no work, and the copies are looked at all the same
+        begun.set()  # a device that cannot multiply is not loaded, and its copies are checked all the same
 
 
 def all_at_once(calls: Sequence[Callable[[], None]], devices: Sequence[torch.device]) -> None:
-    """Call everything at once, each in a thread of its own and, where the backend has them, on streams of its own."""
+    """Make all calls at once, each in its own thread and, where the backend has them, on its own streams."""
 
     def on_own_streams(call: Callable[[], None]) -> None:
         with ExitStack() as stack:

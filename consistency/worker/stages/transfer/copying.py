@@ -1,4 +1,4 @@
-"""The one place where the stage `transfer` copies: a seam, so that a fault can be put in it and nowhere else."""
+"""The only copy of the stage `transfer`: a seam where faults are planted."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def copy(source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Copy a tensor into another of its shape, on whatever devices, of whatever strides and dtypes the two are.
+    """Copy a tensor into another of its shape, on any devices, with any strides and dtypes.
 
-    It returns when the copy is on its way, as `Tensor.to` does.
+    Asynchronous, as `Tensor.to` may be.
     """
     destination.copy_(source)

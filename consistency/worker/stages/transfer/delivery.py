@@ -1,8 +1,8 @@
-"""Send one copy and look at what arrived, and know how far each device can be filled and read at all.
+"""Send copies and check what arrived, after checking that each device can be filled and read at all.
 
-What arrived is read twice: as a digest that the device computes, and as a copy on the host. Both cross the lane to the
-host, so before a device is believed it has to give back numbers that it made itself; then a broken lane to the host is
-told as that, and not as N broken copies into the device.
+A delivery is read twice: as a digest that the device computes, and as a copy on the host. Both cross the lane to the
+host, so a device first has to return values that it made itself; then a broken lane to the host is reported as such,
+and not as N broken copies into the device.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ HOST_DIFFERS = "the device's own digest is right, the copy on the host is not"
 DIGEST_DIFFERS = "the copy on the host is right, the device's own digest is not"
 COPY_ALONE = "the copy on the host alone: of what the device made itself, its own digest is wrong"
 
-_NUMBERS, _ODD = 65536, 30011  # no two of the products are alike, and the largest is below 2³¹
+_NUMBERS, _ODD = 65536, 30011  # all products differ, and the largest is below 2³¹
 
 
 class NotTriedError(Exception):
-    """There is nothing to send, or what arrives cannot be read back: nothing can be said of the copy."""
+    """The source cannot be filled or the destination not read back, so the copy cannot be checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +48,19 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """What came of one copy.
+    """The outcome of one copy.
 
     Attributes
     ----------
     seen, wanted : TensorDigest
-        Of the whole buffer at the destination: as the device computes it, and as it has to be.
+        Of the whole buffer at the destination: computed by the device, and expected.
     wrong : bool
     host : torch.Tensor or None
-        The buffer read back, where something is wrong.
+        The buffer read back, where it is wrong.
     read_back : str
         Whether the two readings agree.
     took_s : float
-        From the first hop's start to the last one's end; 0 where it was not alone.
+        From the first hop's start to the last one's end; 0 for concurrent copies.
     """
 
     payload: Payload
@@ -74,7 +74,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witness:
-    """Which of the two readings of a device can be relied on.
+    """Which of the two readings of a device are reliable.
 
     Attributes
     ----------
@@ -95,9 +95,9 @@ class Sender:
     Attributes
     ----------
     tell : callable
-        Given a pair, `FILLING` or `READING` and what came, told where a device cannot be filled or read.
+        Called with a pair, `FILLING` or `READING`, and the delivery where a device cannot be filled or read.
     broken : set of str
-        Pairs that are known not to deliver, by name.
+        Pairs whose copies are known to be wrong, by name.
     """
 
     tell: Callable[[str, str, Delivery], None]
@@ -106,7 +106,7 @@ class Sender:
     unfilled: set[str] = field(default_factory=set)
 
     def one_by_one(self, path: Sequence[Place], payloads: Sequence[Payload]) -> Iterator[Delivery]:
-        """Send each along the path, from place to place, and yield what came of it.
+        """Send each along the path, from place to place, and yield the outcome.
 
         Raises
         ------
@@ -127,7 +127,7 @@ class Sender:
             yield self._read(payload, path[-1], landing, took_s=time.perf_counter() - began)
 
     def together(self, path: Sequence[Place], payloads: Sequence[Payload]) -> Iterator[Delivery]:
-        """Send all at once, beside work for the devices, and yield what came of each.
+        """Send all at once, under load, and yield each outcome.
 
         Raises
         ------
@@ -145,7 +145,7 @@ class Sender:
             yield self._read(payload, path[-1], landing, took_s=0.0)
 
     def witness(self, place: Place) -> Witness:
-        """Tell how far a device can be read, by numbers that it makes itself, so that nothing is copied to it."""
+        """Check how reliably a device can be read, by values that it makes itself, without a copy to it."""
         if place.is_host:
             return Witness()
         if place.name not in self.witnesses:
@@ -154,13 +154,13 @@ class Sender:
             if torch.equal(host, right):
                 found = Witness(digest=digest(made).value == digest(right).value)
             else:
-                found = Witness(digest=False, copy=False)  # the digest is read by the same lane
+                found = Witness(digest=False, copy=False)  # the digest crosses the same lane
                 self._unread(place, host, BOTH_AGREE)
             self.witnesses[place.name] = found
         return self.witnesses[place.name]
 
     def tell_of_digest(self, place: Place) -> None:
-        """Tell where a device's own digest is wrong, and no copy to it is what explains that."""
+        """Report a device's own digest that is wrong where no copy to the device explains it."""
         witness = self.witness(place)
         if witness.copy and not witness.digest and pair_name(HOST, place.name) not in self.broken:
             self._unread(place, _made_on_host(), DIGEST_DIFFERS)
@@ -174,18 +174,18 @@ class Sender:
         self.tell(pair_name(place.name, HOST), READING, found)
 
     def _filled(self, source: Place, payload: Payload) -> torch.Tensor:
-        """Return what is to be sent, on the device that it is sent from; not by way of the seam, which is tried."""
+        """Return the payload on the device that sends it; not copied through the seam, which is under test."""
         if source.is_host:
             return payload.sent
         buffer = payload.sent.to(source.device)
         witness = self.witness(source)
-        if not witness.copy:  # whether it arrived cannot be told here; what it sends on can
+        if not witness.copy:  # it cannot be read here, but its further copies can
             return buffer
         seen, wanted = digest(buffer if witness.digest else buffer.to("cpu")), digest(payload.sent)
         if seen.value == wanted.value:
             return buffer
         lane = pair_name(HOST, source.name)
-        if lane not in self.unfilled:  # the worker of that device may have seen it otherwise, or may not take part
+        if lane not in self.unfilled:  # the worker of that device may not see it, or may not take part
             self.unfilled.add(lane)
             sent = Payload(name=f"the filling of {payload.name}", sent=payload.sent, expected=payload.sent)
             self.tell(
@@ -194,7 +194,7 @@ class Sender:
         raise NotTriedError(f"its source could not be filled: a copy {lane} did not arrive")
 
     def _read(self, payload: Payload, destination: Place, landing: torch.Tensor, *, took_s: float) -> Delivery:
-        """Read back twice what arrived."""
+        """Read the delivery back twice."""
         witness, lane = self.witness(destination), pair_name(destination.name, HOST)
         if not witness.copy:
             raise NotTriedError(f"what arrives cannot be read back: copies {lane} fail")
@@ -203,7 +203,7 @@ class Sender:
         if not witness.digest:
             by_digest, seen = by_copy, digest(host)
         read_back = BOTH_AGREE if by_digest == by_copy else HOST_DIFFERS if by_digest else DIGEST_DIFFERS
-        # a lane to the host that is known to be wrong is told as that pair, and is no witness against another
+        # a lane to the host that is known to be wrong is reported as that pair, and proves nothing about another
         wrong = not by_digest or (not by_copy and lane not in self.broken)
         return Delivery(
             payload=payload, seen=seen, wanted=wanted, wrong=wrong, host=host if wrong else None,

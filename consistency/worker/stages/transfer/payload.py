@@ -1,7 +1,7 @@
-"""What the stage `transfer` sends: bytes made with NumPy, how they lie on either side, and what has to arrive.
+"""Payloads of the stage `transfer`: bytes made with NumPy, their layout on either side, and what has to arrive.
 
-Every copy has bytes of its own. Where two copies sent the same, one that delivers what an earlier one brought, from a
-buffer that was used again, would look right.
+Every copy has different bytes: if two copies sent the same, stale bytes from an earlier one in a reused buffer would
+look right.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def _whole(buffer: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """One copy and what it has to deliver.
+    """One copy and its expected delivery.
 
     Attributes
     ----------
     name : str
-        What a report calls it.
+        In reports.
     sent : torch.Tensor
-        The buffer that it comes from, on the host.
+        The source buffer, on the host.
     take, put : callable
-        The part of that buffer, and the part of the one at the destination, that the copy is between.
+        The copied part of the source buffer, and its place in the destination buffer.
     expected : torch.Tensor
-        The whole buffer at the destination when the copy has come, on the host: `POISON` wherever nothing may arrive.
+        The whole destination buffer after the copy, on the host: `POISON` wherever nothing may arrive.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Payload:
 
     @property
     def bytes(self) -> int:
-        """Return how many bytes arrive."""
+        """Return the number of bytes that arrive."""
         arrives = self.put(self.expected)
         return arrives.numel() * arrives.element_size()
 
@@ -69,9 +69,9 @@ def contiguous(name: str, size: int) -> Payload:
 
 
 def strided(name: str, size: int) -> Payload:
-    """Return a copy of about so many bytes from every other row of a matrix, turned, into the half of a wider one."""
+    """Return a copy of about so many bytes from every other row of a transposed matrix into half of a wider one."""
     rows = math.isqrt(size // 4)
-    columns = rows + 1  # not square: a turned copy that was not turned would fit
+    columns = rows + 1  # not square, so that a copy without the transposition does not fit
     sent = _random(name, 8 * rows * columns).view(np.int32).reshape(2 * rows, columns)
     expected = np.full((columns, 2 * rows), POISON[4], np.int32)
     expected[:, :rows] = sent.T[:, ::2]
@@ -85,10 +85,10 @@ def strided(name: str, size: int) -> Payload:
 
 
 def casting(name: str, size: int, source: torch.dtype, destination: torch.dtype) -> Payload:
-    """Return a copy of about so many bytes that casts on its way; the same cast done on the host tells what is right.
+    """Return a copy of about so many bytes with a cast; the same cast on the host is the reference.
 
-    Magnitudes are from 2⁻⁸ to 2⁸, which every dtype holds as normal numbers: what a backend makes of subnormals and
-    NaN is another question than whether the copy works.
+    Magnitudes are from 2⁻⁸ to 2⁸, normal numbers in every dtype: how a backend treats subnormals and NaN is a
+    different question from whether the copy works.
     """
     raw = _random(name, size // 4 * 4).view(np.uint32)
     exponent = 119 + ((raw >> 23) & 0xF)
@@ -98,6 +98,6 @@ def casting(name: str, size: int, source: torch.dtype, destination: torch.dtype)
 
 
 def _random(name: str, size: int) -> np.ndarray:
-    """Return bytes that the name decides; NumPy promises PCG64's raw stream across versions and platforms."""
+    """Return bytes derived from the name; NumPy guarantees PCG64's raw stream across versions and platforms."""
     words: np.ndarray = np.random.PCG64(zlib.crc32(name.encode())).random_raw(-(-size // 8))
     return words.astype("<u8", copy=False).view(np.uint8)[:size]

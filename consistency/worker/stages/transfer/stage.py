@@ -1,8 +1,8 @@
-"""Stage `transfer`: what copies deliver, into this worker's device from every other it sees, and to and from the host.
+"""Stage `transfer`: copies into this worker's device from every other visible one, and to and from the host.
 
-Nothing of the model takes part. Destinations are poisoned before each copy and read back twice (`delivery.py`). The
-workers of a shared wave together make the matrix of all pairs; one that is alone with its device looks at the host's
-two lanes, and the CPU's at copies within the host.
+The model is not used. Destinations are poisoned before each copy and read back twice (`delivery.py`). The workers of a
+shared wave together make the matrix of all pairs; a worker that sees only its own device checks copies to and from the
+host, and the CPU's worker copies within the host.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from consistency.worker.stages.transfer.payload import Payload, casting, contigu
 
 KIB, MIB = 2**10, 2**20
 
-# 3 bytes fill no word and 4097 no page; drivers change their way of copying somewhere between 64 KiB and 1 MiB
+# 3 bytes fill no word and 4097 no page; drivers switch copy methods somewhere between 64 KiB and 1 MiB
 _SMALL = (3, 4097, 64 * KIB, MIB)
 
 SIZES: dict[Level, tuple[int, ...]] = {
@@ -53,11 +53,11 @@ SIZES: dict[Level, tuple[int, ...]] = {
 """Bytes of the direct copies of each pair. They follow from the level alone, so that captures can be compared."""
 
 LARGE: tuple[int, ...] = (256 * MIB, 1024 * MIB)
-"""Bytes of the level `thorough` beside these, each a tensor of its own: not every machine has room for them."""
+"""Further sizes of the level `thorough`, each a separate tensor: not every machine has room for them."""
 
 _SHARE = 8
-"""Part of the free memory that a large copy may take: source, destination, what is expected and what came lie side by
-side, and as much again is left to others."""
+"""A large copy may take one part in so many of the free memory: source, destination, expected and received bytes
+coexist, and as much again is left free."""
 
 _LAYOUT_BYTES = (64 * KIB, MIB)
 _AT_ONCE, _AT_ONCE_BYTES = 4, MIB
@@ -66,8 +66,8 @@ _CASTS = (
     (torch.float32, torch.float16),
     (torch.bfloat16, torch.float32),
 )
-_KEEP_BYTES = MIB  # of each wrong copy: N×N of them may be wrong, and the range of bytes is told anyhow
-_REMEMBERED = 32  # payloads of up to 1 MiB that a wrong copy is held against, to tell whose bytes it has
+_KEEP_BYTES = MIB  # of each wrong copy: N×N of them may be wrong, and the range of bytes is recorded anyway
+_REMEMBERED = 32  # payloads of up to 1 MiB that a wrong copy is compared with, to identify its bytes
 
 
 def run(context: Machine) -> None:
@@ -84,7 +84,7 @@ def run(context: Machine) -> None:
 
 
 def places(job: Job) -> tuple[Place, ...]:
-    """Return what this worker can copy between: its own device first, the host, the other devices that it sees."""
+    """Return the ends of this worker's copies: its own device first, then the host, then other visible devices."""
     own = torch.device(job.device)
     host = Place(name=HOST, device=torch.device("cpu"))
     if own.type == "cpu":
@@ -114,11 +114,11 @@ class _Look:
         own, *others = self._places
         if own.is_host:
             return [(own, own)]
-        # away from the device before all others: only a right lane to the host makes reading back a witness
+        # device to host comes first: reading back is evidence only if that lane works
         return [(own, others[0]), (others[0], own), (own, own), *((other, own) for other in others[1:])]
 
     def pair(self, source: Place, destination: Place) -> None:
-        """Look at every kind of copy of one pair."""
+        """Check every kind of copy of one pair."""
         name, path = pair_name(source.name, destination.name), (source, destination)
 
         def parcels(kind: str, sizes: Sequence[int]) -> list[Payload]:
@@ -140,13 +140,13 @@ class _Look:
                 self._large(name, path, size)
 
     def end(self) -> None:
-        """Tell what only all pairs together can."""
+        """Record what needs all pairs."""
         own = self._places[0]
         if not own.is_host and self._record.wants(Stage.TRANSFER, pair_name(own.name, HOST)):
             self._sender.tell_of_digest(own)
 
     def _large(self, name: str, path: tuple[Place, ...], size: int) -> None:
-        """Copy what may be too much for this machine; nothing of it is made before it is known to fit."""
+        """Make a copy that may be too large for this machine, after checking that it fits."""
         host = self._places[1]
         lacking = [
             p.name for p in (*path, host) if (room := free_bytes(p.device)) is not None and size > room // _SHARE
@@ -158,7 +158,7 @@ class _Look:
             self._look(large_copy(size), path, [contiguous(f"{name}, {size} bytes", size)])
 
     def _look(self, kind: str, path: tuple[Place, ...], payloads: Sequence[Payload], *, together: bool = False) -> None:
-        """Send shipments along a path of places and record what arrived."""
+        """Send payloads along a path of places and record what arrived."""
         name = pair_name(path[0].name, path[-1].name)
         evidence: dict[str, Any] = {"bytes": [payload.bytes for payload in payloads]}
         if len(path) > 2:
@@ -173,18 +173,18 @@ class _Look:
             return
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
-                self._absent(name, kind, "skipped", "there is no memory left for it", evidence)
+                self._absent(name, kind, "skipped", "no memory left for it", evidence)
             else:
                 self._broken.add(name)
                 self._absent(name, kind, "missing", f"the copy fails: {type(error).__name__}: {error}", evidence)
             return
         last = found[-1]
-        if kind in (DIRECT, *map(large_copy, LARGE)) and not last.wrong:  # a copy that is dropped is the fastest
+        if kind in (DIRECT, *map(large_copy, LARGE)) and not last.wrong:  # a dropped copy would be the fastest
             evidence["gb_per_s"] = float(f"{last.payload.bytes / max(last.took_s, 1e-9) / 1e9:.3g}")
         self._write(name, kind, found, evidence)
 
     def _trouble(self, name: str, kind: str, found: Delivery) -> None:
-        """Record that a device cannot be filled or read, which no copy between devices is to blame for."""
+        """Record that a device cannot be filled or read, which is no fault of a copy between devices."""
         self._write(name, kind, [found], {"bytes": [found.payload.bytes]})
 
     def _absent(self, name: str, kind: str, status: RecordStatus, reason: str, evidence: dict[str, Any]) -> None:
@@ -194,7 +194,7 @@ class _Look:
         )  # fmt: skip
 
     def _write(self, name: str, kind: str, found: Sequence[Delivery], evidence: dict[str, Any]) -> None:
-        """Record the copies of one kind as one tensor, the bytes of all of them one after the other."""
+        """Record the copies of one kind as one tensor, their bytes concatenated."""
         total = sum(evidence["bytes"])
         evidence["read_back"] = next((d.read_back for d in found if d.read_back != BOTH_AGREE), BOTH_AGREE)
         common: dict[str, Any] = {
@@ -235,7 +235,7 @@ class _Look:
     def _diagnose(
         self, payload: Payload, held: torch.Tensor, right: torch.Tensor, seen: Measure, together: Sequence[Payload]
     ) -> Diagnosis:
-        """Name what arrived instead; both readings as they should be, but for the device's own digest, have no name."""
+        """Name what arrived instead; `unknown` where only the device's own digest is wrong."""
         if seen.mismatched == 0:
             return Diagnosis(word=Word.UNKNOWN, evidence={"digest_only": True})
         others = [(s.name, s.put(s.expected)) for s in together if s is not payload]
@@ -248,7 +248,7 @@ class _Look:
 
 
 def _what_differs(wrong: Delivery) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what arrived and what was to arrive; the gaps beside it too where they alone differ."""
+    """Return received and expected bytes; with the gaps between them where only these differ."""
     payload = wrong.payload
     assert wrong.host is not None
     held, right = payload.put(wrong.host).contiguous(), payload.put(payload.expected).contiguous()
@@ -264,7 +264,7 @@ def _owner(tensor: torch.Tensor, payloads: Sequence[tuple[str, torch.Tensor]]) -
 
 
 def _peer_access(source: torch.device, destination: torch.device) -> bool | None:
-    """Return whether one device may reach the other's memory itself, None where that is no question."""
+    """Return whether one device can access the other's memory directly, None where that does not apply."""
     if "cpu" in (source.type, destination.type) or source == destination:
         return None
     module = torch.get_device_module(source.type)
