@@ -43,7 +43,7 @@ class Kind(enum.Enum):
 
     MOVES = "only moves bytes, and no byte may differ"
     COMPUTES = "computes, and so may round"
-    FACTS = "checks facts against limits of its own"
+    FACTS = "checks facts against fixed limits"
 
 
 class Model(enum.Enum):
@@ -67,7 +67,7 @@ class StageSpec:
     kind : Kind
         A user's tolerance applies to stages that compute.
     rule : Rule
-        Of most of its rows, and of the row that says why there are none.
+        Of most of its rows, and of the row that explains why there are none.
     worker : str
         `module:function` that runs it: takes a `Context`, or a `Machine` where no model is loaded.
     items : str

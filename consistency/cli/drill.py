@@ -1,4 +1,4 @@
-"""What `consistency drill` prints."""
+"""Print the outcome of `consistency drill`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from consistency.workflows.drill import DrillRow
 
 
 def print_drill(rows: Sequence[DrillRow], console: Console) -> None:
-    """Print what came of each planted fault."""
+    """Print the outcome of each planted fault."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for title in ("fault", "case", "planted in", "expected", "named", "", "what the report says"):
+    for title in ("fault", "case", "planted in", "expected", "named", "", "finding"):
         table.add_column(title, header_style="bold", overflow="fold")
     for row in rows:
         outcome = "found" if row.passed else "NOT FOUND" if not row.found else "NOT NAMED"

@@ -1,6 +1,6 @@
 """A worker never outlives the process that started it.
 
-The parent holds the writing end of the worker's standard input. When the parent dies, by whatever signal, the kernel
+The parent holds the writing end of the worker's standard input. When the parent dies, by any signal, the kernel
 closes it and the worker reads its end. On Linux the kernel is also asked to kill the worker at once, because a thread
 cannot run while native code holds the interpreter.
 """

@@ -242,9 +242,9 @@ class Recorder:
         rule : Rule
             What judges the tensor where no tolerance does.
         chunks : callable
-            Gives the tensor beside its exact value; called only where it is outside.
+            Yields the tensor with its exact value; called only where it is outside its rule.
         bound_ratio : float, optional
-            Error over allowance, where the measure has none of its own.
+            Error over allowance, where the measure has none.
         in_tf32 : callable, optional
             Gives the measure by the bound of TF32 products, where these could have been used.
         outside : callable, optional
@@ -310,13 +310,13 @@ class Recorder:
     ) -> None:
         """Record a tensor that a device computed, with its measure against the exact value.
 
-        `digests` holds one digest per run on this device, the first run first; `reason` says why it is skipped. Where
+        `digests` holds one digest per run on this device, the first run first; `reason` is why it is skipped. Where
         it is outside its rule, `exact` and `ingredients`, on the CPU, are kept: a reproducer is made of them.
         """
         worth_keeping = status == "outside" and actual.nbytes <= KEEP_BYTES
-        beside = {"exact": exact, **(ingredients or {})} if worth_keeping else {}
-        kept = {name: self.keep(t) for name, t in beside.items() if t is not None and t.nbytes <= KEEP_BYTES}
-        # where bits are to be equal, blocks say where they are not; of a sum in another order all blocks differ
+        more = {"exact": exact, **(ingredients or {})} if worth_keeping else {}
+        kept = {name: self.keep(t) for name, t in more.items() if t is not None and t.nbytes <= KEEP_BYTES}
+        # blocks locate bitwise differences; after a sum in another order all blocks differ
         blockwise = status == "outside" or found is None
         self.write(
             TensorRecord(
@@ -355,19 +355,19 @@ class Recorder:
         evidence: Mapping[str, Any] | None = None,
         reason: str | None = None,
     ) -> None:
-        """Record what is no tensor and has a limit: bytes on a device, ids in a batch, the peak of a merge.
+        """Record a fact with a limit: bytes on a device, ids in a batch, the peak of a merge.
 
         Parameters
         ----------
         stage, layer, tensor : str
-            What it is about: a layer or device, and the name of the fact.
+            The layer or device concerned, and the name of the fact.
         status : str
-            `equal` where it is as it has to be, `within` where it is inside a limit that can be used up, `outside`
-            where it is not; `skipped` with a `reason`.
+            `equal` where it matches exactly, `within` where it stays below a limit, `outside` where neither holds;
+            `skipped` with a `reason`.
         diagnosis : Word, optional
-            The word for what is wrong.
+            Names what is wrong.
         share : float, optional
-            What was seen over what is allowed.
+            Measured over allowed.
         evidence : mapping, optional
             The figures, units in their names.
         """
@@ -398,7 +398,7 @@ class Recorder:
         dtype: str = "",
         evidence: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record a tensor that could not be looked at: missing, unexpected, skipped or blocked, and why."""
+        """Record a tensor that could not be checked: missing, unexpected, skipped or blocked, and why."""
         self.write(
             TensorRecord(
                 stage=stage,
@@ -416,7 +416,7 @@ class Recorder:
 
 
 def _written(found: Measure | None, *, whole: bool) -> TensorMeasure | None:
-    """Return a measure as it is written; what is inside a bound that nobody else judges needs no worst values."""
+    """Return a measure as it is written; a tensor within its own bound needs no worst values."""
     if found is None:
         return None
     measured = TensorMeasure.of(found)
@@ -424,7 +424,7 @@ def _written(found: Measure | None, *, whole: bool) -> TensorMeasure | None:
 
 
 def pack_blocks(found: TensorDigest) -> str:
-    """Write block digests as 16 hexadecimal digits each; where there is one, the tensor's own says as much."""
+    """Write block digests as 16 hexadecimal digits each; a single block has the tensor's own digest."""
     if len(found.blocks) < 2:
         return ""
     return "".join(f"{b:016x}" for b in found.blocks)

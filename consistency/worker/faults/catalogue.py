@@ -130,7 +130,7 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="labels-changed-on-hop", plant="sharding:old_bytes", expected="labels-changed", stages=_SHARDING,
-        case="C4", words="labels changed on the way to device",
+        case="C4", words="labels changed during transfer to device",
     ),
     Fault(
         name="ids-past-vocabulary", plant="sharding:an_added_token", expected="ids-past-vocabulary",

@@ -49,7 +49,7 @@ def stray_bytes() -> Undo:
 def third_copy(
     real: Callable[..., None], layer: Any, safe_merge: bool = False, adapter_names: list[str] | None = None
 ) -> None:
-    """Merge as PEFT did before its pull request 1944: by a sum that is a new weight beside the old one."""
+    """Merge as PEFT did before its pull request 1944: by a sum that is a new weight besides the old one."""
     if safe_merge or layer.lora_variant:
         real(layer, safe_merge=safe_merge, adapter_names=adapter_names)
         return

@@ -179,8 +179,8 @@ def asserted(inputs: Mapping[str, torch.Tensor], device: torch.device, error: Ba
     named = [name for name in (*TOKEN_IDS, LABELS) if name in inputs]
     line = (str(error).strip().splitlines() or ["no message"])[0][:200]
     return (
-        f"ids or labels changed on the way to device {device}: {', '.join(named) or 'the inputs'} are inside every "
-        f"table on the CPU, and a kernel was asked for a row past an end ({type(error).__name__}: {line})"
+        f"ids or labels changed during transfer to device {device}: {', '.join(named) or 'the inputs'} are inside "
+        f"every table on the CPU, and a kernel was asked for a row past an end ({type(error).__name__}: {line})"
     )
 
 

@@ -36,7 +36,7 @@ LOST = {
 OTHERS = {"merge-not-repeatable", "setting-flipped"}
 WRONG = [f for f in FAULTS.values() if f.name not in {*LOST, *OTHERS} and not f.two_devices]
 SENTENCES = {
-    "labels-changed-on-hop": "labels changed on the way to device cpu: labels[0, 3] was",
+    "labels-changed-on-hop": "labels changed during transfer to device cpu: labels[0, 3] was",
     "ids-past-vocabulary": "ids past the vocabulary: largest id 515, embedding has 512 rows",
     "wrapper-hides-model": "the wrapper hides config",
     "wrapper-holds-twice": "39 storages are held twice: 2888192 bytes",

@@ -108,4 +108,4 @@ def test_kernels_that_assert() -> None:
     assert not is_kernel_assert(IndexError("list index is wrong"))
     assert not is_kernel_assert(RuntimeError("out of range"))
     said = asserted({"input_ids": ids(1)}, torch.device("cpu"), target.value)
-    assert said.startswith("ids or labels changed on the way to device cpu: input_ids are inside every table")
+    assert said.startswith("ids or labels changed during transfer to device cpu: input_ids are inside every table")

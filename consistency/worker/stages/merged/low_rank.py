@@ -18,7 +18,7 @@ from consistency.worker.stages.context import Context
 class LowRank:
     """The factors of a plain LoRA delta, from the file: `scaling * left @ right`, in the weight's own orientation.
 
-    `tf32` says that this worker's variant asked for TF32; where TF32 was not asked for, the bound is float32's.
+    `tf32`: this worker's variant requested TF32; where TF32 is in effect unrequested, the bound is float32's.
     """
 
     left: torch.Tensor

@@ -1,16 +1,16 @@
-"""The fixed list of small operations that the stage `operators` tries, each with its exact value and derived bound.
+"""The fixed list of small operations of the stage `operators`, each with its exact value and derived bound.
 
-What each computes is written twice: once in torch, as a model calls it, and once in steps of
-`consistency.numerics.running_error`, which give the exact value and what a device may be off. The steps are those of
-the widest way that libraries take: a layer norm's variance may be one pass over squares, an attention in bfloat16 may
-store its scores. Inputs come from NumPy's generators, for torch's own differ between kernels, and are numbers of the
-tested dtype, so nothing is off to begin with.
+Each computation is written twice: once in torch, as a model calls it, and once in steps of
+`consistency.numerics.running_error`, which give the exact value and the allowed error. The steps are those of the least
+accurate method that libraries use: a layer norm's variance may be one pass over squares, an attention in bfloat16 may
+store its scores. Inputs come from NumPy's generators, because torch's own differ between kernels, and are exact in the
+tested dtype.
 
-Long inner products take numbers of one sign: there a bound that grows with the length stays small beside the result,
-and an operand that is cut to TF32 moves all terms the same way. Convolutions have strides or one channel per group,
-as transformers have them: a library has no transform (Winograd, FFT) for such, whose error is spread over a tile.
+Long inner products take values of one sign: there a bound that grows with the length stays small compared with the
+result, and an operand that is cut to TF32 moves all terms the same way. Convolutions have strides or one channel per
+group, as in transformers: libraries have no transform (Winograd, FFT) for these, whose error is spread over a tile.
 
-Largest share of the bound that healthy kernels used up, over the native kernels, `baseline` and `avx2` of an x86
+Largest share of the bound that healthy kernels used, over the native kernels, `baseline` and `avx2` of an x86
 processor with AVX-512 (torch 2.13, one thread), at the level `thorough`:
 
 =============  =======  ========  =======  =======
@@ -43,7 +43,7 @@ rotary            0.89      0.81     0.79        –
 adamw             0.67         –        –        –
 =============  =======  ========  =======  =======
 
-One rounding to a half type uses its bound up, so those columns end near 1.
+One rounding to a half type uses its whole bound, so those columns end near 1.
 """
 
 from __future__ import annotations
@@ -81,21 +81,21 @@ class Operation:
     name : str
         `matmul`.
     size : str
-        Short and fixed: records are known by it from night to night.
+        Short and fixed: it identifies records across runs.
     draw : callable
         Makes the inputs: float64, which are rounded to the tested dtype, or integers.
     compute : callable
         Takes the inputs as tensors on the device.
     exact : callable
-        Takes them as `Tracked`, integers as they are.
+        Takes them as `Tracked`, integers unchanged.
     dtypes : tuple of str
     level : Level
-        The first at which it is tried.
+        The first that tries it.
     multiplies : bool
-        Whether it is made of products, which a unit could take in TF32.
+        Whether it consists of products, which a unit could compute in TF32.
     kernel : str or None
-        What a backend has to have for the bound of half types to hold: without it torch composes the operation of
-        others, and stores in the half type what is between them.
+        Kernel that a backend needs for the bound of half types to hold: without it torch composes the operation of
+        others, and stores the values in between in the half type.
     """
 
     name: str
@@ -109,12 +109,12 @@ class Operation:
     kernel: str | None = None
 
     def inputs(self) -> Arrays:
-        """Return the inputs, the same whatever else is in the list."""
+        """Return the inputs, which do not depend on the other operations."""
         return self.draw(np.random.Generator(np.random.PCG64([SEED, zlib.crc32(f"{self.name} {self.size}".encode())])))
 
 
 def operations(level: Level) -> tuple[Operation, ...]:
-    """Return what a level tries."""
+    """Return the operations of a level."""
     order = list(Level)
     return tuple(o for o in _OPERATIONS if order.index(o.level) <= order.index(level))
 

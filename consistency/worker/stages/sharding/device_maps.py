@@ -1,4 +1,4 @@
-"""Ways to lay a model out over devices, and the model laid out so, as a user would do it."""
+"""Layouts of a model over devices, and loading in them, as a user would do it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Layout:
     Attributes
     ----------
     name : str
-        For people, and the name of the layer in the report.
+        Of the layer in the report.
     device_map : str or dict
     by_host : bool
-        Whether what moves between shards goes by way of the CPU.
+        Whether moves between shards are staged through the CPU.
     own : bool
         Whether the user gave the map.
     """
@@ -46,18 +46,18 @@ class Layout:
 
     @property
     def offloads(self) -> bool:
-        """Tell whether layers wait on the host or on the disk until they are computed."""
+        """Whether layers stay on the host or on the disk until they are computed."""
         return not isinstance(self.device_map, str) and bool({HOST, DISK} & set(self.device_map.values()))
 
 
 def layouts(case: Case, device: torch.device, model: torch.nn.Module) -> list[Layout]:
-    """Return the ways that the devices at hand suggest, and the user's own."""
+    """Return the layouts that the visible devices suggest, and the user's own."""
     found = [Layout(name="given", device_map=_given(case.device_map), own=True)] if case.device_map else []
     if device.type == "cpu":
-        # one device: layers that come from the disk when they are computed are shards all the same
+        # one device: layers that are read from the disk when they are computed are shards too
         return [*found, Layout(name="cpu and disk", device_map=spread(model, [HOST, DISK]))]
     visible = _visible(device)
-    if len(visible) > 1 and (device.index or 0) == 0:  # one worker is enough for ways that take all devices
+    if len(visible) > 1 and (device.index or 0) == 0:  # one worker is enough for layouts over all devices
         over = spread(model, visible)
         found += [Layout(name=name, device_map=name) for name in MADE_BY_TRANSFORMERS]
         found.append(Layout(name="layers in turn", device_map=over))
@@ -91,10 +91,10 @@ def spread(model: torch.nn.Module, places: Sequence[int | str]) -> DeviceMap:
 
 
 def load(case: Case, layout: Layout, device: torch.device, folder: Path) -> torch.nn.Module:
-    """Load base and adapter laid out over devices; what is to wait on the disk goes into `folder`.
+    """Load base and adapter laid out over devices; layers on the disk go into `folder`.
 
-    Where layers are to wait on the disk, they are laid out after loading: PEFT 0.21 writes a copy of the base below the
-    working directory where it loads an adapter onto a base that transformers has laid out with a disk.
+    With layers on the disk, the model is laid out after loading: PEFT 0.21 writes a copy of the base below the working
+    directory when it loads an adapter onto a base that transformers has laid out with a disk.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def _visible(device: torch.device) -> list[str]:
 
 
 def same_model(device: torch.device, places: Mapping[str, Any]) -> bool:
-    """Tell whether everything is computed on devices of one model: the same kernels on the same numbers."""
+    """Report whether all computation is on devices of one model: the same kernels on the same values."""
     wanted = {_device_name(device, place) for place in places.values() if place not in (HOST, DISK)}
     return len(wanted | {_device_name(device, str(device))}) == 1
 

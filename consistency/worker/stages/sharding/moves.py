@@ -23,7 +23,7 @@ _IDS = "ids"
 """Name of the positional argument of a table of embeddings."""
 
 
-class ChangedOnTheWayError(Exception):
+class ChangedInTransferError(Exception):
     """A tensor that differs between the two sides of a move.
 
     Attributes
@@ -84,7 +84,7 @@ class Moves:
             for key in (key for key in before if key in after):
                 try:
                     self.look(str(key), before[key], after[key], where=where)
-                except ChangedOnTheWayError as change:
+                except ChangedInTransferError as change:
                     changes.append((str(key), change))
             if changes:
                 first = changes[0][1]
@@ -115,14 +115,15 @@ class Moves:
 
     def _changed(
         self, word: Word, name: str, before: torch.Tensor, after: torch.Tensor, where: str
-    ) -> ChangedOnTheWayError:
+    ) -> ChangedInTransferError:
         sent, came = before.detach().to("cpu"), after.detach().to("cpu")
         differs = sent != came
         if sent.is_floating_point():
             differs &= ~(sent.isnan() & came.isnan())
         what = {Word.LABELS_CHANGED: "labels", Word.IDS_CHANGED: "ids"}.get(word, name)
-        load_path = " by way of the host" if self.by_host else ""
-        sentence = f"{what} changed on the way to device {after.device}{load_path}{f', into {where}' if where else ''}"
+        staged = " through the host" if self.by_host else ""
+        into = f", into {where}" if where else ""
+        sentence = f"{what} changed during transfer to device {after.device}{staged}{into}"
         evidence: dict[str, Any] = {
             "input": name,
             "from": str(before.device),
@@ -137,7 +138,7 @@ class Moves:
             sentence += f": {name}{list(first)} was {_shown(was)}, is {_shown(now)}"
             sentence += f"; {evidence['wrong']} of {sent.numel()} elements"
             evidence |= {"first": list(first), "was": _shown(was), "is": _shown(now)}
-        return ChangedOnTheWayError(word, sentence, evidence)
+        return ChangedInTransferError(word, sentence, evidence)
 
 
 def _shown(value: float | int | bool | complex) -> str:

@@ -39,7 +39,7 @@ from consistency.worker.model.loading import load_adapter, load_base, load_model
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.sharding.device_maps import Layout, layouts, load, same_model
-from consistency.worker.stages.sharding.moves import ChangedOnTheWayError, Moves, watched
+from consistency.worker.stages.sharding.moves import ChangedInTransferError, Moves, watched
 
 STAGE = "sharding"
 PINNED = "one device"
@@ -123,7 +123,7 @@ def _answer(context: Context, way: Layout, inputs: Inputs, make: Callable[[], to
         with watched(model, moves):
             moved = {name: moves.move(name, tensor, _door(model)) for name, tensor in inputs.items()}
             tensors = _outputs(model, moved)
-    except ChangedOnTheWayError as change:
+    except ChangedInTransferError as change:
         _record_way(context, way, moves, "outside", change.word, change.sentence, change.evidence)
         return None
     except Exception as error:  # model code of any kind, and three libraries under it, may raise anything

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from consistency.worker.stages.sharding.moves import ChangedOnTheWayError, Moves, watched
+from consistency.worker.stages.sharding.moves import ChangedInTransferError, Moves, watched
 
 IDS = torch.arange(6).reshape(1, 6)
 GIVEN = {"input_ids": IDS, "labels": IDS + 10}
@@ -79,16 +79,20 @@ def broken(name: str) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("name", "word", "sentence"),
     [
-        ("labels", "labels-changed", "labels changed on the way to device cpu: labels[0, 3] was 13, is 14; 1 of 6"),
-        ("input_ids", "ids-changed", "ids changed on the way to device cpu: input_ids[0, 3] was 3, is 4; 1 of 6"),
-        ("ids", "ids-changed", "ids changed on the way to device cpu, into table: ids[0, 3] was 3, is 4"),
-        ("hidden", "changed-on-the-way", "hidden states changed on the way to device cpu, into norm: "),
+        (
+            "labels",
+            "labels-changed",
+            "labels changed during transfer to device cpu: labels[0, 3] was 13, is 14; 1 of 6",
+        ),
+        ("input_ids", "ids-changed", "ids changed during transfer to device cpu: input_ids[0, 3] was 3, is 4; 1 of 6"),
+        ("ids", "ids-changed", "ids changed during transfer to device cpu, into table: ids[0, 3] was 3, is 4"),
+        ("hidden", "changed-on-the-way", "hidden states changed during transfer to device cpu, into norm: "),
     ],
 )
 def test_a_changed_tensor_is_named(
     model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, name: str, word: str, sentence: str
 ) -> None:
-    with pytest.raises(ChangedOnTheWayError) as seen:
+    with pytest.raises(ChangedInTransferError) as seen:
         run(model, Moves(given=GIVEN), monkeypatch, broken(name))
     assert seen.value.word == word
     assert seen.value.sentence.startswith(sentence)
@@ -98,12 +102,12 @@ def test_all_inputs_that_changed_are_named(model: torch.nn.Module, monkeypatch: 
     def change(value: Any) -> Any:
         return broken("labels")(broken("input_ids")(value))
 
-    with pytest.raises(ChangedOnTheWayError, match="so have labels"):
+    with pytest.raises(ChangedInTransferError, match="so have labels"):
         run(model, Moves(given=GIVEN), monkeypatch, change)
 
 
 def test_a_zero_of_the_other_sign_is_a_change() -> None:
-    with pytest.raises(ChangedOnTheWayError, match=r"hidden states changed on the way to device cpu, into x$"):
+    with pytest.raises(ChangedInTransferError, match=r"hidden states changed during transfer to device cpu, into x$"):
         Moves(given={}).look("", torch.zeros(3), -torch.zeros(3), where="x")
     Moves(given={}).look("", torch.full((3,), torch.nan), torch.full((3,), torch.nan), where="x")
 

@@ -101,7 +101,7 @@ def test_a_kernel_that_asserts_ends_in_a_sentence(look: Look, monkeypatch: pytes
     monkeypatch.setattr(sharding, "_outputs", outputs)
     (finding,) = [f for f in look().findings if f.severity == "error"]
     assert finding.kind == "ids-changed"
-    assert "ids or labels changed on the way to device cpu: input_ids, labels are inside every table" in finding.message
+    assert "ids or labels changed during transfer to device cpu: input_ids, labels are inside" in finding.message
 
 
 def test_inputs_of_the_user_are_looked_at_first(look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,6 @@ def test_ids_that_never_arrive_are_told_before_a_kernel_asserts(runs: dict[str, 
     assert run.process.returncode == 1, run.process.stderr
     first = next(f for f in run.comparison.findings if f.kind == "ids-changed")
     assert first.workers == ("npu:0",)
-    assert "ids changed on the way to device npu:1" in first.message
+    assert "ids changed during transfer to device npu:1" in first.message
     staged = [t for t in run.comparison.tensors if t.layer == "layers in turn, by way of the host"]
     assert {row.status for t in staged if t.tensor == "on the way" for row in t.rows} == {"equal"}
