@@ -1,7 +1,7 @@
-"""Which test items a case has, from JSON files and safetensors headers alone: no torch, no tensor data.
+"""The test items of a case, from JSON files and safetensors headers alone: no torch, no tensor data.
 
-What only the loaded model knows (buffers, activations of models of an unusual kind, weights that transformers fuses)
-has no item of its own; an item per stage and device stands for everything else, so that nothing is left unsaid.
+Tensors that only the loaded model has (buffers, activations of unusual models, weights that transformers fuses) have no
+items of their own; one item per stage and device stands for all of them, so that none goes unreported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WITH_LOGITS = re.compile(r"For(CausalLM|MaskedLM)$|LMHeadModel$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One tensor of one stage: what an item is about, on each worker.
+    """One tensor of one stage, which has an item for each worker.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ def places(case: Case) -> tuple[Place, ...]:
 
 
 def worker_suffix(plan: WorkerPlan) -> str:
-    """Return what stands in an item's brackets: the device, and the road where it is not the usual one."""
+    """Return the text in an item's brackets: the device, and the load path unless it is `isolated`."""
     return plan.name if plan.load_path == "isolated" else f"{plan.name}-{plan.load_path}"
 
 
@@ -84,25 +84,18 @@ class RowFinder:
     """Find the rows of a comparison by the places of its case."""
 
     def __init__(self, comparison: Comparison, known: Sequence[Place]) -> None:
-        self._tensors: dict[tuple[str, str, str, str], TensorComparison] = {}
-        self._rest: dict[tuple[str, str], list[TensorComparison]] = {}
-        itemized = {(p.stage.value, p.layer, p.tensor) for p in known if not p.is_rest}
+        self._tensors: dict[Place, list[TensorComparison]] = {place: [] for place in known}
         for tensor in comparison.tensors:
             layer, part = _place_in_file(tensor)
-            self._tensors[tensor.stage, tensor.load_path, layer, part] = tensor
-            if (tensor.stage, layer, part) not in itemized:
-                self._rest.setdefault((tensor.stage, tensor.load_path), []).append(tensor)
+            place = Place(stage=Stage(tensor.stage), layer=layer, tensor=part)
+            if place not in self._tensors:
+                place = Place(stage=place.stage, layer="", tensor=EVERYTHING_ELSE)
+            self._tensors.setdefault(place, []).append(tensor)
 
-    def one(self, place: Place, worker: str, load_path: str) -> tuple[TensorComparison, Row] | None:
-        """Return tensor and row of a place on a worker, None where that worker has none."""
-        tensor = self._tensors.get((place.stage.value, load_path, place.layer, place.tensor))
-        row = None if tensor is None else tensor.row(worker)
-        return None if tensor is None or row is None else (tensor, row)
-
-    def rest(self, stage: Stage, worker: str, load_path: str) -> Iterator[tuple[TensorComparison, Row]]:
-        """Yield what a worker saw in a stage beside the places that have an item of their own."""
-        for tensor in self._rest.get((stage.value, load_path), []):
-            row = tensor.row(worker)
+    def rows(self, place: Place, plan: WorkerPlan) -> Iterator[tuple[TensorComparison, Row]]:
+        """Yield the tensors of a place, each with its row of a worker."""
+        for tensor in self._tensors[place]:
+            row = tensor.row(plan.name) if tensor.load_path == plan.load_path else None
             if row is not None:
                 yield tensor, row
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,9 @@ class Branch(pytest.Collector):
 class CaseItem(pytest.Item):
     """An item whose outcome is part of the session's one comparison."""
 
-    session_of_case: Session
+    def __init__(self, *, session_of_case: Session, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.session_of_case = session_of_case
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         return self.path, None, self.nodeid.replace("::", " ")  # pytest splits a node id at dots
@@ -62,20 +63,23 @@ class DeviceItem(CaseItem):
     A mismatch fails the test; a worker that was lost before it checked the tensor is an error of the set-up.
     """
 
-    place: Place
-    plan: WorkerPlan
+    def __init__(self, *, place: Place, plan: WorkerPlan, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.place, self.plan = place, plan
+        self.found: list[tuple[TensorComparison, Row]] = []
 
     def setup(self) -> None:
         comparison = self.session_of_case.comparison()
-        if not any(True for _ in self._found()):
+        self.found = list(self.session_of_case.rows().rows(self.place, self.plan))
+        if not self.found:
             self.lost(comparison, self.plan.name, self.plan.load_path)
-        for tensor, row in self._found():
+        for tensor, row in self.found:
             if row.status == "blocked":
                 self.lost(comparison, self.plan.name, self.plan.load_path)
                 raise LostWorkerError(f"{describe(tensor, row)}")
 
     def runtest(self) -> None:
-        found = list(self._found())
+        found = self.found
         if not found:
             pytest.skip("nothing else was checked" if self.place.is_rest else "the loaded model has no such tensor")
         if self.plan.info.simulated:
@@ -89,15 +93,6 @@ class DeviceItem(CaseItem):
         reasons = {row.reason or "no reason given" for _, row in found if row.status == "skipped"}
         if reasons and all(row.status == "skipped" for _, row in found):
             pytest.skip("; ".join(sorted(reasons)))
-
-    def _found(self) -> Iterator[tuple[TensorComparison, Row]]:
-        rows = self.session_of_case.rows()
-        if self.place.is_rest:
-            yield from rows.rest(self.place.stage, self.plan.name, self.plan.load_path)
-            return
-        one = rows.one(self.place, self.plan.name, self.plan.load_path)
-        if one is not None:
-            yield one
 
     def _record(self, row: Row) -> None:
         if not self.place.is_rest:
@@ -135,25 +130,19 @@ def make_items(parent: pytest.Session, session: Session) -> list[pytest.Item]:
     stages: dict[Stage, Branch] = {}
     items: list[pytest.Item] = []
 
-    def add(kind: type[CaseItem], branch: Branch, name: str, fill: Callable[[Any], None]) -> None:
-        item = kind.from_parent(branch, name=name, nodeid=f"{branch.nodeid}::{name}")
-        item.session_of_case = session
-        fill(item)
-        if not session.arguments or any(_is_within(item.nodeid, wanted) for wanted in session.arguments):
-            items.append(item)
+    def add(kind: type[CaseItem], branch: Branch, name: str, **of_kind: Any) -> None:
+        nodeid = f"{branch.nodeid}::{name}"
+        if not session.arguments or any(_is_within(nodeid, wanted) for wanted in session.arguments):
+            items.append(kind.from_parent(branch, name=name, nodeid=nodeid, session_of_case=session, **of_kind))
 
     for place in session.places:
         if place.stage not in stages:
             name = place.stage.value  # names travel between xdist's processes, which know plain strings alone
             stages[place.stage] = Branch.from_parent(home, name=name, nodeid=f"{home.nodeid}::{name}")
         for plan in session.workers:
-
-            def fill(item: DeviceItem, place: Place = place, plan: WorkerPlan = plan) -> None:
-                item.place, item.plan = place, plan
-
-            add(DeviceItem, stages[place.stage], f"{_part(place.name)}[{worker_suffix(plan)}]", fill)
-    run = Branch.from_parent(home, name="run", nodeid=f"{home.nodeid}::run")
-    add(RunItem, run, "agreement", lambda _: None)
+            name = f"{_part(place.name)}[{worker_suffix(plan)}]"
+            add(DeviceItem, stages[place.stage], name, place=place, plan=plan)
+    add(RunItem, Branch.from_parent(home, name="run", nodeid=f"{home.nodeid}::run"), "agreement")
     return items
 
 
