@@ -1,16 +1,23 @@
-"""What a record holds of a computed tensor, and what it leaves out."""
+"""What a record holds of a tensor, what it leaves out, and which tensors are stored beside it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from consistency.capture.folder import read_records, unpack_blocks
 from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
+from consistency.case.load_path import LoadPath
+from consistency.errors import CaptureError
 from consistency.numerics.bound import UserAllowance, measure_against_exact
 from consistency.numerics.digest import digest
+from consistency.worker import recorder as recorder_module
 from consistency.worker.recorder import Recorder
 
 EXACT = torch.linspace(-1, 1, 100_000, dtype=torch.float64)
@@ -61,3 +68,144 @@ def test_one_block_is_what_the_digest_says_already(tmp_path: Path) -> None:
         record.moved(stage="base", layer="l", tensor="weight", actual=small, expected=small)
     (back,) = read_records(tmp_path / "records.jsonl")
     assert (back.digest, back.blocks) == (digest(small).value, "")
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Iterator[Recorder]:
+    (tmp_path / "blobs").mkdir()
+    with Recorder(tmp_path, tmp_path / "blobs") as recorder:
+        yield recorder
+
+
+def stored(folder: Path, name: str | None) -> torch.Tensor:
+    assert name is not None
+    found: torch.Tensor = load_file(folder / "blobs" / f"{name}.safetensors")["tensor"]
+    return found
+
+
+WEIGHT: dict[str, Any] = {"stage": "base", "layer": "layers.0", "tensor": "weight"}
+
+
+def test_moved_bytes_that_differ_are_measured_named_and_kept(tmp_path: Path, record: Recorder) -> None:
+    expected = torch.arange(1.0, 9.0)
+    actual = expected.clone()
+    actual[3:5] = 0
+    assert record.moved(**WEIGHT, actual=actual, expected=expected, evidence={"from": "file"}) == digest(actual)
+    (back,) = read_records(tmp_path / "records.jsonl")
+    assert (back.status, back.rule, back.shape, back.dtype) == ("outside", "bitwise", (8,), "float32")
+    assert (back.digest, back.reference_digest) == (digest(actual).value, digest(expected).value)
+    assert back.measure is not None
+    assert (back.measure.mismatched, back.measure.worst_index) == (2, (4,))
+    assert back.diagnosis is not None
+    assert back.evidence["from"] == "file"
+    assert torch.equal(stored(tmp_path, back.blob), actual)
+    assert torch.equal(stored(tmp_path, back.reference_blob), expected)
+
+
+def test_moved_bytes_that_are_equal_are_kept_once_and_only_where_asked(tmp_path: Path, record: Recorder) -> None:
+    tensor = torch.arange(8.0)
+    record.moved(**WEIGHT, actual=tensor, expected=tensor.clone())
+    record.moved(**WEIGHT, actual=tensor, expected=tensor.clone(), keep=True)
+    without, with_blob = read_records(tmp_path / "records.jsonl")
+    assert (without.status, without.blob, without.measure) == ("equal", None, None)
+    assert with_blob.blob == with_blob.reference_blob
+    assert len(list((tmp_path / "blobs").iterdir())) == 1
+    assert torch.equal(stored(tmp_path, with_blob.blob), tensor)
+
+
+def test_another_shape_is_named_and_not_measured(tmp_path: Path, record: Recorder) -> None:
+    record.moved(**WEIGHT, actual=torch.zeros(2, 4), expected=torch.zeros(8))
+    (back,) = read_records(tmp_path / "records.jsonl")
+    assert (back.status, back.diagnosis, back.measure) == ("outside", "shape", None)
+
+
+def test_a_tensor_that_is_too_large_is_not_kept(
+    tmp_path: Path, record: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "KEEP_BYTES", 31)
+    record.moved(**WEIGHT, actual=torch.zeros(8), expected=torch.ones(8))
+    (back,) = read_records(tmp_path / "records.jsonl")
+    assert (back.status, back.blob, back.reference_blob) == ("outside", None, None)
+    assert list((tmp_path / "blobs").iterdir()) == []
+
+
+def test_bytes_that_changed_while_they_were_read_back_are_no_equal_tensor(
+    tmp_path: Path, record: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device's digest differs from the file's, and the bytes on the host do not."""
+    tensor = torch.arange(8.0)
+    found = iter([digest(tensor + 1), digest(tensor)])
+    monkeypatch.setattr(recorder_module, "digest", lambda _: next(found))
+    record.moved(**WEIGHT, actual=tensor, expected=tensor)
+    (back,) = read_records(tmp_path / "records.jsonl")
+    assert (back.status, back.diagnosis, back.evidence["digest_only"]) == ("outside", "unknown", True)
+
+
+@pytest.mark.parametrize(
+    ("status", "diagnosis"),
+    [("missing", "missing"), ("unexpected", "unexpected"), ("skipped", None), ("blocked", None)],
+)
+def test_what_is_absent_has_a_reason(
+    tmp_path: Path, record: Recorder, status: RecordStatus, diagnosis: str | None
+) -> None:
+    record.absent(**WEIGHT, status=status, reason="why", shape=(2, 2), dtype="float32", evidence={"a": 1})
+    (back,) = read_records(tmp_path / "records.jsonl")
+    assert (back.status, back.diagnosis, back.reason) == (status, diagnosis, "why")
+    assert (back.shape, back.dtype, back.digest, back.evidence) == ((2, 2), "float32", None, {"a": 1})
+
+
+def test_a_fact_has_a_share_of_its_limit(tmp_path: Path, record: Recorder) -> None:
+    record.fact(stage="memory", layer="cuda:0", tensor="peak", status="within", share=0.25, evidence={"peak_bytes": 5})
+    (back,) = read_records(tmp_path / "records.jsonl")
+    assert (back.rule, back.status, back.limit_ratio, back.evidence) == ("limit", "within", 0.25, {"peak_bytes": 5})
+    assert back.diagnosis is None
+
+
+def test_records_have_their_order_and_the_load_path_that_they_were_seen_on(tmp_path: Path, record: Recorder) -> None:
+    record.absent(**WEIGHT, status="skipped", reason="")
+    with suppress(ValueError), record.on_load_path(LoadPath.ISOLATED_CPU):
+        record.absent(**WEIGHT, status="skipped", reason="")
+        raise ValueError
+    record.absent(**WEIGHT, status="skipped", reason="")
+    back = read_records(tmp_path / "records.jsonl")
+    assert [(r.order, r.load_path) for r in back] == [(1, ""), (2, "isolated+cpu"), (3, "")]
+
+
+@pytest.mark.parametrize(
+    ("only", "wanted"),
+    [
+        ((), True),
+        (("base",), True),
+        (("base::layers.1",), True),
+        (("base::layers.1.mlp",), True),
+        (("base::layers.10",), False),
+        (("base::layers.1.m",), False),
+        (("adapter", "forward::layers.1"), False),
+        (("adapter", "base::layers.1"), True),
+    ],
+)
+def test_only_what_begins_with_a_prefix_is_wanted(tmp_path: Path, only: tuple[str, ...], wanted: bool) -> None:
+    with Recorder(tmp_path, tmp_path, only=only) as record:
+        assert record.wants("base", "layers.1.mlp") is wanted
+
+
+def test_a_view_is_stored_without_the_rest_of_its_storage(tmp_path: Path, record: Recorder) -> None:
+    whole = torch.arange(100_000.0)
+    name = record.keep(whole[10:20])
+    assert torch.equal(stored(tmp_path, name), whole[10:20])
+    assert (tmp_path / "blobs" / f"{name}.safetensors").stat().st_size < 1000
+    assert record.keep(whole[10:20].clone()) == name
+    assert record.keep(whole[10:20].to(torch.float64)) != name
+
+
+def test_a_tensor_that_cannot_be_stored_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with Recorder(tmp_path, tmp_path / "gone") as record, pytest.raises(CaptureError, match="a tensor"):
+        record.keep(torch.zeros(8))
+    assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_records_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").symlink_to("/dev/full")
+    with Recorder(tmp_path, tmp_path) as record, pytest.raises(CaptureError, match="cannot write the records"):
+        record.absent(**WEIGHT, status="skipped", reason="")

@@ -1,0 +1,85 @@
+"""What a run shows of its workers: plain lines for a pipe, one moving line per worker on a terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from consistency.case.load_path import LoadPath
+from consistency.cli.progress import progress
+from consistency.devices.spec import DeviceInfo, parse_device
+from consistency.launch.plan import WorkerPlan
+from consistency.worker.protocol import Event, EventKind
+
+
+def plan(device: str = "cpu", load_path: LoadPath = LoadPath.ISOLATED) -> WorkerPlan:
+    info = DeviceInfo(spec=parse_device(device), architecture="x86-64", model="chip")
+    return WorkerPlan(info=info, load_path=load_path)
+
+
+def event(
+    kind: EventKind, stage: str = "", layer: str = "", *, done: int = 0, total: int = 0, message: str = ""
+) -> Event:
+    return Event(at=0.0, kind=kind, stage=stage, layer=layer, done=done, total=total, message=message)
+
+
+def shown(*events: tuple[WorkerPlan, Event], terminal: bool) -> str:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=120, color_system=None, legacy_windows=False)
+    with progress(console) as watch:
+        for worker, happened in events:
+            watch(worker, happened)
+    return file.getvalue()
+
+
+def test_a_pipe_gets_a_line_per_stage() -> None:
+    cpu, gpu = plan(), plan("cuda:1", LoadPath.SHARED)
+    text = shown(
+        (cpu, event("stage", "base")),
+        (cpu, event("step", "base", "layers.0", done=1, total=2)),
+        (gpu, event("stage", "adapter")),
+        (cpu, event("wait", "merged", message="for the reference")),
+        (gpu, event("done")),
+        terminal=False,
+    )
+    assert text.splitlines() == ["cpu: base", "cuda:1 (shared): adapter", "cuda:1 (shared): done"]
+
+
+def test_a_pipe_gets_the_reason_of_a_lost_worker_and_no_report_of_an_error() -> None:
+    """An error with details has a report of its own at the end; what killed a worker is in this event alone."""
+    told = Event(at=0.0, kind="failed", stage="base", error={"error": "InputError", "message": "no such file"})
+    text = shown((plan(), told), (plan(), event("failed", message="SIGKILL\x1b[2J")), terminal=False)
+    assert text.splitlines() == ["cpu: SIGKILL\\x1b[2J"]
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        (event("stage", "merged"), "merged"),
+        (event("step", "merged", "layers.7", done=1, total=4), "merged  layers.7"),
+        (event("wait", message="for the reference"), "for the reference"),
+        (event("done"), "done"),
+        (event("failed", message="was killed by SIGKILL"), "was killed by SIGKILL"),
+        (event("failed"), "failed"),
+        (event("step", "base", "[red]evil[/red]\x1b]0;title\x07"), "[red]evil[/red]\\x1b]0;title"),
+    ],
+)
+def test_a_terminal_shows_where_a_worker_is(last: Event, expected: str) -> None:
+    text = shown((plan(), event("stage", "base")), (plan(), last), terminal=True)
+    line = [line for line in text.splitlines() if "cpu" in line][-1]
+    assert expected in line
+    assert "\x1b]0;" not in text
+
+
+def test_a_terminal_has_one_line_per_worker_and_leaves_none() -> None:
+    cpu, gpu = plan(), plan("cuda:0", LoadPath.SHARED)
+    text = shown(
+        (cpu, event("stage", "base")), (gpu, event("stage", "adapter")), (cpu, event("stage", "merged")), terminal=True
+    )
+    last = text.rsplit("cpu ", 1)[1]
+    assert "merged" in last
+    assert "cuda:0 (shared)" in last
+    assert "adapter" in last
+    assert last.count("\x1b[2K") >= 2, "both lines are erased at the end"
