@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, worker_slug
 from consistency.capture.json_codec import encode_json
@@ -21,7 +23,7 @@ from consistency.case.reading import make_options
 from consistency.comparison.result import Comparison
 from consistency.devices.host import HostFacts
 from consistency.workflows import pipeline
-from tests.accelerator.fixtures import double, run_on_double  # noqa: F401 - fixtures for all tests
+from tests.accelerator.fixtures import double, run_on_double, shared_temp  # noqa: F401 - fixtures for all tests
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -51,9 +53,15 @@ def cli() -> Cli:
 
 @pytest.fixture(scope="session")
 def finished_run(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Run the main job on the built-in case, once for all tests that read its results."""
-    folder = tmp_path_factory.mktemp("main-job") / "out"
-    return FinishedRun(cli("run", "--out", folder, "--repeat", 2), folder)
+    """Run the main job on the built-in case, once for all tests that read its results, on all processes of xdist."""
+    home = shared_temp(tmp_path_factory) / "main-job"
+    home.mkdir(exist_ok=True)
+    done, folder = home / "process.json", home / "out"
+    with FileLock(home / "lock"):
+        if not done.exists():
+            process = cli("run", "--out", folder, "--repeat", 2)
+            done.write_text(json.dumps({**vars(process), "args": process.args}))
+    return FinishedRun(subprocess.CompletedProcess(**json.loads(done.read_text())), folder)
 
 
 @pytest.fixture

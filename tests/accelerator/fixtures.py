@@ -74,11 +74,17 @@ class RunOnDouble:
 RunsOnDouble = Callable[..., RunOnDouble]
 
 
+def shared_temp(factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of this session, the same one for all processes of pytest-xdist."""
+    own = factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.fixture(scope="session")
 def double(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Double:
     """Build the double, or skip with the reason why it cannot be built here."""
     cache = getattr(pytestconfig, "cache", None)  # none with `-p no:cacheprovider`
-    folder = tmp_path_factory.getbasetemp() if cache is None else cache.mkdir("software_accelerator")
+    folder = shared_temp(tmp_path_factory) if cache is None else cache.mkdir("software_accelerator")
     try:
         return Double(folder=build(Path(folder)))
     except NotBuiltError as error:
