@@ -73,7 +73,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def needs_model(self) -> bool:
-        """Tell whether any stage looks at the model; else it is not even loaded."""
+        """Return whether any stage checks the model; otherwise it is not loaded."""
         return bool(self.base) and any(SPECS[stage].model is not Model.UNUSED for stage in self.stages)
 
     @property

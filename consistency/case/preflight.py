@@ -13,7 +13,7 @@ from consistency.case.adapter_fit import check_files
 from consistency.case.builtin import resolve
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_header, read_json
-from consistency.case.options import Options
+from consistency.case.options import Edge, Options
 from consistency.case.stages import LEVELS, SPECS, Stage, requested
 from consistency.errors import InputError, UsageError, first_line
 
@@ -133,7 +133,7 @@ def _stages(options: Options) -> tuple[Stage, ...]:
     for stage, spec in SPECS.items():
         value = getattr(options, spec.option) if spec.option else None
         if asked is not None and value is not None and stage not in asked:
-            option = f"--{spec.option.replace('_', '-')}"
+            option = Edge.COMMAND_LINE.spell(spec.option)
             raise UsageError(f"{option} is for the stage {stage}, which is not in --stages", where=option, got=value)
     return requested(options.level, options) if asked is None else asked
 

@@ -1,11 +1,11 @@
-"""WHAT THE USER ALLOWS: tolerances of the user's own, by stage, layer and dtype. No torch here.
+"""The user's tolerances, by stage, layer and dtype. No torch here.
 
 An override replaces the derived bound or the `relative` rule of the tensors it matches by
 ``|actual - exact| <= atol + rtol * |exact|``, element by element, where `exact` is the float64 value that the stage
-has anyway. It cannot make up a value: a tensor without one is held against the other workers, as before.
+computes anyway. A tensor without such a value is compared with the other workers, as without an override.
 
-Where several match a tensor the last one wins, as in a `.gitignore`: the general comes first, the exceptions after it,
-and what the command line adds comes after what the file holds.
+If several match a tensor, the last one applies, as in a `.gitignore`: general ones come first, exceptions after them,
+and those of the command line follow those of the file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EXAMPLE = "stage=merged,layer=*.q_proj,dtype=bfloat16,atol=1e-3,rtol=1e-2"
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the elements of some computed tensors may be off.
+    """The error that the elements of some computed tensors may have.
 
     Attributes
     ----------
@@ -39,15 +39,15 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stage : str or None
         One of those that compute; None is all of them.
     layer : str or None
-        Pattern of `fnmatch` on the layer's name as reports show it, upper and lower case told apart; `*` matches dots
-        too. None is every layer.
+        Pattern of `fnmatch` on the layer's name as reports show it, case-sensitive; `*` matches dots too. None is
+        every layer.
     dtype : str or None
         Of the tested tensor, not of its reference; None is every one.
 
     Raises
     ------
     ValueError
-        A field is not what it can be; msgspec tells it with its place.
+        A field has an invalid value; msgspec reports it with its place.
     """
 
     atol: float
@@ -73,12 +73,12 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"layer is one pattern, got {self.layer}: give one tolerance per pattern")
 
     def __str__(self) -> str:
-        """Return it as the command line takes it."""
+        """Return the text that the command line accepts for it."""
         parts = [f"{name}={value}" for name in _KEYS[:3] if (value := getattr(self, name)) is not None]
         return ",".join([*parts, f"atol={float(self.atol)!r}", f"rtol={float(self.rtol)!r}"])
 
     def matches(self, *, stage: str, layer: str, dtype: str) -> bool:
-        """Tell whether it is meant for a tensor of this stage, layer and dtype."""
+        """Return whether it applies to a tensor of this stage, layer and dtype."""
         return (
             stage in COMPUTED
             and self.stage in (None, stage)
@@ -93,12 +93,12 @@ def choose(overrides: Sequence[Override], *, stage: str, layer: str, dtype: str)
 
 
 def as_tables(given: object, *, where: str) -> list[object]:
-    """Turn what a user wrote into tables that can be read as `Override`: texts of the command line are taken apart.
+    """Turn what a user wrote into tables that convert to `Override`; texts of the command line are parsed.
 
     Raises
     ------
     UsageError
-        It is no list, a text is not made of `name=value`, or a table has not both of `atol` and `rtol`.
+        It is not a list, a text is not made of `name=value`, or a table lacks `atol` or `rtol`.
     """
     if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
         raise UsageError(
@@ -112,10 +112,10 @@ def _as_table(given: object, *, where: str) -> object:
     if isinstance(table, Mapping) and not {"atol", "rtol"} <= set(table):
         one = [name for name in ("atol", "rtol") if name in table]
         raise UsageError(
-            f"a tolerance with {one[0]} alone" if one else "a tolerance that says nothing",
+            f"a tolerance with {one[0]} only" if one else "a tolerance without atol and rtol",
             where=where,
             got=", ".join(f"{name}={value}" for name, value in table.items()) or "an empty table",
-            wanted="both atol and rtol, as torch.testing wants them; 0 is a number too",
+            wanted="both atol and rtol, as in torch.testing; 0 is allowed",
         )
     return table
 

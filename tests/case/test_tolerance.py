@@ -88,10 +88,10 @@ def test_a_case_from_elsewhere_is_checked_alike(what: str) -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"atol": 1.0}, "a tolerance with atol alone"),
-        ({"rtol": 1.0, "layer": "x"}, "a tolerance with rtol alone"),
-        ({"layer": "x"}, "a tolerance that says nothing"),
-        ({}, "a tolerance that says nothing"),
+        ({"atol": 1.0}, "a tolerance with atol only"),
+        ({"rtol": 1.0, "layer": "x"}, "a tolerance with rtol only"),
+        ({"layer": "x"}, "a tolerance without atol and rtol"),
+        ({}, "a tolerance without atol and rtol"),
         ({"atol": -1e-9, "rtol": 0}, "atol is a finite number of 0 or more"),
         ({"atol": 0, "rtol": -1}, "rtol is a finite number of 0 or more"),
         ({"atol": math.nan, "rtol": 0}, "atol is a finite number"),
@@ -123,9 +123,9 @@ def test_a_table_that_cannot_be_meant_is_refused(table: Any, words: str) -> None
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "a tolerance that says nothing"),
-        ("stage=merged", "a tolerance that says nothing"),
-        ("atol=1", "a tolerance with atol alone"),
+        ("", "a tolerance without atol and rtol"),
+        ("stage=merged", "a tolerance without atol and rtol"),
+        ("atol=1", "a tolerance with atol only"),
         ("merged,atol=1,rtol=1", "a tolerance is made of name=value"),
         ("layer=,atol=1,rtol=1", "a tolerance is made of name=value"),
         ("atol=much,rtol=1", "atol is not a number"),

@@ -52,7 +52,7 @@ def test_missing_folders(cli: Cli, tmp_path: Path, llama_base: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("atol=1", "atol alone"),
+        ("atol=1", "atol only"),
         ("stage=adapter,atol=1,rtol=1", "only moves bytes"),
         ("layers=x,atol=1,rtol=1", "layers"),
         ("atol=nan,rtol=0", "finite"),
