@@ -246,9 +246,7 @@ def test_equal_devices_that_differ_inside_the_bound(run_with_faults: Run) -> Non
         cpu_info(parse_device("cpu@avx512"))
     except UsageError:
         pytest.skip("this processor has no AVX-512, so no second name for its native kernels")
-    found = run_with_faults(
-        {"cpu@avx512": "merge-not-repeatable"}, devices=devices, stages=("merged",), level=Level.QUICK
-    )
+    found = run_with_faults({"cpu@avx512": "merge-not-repeatable"}, devices=devices, stages=("merged",))
     assert [f.kind for f in errors(found)] == ["same-model"]
     assert all(row.status == "within" for t in found.tensors for row in t.rows)
     assert found.exit_status == 1
