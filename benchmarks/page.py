@@ -30,9 +30,9 @@ from typing import Any
 from consistency.comparison.result import ArchitectureGroup, Comparison, Finding, Row, TensorComparison, WorkerSummary
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
-from consistency.report.html import write_html
-from consistency.report.markdown import write_markdown
-from consistency.report.summary import groups
+from consistency.report.html import as_html
+from consistency.report.markdown import as_markdown
+from consistency.report.summary import all_groups
 
 ARCHITECTURES = (
     ("Ampere sm_86", "RTX A6000"),
@@ -65,14 +65,15 @@ def main() -> int:
         for tensors, devices, alike in sizes:
             found = made_up(tensors, devices, alike=alike)
             started = time.process_time()
-            by_load_path = {load_path: groups(found, load_path) for load_path in found.load_paths}
-            page = write_html(found, Path(scratch), by_load_path)
-            text = write_markdown(found, Path(scratch), by_load_path)
+            by_load_path = all_groups(found)
+            page = Path(scratch) / "report.html"
+            page.write_text(as_html(found, by_load_path), encoding="utf-8")
+            text = as_markdown(found, by_load_path)
             seconds = time.process_time() - started
             loads = "" if driver is None else f"{load_ms(driver, page):9.0f}"
             print(
                 f"{tensors:6} × {devices:<6} {'alike' if alike else 'apart'}{seconds:13.2f}"
-                f"{page.stat().st_size / 1e6:10.2f}{len(text.read_text().splitlines()):17}{loads}",
+                f"{page.stat().st_size / 1e6:10.2f}{len(text.splitlines()):17}{loads}",
                 flush=True,
             )
     return 0

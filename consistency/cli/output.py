@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from consistency.report.formats import Chosen, View, formats
+
 if TYPE_CHECKING:
     from consistency.comparison.history.baseline import Baseline
     from consistency.comparison.result import Comparison
@@ -27,9 +29,11 @@ def add_report_options(parser: argparse.ArgumentParser, out: str) -> None:
 
 def add_format_options(parser: argparse.ArgumentParser) -> None:
     """Add the other formats of a report, and the baseline that it is judged by."""
-    parser.add_argument("--format", choices=["text", "json", "github"], default="text", help="what is printed: a "
-                        "report for people, report.json, or annotations of a GitHub Actions run")  # fmt: skip
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML: one test per stage and worker")
+    printed = list(formats(Chosen.FORMAT))
+    parser.add_argument("--format", choices=[row.name for row in printed], default="text", help="what is printed: "
+                        + "; ".join(f"{row.name}: {row.help}" for row in printed))  # fmt: skip
+    for row in formats(Chosen.OPTION):
+        parser.add_argument(f"--{row.name}", type=Path, metavar="FILE", help=f"write {row.help}")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="accepted findings (consistency baseline accept)")
 
 
@@ -49,21 +53,13 @@ def print_json(value: object) -> None:
 
 def show(parsed: argparse.Namespace, comparison: Comparison, *, elapsed_s: float | None = None) -> None:
     """Print a comparison in the format that was asked for, and write the files that were asked for."""
-    from consistency.report.terminal import make_console, print_report
+    from consistency.capture.folder import write_whole
 
-    if parsed.junit is not None:
-        from consistency.report.junit import write_junit
-
-        write_junit(comparison, parsed.junit, elapsed_s=elapsed_s or 0.0)
-    if parsed.json or parsed.format == "json":
-        from consistency.report.json import parts
-
-        sys.stdout.buffer.writelines(parts(comparison))
-        return
     folder = None if parsed.out is None else str(parsed.out)
-    print_report(comparison, make_console(), elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
-    if parsed.format == "github":
-        from consistency.report.github import annotate, write_summary
-
-        sys.stdout.writelines(f"{line}\n" for line in annotate(comparison))
-        write_summary(comparison)
+    view = View(elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
+    for row in formats(Chosen.OPTION):
+        if (path := getattr(parsed, row.name)) is not None:
+            write_whole(path, row.render(comparison, view))
+    printed = "json" if parsed.json else parsed.format
+    row = next(row for row in formats(Chosen.FORMAT) if row.name == printed)
+    sys.stdout.buffer.writelines(row.render(comparison, view))

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from consistency.launch.local import Watcher
 from consistency.launch.plan import WorkerPlan
-from consistency.report.terminal import make_console
+from consistency.report.console import make_console
 from consistency.report.text import clean
 from consistency.worker.protocol import Event
 

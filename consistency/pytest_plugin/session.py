@@ -27,7 +27,7 @@ from consistency.comparison.result import Comparison
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.plan import WorkerPlan, plan_waves
 from consistency.pytest_plugin.item_names import Place, RowFinder, places
-from consistency.report.terminal import sentence
+from consistency.report.sentences import sentence
 from consistency.report.text import clean
 from consistency.workflows import pipeline
 

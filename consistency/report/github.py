@@ -10,11 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from consistency.comparison.result import Comparison
+from consistency.report import terminal
+from consistency.report.formats import View
 from consistency.report.markdown import as_markdown
 from consistency.report.text import clean
 
 _LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
-_MOST = 10  # GitHub shows ten annotations of a kind per step, and drops the others without a word
+_MOST = 10  # GitHub shows ten annotations of a level per step and silently drops the others
+
+
+def render(comparison: Comparison, view: View) -> Iterator[bytes]:
+    """Yield the report for people and the annotations; append to the summary of the step."""
+    yield from terminal.render(comparison, view)
+    yield from (f"{line}\n".encode() for line in annotate(comparison))
+    write_summary(comparison)
 
 
 def annotate(comparison: Comparison) -> Iterator[str]:

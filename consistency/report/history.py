@@ -1,4 +1,4 @@
-"""A history for people: one line per night, or one device from night to night."""
+"""A history for people: one line per run, or one device from run to run."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
 
+from consistency.capture.wording import counted
 from consistency.comparison.history.store import History, WorkerRecord
 from consistency.errors import UsageError
-from consistency.report.terminal import without_trailing_blanks
+from consistency.report.console import plain_cells, print_table, without_trailing_blanks
 from consistency.report.text import clean
 
 _MOST_FINDING = 100  # characters of a finding in a line
 
 
 class NightRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One night."""
+    """One run."""
 
     at: str
     host: str
@@ -32,14 +31,14 @@ class NightRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
-    """One device on one night.
+    """One device in one run.
 
     Attributes
     ----------
     bits : str
-        Letters by stage: the same letter is the same bits as on the night with that letter before.
+        Letters by stage: results with the same letter are bitwise equal.
     change : str
-        What is not as on the night before: `drift in merged`, `other software`, `other inputs`.
+        What changed since the run before: `drift in merged`, `other software`, `other inputs`.
     """
 
     at: str
@@ -54,7 +53,7 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": 
 
 
 def night_rows(history: History, last: int) -> list[NightRow]:
-    """Return the last nights, the latest first; all of them where `last` is 0."""
+    """Return the last runs, the latest first; all of them where `last` is 0."""
     names = history.names()
     rows = []
     for night in history.runs(names[:last] if last else names):
@@ -75,12 +74,12 @@ def night_rows(history: History, last: int) -> list[NightRow]:
 
 
 def device_rows(history: History, device: str, last: int) -> list[DeviceRow]:
-    """Return one device from night to night, the earliest first.
+    """Return one device from run to run, the earliest first.
 
     Raises
     ------
     UsageError
-        No night has it.
+        No run has it.
     """
     rows: list[DeviceRow] = []
     before: dict[tuple[str, str], WorkerRecord] = {}
@@ -104,34 +103,41 @@ def device_rows(history: History, device: str, last: int) -> list[DeviceRow]:
             before[key] = worker
     if not rows:
         raise UsageError(
-            "no night has this device", where="--device", got=device, wanted=", ".join(sorted(known)) or "none"
+            "no run has this device", where="--device", got=device, wanted=", ".join(sorted(known)) or "none"
         )
     return rows[-last:] if last else rows
 
 
 def print_nights(rows: list[NightRow], console: Console) -> None:
-    """Print one line per night."""
-    table = _table("night", "host", "case", "verdict", "devices", "drift", "torch", "first finding")
-    for row in rows:
-        finding = row.findings[0] if row.findings else ""
-        devices = f"{row.devices}" + (f" ({row.lost} lost)" if row.lost else "")
-        _add(table, row.at[:16].replace("T", " "), row.host, row.case, row.verdict, devices, ", ".join(row.drifted),
-             row.versions.get("torch", ""), finding[:_MOST_FINDING])  # fmt: skip
+    """Print one line per run."""
+    titles = ("run", "host", "case", "verdict", "devices", "drift", "torch", "first finding")
+    cells = [
+        plain_cells(
+            row.at[:16].replace("T", " "), row.host, row.case, row.verdict,
+            f"{row.devices}" + (f" ({row.lost} lost)" if row.lost else ""), ", ".join(row.drifted),
+            row.versions.get("torch"), row.findings[0][:_MOST_FINDING] if row.findings else "",
+        )
+        for row in rows
+    ]  # fmt: skip
     with without_trailing_blanks(console):
-        console.print(table)
-        console.print(f"\n{len(rows)} {'night' if len(rows) == 1 else 'nights'}")
+        print_table(console, titles, cells)
+        console.print(f"\n{counted(len(rows), 'run')}")
 
 
 def print_device(rows: list[DeviceRow], device: str, console: Console) -> None:
-    """Print one device from night to night."""
+    """Print one device from run to run."""
     stages = list(dict.fromkeys(stage for row in rows for stage in row.bits))
-    table = _table("night", "name", "road", "status", *stages, "not as on the night before")
-    for row in rows:
-        cells = [row.bits.get(stage, "") for stage in stages]
-        _add(table, row.at[:16].replace("T", " "), row.name, row.load_path, row.status, *cells, row.change)
+    titles = ("run", "name", "load path", "status", *stages, "changed since the run before")
+    cells = [
+        plain_cells(
+            row.at[:16].replace("T", " "), row.name, row.load_path, row.status,
+            *(row.bits.get(stage) for stage in stages), row.change,
+        )
+        for row in rows
+    ]  # fmt: skip
     with without_trailing_blanks(console):
-        console.print(clean(f"{device}: the same letter is the same bits\n"))
-        console.print(table)
+        console.print(clean(f"{device}: equal letters are bitwise equal results\n"))
+        print_table(console, titles, cells)
 
 
 def _change(before: WorkerRecord | None, now: WorkerRecord) -> str:
@@ -144,14 +150,3 @@ def _change(before: WorkerRecord | None, now: WorkerRecord) -> str:
 
 def _letter(number: int) -> str:
     return chr(ord("A") + number) if number < 26 else str(number)
-
-
-def _table(*titles: str) -> RichTable:
-    table = RichTable(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for title in titles:
-        table.add_column(title, header_style="bold", overflow="fold")
-    return table
-
-
-def _add(table: RichTable, *cells: object) -> None:
-    table.add_row(*(Text(clean(str(cell))) for cell in cells))

@@ -1,9 +1,9 @@
-"""`report.html`: one file that opens from disk, without network, and shows where devices part.
+"""`report.html`: one file that opens from disk, without network, and shows where devices diverge.
 
-What is said in words is rendered here, so that it can be read without JavaScript; the heat map alone is drawn by the
-page's script, from data that lie in it (`page/cells.py`). Every name may come from a stranger's model, adapter or
-capture: the template escapes all of them, the script sets text and never markup, and a content security policy lets
-nothing run but that script, and nothing be fetched.
+All text is rendered here, so that it can be read without JavaScript; only the heat map is drawn by the page's script,
+from data in the page (`page/cells.py`). Every name may come from a stranger's model, adapter or capture: the template
+escapes all of them, the script sets text and never markup, and a content security policy lets nothing run but that
+script, and nothing be fetched.
 """
 
 from __future__ import annotations
@@ -11,37 +11,32 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.resources
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import msgspec
 from markupsafe import Markup
 
-from consistency.capture.folder import write_whole
 from consistency.capture.version import __version__
 from consistency.case.load_path import is_alternative
 from consistency.comparison.result import Comparison
+from consistency.report.formats import View
 from consistency.report.page import agreement, cells, distributions, environments, memory, overview, transfers
 from consistency.report.page.labels import KEY
-from consistency.report.summary import Group, groups
+from consistency.report.sentences import LEGEND, alternative_path_texts, divergence_texts, sentence
+from consistency.report.summary import Groups, all_groups, stages
 from consistency.report.text import one_line
-
-FILE = "report.html"
-
-Groups = Mapping[str, Sequence[Group]]
 
 _VERDICTS = {"consistent": "✓", "inconsistent": "✗", "incomplete": "!"}
 
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
-"""Inside of a JSON string these mean the same; in a script element `</script>` or `<!--` would end or change it."""
+"""Inside a JSON string these mean the same; in a script element `</script>` or `<!--` would end or change it."""
 
 
-def write_html(comparison: Comparison, folder: Path, found: Groups | None = None) -> Path:
-    """Write `report.html` into a folder, whole or not at all."""
-    write_whole(folder / FILE, [as_html(comparison, found).encode()])
-    return folder / FILE
+def render(comparison: Comparison, view: View) -> Iterator[bytes]:
+    """Yield `report.html`."""
+    yield as_html(comparison, view.groups).encode()
 
 
 def as_html(comparison: Comparison, found: Groups | None = None) -> str:
@@ -51,14 +46,10 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
     ----------
     comparison : Comparison
     found : mapping of str to sequence of Group, optional
-        `summary.groups` by road, where they are known already: they take a look at every row.
+        Where they are known already.
     """
-    found = (
-        found
-        if found is not None
-        else {load_path: groups(comparison, load_path) for load_path in comparison.load_paths}
-    )
-    stages = overview.stages(comparison)
+    found = all_groups(comparison) if found is None else found
+    columns = stages(comparison)
     script, style = _part("page.js"), _part("style.css")
     parted, ways_left_out = agreement.partitions(comparison.tensors)
     by_load_path = {
@@ -71,31 +62,32 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         agreement=parted,
         bits=distributions.bits(comparison.tensors),
         case=one_line(comparison.case),
-        data=Markup(_data(comparison, by_load_path)),  # escaped for where it stands, which is no HTML
+        data=Markup(_data(comparison, by_load_path)),  # escaped for a script element, which is not HTML
         environments=environments.environments(comparison.workers),
         facts=overview.facts(comparison),
         findings=overview.finding_texts(comparison.findings, notes=False),
-        first_bits=overview.first_bits(comparison),
+        divergences=[one_line(text) for text in divergence_texts(comparison)],
         groups={
-            load_path: overview.group_texts(found[load_path], stages, comparison.reference)
+            load_path: overview.group_texts(found[load_path], columns, comparison.reference)
             for load_path in comparison.load_paths
             if not is_alternative(load_path)
         },
-        alternative_paths=overview.alternative_path_texts(comparison),
+        alternative_paths=[one_line(text) for _, text in alternative_path_texts(comparison)],
         key=KEY,
         left_out=overview.left_out(comparison),
         mark=_VERDICTS[comparison.verdict],
-        matrices=transfers.matrices(comparison.tensors),
+        legend=LEGEND,
+        matrices=transfers.matrix_texts(comparison.tensors),
         not_looked_at=[one_line(text) for text in comparison.not_looked_at],
         notes=overview.finding_texts(comparison.findings, notes=True),
         ratios=distributions.ratios(comparison.tensors),
         reference=one_line(comparison.reference or ""),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        sentence=overview.sentence(comparison),
+        sentence=one_line(sentence(comparison)),
         shortened=any(column.stands_for != 1 for some in by_load_path.values() for column in some),
         simulated=comparison.simulated,
-        stages=[one_line(stage) for stage in stages],
+        stages=[one_line(stage) for stage in columns],
         style=Markup(style),
         tool=__version__,
         verdict=comparison.verdict,
@@ -109,7 +101,7 @@ def _part(name: str) -> str:
 
 
 def _data(comparison: Comparison, by_load_path: Mapping[str, Sequence[cells.Column]]) -> str:
-    """Return what the heat map is drawn from, as JSON that can stand in a script element."""
+    """Return the data of the heat map, as JSON that is safe in a script element."""
     strings = cells.Strings()
     sections = cells.sections(comparison, by_load_path, strings)
     table: dict[str, Any] = {
@@ -119,7 +111,7 @@ def _data(comparison: Comparison, by_load_path: Mapping[str, Sequence[cells.Colu
         },
         "sections": [
             {
-                "road": one_line(section.load_path),
+                "loadPath": one_line(section.load_path),
                 "stage": one_line(section.stage),
                 "total": section.total,
                 "bad": section.bad,

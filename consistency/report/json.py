@@ -1,4 +1,4 @@
-"""`report.json`: the contract that programs build on, schema `consistency.report/1`.
+"""`report.json`: the contract for programs, schema `consistency.report/1`.
 
 A report of more than `FOLD_ABOVE` rows is folded: tensors that are equal everywhere and whose rows are the same to the
 last field, the copies of one weight in the layers of a model, become one entry with `count` and `layers`, which are all
@@ -10,33 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from consistency.capture.folder import write_whole
 from consistency.capture.json_codec import by_json_name, encode_json
 from consistency.capture.version import __version__
 from consistency.comparison.result import Comparison, TensorComparison
+from consistency.report.formats import View
 
 SCHEMA = "consistency.report/1"
-FILE = "report.json"
 
 FOLD_ABOVE = 100_000
-"""Rows: at some 500 bytes each, a file of 50 MB that an editor still opens; eight GPUs on two roads have fewer."""
-
-
-def write_report(comparison: Comparison, folder: Path) -> Path:
-    """Write `report.json` into a folder, whole or not at all."""
-    write_whole(folder / FILE, parts(comparison))
-    return folder / FILE
+"""Rows: at some 500 bytes each, a file of 50 MB that an editor still opens; eight GPUs on two load paths have fewer."""
 
 
 def as_bytes(comparison: Comparison) -> bytes:
     """Return `report.json` as bytes."""
-    return b"".join(parts(comparison))
+    return b"".join(render(comparison, View()))
 
 
-def parts(comparison: Comparison) -> Iterator[bytes]:
+def render(comparison: Comparison, _: View) -> Iterator[bytes]:
     """Yield `report.json` piece by piece: indented where nothing is folded, else with one line per tensor."""
     table = by_json_name(comparison)
     table = {"schema": SCHEMA, "tool": __version__, **table}
@@ -53,7 +45,7 @@ def parts(comparison: Comparison) -> Iterator[bytes]:
 
 @dataclass(slots=True)
 class _Fold:
-    """Tensors that one entry stands for."""
+    """Tensors that share one entry."""
 
     first: TensorComparison
     layers: list[str] = field(default_factory=list)

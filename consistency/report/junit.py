@@ -1,23 +1,23 @@
 """A comparison as JUnit XML, for the dashboards that read it: one test case per stage and worker.
 
-pytest's own `--junitxml` has one per tensor; this is for `consistency run`, where a night is one file.
+pytest's own `--junitxml` has one per tensor; this is for `consistency run`, where one run is one file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from xml.etree import ElementTree
 
-from consistency.capture.folder import write_whole
 from consistency.comparison.result import Comparison, Finding
+from consistency.report.formats import View
 
 _ILLEGAL = {c: "�" for c in (*range(0x20), 0xFFFE, 0xFFFF) if c not in (0x9, 0xA, 0xD)}  # XML 1.0, 2.2 "Char"
 
 
-def write_junit(comparison: Comparison, path: Path, *, elapsed_s: float = 0.0) -> None:
-    """Write the file, whole or not at all."""
-    write_whole(path, [ElementTree.tostring(as_junit(comparison, elapsed_s=elapsed_s), "utf-8", xml_declaration=True)])
+def render(comparison: Comparison, view: View) -> Iterator[bytes]:
+    """Yield the file."""
+    suite = as_junit(comparison, elapsed_s=view.elapsed_s or 0.0)
+    yield ElementTree.tostring(suite, "utf-8", xml_declaration=True)
 
 
 def as_junit(comparison: Comparison, *, elapsed_s: float = 0.0) -> ElementTree.Element:
@@ -40,10 +40,10 @@ def as_junit(comparison: Comparison, *, elapsed_s: float = 0.0) -> ElementTree.E
             failure.text = _text("\n".join(_lines(about)))
         elif statuses <= {"skipped"}:
             skipped += 1
-            ElementTree.SubElement(case, "skipped", message="no tensor of this stage could be judged")
+            ElementTree.SubElement(case, "skipped", message="no tensor of this stage could be compared")
         elif "blocked" in statuses:
             errors += 1
-            ElementTree.SubElement(case, "error", message="the worker was lost before it", type="blocked")
+            ElementTree.SubElement(case, "error", message="the worker was lost before this stage", type="blocked")
     for lost in (worker for worker in comparison.workers if worker.status != "ok"):
         errors += 1
         case = ElementTree.SubElement(suite, "testcase", classname=_text(comparison.case), name=_text(lost.name))

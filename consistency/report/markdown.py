@@ -1,31 +1,29 @@
-"""`report.md`: what one pastes into an issue tracker, below 60 lines whatever was found.
+"""`report.md`: a report to paste into an issue, below 60 lines for any result.
 
-Every name may be a stranger's: outside of code fences what means something to Markdown is escaped, and a fence is
-longer than any row of backticks in it.
+Every name may come from a stranger: outside of code fences Markdown's special characters are escaped, and a fence is
+longer than any run of backticks in it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
-from consistency.capture.folder import write_whole
 from consistency.capture.version import __version__
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.comparison.result import BAD, PLANTED, Comparison, Finding, TensorComparison, WorkerSummary
-from consistency.report.page.overview import cell_text, facts, first_bits, sentence, stages
-from consistency.report.summary import Group, class_text, groups
+from consistency.report.formats import View
+from consistency.report.page.overview import facts
+from consistency.report.sentences import cell_text, divergence_texts, sentence
+from consistency.report.summary import Groups, all_groups, class_text, stages
 from consistency.report.text import one_line
 
-FILE = "report.md"
-
 MOST_LINES = 59
-"""An issue tracker's reader scrolls past more than a screen; the parts below add up to no more than this."""
+"""Readers of an issue skip more than a screen; the parts below add up to no more than this."""
 
-_GROUP_LINES, _FINDINGS, _TENSORS, _DEVICES = 6, 3, 4, 3
-_LONGEST = 400  # characters of a line: a sentence that names a hundred workers is cut
+_GROUP_LINES, _FINDINGS, _TENSORS, _DIVERGENCES, _DEVICES = 6, 3, 2, 2, 3
+_LONGEST = 400  # characters of a line: a sentence with a hundred workers is cut
 
 _SPECIAL = re.compile(
     r"([\\`*_{}\[\]<>|~$!^=])|(?<!\w)([@#])(?=\w)|(://)|(?<!\w)(www)(\.)|^([-+#]|\d+(?=[.)](?:\s|$)))"
@@ -33,29 +31,22 @@ _SPECIAL = re.compile(
 
 _LIBRARIES = ("accelerate", "numpy", "peft", "safetensors", "transformers")
 
-Groups = Mapping[str, Sequence[Group]]
 
-
-def write_markdown(comparison: Comparison, folder: Path, found: Groups | None = None) -> Path:
-    """Write `report.md` into a folder, whole or not at all."""
-    write_whole(folder / FILE, [as_markdown(comparison, found).encode()])
-    return folder / FILE
+def render(comparison: Comparison, view: View) -> Iterator[bytes]:
+    """Yield `report.md`."""
+    yield as_markdown(comparison, view.groups).encode()
 
 
 def as_markdown(comparison: Comparison, found: Groups | None = None) -> str:
-    """Return the report in GitHub's Markdown; `found` is `summary.groups` by road, where they are known."""
-    found = (
-        found
-        if found is not None
-        else {load_path: groups(comparison, load_path) for load_path in comparison.load_paths}
-    )
+    """Return the report in GitHub's Markdown; `found` is `summary.groups` by load path, where they are known."""
+    found = all_groups(comparison) if found is None else found
     lines = [*_head(comparison), *_table(comparison, found), *_findings(comparison)]
     lines += [*_details(comparison), *_environment(comparison)]
     return "".join(f"{line}\n" for line in lines)
 
 
 def escaped(text: object) -> str:
-    """Return text that Markdown shows as it is: no markup, no HTML, no link, nobody called by name."""
+    """Return text that Markdown shows literally: no markup, no HTML, no link, no mention."""
 
     def escape(match: re.Match[str]) -> str:
         special, call, scheme, www, dot, first = match.groups()
@@ -95,7 +86,7 @@ def _head(comparison: Comparison) -> Iterator[str]:
     yield f"**{comparison.verdict.upper()}** {escaped(sentence(comparison))}{drill}"
     yield ""
     if comparison.simulated:
-        yield "**SIMULATED DEVICES: made up in software; this says nothing about hardware.**"
+        yield "**SIMULATED DEVICES: simulated in software; this report does not describe hardware.**"
         yield ""
     case = [comparison.case, *facts(comparison)]
     yield f"{' · '.join(escaped(part) for part in case)} · consistency {__version__}"
@@ -106,7 +97,7 @@ def _table(comparison: Comparison, found: Groups) -> Iterator[str]:
     mains = {load_path: some for load_path, some in found.items() if not is_alternative(load_path)}
     several = len(mains) > 1
     lines = [(load_path, group, line) for load_path, some in mains.items() for group in some for line in group.lines]
-    if len(lines) > _GROUP_LINES:  # what is not well before what is
+    if len(lines) > _GROUP_LINES:  # mismatches first
         lines.sort(key=lambda one: -sum(cell.bad for cell in one[2].cells.values()))
     yield ""
     yield f"| architecture | workers | {' | '.join(escaped(name) for name in names)} |"
@@ -137,17 +128,16 @@ def _to_act_on(comparison: Comparison) -> list[Finding]:
 
 
 def _details(comparison: Comparison) -> list[str]:
-    """Return what lies behind the findings: what was seen, what to type next, the first tensors concerned."""
+    """Return the evidence of the findings, what to type next, the first mismatches, and where workers diverge."""
     lines = []
     for number, finding in enumerate(_to_act_on(comparison)[:_FINDINGS], start=1):
         said = [f"{number}. {finding.detail[0]}"] if finding.detail else []
         lines += [*said, f"{number}. next: {finding.next}"] if finding.next else said
     bad = [tensor for tensor in comparison.tensors if any(row.status in BAD for row in tensor.rows)]
     if bad:
-        lines.append(f"{counted(len(bad), 'tensor')} not what they should be, the first of them:")
+        lines.append(f"mismatch in {counted(len(bad), 'tensor')}, first:")
         lines += [_tensor(tensor) for tensor in bad[:_TENSORS]]
-    else:
-        lines += first_bits(comparison)[:_TENSORS]
+    lines += list(divergence_texts(comparison))[:_DIVERGENCES]
     return _folded("Details", lines) if lines else []
 
 
@@ -182,7 +172,7 @@ def _environment(comparison: Comparison) -> list[str]:
 
 
 def _said(workers: Sequence[WorkerSummary], name: str) -> str:
-    """Return what environments say of a name; where they differ, with the workers that say so."""
+    """Return the value of a name in the environments; where they differ, each with its workers."""
     said: dict[str, list[str]] = {}
     for worker in workers:
         value = worker.environment.get(name)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from consistency.capture.wording import some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
-from consistency.comparison.result import BAD, Comparison, Divergence, TensorComparison
+from consistency.comparison.result import BAD, Comparison, Divergence, Row, TensorComparison
 
 MOST_LINES = 8
-"""Lines of one architecture: a person takes in that many; a fleet may have as many kinds of bits as workers."""
+"""Lines of one architecture: a person takes in that many; a fleet may have as many different results as workers."""
 
 _MOST_CLASSES = 4
+_ORDER = {stage.value: place for place, stage in enumerate(Stage)}
+_LEAST_BAD_FIRST = ("equal", "within", "skipped", "blocked", "unexpected", "missing", "outside")
 
 
 @dataclass(slots=True, kw_only=True)
 class Cell:
-    """What one worker saw in one stage.
+    """The rows of one worker in one stage.
 
     Attributes
     ----------
@@ -28,7 +30,7 @@ class Cell:
     worst_ratio : float or None
         Largest `bound_ratio`; NaN is larger than any number.
     first_bad : str or None
-        Layer of the first tensor that is outside, missing or unexpected.
+        Layer of the first tensor with a mismatch.
     first_place : int
         Place of that tensor among all.
     """
@@ -54,12 +56,12 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Workers that agree to the bit in everything, and their cells by stage.
+    """Workers that are bitwise equal in everything, and their cells by stage.
 
     Attributes
     ----------
     kinds : int
-        More than 1 where this line stands for all that have no line of their own; its cells are their sums.
+        More than 1 where this line sums up all results without a line of their own.
     """
 
     workers: tuple[str, ...]
@@ -76,9 +78,13 @@ class Group:
     lines: tuple[Line, ...]
 
 
+Groups = Mapping[str, Sequence[Group]]
+"""By load path."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlternativePath:
-    """How a side road ended: the workers and tensors that are not as they should be, or that nobody could take it."""
+    """How an alternative load path ended: workers and tensors with a mismatch, or skipped by all."""
 
     load_path: str
     workers: tuple[str, ...]
@@ -88,15 +94,24 @@ class AlternativePath:
 
 
 def stages(comparison: Comparison) -> list[str]:
-    """Return the stages that were looked at, in order."""
-    seen = {tensor.stage for tensor in comparison.tensors}
-    return [stage.value for stage in Stage if stage.value in seen]
+    """Return the stages that were checked, in order; those that this version does not know come last."""
+    return sorted(dict.fromkeys(tensor.stage for tensor in comparison.tensors), key=stage_order)
+
+
+def stage_order(name: str) -> int:
+    """Return the place of a stage among all, behind them where it is unknown."""
+    return _ORDER.get(name, len(_ORDER))
+
+
+def all_groups(comparison: Comparison) -> dict[str, list[Group]]:
+    """Return `groups` by load path."""
+    return {load_path: groups(comparison, load_path) for load_path in comparison.load_paths}
 
 
 def groups(comparison: Comparison, load_path: str) -> list[Group]:
-    """Return the architectures on one road; workers with the same bits and cells share a line.
+    """Return the architectures on one load path; workers with the same bits and statuses share a line.
 
-    Of more than `MOST_LINES` lines those are kept that say most, and the others become one.
+    Of more than `MOST_LINES` lines the worst are kept, and the others become one.
     """
     tensors = [tensor for tensor in comparison.tensors if tensor.load_path == load_path]
     signatures = _signatures(tensors)
@@ -124,7 +139,7 @@ def groups(comparison: Comparison, load_path: str) -> list[Group]:
 
 
 def alternative_paths(comparison: Comparison) -> list[AlternativePath]:
-    """Return what every side road gave, of which few say anything new."""
+    """Return how every alternative load path ended."""
     found = []
     for load_path in comparison.load_paths:
         if not is_alternative(load_path):
@@ -142,7 +157,7 @@ def alternative_paths(comparison: Comparison) -> list[AlternativePath]:
 
 
 def _shortened(lines: Sequence[Line], reference: str | None) -> tuple[Line, ...]:
-    """Keep what is bad before what is not, many workers before few, and the reference worker; sum up the rest."""
+    """Keep the reference worker, mismatches before others, many workers before few; sum up the rest."""
     if len(lines) <= MOST_LINES:
         return tuple(lines)
 
@@ -174,16 +189,22 @@ def _merged(many: Iterable[dict[str, Cell]]) -> dict[str, Cell]:
 
 
 def worst_ratio(comparison: Comparison) -> float | None:
-    """Return the largest `bound_ratio` of the model's tensors, NaN before any number; None where nothing has one.
+    """Return the largest error/tolerance of the model's tensors, NaN before any number; None where nothing has one.
 
-    Single operators are left out: one rounding to a half type uses up the bound of that operator, on any device. So are
-    facts, whose limits are of another kind.
+    Single operators are left out: one rounding to a half type uses up the tolerance of that operator, on any device. So
+    are facts, whose limits are of another kind.
     """
     computed = [t for t in comparison.tensors if t.stage != Stage.OPERATORS and t.rule != "limit"]
     ratios = [float(r.bound_ratio) for t in computed for r in t.rows if r.bound_ratio is not None]
     if not ratios:
         return None
     return math.nan if any(math.isnan(r) for r in ratios) else max(ratios)
+
+
+def badness(row: Row) -> tuple[int, float]:
+    """Order rows by how bad they are; a NaN ratio is worse than any number."""
+    ratio = 0.0 if row.bound_ratio is None else float(row.bound_ratio)
+    return (_LEAST_BAD_FIRST.index(row.status), math.inf if math.isnan(ratio) else ratio)
 
 
 def class_text(classes: Sequence[Sequence[str]]) -> str:
@@ -196,7 +217,7 @@ def class_text(classes: Sequence[Sequence[str]]) -> str:
 
 
 def divergences(found: Sequence[Divergence]) -> list[tuple[Divergence, tuple[str, ...]]]:
-    """Gather workers that leave the others at the same place: one of them, and all their names."""
+    """Gather workers that diverge at the same tensor: one of them, and all their names."""
     alike: dict[tuple[str, ...], list[Divergence]] = {}
     for one in found:
         alike.setdefault((one.load_path, one.stage, one.layer, one.tensor, one.status), []).append(one)
@@ -205,7 +226,7 @@ def divergences(found: Sequence[Divergence]) -> list[tuple[Divergence, tuple[str
 
 def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:
     """Return a number per worker; equal for workers of the same class and status in every tensor."""
-    numbers: dict[tuple[int, int, int, str], int] = {}  # what a worker's rows were so far, and the next one
+    numbers: dict[tuple[int, int, int, str], int] = {}  # by a worker's rows so far, and the next one
     found: dict[str, int] = {}
     for place, tensor in enumerate(tensors):
         classes = {name: number for number, names in enumerate(tensor.classes) for name in names}
@@ -216,7 +237,7 @@ def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:
 
 
 def _cells(tensors: Sequence[TensorComparison], workers: Set[str]) -> dict[str, dict[str, Cell]]:
-    """Return what these workers saw, by worker and stage."""
+    """Return the cells of these workers, by worker and stage."""
     found: dict[str, dict[str, Cell]] = {}
     for place, tensor in enumerate(tensors):
         for row in tensor.rows:

@@ -24,6 +24,7 @@ from consistency.capture.folder import (
     holds_capture,
     read_capture,
     tell,
+    write_whole,
 )
 from consistency.capture.transport import deliver, fetch, is_remote, refuse_to_replace, travels
 from consistency.capture.version import __version__
@@ -43,11 +44,10 @@ from consistency.errors import CaptureError, UsageError
 from consistency.launch.local import Watcher, run_workers
 from consistency.launch.plan import WorkerPlan, plan_waves
 from consistency.launch.process import Limits
-from consistency.report.json import write_report
-from consistency.report.summary import groups
+from consistency.report.formats import Chosen, View, formats
+from consistency.report.summary import all_groups
 
 CAPTURES = "captures"
-REPORT_FILES = ("report.json", "report.html", "report.md")
 _MOST_DAMAGE = 6  # one line of an error is no place for a thousand workers
 
 
@@ -183,7 +183,7 @@ def run(
     ----------
     plan : Plan
     out : Path or None
-        Folder for `REPORT_FILES` and `captures/`; None keeps nothing.
+        Folder for the files of the report and `captures/`; None keeps nothing.
     watch : callable
         Called with every event of every worker.
     replace : bool
@@ -313,14 +313,9 @@ def compare_captures(captures: Sequence[Capture], *, unread: Sequence[str] = ())
 
 
 def _write_reports(comparison: Comparison, folder: Path) -> None:
-    """Write `REPORT_FILES`, the one that programs build on first."""
-    from consistency.report.html import write_html  # jinja2 and rich are nothing that a test session should wait for
-    from consistency.report.markdown import write_markdown
-
-    write_report(comparison, folder)
-    found = {load_path: groups(comparison, load_path) for load_path in comparison.load_paths}
-    write_html(comparison, folder, found)
-    write_markdown(comparison, folder, found)
+    view = View(groups=all_groups(comparison))
+    for row in formats(Chosen.OUT):
+        write_whole(folder / row.name, row.render(comparison, view))
 
 
 @contextmanager
@@ -334,7 +329,7 @@ def _output(out: Path | None, *, replace: bool, reads: Sequence[Path] = ()) -> I
         raise CaptureError("--out must be a folder", where=out, got="a file")
     if out.resolve() in [folder.resolve() for folder in reads]:
         raise CaptureError("--out is one of the folders that are compared", where=out, hint="choose another folder")
-    present = [name for name in (*REPORT_FILES, CAPTURES) if (out / name).exists()]
+    present = [name for name in (*(row.name for row in formats(Chosen.OUT)), CAPTURES) if (out / name).exists()]
     if present and not replace:
         raise CaptureError(
             "an earlier run's results are in the way",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -17,10 +16,10 @@ from consistency.capture.records import TensorRecord
 from consistency.comparison.result import Comparison
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.report.json import as_bytes
-from consistency.report.terminal import make_console, print_report
 from consistency.workflows import pipeline
 from tests.comparison.made_records import computed, digest, errors, forward, measured, moved
 from tests.conftest import Cli, MakeCapture
+from tests.report.printed import printed
 
 Damage = Callable[[Path], None]
 
@@ -140,7 +139,7 @@ def reported(folders: list[Path]) -> Comparison:
     """Compare, and write every report there is."""
     found = pipeline.compare_folders(folders, None)
     for verbose in (False, True):
-        print_report(found, make_console(io.StringIO()), verbose=verbose)
+        printed(found, verbose=verbose)
     json.loads(as_bytes(found))
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import sys
@@ -26,10 +25,10 @@ from consistency.comparison.result import Comparison
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.words import Word
 from consistency.report import json as report_json
-from consistency.report.terminal import make_console, print_report
 from consistency.workflows import pipeline
 from tests.comparison.made_records import computed, digest, errors, forward, moved
 from tests.conftest import MakeCapture
+from tests.report.printed import printed
 
 # --- captures in memory ---------------------------------------------------------------------------------------------
 
@@ -91,12 +90,6 @@ def scattered(workers: int, tensors: int) -> list[Capture]:
         seen = [w if lot.random() < 0.2 else r for r, w in zip(right, wrong, strict=True)]
         captures.append(make_capture_of(number, make_info("cuda:0"), seen))
     return captures
-
-
-def printed(found: Comparison, **options: Any) -> str:
-    file = io.StringIO()
-    print_report(found, make_console(file), **options)
-    return file.getvalue()
 
 
 # --- what is judged once holds for each -----------------------------------------------------------------------------
@@ -251,13 +244,13 @@ def test_the_report_of_a_fleet_fits_some_pages(apart: bool) -> None:
     assert len(text.splitlines()) < 80
     assert len(text) < 10_000
     assert "zeros where the file is nonzero in 3 of 3 lora_B tensors" in text
-    table = text.partition("forward\n")[2].partition("= equal bits")[0]
+    table = text.partition("forward\n")[2].partition("= bitwise equal")[0]
     assert "✗ 3/3" in table
     assert "node-0000:cpu (reference)" in table
     if apart:
-        assert "992 others, of 992 kinds of bits" in table
+        assert "992 others, 992 different results" in table
     else:
-        assert "… and 994 more" in table
+        assert "and 994 more" in table
         assert "node-0007:cuda:0  node-0700:cuda:0" in table
     assert len(table.splitlines()) < 16
 
@@ -272,8 +265,8 @@ def test_a_bad_worker_is_not_summed_up_with_good_ones() -> None:
 def test_what_is_summed_up_shows_its_worst() -> None:
     faulty = frozenset(range(1, 60))
     table = printed(compare(fleet(80, 2, apart=True, faulty=faulty))).partition("forward\n")[2]
-    (line,) = [line for line in table.splitlines() if "others, of" in line]
-    assert "72 others, of 72 kinds of bits" in line
+    (line,) = [line for line in table.splitlines() if " others, " in line]
+    assert "72 others, 72 different results" in line
     assert "✗ 104/144" in line  # 52 of the 59 faulty ones, each with 2 of its 2 adapter tensors
 
 

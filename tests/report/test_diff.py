@@ -10,9 +10,10 @@ import pytest
 
 from consistency.comparison.result import Comparison
 from consistency.comparison.weight_files.diff import diff
-from consistency.report.diff import print_diff, sentence
+from consistency.report.console import make_console
+from consistency.report.diff import print_diff
 from consistency.report.json import as_bytes
-from consistency.report.terminal import make_console
+from consistency.report.sentences import sentence
 from tests.made_weights import Given, f32, put
 from tests.report.contract import ROW, TENSOR, WORKER, no_constant
 
@@ -37,7 +38,7 @@ def test_equal_files_are_a_line(tmp_path: Path) -> None:
     assert text.splitlines() == [
         f"consistency diff · {tmp_path}/b.safetensors against {tmp_path}/a.safetensors · float32 · 3 tensors · 0.50 s",
         "",
-        "  CONSISTENT   all 3 tensors have the same bytes in both",
+        "  CONSISTENT   all 3 tensors are bitwise equal",
         "",
         "  report: out",
     ]
@@ -50,7 +51,7 @@ def test_what_differs_has_a_row_and_a_cause(tmp_path: Path) -> None:
     del wrong["x.gone"]
     found = compared(tmp_path, wrong, right)
     lines = [line.split() for line in printed(found).splitlines()]
-    assert "  INCONSISTENT   3 of 4 tensors are not the same in both" in printed(found).splitlines()
+    assert "  INCONSISTENT   3 of 4 tensors differ" in printed(found).splitlines()
     assert ["x.a", "2×2", "float32", "bit-flip", "1", "of", "4", "2", str(2**22)] in lines
     assert ["x.gone", "1", "float32", "missing"] in lines
     assert not [line for line in lines if line[:1] == ["x.b"]]
@@ -60,7 +61,7 @@ def test_what_differs_has_a_row_and_a_cause(tmp_path: Path) -> None:
 
 def test_one_of_several_is(tmp_path: Path) -> None:
     found = compared(tmp_path, {"x.a": f32(1), "x.b": f32(1)}, {"x.a": f32(2), "x.b": f32(1)})
-    assert sentence(found) == "1 of 2 tensors is not the same in both"
+    assert sentence(found) == "1 of 2 tensors differs"
 
 
 def test_many_are_cut_and_all_shown_on_demand(tmp_path: Path) -> None:

@@ -16,7 +16,11 @@ import jinja2
 import msgspec
 import pytest
 
+from consistency.capture.folder import read_capture
+from consistency.capture.names import OVERLAPPED
 from consistency.capture.records import StageMemory
+from consistency.comparison.compare import compare
+from consistency.comparison.findings.transfers import matrices
 from consistency.comparison.result import (
     ArchitectureGroup,
     Row,
@@ -25,16 +29,17 @@ from consistency.comparison.result import (
     WorkerSummary,
 )
 from consistency.numerics.real import Real
-from consistency.numerics.words import Word
 from consistency.report import html as report_html
+from consistency.report.formats import Chosen, formats
 from consistency.report.html import as_html
 from consistency.report.page import cells
 from consistency.report.page.agreement import partitions
 from consistency.report.page.distributions import bits, ratios
 from consistency.report.page.environments import environments
 from consistency.report.page.labels import KEY, letter
-from consistency.workflows.pipeline import REPORT_FILES
-from tests.conftest import FinishedRun
+from tests.comparison.made_transfers import ALL as FAULTY
+from tests.comparison.made_transfers import CASE, DEVICES, compared, copies, workers
+from tests.conftest import FinishedRun, MakeCapture
 from tests.report.made_comparisons import (
     ALL,
     SAFE,
@@ -89,9 +94,9 @@ def test_the_first_screen_comes_first_and_needs_no_script() -> None:
     text = Page(as_html(faulty())).text
     place = 0
     for part in (
-        "INCONSISTENT", "adapter · cuda:1 · zeros", "By architecture", "x86-64", "Ampere sm_86", "3 of 3", "Findings",
+        "INCONSISTENT", "adapter · cuda:1 · zeros", "By architecture", "x86-64", "Ampere sm_86", "3/3", "Findings",
         "zeros in 3 of 3 lora_B tensors", "got 0, wanted 1", "consistency run --devices cpu,cuda:1",
-        "forward was skipped", "Not looked at: a second run", "Layers and devices",
+        "forward was skipped", "Not checked: a second run", "Layers and devices",
     ):  # fmt: skip
         place = text.index(part, place)
 
@@ -138,7 +143,7 @@ def shown_cells(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str, tu
     for section in data["sections"]:
         for row in section["rows"]:
             layer, part, *_ = (data["strings"][place] for place in row[:5])
-            for column, (name, _) in enumerate(data["columns"][section["road"]]):
+            for column, (name, _) in enumerate(data["columns"][section["loadPath"]]):
                 variant: list[Any] | None = [0]
                 if len(row) > 5:
                     which = row[6][column] if len(row) > 6 else 0 if len(row[5]) == 1 else column
@@ -209,10 +214,10 @@ def test_a_fleet_is_shown_by_its_groups_and_says_so() -> None:
     labels = page.data["columns"]["isolated"]
     assert len(labels) <= 8
     assert sum(many for _, many in labels) == 300
-    assert "More workers than have room" in page.text
+    assert "Too many workers for a column each" in page.text
     assert "236 more workers" in page.text
     assert len(raw) < 200_000
-    assert "More workers than have room" not in Page(as_html(computed_apart(2, 64))).text
+    assert "Too many workers for a column each" not in Page(as_html(computed_apart(2, 64))).text
 
 
 def test_the_worst_of_many_workers_is_shown() -> None:
@@ -311,28 +316,77 @@ def test_environments_say_what_differs() -> None:
     assert (len(many.columns), many.left_out) == (12, 8)
 
 
-def test_matrix_of_transfers() -> None:
-    def copied(way: str, kind: str, to: str, status: Status, speed: float | None) -> TensorComparison:
-        row = Row(
-            worker=to, reference="file", status=status, diagnosis=Word.ZEROS if status == "outside" else None,
-            evidence={} if speed is None else {"gb_per_s": speed},
-        )  # fmt: skip
-        return TensorComparison(
-            stage="transfer", load_path="shared", layer=way, tensor=kind, shape=(1,), dtype="uint8", rule="bitwise",
-            classes=(), rows=(row,),
-        )  # fmt: skip
+class Matrices(html.parser.HTMLParser):
+    """The transfer matrices of a page: status and text of each cell by caption, source and destination."""
 
-    tensors = [
-        copied("cuda:0->cuda:1", "direct", "cuda:1", "outside", 24.25),
-        copied("cuda:0->cuda:1", "host-staged", "cuda:1", "equal", 11.0),
-        copied("cuda:1->cuda:0", "direct", "cuda:0", "equal", None),
-        copied("cuda:0->cuda:1->cuda:2", "chain", "cuda:2", "equal", 3.0),
-    ]
-    text = Page(as_html(comparison(tensors, load_paths=("shared",)))).text
-    assert "✗outside direct 24.2 GB/s zeros" in text
-    assert "=equal host-staged 11 GB/s" in text
-    assert "cuda:0 → cuda:1 → cuda:2: =equal chain 3 GB/s" in text
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.cells: dict[tuple[str, str, str], tuple[str, str]] = {}
+        self._inside = False
+        self._caption, self._source, self._columns, self._place, self._status = "", "", [""], 0, ""
+        self._text: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        of = dict(attrs)
+        if tag == "table":
+            self._inside, self._columns = of.get("class") == "matrix", []
+        if tag in ("caption", "th", "td"):
+            self._text, self._status = [], (of.get("class") or "").removeprefix("k-")
+        if tag == "tr":
+            self._place = 0
+
+    def handle_endtag(self, tag: str) -> None:
+        text = " ".join("".join(self._text).split())
+        if not self._inside:
+            return
+        if tag == "caption":
+            self._caption = text
+        elif tag == "th" and self._place:
+            self._columns.append(text)
+        elif tag == "th":
+            self._source = text
+        elif tag == "td" and self._columns:
+            self.cells[self._caption, self._source, self._columns[self._place - 1]] = (self._status, text)
+        self._place += tag in ("th", "td")
+
+    def handle_data(self, data: str) -> None:
+        self._text.append(data)
+
+
+def test_the_page_and_the_findings_agree_on_every_pair_of_devices(make_capture: MakeCapture) -> None:
+    """A broken pair breaks the chains that lead over it, and the page blames the pair alone."""
+    found = compared(make_capture, {("cuda:0", "cuda:1"): FAULTY})
+    shown = Matrices(as_html(found)).cells
+    (matrix,) = matrices(found.tensors)
+    status = {(source, target): status for (_, source, target), (status, _) in shown.items() if status}
+    assert {pair for pair, of in status.items() if of == "outside"} == set(matrix.wrong) == {("cuda:0", "cuda:1")}
+    assert {pair for pair, of in status.items() if of == "equal"} == {p for p, c in matrix.cells.items() if c.is_fine}
+    texts = {(source, target): text for (_, source, target), (_, text) in shown.items()}
+    assert "✗outside direct never-written" in texts["cuda:0", "cuda:1"]
+    assert "=equal direct 20 GB/s" in texts["cuda:0", "cuda:2"]
+    assert "–skipped chain wrong on one of its hops" in texts["cuda:0", "cuda:2"]
     assert "Copies between devices" not in Page(as_html(faulty())).text
+
+
+def test_the_page_has_a_matrix_for_each_machine(make_capture: MakeCapture) -> None:
+    info = {name: {"load_path": "shared"} for name in DEVICES}
+    a = make_capture("host-a", workers({}), info=info, case=CASE)
+    b = make_capture("host-b", workers({("cuda:0", "cuda:1"): FAULTY}), info=info, case=CASE)
+    shown = Matrices(as_html(compare([read_capture(a), read_capture(b)]))).cells
+    status = {(caption.partition(":")[0], source, target): of for (caption, source, target), (of, _) in shown.items()}
+    assert status["host-a", "cuda:0", "cuda:1"] == "equal"
+    assert status["host-b", "cuda:0", "cuda:1"] == "outside"
+
+
+def test_a_copy_that_was_not_tried_says_why(make_capture: MakeCapture) -> None:
+    skipped = msgspec.structs.replace(
+        copies(("cpu", "cpu"), OVERLAPPED), status="skipped", digest=None, reference_digest=None, reason="no memory"
+    )
+    found = compare([read_capture(make_capture("a", {"cpu": [copies(("cpu", "cpu")), skipped]}, case=CASE))])
+    ((status, text),) = Matrices(as_html(found)).cells.values()
+    assert status == "equal"
+    assert "–skipped overlapped no memory" in text
 
 
 def test_memory_by_stage_where_it_was_measured() -> None:
@@ -383,7 +437,8 @@ def test_every_text_can_be_read_in_both_schemes() -> None:
 
 
 def test_a_run_leaves_all_files_of_the_report(finished_run: FinishedRun) -> None:
-    assert {path.name for path in finished_run.folder.iterdir()} == {*REPORT_FILES, "captures"}
+    files = {row.name for row in formats(Chosen.OUT)}
+    assert {path.name for path in finished_run.folder.iterdir()} == {*files, "captures"}
     text = (finished_run.folder / "report.html").read_text()
     report = json.loads((finished_run.folder / "report.json").read_text())
     data = Page(text).data
@@ -399,13 +454,13 @@ def test_two_files_have_a_page_too(tmp_path: Path) -> None:
     put(tmp_path / "b.safetensors", {"x.w": f32(1, 2, 3), "y.w": f32(1, 1)})
     diff_weights(tmp_path / "b.safetensors", tmp_path / "a.safetensors", tmp_path / "out")
     page = Page((tmp_path / "out" / "report.html").read_text())
-    assert "1 of 2 tensors is not the same in both" in page.text
+    assert "1 of 2 tensors differs" in page.text
     (section,) = page.data["sections"]
     assert (section["stage"], section["bad"], section["total"]) == ("file", 1, 2)
     assert (tmp_path / "out" / "report.md").exists()
 
 
-def test_side_road_is_a_sentence_and_has_its_columns_in_the_map() -> None:
+def test_alternative_load_path_is_a_sentence_and_has_its_columns_in_the_map() -> None:
     fine = tensor([["cpu", "cuda:0"]], load_path="isolated+cpu")
     found = comparison(
         [tensor([["cpu", "cuda:0"]]), fine], load_paths=("isolated", "isolated+cpu"),
@@ -416,7 +471,7 @@ def test_side_road_is_a_sentence_and_has_its_columns_in_the_map() -> None:
     )  # fmt: skip
     page = as_html(found)
     text = Page(page).text
-    assert "side roads on which all is equal: isolated+cpu" in text
-    assert "road: isolated+cpu" not in text  # no table of its own
+    assert "1 more load path checked, equal (isolated+cpu)" in text
+    assert "load path: isolated+cpu" not in text  # no table of its own
     data = json.loads(re.findall(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page, re.S)[0])
     assert [label for label, _ in data["columns"]["isolated+cpu"]] == ["cpu", "cuda:0"]

@@ -8,9 +8,8 @@ import re
 import pytest
 from markdown_it import MarkdownIt
 
-from consistency.comparison.result import Finding
+from consistency.comparison.result import Divergence, Finding
 from consistency.report.markdown import MOST_LINES, as_markdown, escaped
-from consistency.workflows.pipeline import REPORT_FILES
 from tests.conftest import FinishedRun
 from tests.report.made_comparisons import ALL, HOSTILE, comparison, computed_apart, faulty, hostile, tensor, worker
 
@@ -60,7 +59,15 @@ def test_below_sixty_lines_whatever_was_found() -> None:
         Finding(kind="zeros", severity="error", message=f"m{n}" * 500, detail=("d" * 900, "e"), next="n" * 900)
         for n in range(50)
     )
-    text = as_markdown(comparison(tensors, verdict="inconsistent", workers=workers, findings=findings, simulated=True))
+    parts = tuple(
+        Divergence(worker=name, load_path="isolated", stage="adapter", layer=name, tensor="w", status="outside")
+        for name in names
+    )
+    text = as_markdown(
+        comparison(
+            tensors, verdict="inconsistent", workers=workers, findings=findings, simulated=True, first_divergence=parts
+        )
+    )
     assert len(text.splitlines()) == MOST_LINES
     assert max(map(len, text.splitlines())) < 2000
     assert len(text) < 20_000
@@ -69,7 +76,7 @@ def test_below_sixty_lines_whatever_was_found() -> None:
 def test_what_it_says() -> None:
     text = as_markdown(faulty())
     assert text.startswith("**INCONSISTENT** adapter · cuda:1 · zeros in 3 of 3 lora\\_B tensors\n")
-    assert "| Ampere sm\\_86 | cuda:1 | = | ✗ 3 of 3 | ≤ 0.30 |" in text
+    assert "| Ampere sm\\_86 | cuda:1 | = | ✗ 3/3 | ≤ 0.30 |" in text
     assert "1. ✗ **zeros** adapter · cuda:1" in text
     assert "1. next: consistency run --devices cpu,cuda:1" in text
     assert text.count("<details>") == text.count("</details>") == 2
@@ -102,7 +109,6 @@ def test_hostile_names_stay_text() -> None:
 
 
 def test_a_run_leaves_it(finished_run: FinishedRun) -> None:
-    assert "report.md" in REPORT_FILES
     lines = (finished_run.folder / "report.md").read_text().splitlines()
     assert lines[0].startswith("**CONSISTENT**")
     assert len(lines) <= MOST_LINES

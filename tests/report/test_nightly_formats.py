@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from consistency.comparison.result import Comparison, Finding, Row, TensorComparison, WorkerSummary
+from consistency.report.formats import View
 from consistency.report.github import annotate, write_summary
-from consistency.report.junit import as_junit, write_junit
+from consistency.report.junit import as_junit, render
 
 HOSTILE = "layer\n::error::gotcha\r%0A\x1b[31m<&\"'>"
 
@@ -79,7 +80,7 @@ def cases(suite: ElementTree.Element) -> dict[tuple[str | None, str | None], lis
 
 
 def test_a_case_per_stage_and_worker(tmp_path: Path) -> None:
-    write_junit(comparison(ZEROS), tmp_path / "out.xml", elapsed_s=1.5)
+    (tmp_path / "out.xml").write_bytes(b"".join(render(comparison(ZEROS), View(elapsed_s=1.5))))
     suite = ElementTree.parse(tmp_path / "out.xml").getroot()
     assert cases(suite) == {
         ("llama.base", "a"): [],

@@ -179,7 +179,7 @@ def test_colour_by_class_shows_letters(opened: Open) -> None:
     page = opened(faulty())
     page.find_element("css selector", "input[value=class]").click()
     assert lines(page)[0] == ["model.layers.0.mlp.lora_B", "A", "A", "B", "A"]
-    assert "other bits" in page.find_element("id", "key").text
+    assert "further classes" in page.find_element("id", "key").text
 
 
 def test_keyboard_walks_the_map_and_numbers_are_told(opened: Open) -> None:
@@ -191,10 +191,10 @@ def test_keyboard_walks_the_map_and_numbers_are_told(opened: Open) -> None:
     stops = "return document.querySelectorAll('.grid [tabindex=\"0\"]').length"
     assert run(page, stops) == 1
     told = press(page, Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert told.startswith("model.layers.1 on cuda:1, ✗ outside: zeros, 12.5 times the bound")
+    assert told.startswith("model.layers.1 on cuda:1, ✗ outside: zeros, 12.5× tolerance")
     tip = page.find_element("id", "tip")
-    assert tip.text.splitlines()[:3] == ["model.layers.1 on cuda:1", "✗ outside: zeros", "12.5 times the bound"]
-    assert "1 of 2 tensors are not what they should be" in tip.text
+    assert tip.text.splitlines()[:3] == ["model.layers.1 on cuda:1", "✗ outside: zeros", "12.5× tolerance"]
+    assert "mismatch in 1 of 2 tensors" in tip.text
     assert press(page, Keys.HOME) == "▸model.layers.1 2"
     assert press(page, Keys.ENTER) == "▾model.layers.1 2"
     assert "mlp.up.lora_A" in press(page, Keys.ARROW_DOWN)
@@ -236,11 +236,11 @@ def test_numbers_are_exact_and_of_the_right_limit(opened: Open) -> None:
     page = opened(comparison([made], verdict="inconsistent", findings=faulty().findings))
     told = run(page, "return [...document.querySelectorAll('.grid td')].map(cell => cell.dataset.told.split('\\n'))")
     assert told[0] == [
-        "l.w on cpu", "≤ within", "0.25 of the tolerance given", "16,384 elements with other bits",
+        "l.w on cpu", "≤ within", "0.25× user tolerance", "16,384 elements differ bitwise",
         "largest difference 1.23e-7", "123,456,789 ULP at most", "class of agreement A",
     ]  # fmt: skip
-    assert told[1][2:4] == ["1,500,000 times the tolerance given", "16,777,215 elements with other bits"]
-    assert told[2][2] == "nan of the tolerance given"
+    assert told[1][2:4] == ["1,500,000× user tolerance", "16,777,215 elements differ bitwise"]
+    assert told[2][2] == "nan× user tolerance"
     assert lines(page)[0][1:4] == ["≤ .25", "✗ 1.5e6", "✗ nan"]
 
 
@@ -322,5 +322,5 @@ def test_a_screen_reader_finds_names(opened: Open) -> None:
     assert [name for role, name in found if role == "heading"][:3] == [
         "llama",
         "By architecture",
-        "Findings in order of weight",
+        "Findings most severe first",
     ]

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import io
-from typing import Any
+import pytest
 
+from consistency.case.stages import Stage
 from consistency.comparison.result import (
-    Comparison,
+    Divergence,
     Finding,
+    Status,
 )
-from consistency.report.terminal import make_console, print_report, sentence
+from consistency.report.html import as_html
+from consistency.report.markdown import as_markdown
+from consistency.report.sentences import sentence
 from consistency.report.text import clean
 from tests.report.made_comparisons import ALL, comparison, tensor, worker
-
-
-def printed(found: Comparison, **options: Any) -> str:
-    file = io.StringIO()
-    print_report(found, make_console(file), **options)
-    return file.getvalue()
+from tests.report.printed import printed
 
 
 def test_verdict_and_groups() -> None:
     text = printed(comparison([tensor([ALL]), tensor([ALL], stage="merged", ratio=0.314)]), elapsed_s=41.4)
     lines = text.splitlines()
     assert lines[0] == "consistency · llama · float32 · 4 workers · 41 s"
-    assert "CONSISTENT   the adapter is the same on 4 workers; what was computed stays within 0.31" in text
+    assert "CONSISTENT   the adapter matches on 4 workers; worst error is 31 % of its tolerance" in text
     assert "cuda:0  cuda:1  cuda:2" in text, "devices that agree share a line"
     assert "≤ 0.31" not in text.split("CONSISTENT")[0]
 
@@ -65,9 +63,9 @@ def test_a_nan_is_worse_than_any_ratio() -> None:
     assert "nan" in printed(comparison(found))
 
 
-def test_what_was_not_looked_at_is_said() -> None:
+def test_what_was_not_checked_is_named() -> None:
     text = printed(comparison([tensor([ALL])], not_looked_at=("forward",)))
-    assert "not looked at (level standard): forward" in text
+    assert "not checked (level standard): forward" in text
 
 
 def test_lost_worker() -> None:
@@ -82,7 +80,7 @@ def test_lost_worker() -> None:
 def test_simulated_devices_are_told_as_such() -> None:
     assert "SIMULATED" in printed(comparison([tensor([ALL])], simulated=True)).splitlines()[0]
     found = comparison([tensor([ALL])], workers=(worker("cpu"), *(worker(f"npu:{i}", simulated=True) for i in (0, 1))))
-    assert sentence(found) == "the adapter is the same on 3 workers; simulated: npu:0, npu:1"
+    assert sentence(found) == "the adapter matches on 3 workers; simulated: npu:0, npu:1"
     assert "simulated" not in sentence(comparison([tensor([ALL])]))
 
 
@@ -106,33 +104,75 @@ def test_sentence_counts_other_findings() -> None:
     assert sentence(comparison([], verdict="inconsistent", findings=findings)) == "m0 (and 2 other findings)"
 
 
-def test_side_roads_that_say_nothing_new_share_a_line() -> None:
+def test_load_paths_without_a_mismatch_share_a_line() -> None:
     load_paths = ("isolated", "isolated+cpu", "isolated+low-memory")
     text = printed(comparison([tensor([ALL], load_path=load_path) for load_path in load_paths], load_paths=load_paths))
-    assert "roads: 2 more, all equal (isolated+cpu, isolated+low-memory)" in text
-    assert text.count("Ampere sm_86") == 1, "one table, not one per side road"
-    assert "road: isolated" not in text
+    assert "2 more load paths checked, all equal (isolated+cpu, isolated+low-memory)" in text
+    assert text.count("Ampere sm_86") == 1, "one table, not one per load path"
+    assert "load path: isolated" not in text
     five = (*load_paths, "isolated+target", "isolated+transformers", "isolated+cpu+low-memory")
     text = printed(comparison([tensor([ALL], load_path=load_path) for load_path in five], load_paths=five))
-    assert "roads: 5 more, all equal\n" in text
+    assert "5 more load paths checked, all equal\n" in text
 
 
-def test_a_side_road_with_something_to_say_has_a_line_of_its_own() -> None:
+def test_a_load_path_with_a_mismatch_has_its_own_line() -> None:
     load_paths = ("isolated", "isolated+cpu", "isolated+low-memory", "isolated+transformers")
     wrong = tensor([["cpu", "cuda:0"], ["cuda:1"]], load_path=load_paths[2], statuses={"cuda:1": "outside"})
     skipped = tensor([ALL], load_path=load_paths[3], statuses=dict.fromkeys(ALL, "skipped"))
     found = comparison([tensor([ALL]), tensor([ALL], load_path=load_paths[1]), wrong, skipped], load_paths=load_paths)
     text = printed(found)
-    assert "roads: 1 more, equal (isolated+cpu)" in text
-    assert "road isolated+low-memory: ✗ 1/1 on cuda:1" in text
-    assert "road isolated+transformers: skipped" in text
+    assert "1 more load path checked, equal (isolated+cpu)" in text
+    assert "load path isolated+low-memory: ✗ 1/1 on cuda:1" in text
+    assert "load path isolated+transformers: skipped" in text
     assert "adapter (isolated+low-memory)   layers.0" in text, "whose tensor it is stands beside it"
 
 
-def test_default_roads_have_a_table_each() -> None:
+def test_default_load_paths_have_a_table_each() -> None:
     workers = (worker("cpu", "x86-64"), worker("cuda:0"), worker("cuda:0", load_path="shared"))
     tensors = [tensor([["cpu", "cuda:0"]]), tensor([["cpu", "cuda:0"]], load_path="shared")]
     text = printed(comparison(tensors, workers=workers, load_paths=("isolated", "shared")))
-    assert "road: isolated" in text
-    assert "road: shared" in text
+    assert "load path: isolated" in text
+    assert "load path: shared" in text
     assert "more" not in text
+
+
+MODEL = "Intel(R) Xeon(R) Platinum 8592+ Processor @ 1.90GHz (family 6 model 207)"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
+@pytest.mark.parametrize("model", ["chip", MODEL])
+def test_no_cell_and_no_name_of_a_stage_is_cut(width: int, model: str) -> None:
+    """The heading of a group is as long as the processor's name, and takes no width from the cells below it."""
+    workers = (worker("cpu", "x86-64", model=model), *(worker(f"cuda:{i}", model=model) for i in range(3)))
+    tensors = [tensor([ALL], stage=stage, ratio=0.123, statuses=dict.fromkeys(ALL, "within")) for stage in Stage]
+    text = printed(comparison(tensors, workers=workers), width=width)
+    table = text.partition("tolerance\n")[2].partition("= bitwise equal")[0]
+    assert "…" not in text
+    assert {stage.value for stage in Stage} <= set(table.split())
+    lines = [line.partition("(reference)")[2] for line in table.splitlines() if "(reference)" in line]
+    assert " ".join(lines).split() == ["≤", "0.12"] * len(Stage)
+    assert all(len(line) <= max(width, len(MODEL)) for line in table.splitlines())
+    if (width, model) == (140, MODEL):
+        assert len(lines) == 1, "at the width of a pipe all stages are beside one another"
+
+
+def test_where_workers_diverge_first() -> None:
+    """The first mismatch, and the first difference in bits within tolerance before it."""
+
+    def first(name: str, stage: str, status: Status) -> Divergence:
+        return Divergence(worker=name, load_path="isolated", stage=stage, layer="l", tensor="w", status=status)
+
+    bits = [first(name, "operators", "within") for name in ("cuda:0", "cuda:1")]
+    found = comparison(
+        [tensor([ALL])],
+        first_other_bits=(*bits, first("cuda:2", "base", "outside")),
+        first_divergence=(first("cuda:1", "merged", "outside"), first("cuda:2", "base", "outside")),
+    )
+    wanted = [
+        "cuda:1: first mismatch: merged, l.w",
+        "cuda:2: first mismatch: base, l.w",
+        "cuda:0, cuda:1: first bitwise difference from cpu: operators, l.w (within tolerance)",
+    ]
+    assert [line.strip() for line in printed(found).splitlines() if ": first " in line] == wanted
+    assert "cuda:1: first mismatch: merged, l.w" in as_html(found)
+    assert "cuda:1: first mismatch: merged, l.w" in as_markdown(found)

@@ -24,7 +24,7 @@ def _devices(parsed: argparse.Namespace) -> int:
         print_json([{"name": info.spec.name, **{name: getattr(info, name) for name in _FIELDS}} for info in found])
     else:
         from consistency.cli.devices import print_devices
-        from consistency.report.terminal import make_console
+        from consistency.report.console import make_console
 
         print_devices(found, make_console())
     return 0

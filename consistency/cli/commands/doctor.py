@@ -20,8 +20,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _doctor(parsed: argparse.Namespace) -> int:
     from consistency.cli.progress import progress
     from consistency.comparison.findings.advice import as_table
+    from consistency.report.console import make_console
     from consistency.report.doctor import print_doctor
-    from consistency.report.terminal import make_console
     from consistency.workflows import pipeline
     from consistency.workflows.doctor import doctor_plan
 

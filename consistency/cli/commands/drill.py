@@ -18,7 +18,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _drill(parsed: argparse.Namespace) -> int:
     from consistency.cli.drill import print_drill
     from consistency.cli.progress import progress
-    from consistency.report.terminal import make_console
+    from consistency.report.console import make_console
     from consistency.workflows.drill import choose, drill
 
     with progress() as watch:

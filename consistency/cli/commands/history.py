@@ -32,8 +32,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _history(parsed: argparse.Namespace) -> int:
     from consistency.comparison.history.store import History
+    from consistency.report.console import make_console
     from consistency.report.history import DeviceRow, NightRow, device_rows, night_rows, print_device, print_nights
-    from consistency.report.terminal import make_console
 
     history = History(parsed.history)
     if parsed.sql:

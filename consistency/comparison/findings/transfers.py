@@ -63,39 +63,54 @@ class Cell:
 
     Attributes
     ----------
+    kinds : dict of str to None
+        Kinds of copy with a row, in order.
     tried : set of str
-        Kinds of copy that were looked at.
+        Those with a result.
+    skipped : dict of str to str
+        Those without one, and why.
     wrong : dict of str to list
-        By kind, the tensor and the rows of the workers that saw it go wrong.
+        By kind, the tensor and the rows of the workers on which it goes wrong.
     explained : set of str
-        Kinds that go wrong for one of their hops does, which is told as that pair.
-    gb_per_s : float or None
-        Of the largest direct copy.
+        Kinds that go wrong because one of their hops does, which is reported as that pair.
+    speeds : dict of str to float
+        GB/s of the largest copy by kind, where it was measured.
     no_peer_access : bool
-        Whether torch says that one device cannot reach the other's memory.
+        Whether torch reports that one device cannot reach the other's memory.
     """
 
+    kinds: dict[str, None] = field(default_factory=dict)
     tried: set[str] = field(default_factory=set)
+    skipped: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, list[tuple[TensorComparison, Row]]] = field(default_factory=dict)
     explained: set[str] = field(default_factory=set)
-    gb_per_s: float | None = None
+    speeds: dict[str, float] = field(default_factory=dict)
     no_peer_access: bool = False
 
     @property
+    def gb_per_s(self) -> float | None:
+        """Return the speed of the largest direct copy."""
+        return self.speeds.get(DIRECT)
+
+    @property
     def own(self) -> list[str]:
-        """Return the kinds that go wrong here and nowhere on their way, the plainest first."""
+        """Return the kinds that go wrong here and on none of their hops, the plainest first."""
         kinds = [kind for kind in self.wrong if kind not in self.explained]
         return sorted(kinds, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else len(_ORDER))
 
     @property
     def plain(self) -> list[str]:
-        """Return those of them that are this pair's own worker's to tell, or all where it told nothing."""
+        """Return those of them that this pair's own worker reports, or all where it reports none."""
         return [kind for kind in self.own if kind not in (FILLING, READING)] or self.own
 
     @property
     def word(self) -> Word:
         """Return the diagnosis of the plainest kind that goes wrong."""
-        row = self.wrong[self.plain[0]][0][1]
+        return self.word_of(self.plain[0])
+
+    def word_of(self, kind: str) -> Word:
+        """Return the diagnosis of a kind that goes wrong."""
+        row = self.wrong[kind][0][1]
         return row.diagnosis or Word(row.status)
 
     @property
@@ -155,13 +170,17 @@ def home_of(worker: str) -> str:
 
 
 def _take(cell: Cell, tensor: TensorComparison, row: Row) -> None:
+    kind = tensor.tensor
+    cell.kinds[kind] = None
     if row.status in BAD:
-        cell.wrong.setdefault(tensor.tensor, []).append((tensor, row))
+        cell.wrong.setdefault(kind, []).append((tensor, row))
     if row.status in BAD or row.status == "equal":
-        cell.tried.add(tensor.tensor)
+        cell.tried.add(kind)
+    else:
+        cell.skipped[kind] = row.reason or row.status
     speed = row.evidence.get("gb_per_s")
-    if isinstance(speed, int | float) and tensor.tensor == DIRECT:
-        cell.gb_per_s = max(float(speed), cell.gb_per_s or 0.0)
+    if isinstance(speed, int | float) and not isinstance(speed, bool):
+        cell.speeds[kind] = max(float(speed), cell.speeds.get(kind, 0.0))
     cell.no_peer_access = cell.no_peer_access or row.evidence.get("peer_access") is False
 
 

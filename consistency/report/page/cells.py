@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from consistency.capture.wording import some
-from consistency.case.stages import Stage
 from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
 from consistency.report.page.labels import KEY, digits
-from consistency.report.summary import Group
+from consistency.report.summary import Group, badness, stage_order
 from consistency.report.text import one_line
 
 MOST_COLUMNS = 64
@@ -36,8 +35,6 @@ MIXED = -1
 """Class of a column whose workers are of several."""
 
 _STATUS = {status: place for place, (status, _, _) in enumerate(KEY)}
-_WORST_FIRST = ("outside", "missing", "unexpected", "blocked", "skipped", "within", "equal")
-_RANK = {status: place for place, status in enumerate(_WORST_FIRST)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +132,7 @@ def sections(comparison: Comparison, by_load_path: Mapping[str, Sequence[Column]
         section.rows.append(entry)
     for section in found.values():
         section.left_out = section.total - len(section.rows)
-    order = {stage.value: place for place, stage in enumerate(Stage)}
-    return sorted(
-        found.values(), key=lambda s: (comparison.load_paths.index(s.load_path), order.get(s.stage, len(order)))
-    )
+    return sorted(found.values(), key=lambda s: (comparison.load_paths.index(s.load_path), stage_order(s.stage)))
 
 
 _BAD, _UNLIKE, _ALIKE = range(3)
@@ -200,7 +194,7 @@ def _entry(
 
 def _variant(rows: Sequence[Row], classes: Mapping[str, int], strings: Strings) -> tuple[Any, ...]:
     """Return what a column shows: its worker's row, or the worst of its workers' rows."""
-    row = rows[0] if len(rows) == 1 else min(rows, key=_worst_first)
+    row = max(rows, key=badness)
     of = {classes.get(one.worker, 0) for one in rows}
     word = row.reason if row.status in ("skipped", "blocked") else row.diagnosis
     measured = row.mismatched if row.status not in ("equal", "missing") else None
@@ -219,8 +213,3 @@ def _variant(rows: Sequence[Row], classes: Mapping[str, int], strings: Strings) 
     if len(found) == 2 and found[1] == 0:
         found.pop()
     return tuple(found)
-
-
-def _worst_first(row: Row) -> tuple[int, float]:
-    ratio = 0.0 if row.bound_ratio is None else float(row.bound_ratio)
-    return (_RANK[row.status], -(float("inf") if ratio != ratio else ratio))

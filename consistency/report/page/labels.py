@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 KEY = (
-    ("equal", "=", "same bits as the reference"),
-    ("within", "≤", "within what is allowed"),
-    ("outside", "✗", "outside of what is allowed"),
+    ("equal", "=", "bitwise equal to the reference"),
+    ("within", "≤", "within tolerance"),
+    ("outside", "✗", "mismatch"),
     ("missing", "?", "missing"),
-    ("unexpected", "+", "not expected to be there"),
+    ("unexpected", "+", "unexpected"),
     ("skipped", "–", "skipped, with a reason"),
-    ("blocked", "!", "could not be looked at"),
+    ("blocked", "!", "could not be checked"),
 )
 """Status, its mark, and what it means; a status is written as its place in here."""
 

@@ -1,15 +1,15 @@
 "use strict";
-/* The heat map, drawn from the data in the page. Texts become text nodes, never markup: names are a stranger's. */
+/* The heat map, drawn from the data in the page. Texts become text nodes, never markup: names may come from a stranger. */
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
   const [EQUAL, WITHIN, OUTSIDE, MISSING, UNEXPECTED, SKIPPED, BLOCKED] = data.key.map((_, place) => place);
   const MARKS = data.key.map((entry) => entry[1]);
   const CLASSES = 6; // colours of classes; their letters go on
-  const WIDE = 12; // columns that have room for numbers in their cells and level names above
-  const ROWS = 150; // rows drawn at once: a thousand rows of 64 cells take a browser a second
-  const OPEN = 40; // tensors that match a filter are shown without being asked for
-  // from what is least to what is most to be looked at
+  const WIDE = 12; // at most this many columns show numbers in their cells and level names above
+  const ROWS = 150; // rows drawn at once: a thousand rows of 64 cells take a browser one second
+  const OPEN = 40; // at most this many tensors that match a filter are unfolded
+  // from least to most severe
   const WEIGHT = { [EQUAL]: 0, [WITHIN]: 1, [SKIPPED]: 2, [BLOCKED]: 3, [UNEXPECTED]: 4, [MISSING]: 5, [OUTSIDE]: 6 };
 
   const make = (tag, { text, ...rest } = {}, ...children) => {
@@ -27,7 +27,7 @@
   const whole = (value) => value.toLocaleString("en");
   const small = (value) => (typeof value === "string" ? value : value >= 10 ? value.toPrecision(2).replace("e+", "e") : value.toFixed(2).replace(/^0/, ""));
 
-  /* ---- what a cell says ---- */
+  /* ---- text of a cell ---- */
   const variantOf = (row, column) => {
     const variants = row[5];
     if (variants === undefined) return [EQUAL];
@@ -49,20 +49,19 @@
     return `c-within${Math.min(4, Math.max(1, Math.ceil(ratioRank(ratio) * 4)))}`;
   };
   const say = (variant, names, rule) => {
-    if (variant === null) return "not looked at";
+    if (variant === null) return "not checked";
     const [status, of = 0, word, ratio, maxAbs, ulp, mismatched, bad] = variant;
     const lines = [`${MARKS[status]} ${data.key[status][0]}${word >= 0 ? `: ${data.strings[word]}` : ""}`];
-    const limit = rule === "user" ? "tolerance given" : "bound";
-    if (ratio !== undefined && ratio !== null) lines.push(`${ratio > 1 ? `${whole(ratio)} times` : `${ratio} of`} the ${limit}`);
-    if (mismatched) lines.push(`${whole(mismatched)} elements with other bits`);
+    if (ratio !== undefined && ratio !== null) lines.push(`${ratio > 1 ? whole(ratio) : ratio}× ${rule === "user" ? "user " : ""}tolerance`);
+    if (mismatched) lines.push(`${whole(mismatched)} elements differ bitwise`);
     if (maxAbs !== undefined && maxAbs !== null) lines.push(`largest difference ${maxAbs}`);
     if (ulp !== undefined && ulp !== null) lines.push(`${whole(ulp)} ULP at most`);
-    if (bad) lines.push(`${bad} of its workers are off; the worst is shown`);
+    if (bad) lines.push(`mismatch on ${bad} of its workers; the worst is shown`);
     lines.push(of < 0 ? "workers of several classes of agreement" : `class of agreement ${letter(of)}`);
     return (names ? [names] : []).concat(lines).join("\n");
   };
 
-  /* ---- tensors gathered by decoder layer ---- */
+  /* ---- tensors grouped by decoder layer ---- */
   const blockOf = (layer) => (/^(?:.*?\.)?\d+(?=\.|$)/.exec(layer) || [layer])[0];
   const isUnlike = (row) => {
     if (row[5] === undefined) return false;
@@ -100,23 +99,23 @@
   class Grid {
     constructor(section) {
       this.section = section;
-      this.columns = data.columns[section.road];
+      this.columns = data.columns[section.loadPath];
       this.open = new Map();
       this.limit = ROWS;
       this.title = make("b");
       this.summary = make("span", { class: "quiet" });
       this.window = make("div", { class: "window" });
       this.box = make("details", { class: "stage" }, make("summary", {}, this.title, this.summary), this.window);
-      const roads = Object.keys(data.columns).length > 1 ? ` · road ${section.road}` : "";
-      this.title.textContent = section.stage + roads;
+      const loadPath = Object.keys(data.columns).length > 1 ? ` · load path ${section.loadPath}` : "";
+      this.title.textContent = section.stage + loadPath;
       this.box.addEventListener("toggle", () => this.box.open && !this.drawn && this.draw());
     }
     filter() {
       this.rows = this.section.rows.filter(matches);
       const { total, bad, unlike, leftOut } = this.section;
       const parts = [`${total} tensor${total === 1 ? "" : "s"}`];
-      parts.push(bad ? `${MARKS[OUTSIDE]} ${bad} not what they should be` : unlike ? `${unlike} not equal everywhere` : "the same bits everywhere");
-      if (leftOut) parts.push(`${leftOut} have no room here: see report.json`);
+      parts.push(bad ? `${MARKS[OUTSIDE]} mismatch in ${bad}` : unlike ? `${unlike} not bitwise equal everywhere` : "bitwise equal everywhere");
+      if (leftOut) parts.push(`${leftOut} not shown: see report.json`);
       if (this.rows.length !== this.section.rows.length) parts.push(`${this.rows.length} match`);
       this.summary.textContent = parts.join(" · ");
       this.box.hidden = !this.rows.length && this.section.rows.length > 0;
@@ -189,7 +188,7 @@
       const who = `${full} on ${label}${many > 1 ? ` (${many} workers)` : ""}`;
       let told = say(worst, who, rows.length === 1 ? data.strings[rows[0][4]] : "");
       if (rows.length > 1) {
-        told += off ? `\n${off} of ${rows.length} tensors are not what they should be; the worst is shown` : `\nthe largest of ${rows.length} tensors`;
+        told += off ? `\nmismatch in ${off} of ${rows.length} tensors; the worst is shown` : `\nthe largest of ${rows.length} tensors`;
       }
       td.dataset.told = told;
       td.setAttribute("aria-label", told.replaceAll("\n", ", "));
@@ -273,7 +272,7 @@
     }
   }
 
-  /* ---- the numbers beside what is pointed at or focused; a screen reader gets the same as the cell's label ---- */
+  /* ---- tooltip of the pointed or focused cell; a screen reader gets the same text as the cell's label ---- */
   const tip = $("tip");
   let told = null;
   const hide = () => {
@@ -307,8 +306,8 @@
   const key = () => {
     const entry = (kind, mark, text) => make("span", {}, make("span", { class: `swatch ${kind}`, text: mark }), text);
     const parts = asked.by === "class"
-      ? [entry("class-0", "A", "bits of the reference worker"), entry("class-1", "B", "other bits; C, D … others again"), entry("class-mixed", "∗", "a layer whose tensors are of several classes")]
-      : [entry("c-equal", "=", "equal bits"), entry("c-within1", "≤", "up to ¼ of the bound"), entry("c-within2", "≤", "up to ½"), entry("c-within3", "≤", "up to ¾"), entry("c-within4", "≤", "up to all of it"), entry("c-outside", "✗", "outside (? missing, + unexpected)"), entry("c-skipped", "–", "skipped"), entry("c-blocked", "!", "could not be looked at")];
+      ? [entry("class-0", "A", "bitwise equal to the reference worker"), entry("class-1", "B", "different; C, D … further classes"), entry("class-mixed", "∗", "a layer with tensors of several classes")]
+      : [entry("c-equal", "=", "bitwise equal"), entry("c-within1", "≤", "up to ¼ of the tolerance"), entry("c-within2", "≤", "up to ½"), entry("c-within3", "≤", "up to ¾"), entry("c-within4", "≤", "up to all of it"), entry("c-outside", "✗", "mismatch (? missing, + unexpected)"), entry("c-skipped", "–", "skipped"), entry("c-blocked", "!", "could not be checked")];
     $("key").replaceChildren(...parts);
   };
 
@@ -326,7 +325,7 @@
   $("filter").addEventListener("input", (event) => {
     asked.text = event.target.value.trim().toLowerCase();
     clearTimeout(waiting);
-    waiting = setTimeout(apply, 120); // typing goes on while a large table would be drawn
+    waiting = setTimeout(apply, 120); // drawing a large table must not block typing
   });
   $("unlike").addEventListener("change", (event) => {
     asked.unlike = event.target.checked;
@@ -339,7 +338,7 @@
       apply();
     });
   }
-  asked.unlike = $("unlike").checked; // a browser that goes back keeps what was ticked
+  asked.unlike = $("unlike").checked; // a browser that goes back restores the form
   asked.text = $("filter").value.trim().toLowerCase();
   asked.by = document.querySelector("input[name=by]:checked").value;
   key();
@@ -347,7 +346,7 @@
   const first = grids.find((grid) => grid.section.bad) || grids.find((grid) => grid.section.unlike) || grids[0];
   if (first) {
     first.box.open = true;
-    first.draw(); // now: the event that says it was opened comes after the page was painted once
+    first.draw(); // now: the toggle event comes only after the first paint
   }
   $("controls").hidden = $("key").hidden = false;
 

@@ -1,84 +1,76 @@
-"""The transfer matrix: from which device to which a copy arrives as it was sent, and how fast."""
+"""The transfer matrix of the page: every kind of copy of each ordered pair, and how fast it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from consistency.comparison.result import BAD, Row, TensorComparison
-from consistency.report.page.labels import KEY
+from consistency.comparison.findings.transfers import Cell, matrices
+from consistency.comparison.result import TensorComparison
+from consistency.report.copy_matrix import cell_mark
 from consistency.report.text import one_line
 
-STAGE = "transfer"
-ARROW = "->"
-
-_RANK = {status: place for place, status in enumerate(("equal", "within", "skipped", "blocked"))}
-_MARKS = {status: mark for status, mark, _ in KEY}
+_STATUS = {"=": "equal", "✗": "outside", "–": "skipped"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """One kind of copy on one way."""
+class CopyText:
+    """One kind of copy."""
 
     kind: str
     status: str
     mark: str
-    gb_per_s: str
-    diagnosis: str
+    gb_per_s: str = ""
+    word: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """All kinds of copy from one device to another; the worst status stands for them."""
+class PairText:
+    """All kinds of copy from one device to another."""
 
     status: str
-    mark: str
-    copies: tuple[Copy, ...]
+    copies: tuple[CopyText, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Matrix:
-    """From each device to each; `chains` lead over more than two."""
+class MatrixText:
+    """A machine's pairs; `home` is empty where one capture is shown."""
 
-    load_path: str
-    names: tuple[str, ...]
-    ways: dict[tuple[str, str], Way]
-    chains: tuple[tuple[str, Way], ...]
-
-
-def matrices(tensors: Iterable[TensorComparison]) -> list[Matrix]:
-    """Return one matrix per road with rows of the stage `transfer`."""
-    load_paths: dict[str, dict[str, list[Copy]]] = {}
-    for tensor in tensors:
-        if tensor.stage == STAGE:
-            copies = load_paths.setdefault(tensor.load_path, {}).setdefault(tensor.layer, [])
-            copies += (_copy(tensor.tensor, row) for row in tensor.rows)
-    return [_matrix(load_path, layers) for load_path, layers in load_paths.items()]
+    home: str
+    places: tuple[str, ...]
+    pairs: dict[tuple[str, str], PairText]
 
 
-def _matrix(load_path: str, layers: dict[str, list[Copy]]) -> Matrix:
-    names: dict[str, None] = {}
-    ways, chains = {}, []
-    for layer, copies in layers.items():
-        stops = [one_line(stop) for stop in layer.split(ARROW)]
-        worst = max(copies, key=lambda copy: _RANK.get(copy.status, len(_RANK)))
-        way = Way(status=worst.status, mark=worst.mark, copies=tuple(copies))
-        if len(stops) == 2:
-            names.update(dict.fromkeys(stops))
-            ways[stops[0], stops[1]] = way
+def matrix_texts(tensors: Iterable[TensorComparison]) -> list[MatrixText]:
+    """Return one matrix per machine, cell by cell what the terminal's matrix says."""
+    return [
+        MatrixText(
+            home=one_line(matrix.home),
+            places=tuple(map(one_line, matrix.places)),
+            pairs={
+                (one_line(source), one_line(destination)): PairText(
+                    status=_STATUS[cell_mark(cell)], copies=tuple(_copies(cell))
+                )
+                for (source, destination), cell in matrix.cells.items()
+            },
+        )
+        for matrix in matrices(tensors)
+    ]
+
+
+def _copies(cell: Cell) -> Iterator[CopyText]:
+    for kind in cell.kinds:
+        if kind in cell.own:
+            mark, word = "✗", cell.word_of(kind).value
+        elif kind in cell.wrong:
+            mark, word = "–", "wrong on one of its hops"
         else:
-            chains.append((" → ".join(stops), way))
-    return Matrix(load_path=one_line(load_path), names=tuple(names), ways=ways, chains=tuple(chains))
-
-
-def _copy(kind: str, row: Row) -> Copy:
-    speed = row.evidence.get("gb_per_s")
-    known = isinstance(speed, (int, float)) and not isinstance(speed, bool)
-    word = row.diagnosis or row.status if row.status in BAD else row.reason or ""
-    return Copy(
-        kind=one_line(kind),
-        status=row.status,
-        mark=_MARKS[row.status],
-        gb_per_s=f"{speed:.3g} GB/s" if known else "",
-        diagnosis=one_line(word),
-    )
+            mark, word = ("=", "") if kind in cell.tried else ("–", cell.skipped[kind])
+        speed = cell.speeds.get(kind)
+        yield CopyText(
+            kind=one_line(kind),
+            status=_STATUS[mark],
+            mark=mark,
+            gb_per_s="" if speed is None else f"{speed:.3g} GB/s",
+            word=one_line(word),
+        )

@@ -11,57 +11,17 @@ import pytest
 
 from consistency.capture.folder import read_capture
 from consistency.capture.json_codec import encode_json
-from consistency.capture.names import CASTING, CHAIN, DIRECT, HOST_STAGED, OVERLAPPED, STRIDED, pair_name
-from consistency.capture.records import TensorRecord
-from consistency.case.stages import Stage
+from consistency.capture.names import CHAIN, DIRECT, HOST_STAGED, OVERLAPPED
 from consistency.comparison.compare import compare
 from consistency.comparison.findings.advice import advise, as_table
 from consistency.comparison.findings.transfers import home_of, matrices
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host import Gpu, HostFacts
-from consistency.numerics.words import Word
+from consistency.report.console import make_console
 from consistency.report.doctor import print_doctor
-from consistency.report.terminal import make_console, print_report
-from tests.comparison.made_records import measured
+from tests.comparison.made_transfers import ALL, CASE, DEVICES, TWO, compared, copies, workers
 from tests.conftest import MakeCapture
-
-DEVICES = ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
-CASE: dict[str, Any] = {"base": "", "adapter": None, "stages": (Stage.TRANSFER,)}
-
-
-def copies(pair: tuple[str, str], kind: str = DIRECT, word: str | None = None, **of: Any) -> TensorRecord:
-    evidence = {"bytes": [8], "read_back": "agree", **of.pop("evidence", {})}
-    if kind == DIRECT and word is None:
-        evidence.setdefault("gb_per_s", 20.0)
-    return TensorRecord(
-        stage="transfer", layer=pair_name(*pair), tensor=kind, shape=(8,), dtype="uint8", reference="payload",
-        digest=("ab" if word else "cd") * 16, reference_digest="cd" * 16, evidence=evidence,
-        diagnosis=None if word is None else Word(word),
-        status="outside" if word else "equal", measure=measured(bound_ratio=None) if word else None, **of,
-    )  # fmt: skip
-
-
-def workers(wrong: dict[tuple[str, str], dict[str, str]]) -> dict[str, list[TensorRecord]]:
-    """Return what the workers of four GPUs record, all of them right but these kinds of these pairs."""
-    found = {"cpu": [copies(("cpu", "cpu"))]}
-    for own in DEVICES:
-        pairs = [(own, "cpu"), ("cpu", own), (own, own), *((other, own) for other in DEVICES if other != own)]
-        found[own] = []
-        for pair in pairs:
-            kinds = [DIRECT, STRIDED, CASTING, OVERLAPPED]
-            words = wrong.get(pair, {})
-            found[own] += [copies(pair, kind, words.get(kind)) for kind in kinds]
-            if "cpu" not in pair and pair[0] != pair[1]:
-                via = next(d for d in DEVICES if d not in pair)
-                found[own].append(copies(pair, HOST_STAGED, words.get(HOST_STAGED), evidence={"via": "cpu"}))
-                broken = any(wrong.get(hop, {}).get(DIRECT) for hop in ((pair[0], via), (via, pair[1])))
-                word = "zeros" if broken else words.get(CHAIN)
-                found[own].append(copies(pair, CHAIN, word, evidence={"via": via}))
-    return found
-
-
-ALL = {DIRECT: "never-written", STRIDED: "never-written", CASTING: "never-written", OVERLAPPED: "never-written"}
-TWO = {("cuda:0", "cuda:1"): ALL, ("cuda:0", "cuda:3"): ALL}
+from tests.report.printed import printed
 
 
 def machine(**of: Any) -> HostFacts:
@@ -72,21 +32,8 @@ def machine(**of: Any) -> HostFacts:
     return HostFacts(host="box", boot_id=of.get("boot_id", "b1"), uptime_s=7200.0, gpus=gpus, log=of.get("log", ()))
 
 
-def compared(
-    make: MakeCapture, wrong: dict[tuple[str, str], dict[str, str]], host_facts: HostFacts | None = None
-) -> Comparison:
-    info = {name: {"load_path": "shared", "stages_done": ("transfer",)} for name in DEVICES}
-    return compare([read_capture(make("a", workers(wrong), info=info, case=CASE, host_facts=host_facts))])
-
-
 def errors(comparison: Comparison) -> list[Finding]:
     return [f for f in comparison.findings if f.severity == "error"]
-
-
-def printed(found: Comparison) -> str:
-    file = io.StringIO()
-    print_report(found, make_console(file))
-    return file.getvalue()
 
 
 def test_a_machine_whose_copies_are_right(make_capture: MakeCapture) -> None:
@@ -94,7 +41,7 @@ def test_a_machine_whose_copies_are_right(make_capture: MakeCapture) -> None:
     assert found.verdict == "consistent"
     assert found.findings == ()
     assert found.first_divergence == found.first_other_bits == ()
-    assert "nothing that was looked at is wrong on 5 workers" in printed(found)
+    assert "no mismatch on 5 workers" in printed(found)
 
 
 def test_one_sentence_says_which_copies_are_wrong_and_which_are_fine(make_capture: MakeCapture) -> None:
@@ -215,7 +162,7 @@ def test_what_to_mend_first(make_capture: MakeCapture) -> None:
     file = io.StringIO()
     print_doctor(found, make_console(file), elapsed_s=3.0)
     text = file.getvalue()
-    assert "to mend first:" in text
+    assert "fix first:" in text
     assert "  1  transfer" in text
     assert "cuda:3: PCI 0000:30:00.0, IOMMU group None DMA, link x4" in text
     table = as_table(found)
@@ -243,4 +190,4 @@ def test_nothing_to_mend_on_a_healthy_machine(make_capture: MakeCapture, tmp_pat
     assert advise(found) == ()
     file = io.StringIO()
     print_doctor(found, make_console(file), elapsed_s=3.0)
-    assert "nothing to mend" in file.getvalue()
+    assert "nothing to fix" in file.getvalue()

@@ -1,0 +1,157 @@
+"""The console that reports are printed on, and the shapes that they are made of: lines, headings, tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from consistency.capture.wording import counted
+from consistency.comparison.result import Finding, Verdict
+from consistency.report.text import clean
+
+PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
+
+_STYLES = {"consistent": "bold green", "inconsistent": "bold red", "incomplete": "bold yellow"}
+_PLAIN = str.maketrans({"·": "-", "×": "x", "–": "-", "…": "...", "→": "->", "✗": "x", "≤": "<="})
+"""What stands for a character where the output's encoding has none of them."""
+
+_GAPS = (4, 2)  # blanks between the columns of a grid: the second where the first does not fit
+
+
+def make_console(file: TextIO | None = None) -> Console:
+    """Return a console: colours on a terminal, plain text elsewhere."""
+    file = file or sys.stdout
+    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = max(console.width, PIPE_WIDTH)
+    return console
+
+
+@contextmanager
+def without_trailing_blanks(console: Console) -> Iterator[None]:
+    """Leave off what rich pads lines with, where the output is a file that people compare and paste."""
+    if console.is_terminal:
+        yield
+        return
+    with console.capture() as captured:
+        yield
+    console.file.write(stripped(captured.get(), console).decode(console.encoding or "ascii"))
+
+
+def stripped(text: str, console: Console) -> bytes:
+    """Return what rich captured as a file takes it, without trailing blanks."""
+    if not console.is_terminal:
+        text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    return text.encode(console.encoding or "ascii", "replace")  # rich folds with characters that not every encoding has
+
+
+def print_table(console: Console, titles: Sequence[str], rows: Iterable[Sequence[Text]], *, indent: int = 0) -> None:
+    """Print a table whose long cells are folded, never cut."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for title in titles:
+        table.add_column(title, header_style="bold", overflow="fold")
+    for cells in rows:
+        table.add_row(*cells)
+    console.print(Padding(table, (0, 0, 0, indent), expand=False))
+
+
+def plain_cells(*cells: object) -> list[Text]:
+    """Return the cells of a row, without the control characters of a stranger's names."""
+    return [Text(clean("" if cell is None else str(cell))) for cell in cells]
+
+
+class Writer:
+    """The shapes of a report, each on one console."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        encoding = (console.encoding or "ascii").lower()
+        self._encoding = None if encoding.startswith("utf") else encoding
+
+    def text(self, text: str, style: str = "") -> Text:
+        """Return what this console can show of a text."""
+        text = clean(text)
+        if self._encoding is not None:
+            text = text.translate(_PLAIN).encode(self._encoding, "replace").decode(self._encoding)
+        return Text(text, style=style)
+
+    def line(self, text: str, *, indent: int = 2, style: str = "") -> None:
+        self.console.print(Padding(self.text(text, style), (0, 0, 0, indent), expand=False))
+
+    def heading(self, parts: Sequence[str]) -> None:
+        self.console.print(self.text(" · ".join(parts), "bold"))
+        self.console.print()
+
+    def verdict(self, verdict: Verdict, sentence: str) -> None:
+        text = self.text(verdict.upper(), _STYLES[verdict])
+        text.append_text(self.text(f"   {sentence}", "default"))
+        self.console.print(Padding(text, (0, 0, 1, 2), expand=False))
+
+    def findings(self, findings: Iterable[Finding], *, most: int | None = None) -> None:
+        """Write what to act on, at most `most` of it."""
+        chosen = [finding for finding in findings if finding.severity != "note"]
+        for number, finding in enumerate(chosen[:most], start=1):
+            style, label = ("red", "") if finding.severity == "error" else ("yellow", "warning: ")
+            self.line(f"{number:<3}{label}{finding.message}", style=style)
+            for text in finding.detail:
+                self.line(text, indent=5)
+            if finding.next:
+                self.line(f"next: {finding.next}", indent=5)
+            self.console.print()
+        if most is not None and len(chosen) > most:
+            self.line(f"and {counted(len(chosen) - most, 'more finding')}: -v shows all")
+
+    def notes(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            if finding.severity == "note":
+                self.line(f"note: {finding.message}")
+
+    def table(self, titles: Sequence[str], rows: Iterable[Sequence[str]], *, left_out: int) -> None:
+        print_table(self.console, titles, ([self.text(cell) for cell in row] for row in rows), indent=2)
+        if left_out > 0:
+            self.line(f"and {left_out} more: -v shows all")
+        self.console.print()
+
+    def grid(
+        self, titles: Sequence[Text], rows: Sequence[tuple[Text, Sequence[Text]]], *, corner: Text | None = None
+    ) -> None:
+        """Print a label and cells per row, of which nothing is ever cut.
+
+        Columns that do not fit beside the labels follow below, with the labels again. A row without cells is a heading,
+        as long as it likes: it takes no width from the cells.
+        """
+        corner = corner or Text()
+        columns = [[title, *(cells[i] for _, cells in rows if cells)] for i, title in enumerate(titles)]
+        widths = [max(text.cell_len for text in column) for column in columns]
+        label = max(text.cell_len for text in (corner, *(label for label, cells in rows if cells)))
+        room = self.console.width - 2 - label
+        gap = next((gap for gap in _GAPS if sum(widths) + gap * len(widths) <= room), _GAPS[-1])
+        for chosen in _blocks([width + gap for width in widths], room):
+            for name, cells in ((corner, titles), *rows):
+                if not cells:
+                    self.console.print(Padding(name, (0, 0, 0, 2), expand=False))
+                    continue
+                line = Text("  ").append_text(name)
+                line.pad_right(label - name.cell_len)
+                for place in chosen:
+                    line.pad_right(gap)
+                    line.append_text(cells[place])
+                    line.pad_right(widths[place] - cells[place].cell_len)
+                self.console.print(line, soft_wrap=True)
+
+
+def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Return the places of columns that fit beside one another, at least one at a time."""
+    blocks: list[list[int]] = [[]]
+    for place, width in enumerate(widths):
+        if blocks[-1] and sum(widths[i] for i in blocks[-1]) + width > room:
+            blocks.append([])
+        blocks[-1].append(place)
+    return blocks

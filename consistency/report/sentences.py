@@ -1,0 +1,149 @@
+"""What every report states in the same words: the verdict, a cell of the table, load paths, where workers diverge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from consistency.capture.wording import counted, some
+from consistency.case.stages import Stage
+from consistency.comparison.result import BAD, Comparison, Divergence
+from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
+from consistency.report.summary import Cell, alternative_paths, divergences, worst_ratio
+from consistency.report.text import one_line
+
+LEGEND = (
+    ("equal", "=", "bitwise equal"),
+    ("within", "≤", "within tolerance (worst error/tolerance)"),
+    ("outside", "✗", "mismatch"),
+    ("none", "–", "not checked"),
+)
+"""Kind of a cell, its mark, and what it means."""
+
+_MOST_LOAD_PATHS = 4  # names of load paths that fit a line
+
+_STATUS: Mapping[str, str] = {"within": "within tolerance", "equal": "matches its own file", "outside": "mismatch"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellText:
+    """A cell of the table of groups.
+
+    Attributes
+    ----------
+    kind : str
+        Of `LEGEND`, or `blocked`, or `skipped`.
+    spoken : str
+        The whole cell in words, for a screen reader.
+    place : str
+        The layer at which a mismatch begins, where the order of layers says something.
+    """
+
+    kind: str
+    mark: str
+    text: str
+    spoken: str
+    place: str = ""
+
+
+def cell_text(stage: str, cell: Cell | None) -> CellText:
+    """Return the worst that workers saw in a stage."""
+    if cell is None:
+        return CellText(kind="none", mark="–", text="", spoken="not checked")
+    if cell.bad:
+        place = f"from {one_line(cell.first_bad)}" if stage == Stage.FORWARD and cell.first_bad else ""
+        spoken = f"mismatch in {cell.bad} of {cell.total} tensors {place}".rstrip()
+        return CellText(kind="outside", mark="✗", text=f"{cell.bad}/{cell.total}", spoken=spoken, place=place)
+    if "blocked" in cell.counts:
+        text = f"blocked {cell.counts['blocked']}/{cell.total}"
+        return CellText(kind="blocked", mark="!", text=text, spoken=f"could not be checked: {text} tensors")
+    if "within" in cell.counts and cell.worst_ratio is not None:
+        text = f"{cell.worst_ratio:.2f}"
+        return CellText(kind="within", mark="≤", text=text, spoken=f"within tolerance, worst error/tolerance {text}")
+    if "equal" in cell.counts or "within" in cell.counts:
+        return CellText(kind="equal", mark="=", text="", spoken="bitwise equal")
+    return CellText(kind="skipped", mark="–", text="skipped", spoken="skipped")
+
+
+def sentence(comparison: Comparison) -> str:
+    """Return the verdict in one sentence, and which devices of it are simulated."""
+    if comparison.load_paths == (FILE_STAGE,):
+        return _of_files(comparison)
+    simulated = list(dict.fromkeys(w.name for w in comparison.workers if w.simulated))
+    return _of_workers(comparison) + (f"; simulated: {some(simulated)}" if simulated else "")
+
+
+def _of_files(comparison: Comparison) -> str:
+    bad = sum(any(row.status in BAD for row in tensor.rows) for tensor in comparison.tensors)
+    count = len(comparison.tensors)
+    if bad:
+        return f"{bad} of {counted(count, 'tensor')} {'differs' if bad == 1 else 'differ'}"
+    text = "the tensor is bitwise equal" if count == 1 else f"all {count} tensors are bitwise equal"
+    return text if comparison.verdict == "consistent" else f"{text}, but the settings differ"
+
+
+def _of_workers(comparison: Comparison) -> str:
+    workers = counted(len({w.name for w in comparison.workers}), "worker")
+    errors = [f for f in comparison.findings if f.severity == "error"]
+    if comparison.verdict == "consistent":
+        accepted = sum(finding.accepted is not None for finding in comparison.findings)
+        if accepted:
+            return f"nothing new on {workers}: the baseline accepts {counted(accepted, 'finding')}"
+        return f"{_what_matches(comparison)} on {workers}{_worst_error(comparison)}"
+    if comparison.verdict == "incomplete":
+        lost = [w.name for w in comparison.workers if w.status != "ok"]
+        what = f"{some(lost)} did not finish" if lost else "part of what was requested could not be checked"
+        others = sum(f.kind not in ("lost-worker", "failed-worker") for f in errors)
+        return what + (f"; {counted(others, 'other finding')}" if others else "")
+    first = errors[0].message
+    return first if len(errors) == 1 else f"{first} (and {counted(len(errors) - 1, 'other finding')})"
+
+
+def _what_matches(comparison: Comparison) -> str:
+    checked = {tensor.stage for tensor in comparison.tensors}
+    found = [stage.value for stage in (Stage.BASE, Stage.ADAPTER) if stage in checked]
+    if not found:
+        return "no mismatch"
+    return f"the {found[0]} matches" if len(found) == 1 else f"{' and '.join(found)} match"
+
+
+def _worst_error(comparison: Comparison) -> str:
+    ratio = worst_ratio(comparison)
+    if ratio is None:
+        return ""
+    return f"; worst error is {'under 1' if 0 < ratio < 0.005 else f'{100 * ratio:.0f}'} % of its tolerance"
+
+
+def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """Yield how the alternative load paths ended, each with its kind of cell; those without a mismatch in one line."""
+    found = alternative_paths(comparison)
+    equal = [path.load_path for path in found if not path.bad and not path.skipped]
+    if equal:
+        names = f" ({', '.join(equal)})" if len(equal) <= _MOST_LOAD_PATHS else ""
+        every = "all " if len(equal) > 1 else ""
+        yield "equal", f"{counted(len(equal), 'more load path')} checked, {every}equal{names}"
+    for path in found:
+        if path.bad:
+            yield "outside", f"load path {path.load_path}: ✗ {path.bad}/{path.total} on {some(path.workers)}"
+        elif path.skipped:
+            yield "skipped", f"load path {path.load_path}: skipped"
+
+
+def divergence_texts(comparison: Comparison) -> Iterator[str]:
+    """Yield where workers first have a mismatch, and where their bits first differ from the reference worker's."""
+    mismatches = {_place(one) for one in comparison.first_divergence}
+    reference = comparison.reference
+    yield from _first("mismatch", comparison, comparison.first_divergence)
+    bits = [one for one in comparison.first_other_bits if _place(one) not in mismatches]
+    yield from _first(f"bitwise difference from {reference}", comparison, bits)
+
+
+def _place(one: Divergence) -> tuple[str, ...]:
+    return (one.worker, one.load_path, one.stage, one.layer, one.tensor)
+
+
+def _first(what: str, comparison: Comparison, found: list[Divergence] | tuple[Divergence, ...]) -> Iterator[str]:
+    for one, workers in divergences(found):
+        where = f" (load path {one.load_path})" if one.load_path != comparison.load_paths[0] else ""
+        status = f" ({_STATUS.get(one.status, one.status)})" if one.status != "outside" else ""
+        yield f"{some(workers)}{where}: first {what}: {one.stage}, {one.layer}.{one.tensor}{status}"

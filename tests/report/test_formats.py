@@ -1,0 +1,69 @@
+"""A format of the report is a file and a row: nothing else names it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from consistency.cli.main import main
+from consistency.comparison.result import Comparison
+from consistency.report import formats
+from consistency.report.formats import Chosen, Format, View
+from tests.comparison.made_records import moved
+from tests.conftest import MakeCapture
+
+
+def render(comparison: Comparison, _: View) -> Iterator[bytes]:
+    yield f"throwaway {comparison.verdict}\n".encode()
+
+
+ROW = Format(name="throwaway", chosen=Chosen.FORMAT, writer=f"{__name__}:render", help="for this test")
+
+
+@pytest.fixture
+def capture(make_capture: MakeCapture) -> str:
+    return str(make_capture("a", {"cpu": [moved()]}))
+
+
+def added(row: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, row))
+
+
+def test_a_row_makes_a_format_to_print(
+    capture: str, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert main(["compare", capture, "--format", "throwaway"]) == 2
+    added(ROW, monkeypatch)
+    assert main(["compare", capture, "--format", "throwaway"]) == 0
+    assert capsysbinary.readouterr().out == b"throwaway consistent\n"
+
+
+def test_a_row_makes_a_file_of_the_output_folder(
+    capture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    added(dataclasses.replace(ROW, chosen=Chosen.OUT), monkeypatch)
+    out = str(tmp_path / "out")
+    assert main(["compare", capture, "--out", out]) == 0
+    assert (tmp_path / "out" / "throwaway").read_text() == "throwaway consistent\n"
+    assert main(["compare", capture, "--out", out]) == 2, "an earlier run's file is not replaced unasked"
+    assert "throwaway" in capsys.readouterr().err
+
+
+def test_a_row_makes_an_option_that_takes_a_file(
+    capture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    added(dataclasses.replace(ROW, chosen=Chosen.OPTION), monkeypatch)
+    assert main(["compare", capture, "--throwaway", str(tmp_path / "file")]) == 0
+    assert (tmp_path / "file").read_text() == "throwaway consistent\n"
+    assert "CONSISTENT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("row", formats.FORMATS, ids=lambda row: str(row.name))
+def test_every_writer_is_there(row: Format, make_capture: MakeCapture) -> None:
+    from consistency.workflows.pipeline import compare_folders
+
+    found = compare_folders([make_capture("a", {"cpu": [moved()]})], None)
+    assert b"".join(row.render(found, View(elapsed_s=1.0, verbose=True, folder="out")))
