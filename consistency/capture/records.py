@@ -1,4 +1,4 @@
-"""What one worker saw, as values: who it was, and one record per tensor. No torch here."""
+"""What one worker recorded, as values: who it was, and one record per tensor. No torch here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WorkerStatus = Literal["ok", "lost", "failed"]
 
 
 class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """The numbers of `consistency.numerics.distance.Measure`, as they are written."""
+    """`consistency.numerics.distance.Measure` in its written form."""
 
     elements: int
     mismatched: int
@@ -46,13 +46,13 @@ class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return cls(**{name: getattr(measure, name) for name in cls.__struct_fields__})
 
     def without_values(self) -> TensorMeasure:
-        """Return it without the worst element's values: a third of it, and shown only of what is outside."""
+        """Return it without the worst element's values: a third of its size, and shown only of mismatches."""
         return msgspec.structs.replace(
             self, worst_actual=None, worst_expected=None, worst_actual_bits=None, worst_expected_bits=None
         )
 
     def evidence(self) -> dict[str, Any]:
-        """Return what a row shows of a difference in bits: the worst element, flipped bits, the range of bytes."""
+        """Return what a row shows of a bitwise difference: the worst element, flipped bits, the range of bytes."""
         found: dict[str, Any] = {
             "actual": self.worst_actual,
             "expected": self.worst_expected,
@@ -75,7 +75,7 @@ class TensorRecord(
     gc=False,
     rename={"reference_samples": "reference_draws", "load_path": "road"},
 ):
-    """What one worker saw of one tensor.
+    """What one worker recorded of one tensor.
 
     Attributes
     ----------
@@ -86,18 +86,18 @@ class TensorRecord(
     rule : str
         A `consistency.numerics.rules.Rule`.
     status : str
-        The worker's own judgement; `measured` where only the comparison with other workers can tell.
+        The worker's own judgement; `measured` where only a comparison with other workers can decide.
     digest, blocks : str
         Of the tensor on the device; block digests as 16 hexadecimal digits each, one after the other. None of a
-        computed tensor that is inside its rule: such differ from device to device in nearly every block.
+        computed tensor within tolerance: nearly every block of those differs from device to device.
     reference : str or None
         `file`, `float64`, or None where the other workers are the reference.
     reference_digest, reference_blob : str or None
-        Of the tensor it was held against.
+        Of the tensor that it was compared with.
     reference_error : float or None
         Largest error of the CPU in this dtype, for the `relative` rule.
-    reference_draws : int or None
-        How many independent errors that one is the largest of, where it is not one per element.
+    reference_samples : int or None
+        Number of independent errors of which that one is the largest, where it is not one per element.
     measure : TensorMeasure or None
         None where the bits are equal.
     diagnosis : Word or None
@@ -106,16 +106,16 @@ class TensorRecord(
     reason : str or None
         Why a tensor was skipped or blocked.
     blob : str or None
-        The tensor itself, where it was worth keeping.
+        The stored tensor, where there is one.
     repeats : tuple of str
         Digests of the same tensor in later runs on the same device.
     ingredients : dict of str to str
-        Kept tensors that a computed one was made from, by the name that a reproducer gives them.
+        Stored tensors that a computed one was made from, by the name that a reproducer gives them.
     order : int
         Place in the model's own order, for "the first layer that differs".
     limit_ratio : float or None
-        What was seen over what is allowed, for the `limit` rule.
-    road : str
+        Measured value over the limit, for the `limit` rule.
+    load_path : str
         The alternative load path; empty on the worker's own.
     tolerance : str
         The user tolerance that judged it, as the command line takes it.
@@ -187,7 +187,7 @@ def read_record(line: bytes) -> TensorRecord:
 
 
 class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting that was not as asked for when a stage ended."""
+    """A setting that was not as requested when a stage ended."""
 
     setting: str
     asked: Any
@@ -196,7 +196,7 @@ class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage took of the host's memory and of the device's.
+    """Memory that a stage used on the host and on the device.
 
     Attributes
     ----------
@@ -222,8 +222,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path":
 
     Attributes
     ----------
-    name, road : str
-        Device and road; one device may have a worker per road.
+    name, load_path : str
+        Device and load path; one device may have a worker per load path.
     architecture, model, uuid, pci_bus_id, driver, capability
         Identity of the device.
     status : str
@@ -231,7 +231,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path":
     reason : str or None
         For a worker that is not `ok`: signal, last event.
     stack : str or None
-        Where it was, as `faulthandler` saw it.
+        Where it was, by `faulthandler`.
     environment : dict
         Versions, threads, kernels in force.
     asked, in_force : dict
@@ -241,13 +241,13 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path":
         Of the fixed inputs of the forward stage.
     stages_done : tuple of str
     kernel_key : str
-        Workers with the same key run the same program on the same model of chip: their bits are expected to be equal.
+        Workers with the same key run the same program on the same chip model: they are expected to agree bitwise.
     peak_bytes : int or None
         Largest resident size of the worker's process.
     planted : str or None
-        The fault that was planted in it on purpose.
+        The fault that was planted in it.
     stage_memory : tuple of StageMemory
-        In the order in which they were gone through.
+        In the order in which they ran.
     """
 
     name: str

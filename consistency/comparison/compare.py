@@ -1,6 +1,6 @@
-"""Captures -> Comparison: line the workers up tensor by tensor, judge every row, and say what it amounts to.
+"""Captures -> Comparison: align the workers tensor by tensor, judge every row, and collect the findings.
 
-The same code compares the workers of one run, captures from ten machines, and last night with tonight.
+The same code compares the workers of one run, captures from ten hosts, and captures from different days.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from consistency.capture.folder import Capture
 from consistency.capture.names import WHOLE_MODEL
-from consistency.capture.records import TensorRecord
+from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
 from consistency.case.stages import Stage
@@ -44,7 +44,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
     ----------
     captures : sequence of Capture
     unread : sequence of str
-        What is to be said of captures that could not be read at all.
+        Why captures could not be read at all.
 
     Raises
     ------
@@ -85,16 +85,16 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
 
 
 def _load_paths_left_out(case: Case, taken: Sequence[str]) -> Iterable[str]:
-    """Name the side roads that were not taken, where there was an adapter to take them with."""
+    """Name the alternative paths that were not taken, where there was an adapter to take them with."""
     if case.adapter is None or Stage.ADAPTER not in case.stages:
         return
     left = [f"+{side}" for side in SIDES if not any(load_path.partition("+")[2] == side for load_path in taken)]
     if left:
-        yield "the adapter's side roads" if len(left) == len(SIDES) else f"the side roads {' '.join(left)}"
+        yield "the adapter's alternative load paths" if len(left) == len(SIDES) else f"the load paths {' '.join(left)}"
 
 
 def _dtype(asked: str, reference: ComparedWorker | None) -> str:
-    """Return what the base was loaded as: what was asked for, or what the reference worker found in the files."""
+    """Return the dtype that the base was loaded in: as requested, or as the reference worker found in the files."""
     found = None if reference is None else reference.info.environment.get("dtype")
     return str(found) if asked == "auto" and found else asked
 
@@ -111,7 +111,7 @@ def _compare_load_path(
     equal: dict[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]] = {}  # one tuple for all tensors of a stage
     for key in sorted(order, key=lambda k: (_STAGE_ORDER.get(k[0], len(_STAGE_ORDER)), order[k])):
         record = reference.records.get(key) or next(m.records[key] for m in members if key in m.records)
-        rows = _judge_all(members, kinds, reference, key, owed=record.rule != Rule.LIMIT)
+        rows = _judge_all(members, kinds, reference, key, expected=record.rule != Rule.LIMIT)
         if not rows:
             continue
         classes = _classes(members, reference, key)
@@ -130,18 +130,18 @@ def _compare_load_path(
 
 
 def _judge_all(
-    members: Sequence[ComparedWorker], kinds: Sequence[int], reference: ComparedWorker, key: Key, *, owed: bool
+    members: Sequence[ComparedWorker], kinds: Sequence[int], reference: ComparedWorker, key: Key, *, expected: bool
 ) -> tuple[Row, ...]:
     """Judge each worker's record of a tensor; of workers of one kind that share a record, one is judged for all.
 
-    A worker without one is `owed` one, unless it is a fact of the workers that have it: the others have other devices.
+    A record is `expected` of every worker, unless it is a fact: the other workers have other devices.
     """
     judged: dict[tuple[int, int], Row] = {}
     rows = []
     for member, kind in zip(members, kinds, strict=True):
         record = member.records.get(key)
         if record is None:
-            if owed and _should_have(member, reference, key):
+            if expected and _should_have(member, reference, key):
                 rows.append(judge(member, reference, key))
             continue
         alike = judged.get((id(record), kind))
@@ -156,10 +156,10 @@ def _judge_all(
 
 
 def _should_have(member: ComparedWorker, reference: ComparedWorker, key: Key) -> bool:
-    """Tell whether a worker without a record of a tensor owes one: its case asked for the stage at the same level."""
-    if key[0] == Stage.TRANSFER:  # each worker answers for the copies into its own device
+    """Tell whether a worker should have a record of a tensor: its case has the stage, at the same level."""
+    if key[0] == Stage.TRANSFER:  # each worker records the copies into its own device
         return False
-    if key[1] == WHOLE_MODEL or not member.could_have_seen(key):  # what stands for a stage that others skipped
+    if key[1] == WHOLE_MODEL or not member.could_have_seen(key):  # a stage that others skipped as a whole
         return False
     return member.capture is reference.capture or member.case.level == reference.case.level
 
@@ -178,7 +178,7 @@ def _classes(members: Sequence[ComparedWorker], reference: ComparedWorker, key: 
 
 
 def _bits(record: TensorRecord) -> str | None:
-    """Return what workers that agree have in common: their bits, and of copies that they arrived as they were sent."""
+    """Return what workers that agree have in common: their bits; of copies, that they arrived as sent."""
     return PAYLOAD if record.stage == Stage.TRANSFER and is_as_sent(record) else record.digest
 
 
@@ -192,7 +192,7 @@ def _bad(tensor: TensorComparison) -> Collection[str]:
 
 
 def _other_bits(reference: ComparedWorker | None, tensor: TensorComparison) -> Collection[str]:
-    """Return the workers whose bits are not the reference worker's, where it has any."""
+    """Return the workers that differ bitwise from the reference worker."""
     if reference is None or not tensor.classes or reference.label not in tensor.classes[0]:
         return ()
     return {name for names in tensor.classes[1:] for name in names}
@@ -201,9 +201,9 @@ def _other_bits(reference: ComparedWorker | None, tensor: TensorComparison) -> C
 def _first(
     tensors: Sequence[TensorComparison], leave: Callable[[TensorComparison], Collection[str]]
 ) -> tuple[Divergence, ...]:
-    """Return, per worker and road, the first tensor at which it is among those that leave the others.
+    """Return, per worker and load path, the first tensor at which it diverges.
 
-    A side road is told of a worker that leaves them on no default road.
+    Alternative paths are left out for a worker that diverges on a default one.
     """
     found: dict[tuple[str, str], Divergence] = {}
     for tensor in tensors:
@@ -233,28 +233,9 @@ def _architectures(workers: Sequence[ComparedWorker]) -> tuple[ArchitectureGroup
     return tuple(ArchitectureGroup(name=name, workers=tuple(labels)) for name, labels in groups.items())
 
 
-def _summary(p: ComparedWorker) -> WorkerSummary:
-    info = p.info
-    return WorkerSummary(
-        name=p.label,
-        load_path=info.load_path,
-        architecture=info.architecture,
-        model=info.model,
-        uuid=info.uuid,
-        status=info.status,
-        reason=info.reason,
-        environment=info.environment,
-        pci_bus_id=info.pci_bus_id,
-        driver=info.driver,
-        capability=info.capability,
-        simulated=info.simulated,
-        stack=info.stack,
-        asked=info.asked,
-        in_force=info.in_force,
-        stages_done=info.stages_done,
-        elapsed_s=info.elapsed_s,
-        peak_bytes=info.peak_bytes,
-        stage_memory=info.stage_memory,
-        host=p.capture.manifest.host,
-        device=p.device,
-    )
+_OF_INFO = tuple(name for name in WorkerSummary.__struct_fields__ if name in WorkerInfo.__struct_fields__)
+
+
+def _summary(worker: ComparedWorker) -> WorkerSummary:
+    fields = {name: getattr(worker.info, name) for name in _OF_INFO}
+    return WorkerSummary(**{**fields, "name": worker.label}, host=worker.capture.manifest.host, device=worker.device)

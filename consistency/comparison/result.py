@@ -1,4 +1,4 @@
-"""What a comparison of captures says, as values: rows, classes of agreement, groups, findings. No torch here."""
+"""The result of a comparison, as values: rows, classes of agreement, groups, findings. No torch here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Verdict = Literal["consistent", "inconsistent", "incomplete"]
 Severity = Literal["error", "warning", "note"]
 
 ENVIRONMENT = "environment"
-"""Kind of the finding that software is not the same everywhere."""
+"""Kind of the finding that software differs between workers."""
 
 PLANTED = "planted"
 """Kind of the finding that a fault was planted on purpose."""
@@ -45,7 +45,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a
     ----------
     worker : str
     reference : str or None
-        `file`, `float64`, the name of another worker, or None where there is nothing to hold it against.
+        `file`, `float64`, the name of another worker, or None where there is nothing to compare with.
     status : str
     elements, mismatched : int or None
         None where nothing was measured.
@@ -98,7 +98,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a
 
 
 class TensorComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
-    """One tensor on all workers of a road.
+    """One tensor on all workers of a load path.
 
     Attributes
     ----------
@@ -126,7 +126,7 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_
 
     @property
     def is_equal(self) -> bool:
-        """Whether every worker has the same bits and nothing is to be said of any."""
+        """Whether every worker has the same bits, and every status is `equal`."""
         return len(self.classes) <= 1 and all(row.status == "equal" for row in self.rows)
 
     def row(self, worker: str) -> Row | None:
@@ -134,7 +134,7 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_
 
 
 class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
-    """Who a worker was and how it ended; `device` is who its device is, whatever number that has today."""
+    """Who a worker was and how it ended; `device` identifies its device independently of its number."""
 
     name: str
     load_path: str
@@ -172,7 +172,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths": "
     Attributes
     ----------
     kind : str
-        Word of the diagnosis, or what else it is: `lost-worker`, `not-repeatable`, `same-model`, `inputs`, …
+        Word of the diagnosis, or another kind: `lost-worker`, `not-repeatable`, `same-model`, `inputs`, …
     severity : str
         Only an `error` makes the verdict inconsistent.
     message : str
@@ -181,15 +181,15 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths": "
     tensors : tuple of str
         `stage::layer.tensor`.
     detail : tuple of str
-        What to know beside the sentence: the worst element, the signal, the stack.
+        More than the sentence: the worst element, the signal, the stack.
     next : str or None
         What to type or do next.
     state : str or None
-        Digest of the bits that it is about, where other bits would be another finding.
+        Digest of the bits concerned; different bits are a different finding.
     accepted : str or None
         Where a baseline accepts it: what its severity was, when, and why.
-    roads : tuple of str
-        The roads on which the tensors are not what they should be.
+    load_paths : tuple of str
+        The load paths with mismatches.
     """
 
     kind: str
@@ -205,7 +205,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths": "
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
-    """The first tensor, in the model's order, at which a worker leaves the others.
+    """The first tensor, in the model's order, at which a worker diverges.
 
     Attributes
     ----------
@@ -222,7 +222,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path":
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths": "roads", "hosts": "boxes"}):
-    """Everything that comparing captures says.
+    """Everything that a comparison of captures found.
 
     Attributes
     ----------
@@ -231,15 +231,15 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths"
     reference : str or None
         The reference worker.
     first_divergence : tuple of Divergence
-        Per worker, where its status is first worse than within its rule.
+        Per worker, its first mismatch.
     first_other_bits : tuple of Divergence
-        Per worker, where its bits first differ from the reference worker's, inside the bound or not.
+        Per worker, where it first differs bitwise from the reference worker, within tolerance or not.
     not_looked_at : tuple of str
-        What the level and the options left out.
+        What the level and the options excluded.
     captures : tuple of str
         Folders that were compared, where they do not lie beside the report.
-    boxes : tuple of Box
-        The machines, one per capture that tells of its own.
+    hosts : tuple of HostFacts
+        One per capture that records its own.
     """
 
     case: str
@@ -268,7 +268,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths"
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return findings as reports number them: other software first, for it may explain the rest, then by weight."""
+    """Return findings in report order: different software first, as it may explain the rest, then by severity."""
 
     def weight(finding: Finding) -> tuple[bool, int]:
         return (finding.kind != ENVIRONMENT or finding.severity == "note", _WEIGHT[finding.severity])
@@ -277,7 +277,7 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def with_findings(comparison: Comparison, findings: Iterable[Finding]) -> Comparison:
-    """Return a comparison with these findings for its own, in order of weight, and the verdict they amount to."""
+    """Return a comparison with these findings, in order of severity, and their verdict."""
     ordered = in_order(findings)
     verdict = verdict_of(ordered, incomplete=comparison.verdict == "incomplete")
     return msgspec.structs.replace(comparison, findings=ordered, verdict=verdict)

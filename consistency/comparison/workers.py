@@ -1,4 +1,4 @@
-"""The workers of one or more captures under names that tell them apart, and which of them is the reference."""
+"""The workers of one or more captures under distinct names, and the reference among them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ComparedWorker:
     capture : Capture
     info : WorkerInfo
     records : dict
-        What it saw, by stage, layer and tensor, in the model's order.
+        By stage, layer and tensor, in the model's order.
     sides : dict
-        The same by side road, for the roads that it took beside its own.
+        The same by alternative load path.
     """
 
     label: str
@@ -51,7 +51,7 @@ class ComparedWorker:
 
     @property
     def device(self) -> str:
-        """Return who the device is, whatever number it has today: its UUID, or host and name, and its variant."""
+        """Return the identity of the device, which does not change with its number: its UUID, or host and name."""
         name, _, variant = self.info.name.partition("@")
         identity = self.info.uuid or f"{self.capture.manifest.host}/{name}"
         return f"{identity}@{variant}" if variant else identity
@@ -62,13 +62,13 @@ class ComparedWorker:
 
     @property
     def program(self) -> tuple[str, str, str] | None:
-        """Return what decides the bits of a computed tensor; workers of equal program are expected to agree."""
+        """Return what decides the bits of a computed tensor; workers with the same program are expected to agree."""
         if not self.info.kernel_key:
             return None
         return (self.info.architecture, self.info.model, self.info.kernel_key)
 
     def kind(self) -> bytes:
-        """Return everything that `judge` may look at of a worker, beside its record and the tensors it kept.
+        """Return everything of a worker that `judge` may use beside its record and its stored tensors.
 
         Of two workers of one kind with equal records only one is judged.
         """
@@ -77,7 +77,7 @@ class ComparedWorker:
         return encode_json((self.is_cpu, *facts, info.environment, info.in_force, self.case.dtype))
 
     def on(self, load_path: str) -> ComparedWorker | None:
-        """Return this worker as it stands on a road: itself, what it saw on a side road, or None."""
+        """Return this worker on a load path: itself, with its records of an alternative path, or None."""
         if load_path == self.load_path:
             return self
         if load_path not in self.sides:
@@ -88,7 +88,7 @@ class ComparedWorker:
 
     @property
     def gave_up(self) -> bool:
-        """Tell whether this worker could not take the side road that it stands on: it owes no tensor there."""
+        """Tell whether this worker could not take its alternative path: no tensor is expected of it there."""
         record = self.records.get(("adapter", SETTINGS_LAYER, LOADED_AGAIN))
         return is_alternative(self.load_path) and record is not None and record.status == "skipped"
 
@@ -99,7 +99,7 @@ class ComparedWorker:
 
 
 def gather(captures: Sequence[Capture]) -> tuple[ComparedWorker, ...]:
-    """Return the workers of all captures, named apart."""
+    """Return the workers of all captures under distinct names."""
     labels = _labels([_home(capture.folder) for capture in captures])
     keys: dict[Key, Key] = {}  # one tuple per tensor for all workers
     seen = Counter((worker.info.name, worker.info.load_path) for capture in captures for worker in capture.workers)
@@ -120,7 +120,7 @@ def _worker(label: str, capture: Capture, worker: WorkerCapture, keys: dict[Key,
 
 
 def load_paths_of(workers: Sequence[ComparedWorker]) -> tuple[str, ...]:
-    """Return the roads that were taken: those that workers were started for, then what lies beside them."""
+    """Return the load paths that were taken: those that workers were started for, then the alternative ones."""
     mains = dict.fromkeys(p.load_path for p in workers)
     return (*mains, *dict.fromkeys(side for p in workers for side in p.sides))
 
@@ -128,12 +128,11 @@ def load_paths_of(workers: Sequence[ComparedWorker]) -> tuple[str, ...]:
 def on_load_path(
     workers: Sequence[ComparedWorker], reference: ComparedWorker, load_path: str
 ) -> tuple[list[ComparedWorker], ComparedWorker]:
-    """Return the workers of a road, and the reference among them as it stands there.
+    """Return the workers on a load path, and their reference.
 
-    The reference worker stands on every default road, for the other workers are held against it. On a side road it
-    stands where it took that road, with other devices visible or without; where it did not, another worker that took it
-    stands for it: every one was held against the file. A worker that was lost before a side road that its neighbours
-    took owes it.
+    On every default load path this is the reference worker. On an alternative path it is too where it took that path,
+    with other devices visible or without; elsewhere another worker takes its place, since each was compared with the
+    file. A worker that was lost before an alternative path that others of its capture took is expected there.
     """
     if not is_alternative(load_path):
         members = [p for p in workers if p.load_path == load_path]
@@ -160,7 +159,7 @@ def on_load_path(
 
 
 def choose_reference(workers: Sequence[ComparedWorker]) -> ComparedWorker | None:
-    """Return the first capture's plain CPU, else its first CPU, else its first worker that saw anything."""
+    """Return the first capture's plain CPU, else its first CPU, else its first worker with records."""
     useful = [p for p in workers if p.records]
     if not useful:
         return None
@@ -172,13 +171,13 @@ def choose_reference(workers: Sequence[ComparedWorker]) -> ComparedWorker | None
 
 
 def _home(folder: Path) -> Path:
-    """Return the folder that a user gave: a run keeps its capture in `captures/`."""
+    """Return the folder that a user gave: a run writes its capture to `captures/`."""
     folder = folder.resolve()
     return folder.parent if folder.name == "captures" else folder
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest endings of the paths that tell the folders apart; the same folder twice gets a number."""
+    """Return the shortest path endings that are distinct; the same folder twice gets a number."""
     for depth in range(1, max(len(f.parts) for f in folders) + 1):
         labels = ["/".join(f.parts[-depth:]) for f in folders]
         if len(set(labels)) == len(set(folders)):

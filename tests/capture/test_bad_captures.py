@@ -198,7 +198,8 @@ def test_other_inputs_are_a_finding_and_the_rest_is_compared(make_capture: MakeC
     found = reported(folders)
     assert [f.kind for f in errors(found)] == ["inputs"]
     assert found.findings[0].message == (
-        "forward · c:cpu, c:cuda:0 had other inputs than a:cpu, a:cuda:0, b:cpu, b:cuda:0: outputs are not comparable"
+        "forward · c:cpu, c:cuda:0 had different inputs than a:cpu, a:cuda:0, b:cpu, b:cuda:0: "
+        "outputs cannot be compared"
     )
     assert {t.stage for t in found.tensors} == {"base", "adapter", "merged", "forward"}
 

@@ -267,7 +267,7 @@ def test_inputs_and_settings(make_capture: MakeCapture) -> None:
     found = compared(make_capture("a", {"cpu": [moved()], "cuda:0": [moved()]}, info=info))
     assert [f.kind for f in found.findings] == ["inputs", "setting-changed", "setting-refused"]
     assert found.verdict == "inconsistent"
-    assert "cudnn_allow_tf32 was set to True during merged, on cuda:0" in found.findings[1].message
+    assert "cudnn_allow_tf32 changed to True during merged on cuda:0" in found.findings[1].message
 
 
 # --- captures made apart ----------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def test_other_software_is_said_first(make_capture: MakeCapture) -> None:
 
     found = compared(host("a", "2.8.0", "file"), host("b", "2.13.0", "file"))
     assert [f.kind for f in found.findings] == ["environment"]
-    assert found.findings[0].message == "torch is not the same everywhere: 2.8.0: a:cpu; 2.13.0: b:cpu"
+    assert found.findings[0].message == "torch differs between workers: 2.8.0: a:cpu; 2.13.0: b:cpu"
     assert found.verdict == "consistent"
     differs = compared(host("c", "2.8.0", "file"), host("d", "2.13.0", "other"))
     assert [f.severity for f in differs.findings][:2] == ["warning", "error"]
@@ -361,7 +361,7 @@ def test_wrong_on_both_roads_is_not_blamed_on_the_copy(make_capture: MakeCapture
     alone = make_capture("alone", {"cpu": [moved()], "cuda:1": wrong})
     shared = make_capture("shared", {"cuda:1": wrong}, info={"cuda:1": {"load_path": "shared"}})
     (finding,) = errors(compared(alone, shared))
-    assert finding.message.endswith("lora_B of layers.0.q on every road taken (isolated, shared)")
+    assert finding.message.endswith("lora_B of layers.0.q on every load path taken (isolated, shared)")
 
 
 def test_bytes_of_an_earlier_run_are_stale(make_capture: MakeCapture) -> None:

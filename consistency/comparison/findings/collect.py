@@ -1,4 +1,4 @@
-"""Rows -> findings: one sentence per cause, in order of weight, with what to type next.
+"""Rows -> findings: one sentence per cause, most severe first, with the next command.
 
 *All 128 lora_B tensors on cuda:1 and cuda:3* is one finding, not 256.
 """
@@ -10,13 +10,14 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from consistency.capture.wording import counted
 from consistency.case.builtin import builtin_name
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import MOVES_WEIGHTS, Level, Stage, requested
 from consistency.comparison.findings.causes import find_causes, names
 from consistency.comparison.findings.host import find_host_problems
 from consistency.comparison.findings.load_paths import find_casts
-from consistency.comparison.findings.placement import find_touched
+from consistency.comparison.findings.placement import find_device_use
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.transfers import find_transfer
 from consistency.comparison.result import BAD, ENVIRONMENT, PLANTED, Finding, TensorComparison, in_order, tensor_name
@@ -33,7 +34,7 @@ def find(
     *,
     damage: Sequence[str] = (),
 ) -> tuple[Finding, ...]:
-    """Return everything to act on, the weightiest first."""
+    """Return everything to act on, most severe first."""
     found = [
         *(Finding(kind="damaged-capture", severity="error", message=text) for text in damage),
         *_lost(compared),
@@ -44,7 +45,7 @@ def find(
             [t for t in tensors if t.stage != Stage.TRANSFER],
             next_step=functools.partial(_next, compared, reference),
         ),
-        *find_touched(tensors),
+        *find_device_use(tensors),
         *find_casts(tensors),
         *_not_repeatable(tensors),
         *_same_program(compared, tensors),
@@ -79,7 +80,7 @@ def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
 
 
 def _software(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    """Captures from other versions are compared; the difference in environment is said first."""
+    """Report different software first: captures from other versions are compared all the same."""
     for name in _SOFTWARE:
         values: dict[str, list[str]] = {}
         for p in compared:
@@ -87,7 +88,7 @@ def _software(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
                 values.setdefault(str(p.info.environment[name]), []).append(p.label)
         if len(values) > 1:
             text = "; ".join(f"{value}: {names(labels)}" for value, labels in values.items())
-            yield Finding(kind=ENVIRONMENT, severity="warning", message=f"{name} is not the same everywhere: {text}")
+            yield Finding(kind=ENVIRONMENT, severity="warning", message=f"{name} differs between workers: {text}")
 
 
 def _inputs(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
@@ -101,40 +102,33 @@ def _inputs(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         yield Finding(
             kind="inputs",
             severity="error",
-            message=f"forward · {names(workers)} had other inputs than {names(first)}: outputs are not comparable",
+            message=f"forward · {names(workers)} had different inputs than {names(first)}: outputs cannot be compared",
             workers=workers,
             next="give the same --inputs, --level and base to every capture",
         )
 
 
 def _settings(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    changed: dict[tuple[str, str, str, str], list[str]] = {}
-    refused: dict[tuple[str, str, str], list[str]] = {}
+    found: dict[tuple[str, str, str], list[str]] = {}
     for p in compared:
-        for change in p.info.changes:
-            key = (change.setting, str(change.asked), str(change.in_force), change.stage)
-            changed.setdefault(key, []).append(p.label)
+        for c in p.info.changes:
+            text = f"{c.setting} changed to {c.in_force} during {c.stage}"
+            found.setdefault(("setting-changed", text, str(c.asked)), []).append(p.label)
         for name, asked in p.info.asked.items():
             if name in p.info.in_force and p.info.in_force[name] != asked:
-                refused.setdefault((name, str(asked), str(p.info.in_force[name])), []).append(p.label)
-    for (setting, asked_for, value, stage), labels in changed.items():
+                text = f"{name} is {p.info.in_force[name]}"
+                found.setdefault(("setting-refused", text, str(asked)), []).append(p.label)
+    for (kind, text, asked), labels in found.items():
         yield Finding(
-            kind="setting-changed",
+            kind=kind,
             severity="warning",
-            message=f"{setting} was set to {value} during {stage}, on {names(labels)}; asked for was {asked_for}",
-            workers=tuple(labels),
-        )
-    for (setting, asked_for, value), labels in refused.items():
-        yield Finding(
-            kind="setting-refused",
-            severity="warning",
-            message=f"{setting} is {value} on {names(labels)} although {asked_for} was asked for",
+            message=f"{text} on {names(labels)}; {asked} was requested",
             workers=tuple(labels),
         )
 
 
 def _planted(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    """Say which faults were planted: whoever meets the report of a drill must not take it for one of a machine."""
+    """Report planted faults, so that the report of a drill is not mistaken for one of a real fault."""
     for p in compared:
         if p.info.planted is not None:
             yield Finding(
@@ -149,10 +143,10 @@ def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     found: dict[tuple[str, str], list[str]] = {}
     for tensor in tensors:
         for row in tensor.rows:
-            # an adapter that comes wrong over poison comes otherwise than before it: that is said already, and is no
-            # answer to whether it comes wrong again
-            told = tensor.stage == Stage.ADAPTER and row.status in BAD
-            if row.repeated is False and not told:
+            # an adapter that is wrong when loaded over poison differs from the first load: that is reported already,
+            # and does not show whether it is wrong again
+            reported = tensor.stage == Stage.ADAPTER and row.status in BAD
+            if row.repeated is False and not reported:
                 found.setdefault((row.worker, tensor.stage), []).append(tensor.name)
     alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (worker, stage), where in found.items():
@@ -162,7 +156,8 @@ def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
             kind="not-repeatable",
             severity="error",
             message=(
-                f"{stage} · {names(workers)} · a second run on the same device gave other bits in {len(same)} tensors"
+                f"{stage} · {names(workers)} · {counted(len(same), 'tensor')} changed bitwise on a repeat run on the "
+                "same device"
             ),
             workers=tuple(workers),
             tensors=tuple(dict.fromkeys(same)),
@@ -170,7 +165,7 @@ def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
 
 
 def _same_program(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
-    """Devices of one model that run one program on the same bytes are expected to agree to the bit."""
+    """Devices of one model that run one program on the same bytes are expected to agree bitwise."""
     carried = [t for t in tensors if t.stage in MOVES_WEIGHTS and not is_alternative(t.load_path)]
     off = {row.worker for t in carried for row in t.rows if row.status in BAD}
     groups: dict[tuple[Any, ...], list[ComparedWorker]] = {}
@@ -189,8 +184,8 @@ def _same_program(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCo
                     kind="same-model",
                     severity="error",
                     message=(
-                        f"{stage} · {names(labels)} are the same model with the same software, and differ in bits "
-                        f"in {len(differing)} tensors"
+                        f"{stage} · {names(labels)} are the same model with the same software, but differ bitwise "
+                        f"in {counted(len(differing), 'tensor')}"
                     ),
                     workers=labels,
                     tensors=tuple(tensor_name(*key) for key in differing),
@@ -213,7 +208,7 @@ def _skipped(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
                 found.setdefault(row.worker, []).append(tensor.name)
     for (stage, reason), by_worker in reasons.items():
         where = list(dict.fromkeys(name for found in by_worker.values() for name in found))
-        what = _count(len(where), "fact" if facts.issuperset(where) else "tensor")
+        what = counted(len(where), "check" if facts.issuperset(where) else "tensor")
         yield Finding(
             kind="skipped",
             severity="note",
@@ -224,7 +219,7 @@ def _skipped(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
 
 
 def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, workers: Sequence[str]) -> str | None:
-    """Return a command that looks at the same again; captures from elsewhere have none."""
+    """Return a command that repeats the check; captures from elsewhere have none."""
     if reference is None or len({id(p.capture) for p in compared}) > 1:
         return None
     case = reference.case
@@ -248,7 +243,3 @@ def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, 
 
 def _place(p: ComparedWorker) -> str:
     return p.label if p.load_path == "isolated" else f"{p.label} ({p.load_path})"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

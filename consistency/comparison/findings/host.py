@@ -1,4 +1,4 @@
-"""What the machines themselves give cause to say: counters that rose, lines of the kernel, a boot between captures."""
+"""Host problems -> findings: error counters that rose, kernel messages, a reboot between captures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _WORRYING = ("uncorrected", "failed")  # data was lost; a corrected error is a w
 
 
 def find_host_problems(hosts: Sequence[HostFacts], *, workers: Sequence[str] = ()) -> Iterator[Finding]:
-    """Return what is to be said of the machines of a comparison.
+    """Return the problems of the hosts of a comparison.
 
     Parameters
     ----------
-    boxes : sequence of Box
+    hosts : sequence of HostFacts
         One per capture.
     workers : sequence of str
-        Names of all workers, of which a GPU that is named here is one.
+        Names of all workers.
     """
     for host_facts in hosts:
         for gpu in host_facts.gpus:
@@ -29,7 +29,7 @@ def find_host_problems(hosts: Sequence[HostFacts], *, workers: Sequence[str] = (
             yield Finding(
                 kind="kernel-log",
                 severity="warning",
-                message=f"{host_facts.host}: while it ran the kernel wrote of {LOGGED}",
+                message=f"{host_facts.host}: the kernel logged {LOGGED} during the run",
                 detail=host_facts.new_log[-_MOST_LINES:],
             )
     yield from _reboots(hosts)
@@ -39,13 +39,13 @@ def _risen(host_facts: HostFacts, gpu: Gpu, workers: Sequence[str]) -> Iterator[
     if not gpu.after:
         return
     lost = [name for name in gpu.after if any(word in name for word in _WORRYING)]
-    told = ", ".join(f"{name} from {gpu.counters.get(name, 0)} to {value}" for name, value in gpu.after.items())
+    risen = ", ".join(f"{name} from {gpu.counters.get(name, 0)} to {value}" for name, value in gpu.after.items())
     yield Finding(
         kind="ecc" if any("ecc" in name or "row" in name for name in gpu.after) else "bus-errors",
         severity="error" if lost else "warning",
-        message=f"{host_facts.host}: counters of {gpu.name} ({gpu.uuid or gpu.pci_bus_id}) rose while it ran: {told}",
+        message=f"{host_facts.host}: {gpu.name} ({gpu.uuid or gpu.pci_bus_id}): counters rose during the run: {risen}",
         workers=tuple(name for name in workers if name == gpu.name or name.endswith(f":{gpu.name}")),
-        next=f"have {gpu.name} tested: dcgmi diag -r 3, or the vendor's own",
+        next=f"test {gpu.name}: dcgmi diag -r 3, or the vendor's own tool",
     )
 
 
@@ -59,6 +59,6 @@ def _reboots(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
             yield Finding(
                 kind="rebooted",
                 severity="note",
-                message=f"{host} was rebooted between these captures: what differs may be what a reboot cures",
+                message=f"{host} was rebooted between these captures: a reboot may have fixed what differs",
                 detail=tuple(f"boot {boot}" for boot in boots),
             )

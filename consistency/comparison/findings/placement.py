@@ -1,6 +1,6 @@
-"""Devices that a worker touched beside its own -> findings: which step did it, what it took, and how to avoid it.
+"""Unexpected device use -> findings: which step caused it, how much it allocated, and how to avoid it.
 
-What passes through another device on PEFT's default road is a warning; what stays there is an error (see
+Bytes that pass through another device on PEFT's default load path are a warning; bytes that stay are an error (see
 `consistency.worker.memory.placement`).
 """
 
@@ -20,31 +20,31 @@ _DEVICE = re.compile(r"(?:^|:)(cpu|[a-z]\w*:\d+)$")  # a label may start with it
 
 
 @dataclass(slots=True)
-class _Touched:
-    """What one kind of touch did to a device: its rows by worker and counter."""
+class _Use:
+    """Unexpected use of a device in one step: its rows by worker and counter."""
 
     rows: dict[str, dict[str, Row]] = field(default_factory=dict)
     tensors: dict[str, None] = field(default_factory=dict)
 
 
-def find_touched(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
-    """Gather the touched devices by road, device, step and weight."""
+def find_device_use(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+    """Group unexpected device use by load path, device, step and severity."""
     by_worker: dict[tuple[str, str, str], dict[str, tuple[TensorComparison, Row]]] = {}
     for tensor in tensors:
         for row in tensor.rows:
             if row.diagnosis == Word.TOUCHED and tensor.rule == "limit":
                 by_worker.setdefault((tensor.load_path, tensor.layer, row.worker), {})[tensor.tensor] = (tensor, row)
-    groups: dict[tuple[str, str, str, bool], _Touched] = {}
+    groups: dict[tuple[str, str, str, bool], _Use] = {}
     for (load_path, device, worker), counters in by_worker.items():
         steps = [str(row.evidence.get("first_step")) for _, row in counters.values()]
         bad = any(row.status in BAD for _, row in counters.values())
-        group = groups.setdefault((load_path, device, steps[0], bad), _Touched())
+        group = groups.setdefault((load_path, device, steps[0], bad), _Use())
         group.rows[worker] = {name: row for name, (_, row) in counters.items()}
         group.tensors.update(dict.fromkeys(tensor.name for tensor, _ in counters.values()))
     load_paths = {tensor.load_path for tensor in tensors}
     for (load_path, device, step, bad), group in groups.items():
         workers = tuple(group.rows)
-        where = f" on the road {load_path}" if len(load_paths) > 1 else ""
+        where = f" on load path {load_path}" if len(load_paths) > 1 else ""
         advice = _advice(workers) if step == "load adapter" and not bad else None
         yield Finding(
             kind=Word.TOUCHED,
@@ -60,7 +60,7 @@ def find_touched(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
         )
 
 
-def _what(group: _Touched, device: str) -> str:
+def _what(group: _Use, device: str) -> str:
     peaks = [rows["allocated"].evidence for rows in group.rows.values() if "allocated" in rows]
     if not peaks:
         return f"opened a context on {device}"
@@ -81,7 +81,7 @@ def _detail(rows: Mapping[str, Row]) -> Iterable[str]:
         evidence = row.evidence
         parts = [name]
         if "peak_bytes" in evidence:
-            parts.append(f"{size(evidence['peak_bytes'])} at its peak, {size(evidence.get('resident_bytes'))} now")
+            parts.append(f"{size(evidence['peak_bytes'])} at peak, {size(evidence.get('resident_bytes'))} now")
         if "used_bytes" in evidence:
             parts.append(f"{size(evidence['used_bytes'])} by NVML")
         if "passing_bytes" in evidence:
@@ -96,7 +96,7 @@ def _detail(rows: Mapping[str, Row]) -> Iterable[str]:
 
 
 def size(value: Any) -> str:
-    """Write a number of bytes for people; whatever else stands in evidence is shown as it is."""
+    """Write a number of bytes for people; evidence of another type is shown as it is."""
     if not isinstance(value, int):
         return str(value)
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):

@@ -1,9 +1,10 @@
-"""What the report says of the user's own tolerances: where each was in force, and which of them judged nothing."""
+"""User tolerances: where each was applied, and which of them judged nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from consistency.capture.wording import counted
 from consistency.case.tolerance import Override
 from consistency.comparison.result import Finding, tensor_name
 from consistency.comparison.workers import ComparedWorker
@@ -13,7 +14,7 @@ KIND = "tolerance"
 
 
 def find_tolerances(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    """Say of every tolerance how many tensors it judged, of which none, and where captures had others."""
+    """Report how many tensors each tolerance judged, and captures that had different ones."""
     yield from _others(compared)
     yield from _applied(compared)
     for override in dict.fromkeys(o for p in compared for o in p.case.tolerance):
@@ -33,14 +34,14 @@ def _applied(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         yield Finding(
             kind=KIND,
             severity="note",
-            message=f"tolerance {text}: {_count(len(names))} judged by it instead of the tool's own rule",
+            message=f"tolerance {text}: {counted(len(names), 'tensor')} judged by it instead of the tool's own rule",
             workers=tuple(workers[text]),
             tensors=tuple(names),
         )
 
 
 def _idle(override: Override, compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    """Say where a tolerance judged nothing, so that a misspelt pattern is seen; a lost worker's silence is no sign."""
+    """Report a tolerance that judged nothing, so that a misspelt pattern is seen; a lost worker proves nothing."""
     if not any(p.info.status == "ok" for p in compared):
         return
     matched: dict[str, str] = {}
@@ -51,11 +52,11 @@ def _idle(override: Override, compared: Sequence[ComparedWorker]) -> Iterable[Fi
                     return
                 matched[tensor_name(*key)] = record.rule
     if not matched:
-        why = "matched no tensor of what was looked at"
+        why = "matched no tensor that was checked"
     elif Rule.USER in matched.values():
-        why = f"judged no tensor: a later one wins where it matches ({_count(len(matched))})"
+        why = f"judged no tensor: a later one wins where it matches ({counted(len(matched), 'tensor')})"
     else:
-        why = f"judged no tensor: no float64 value is known where it matches ({_count(len(matched))})"
+        why = f"judged no tensor: no float64 value is known where it matches ({counted(len(matched), 'tensor')})"
     yield Finding(
         kind=KIND,
         severity="note",
@@ -66,7 +67,7 @@ def _idle(override: Override, compared: Sequence[ComparedWorker]) -> Iterable[Fi
 
 
 def _others(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    """Say where captures were made with different tolerances: every row is judged by its own capture's."""
+    """Report captures made with different tolerances: every row is judged by those of its own capture."""
     by_given: dict[tuple[Override, ...], list[str]] = {}
     for p in compared:
         by_given.setdefault(p.case.tolerance, []).append(p.label)
@@ -81,7 +82,3 @@ def _others(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             message=f"the captures were made with different tolerances, and each row is judged by its own: {text}",
             workers=tuple(dict.fromkeys(p.label for p in compared)),
         )
-
-
-def _count(number: int) -> str:
-    return f"{number} tensor" if number == 1 else f"{number} tensors"

@@ -1,4 +1,4 @@
-"""Two weight files, adapters or model folders held against one another, without any model code.
+"""Compare two weight files, adapters or model folders, without any model code.
 
 Bytes are compared where the files are mapped into memory, so equal tensors cost one look at each, and nothing is
 loaded. Only where some differ is torch imported, to measure them and to name the difference.

@@ -75,7 +75,7 @@ _ROWS: tuple[Fault, ...] = (
     Fault(
         name="road-low-memory-rounds", plant="load_paths:through_bfloat16", expected="rounded-to-bf16",
         stages=_ADAPTER, case="C1",
-        words="with low_cpu_mem_usage=True, and the right bytes without: the dtype on the way",
+        words="with low_cpu_mem_usage=True, and the right bytes without: a dtype conversion while loading",
     ),
     Fault(
         name="road-transformers-zeros", plant="load_paths:zeros", expected="zeros", stages=_ADAPTER, case="C1",

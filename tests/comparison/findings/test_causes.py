@@ -47,7 +47,7 @@ def test_another_word_worker_stage_or_road_is_another_cause() -> None:
         tensor("f", "w", "cuda:0", "cuda:1", diagnosis=Word.ZEROS),
     )
     assert len(found) == 6
-    assert all("on the road" in f.message for f in found)
+    assert all("on load path" in f.message for f in found)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_wrong_on_every_road_is_the_device(make_capture: MakeCapture) -> None:
 
 @pytest.mark.parametrize(
     ("word", "why"),
-    [("rounded-to-bf16", "the dtype on the way"), ("zeros", "what low_cpu_mem_usage=True does on the way")],
+    [("rounded-to-bf16", "a dtype conversion while loading"), ("zeros", "an effect of low_cpu_mem_usage=True")],
 )
 def test_wrong_with_low_cpu_mem_usage_alone(make_capture: MakeCapture, word: str, why: str) -> None:
     wrong = on(BOTH, STANDARD, {"isolated+low-memory": word, "shared+low-memory": word})
@@ -165,7 +165,7 @@ def test_two_causes_stay_two_findings(make_capture: MakeCapture) -> None:
     found = seen(make_capture, {"cpu": CPU, "cuda:1": broken, "cuda:2": on(BOTH, STANDARD, HOP)})
     ends = {f.workers: f.message.rpartition(": ")[2] for f in found.findings if f.severity == "error"}
     assert ends == {
-        ("cuda:1",): "neither a copy between devices nor a loader, but the device or its memory",
+        ("cuda:1",): "not a copy between devices or a loader, but the device or its memory",
         ("cuda:2",): "peer copies 0→2 drop data",
     }
 
@@ -176,13 +176,13 @@ def test_two_causes_stay_two_findings(make_capture: MakeCapture) -> None:
         ({"isolated", "isolated+low-memory"}, {"isolated", "isolated+low-memory", "isolated+cpu"},
          "where PEFT chooses the device, and the right bytes with torch_device=cpu: copies by way of the device that"),
         ({"isolated", "isolated+target"}, {"isolated", "isolated+target", "isolated+cpu"},
-         "straight onto the device, and the right bytes by way of the host: the copy from the file to the device"),
+         "directly onto the device, and the right bytes when staged through the host: the copy from the file"),
         ({"shared", "shared+cpu"}, {"isolated", "shared", "shared+cpu"},
-         "and the right bytes when alone: what the other visible devices change"),
+         "and the right bytes when alone: an effect of the other visible devices"),
         ({"shared"}, {"shared", "shared+target"}, "where PEFT chooses the device, and the right bytes with torch_d"),
-        ({"isolated"}, {"isolated", "isolated+low-memory"}, "on the road isolated, and the right bytes on isolated+l"),
-        ({"isolated"}, {"isolated"}, "on the road isolated"),
-        ({"a-later-road"}, {"a-later-road", "isolated"}, "on the road a-later-road"),
+        ({"isolated"}, {"isolated", "isolated+low-memory"}, "on load path isolated, and the right bytes on isolated+l"),
+        ({"isolated"}, {"isolated"}, "on load path isolated"),
+        ({"a-later-road"}, {"a-later-road", "isolated"}, "on load path a-later-road"),
         ({"shared+low-memory"}, {"isolated", "shared", "shared+low-memory"}, "with low_cpu_mem_usage=True, and the"),
     ],
 )  # fmt: skip
@@ -240,7 +240,7 @@ def test_a_dtype_that_one_road_keeps_is_a_note(make_capture: MakeCapture) -> Non
     found = compare([read_capture(make_capture("a", {"cpu": records}))])
     assert found.verdict == "consistent"
     (note,) = found.findings
-    assert note.message == "adapter · 1 tensor kept in bfloat16 on isolated+transformers, and in float32 by default"
+    assert note.message == "adapter · 1 tensor stored in bfloat16 on isolated+transformers, and in float32 by default"
 
 
 # who owes what on a side road
@@ -300,12 +300,12 @@ def test_a_road_that_one_device_alone_cannot_take_is_one_finding(make_capture: M
 def test_roads_that_were_not_taken_are_said(make_capture: MakeCapture) -> None:
     found = compare([read_capture(make_capture("a", {"cpu": [held("layers.0.q", load_path) for load_path in CPU]}))])
     assert found.not_looked_at[-1] == (
-        "the side roads +target +cpu+low-memory +target+low-memory +transformers +transformers+low-memory"
+        "the load paths +target +cpu+low-memory +target+low-memory +transformers +transformers+low-memory"
     )
     none = compare([read_capture(make_capture("b", {"cpu": [held("layers.0.q", "isolated")]}))])
-    assert none.not_looked_at[-1] == "the adapter's side roads"
+    assert none.not_looked_at[-1] == "the adapter's alternative load paths"
     base = compare([read_capture(make_capture("c", {"cpu": [merged("a")]}, case={"adapter": None}))])
-    assert not any("side road" in text for text in base.not_looked_at)
+    assert not any("load path" in text for text in base.not_looked_at)
 
 
 def test_an_item_that_is_no_tensors_own_fails_for_side_roads_alone() -> None:

@@ -45,7 +45,7 @@ def test_what_passes_through_is_a_warning_that_says_how_to_avoid_it(make_capture
     )
     assert finding.next == "PeftModel.from_pretrained(model, adapter, torch_device='cuda:1')"
     assert finding.detail == (
-        "allocated · 1.3 MiB at its peak, 0 bytes now · an adapter that passes through takes 3.0 MiB at most",
+        "allocated · 1.3 MiB at peak, 0 bytes now · an adapter that passes through takes 3.0 MiB at most",
         "first: aten._to_copy.default in safetensors/torch.py:360 load_file",
     )
 
@@ -94,7 +94,7 @@ def test_other_workers_owe_no_fact(make_capture: MakeCapture) -> None:
         ("memory::cuda:1.allocated", [("cuda:0", "equal")]),
     ]
     (note,) = found.findings
-    assert note.message == "memory · 1 fact skipped on cuda:0: counts no peak"
+    assert note.message == "memory · 1 check skipped on cuda:0: counts no peak"
 
 
 def test_other_workers_owe_a_tensor(make_capture: MakeCapture) -> None:

@@ -113,7 +113,7 @@ def test_each_machine_of_several_has_its_own_matrix(make_capture: MakeCapture) -
     assert error.workers == ("host-b:cuda:1", "host-b:cuda:3")
     assert [m.home for m in matrices(found.tensors)] == ["host-a", "host-b"]
     assert [f.message for f in found.findings if f.kind == "rebooted"] == [
-        "box was rebooted between these captures: what differs may be what a reboot cures"
+        "box was rebooted between these captures: a reboot may have fixed what differs"
     ]
     assert len(found.hosts) == 2
 

@@ -124,7 +124,7 @@ def test_counters_that_rise_while_it_runs(tmp_path: Path) -> None:
     assert host_facts.new_log == ("[9.000000] NVRM: Xid (PCI:0000:17:00): 63, row remapping",)
     found = list(find_host_problems([host_facts], workers=["cpu", "host-a:cuda:0", "cuda:0", "cuda:10"]))
     assert [(f.kind, f.severity) for f in found] == [*[("ecc", "error")] * 4, ("kernel-log", "warning")]
-    assert "cuda:0 (GPU-0) rose while it ran: ecc uncorrected, since boot from 0 to 2" in found[0].message
+    assert "cuda:0 (GPU-0): counters rose during the run: ecc uncorrected, since boot from 0 to 2" in found[0].message
     assert found[0].workers == ("host-a:cuda:0", "cuda:0")
 
 

@@ -59,7 +59,7 @@ ALTERNATIVE_PATHS = (LoadPath.ISOLATED_CPU, LoadPath.ISOLATED_LOW_MEMORY, LoadPa
 # fault: what the roads say of it
 BY_LOAD_PATH = {
     "road-copies-dropped": "the right bytes with torch_device=cpu: copies by way of the device that PEFT chooses",
-    "road-low-memory-rounds": "with low_cpu_mem_usage=True, and the right bytes without: the dtype on the way",
+    "road-low-memory-rounds": "with low_cpu_mem_usage=True, and the right bytes without: a dtype conversion",
     "road-transformers-zeros": "and the right bytes with PEFT's: transformers' loader",
     "adapter-zeros": "with PEFT's loader, and the right bytes with transformers': PEFT's loader",
 }
@@ -232,7 +232,7 @@ def test_setting_that_was_flipped_in_mid_run(run_with_faults: Run) -> None:
     changed = [f for f in found.findings if f.kind == "setting-changed"]
     assert changed
     assert changed[0].workers == (FAULTY,)
-    assert "float32_matmul_precision was set to medium during merged" in changed[0].message
+    assert "float32_matmul_precision changed to medium during merged" in changed[0].message
 
 
 def test_equal_devices_that_differ_inside_the_bound(run_with_faults: Run) -> None:
