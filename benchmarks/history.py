@@ -66,7 +66,7 @@ def main() -> None:
         size = sum(file.stat().st_size for file in Path(scratch).rglob("*.json"))
         print(f"{options.nights} nights, {options.devices} devices, {size / 2**20:.1f} MiB")
         print(f"list every night         {best(lambda: night_rows(history, 0)):.2f} s")
-        print(f"one device over time     {best(lambda: device_rows(history, 'cuda:7', 0)):.2f} s")
+        print(f"one device over time     {best(lambda: device_rows(history, 'cuda:0', 0)):.2f} s")
         print(f"drift of tonight         {best(lambda: find_drift(history, tonight, tables)):.2f} s")
 
 

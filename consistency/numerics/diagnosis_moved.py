@@ -1,45 +1,41 @@
-"""Name what a difference between a tensor and the bytes it should have looks like, with the evidence.
+"""Diagnose a difference between a tensor and the bytes that it should hold.
 
-Rules are tried from the most to the least specific; `unknown` is an honest answer. Each looks at the tensor in chunks
-and stops at the first that contradicts it, so a rule that does not apply costs little, and nothing of the size of a
-tensor is allocated.
+Rules are tried from the most to the least specific; `unknown` is an honest answer. Each reads the tensor in chunks and
+stops at the first that contradicts it, so a rule that does not apply costs little, and nothing of the size of a tensor
+is allocated.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from consistency.numerics.diagnosis import (
+    FEW_ELEMENTS,
+    Diagnosis,
+    bit_flip,
+    block,
+    byte_range,
+    first_answer,
+    non_finite,
+)
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import bit_patterns, real_view
 from consistency.numerics.rounding import ROUNDINGS
 from consistency.numerics.words import Word
 
-FEW_ELEMENTS = 64
-"""A memory or link fault flips single bits in a few words; more than this is another cause."""
-
-PAGE_BYTES = 4096
-
 _BELOW_TF32 = (1 << 13) - 1
 """Bits of a float32 that TF32 cuts off; float16 and bfloat16 keep no more than its 10 mantissa bits."""
 
 _FIRST, _CHUNK = 1 << 10, 1 << 16
 
-_SAMPLE = 1001  # of ratios that are all alike any few give the same median
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """A word of the report's vocabulary and what it rests on."""
-
-    word: Word
-    evidence: dict[str, Any] = field(default_factory=dict)
+_SAMPLE = 1001  # if all ratios are equal, any few have the same median
 
 
 def _nothing(_: torch.Tensor) -> str | None:
@@ -48,17 +44,17 @@ def _nothing(_: torch.Tensor) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What else a tensor could hold than the bytes it should.
+    """Other contents that a tensor may hold instead of its bytes.
 
     Attributes
     ----------
     poison : int or None
-        Bit pattern of the elements before the bytes were to arrive.
+        Bit pattern of the elements before the bytes were written.
     initial : str or None
         Digest of the tensor before anything was loaded into it.
     swapped, stale : callable
-        Given the tensor, the name of what has the same bytes: the reference of another tensor of the run; or what lay
-        in memory before, in another adapter, or in another run. None where nothing has.
+        Given the tensor, the name of something with the same bytes: the reference of another tensor of the run; or
+        earlier contents of the memory, another adapter, or another run. None if there is none.
     """
 
     poison: int | None = None
@@ -68,7 +64,7 @@ class Known:
 
 
 def diagnose_structure(actual: torch.Tensor, expected: torch.Tensor) -> Diagnosis | None:
-    """Look at shape and dtype, before any value."""
+    """Compare shape and dtype, before any value."""
     if actual.shape != expected.shape:
         return Diagnosis(word=Word.SHAPE, evidence={"got": list(actual.shape), "wanted": list(expected.shape)})
     if actual.dtype != expected.dtype:
@@ -79,22 +75,22 @@ def diagnose_structure(actual: torch.Tensor, expected: torch.Tensor) -> Diagnosi
 def diagnose_moved(
     actual: torch.Tensor, expected: torch.Tensor, found: Measure, *, known: Known | None = None
 ) -> Diagnosis:
-    """Name the difference of a tensor whose bytes were only moved.
+    """Diagnose a tensor whose bytes were only moved.
 
     Parameters
     ----------
     actual, expected : torch.Tensor
-        On the CPU, of equal shape and dtype. Where their bits are equal there is nothing to name: `unknown`.
+        On the CPU, of equal shape and dtype. If their bits are equal there is nothing to diagnose: `unknown`.
     found : Measure
-        Of the two.
+        Of both.
     known : Known, optional
-        What else the tensor could hold.
+        Other contents that the tensor may hold.
     """
     if found.mismatched == 0:
         return Diagnosis(word=Word.UNKNOWN)
     known = known or Known()
     pair = _Pair(actual, expected, found)
-    rules: tuple[Callable[[], Diagnosis | None], ...] = (
+    answer = first_answer((
         lambda: _never_written(pair, known.poison),
         lambda: _zeros(pair),
         lambda: _fresh_init(pair, known.initial),
@@ -106,39 +102,43 @@ def diagnose_moved(
         lambda: _non_finite(pair, alone=True),
         lambda: _rounded(pair),
         lambda: _wrong_scale(pair),
-        lambda: _block(pair),
+        lambda: block(*pair.ends(), wrong=found.mismatched, elements=found.elements, size=pair.number_bytes),
         lambda: _non_finite(pair, alone=False),
-    )
-    answers = (rule() for rule in rules)
-    return next((answer for answer in answers if answer is not None), Diagnosis(word=Word.UNKNOWN))
+    ))  # fmt: skip
+    return answer or Diagnosis(word=Word.UNKNOWN)
 
 
 class _Pair:
-    """Two tensors as flat chunks: their numbers and their bits."""
+    """Two tensors as flat chunks: their values and their bits."""
 
     def __init__(self, actual: torch.Tensor, expected: torch.Tensor, found: Measure) -> None:
         self.actual, self.expected, self.found = actual, expected, found
         self.a, self.e = real_view(actual), real_view(expected)
         self.x, self.y = bit_patterns(self.a), bit_patterns(self.e)
         self.parts = 2 if actual.is_complex() else 1
-        self.size = self.a.element_size()
+        self.number_bytes = actual.element_size()
+
+    def ends(self) -> tuple[int, int]:
+        """Return the first and the last number that differ."""
+        first, last = self.found.first_byte, self.found.last_byte
+        assert first is not None
+        assert last is not None
+        return first // self.number_bytes, last // self.number_bytes
 
     def chunks(self) -> Iterator[slice]:
         yield from _slices(0, self.a.numel())
 
     def differing(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the chunks that differ, and which of their elements do."""
-        first, last = self.found.first_byte, self.found.last_byte
-        assert first is not None
-        assert last is not None
-        for part in _slices(first // self.size, last // self.size + self.parts):
+        first, last = self.ends()
+        for part in _slices(first * self.parts, (last + 1) * self.parts):
             differs = self.x[part] != self.y[part]
             if bool(differs.any()):
                 yield part, differs
 
 
 def _slices(start: int, stop: int) -> Iterator[slice]:
-    """Cut a range, a small piece first: it contradicts most rules that do not apply."""
+    """Cut a range into slices, a small one first: it contradicts most rules that do not apply."""
     small = min(stop, start + _FIRST)
     yield slice(start, small)
     for first in range(small, stop, _CHUNK):
@@ -150,9 +150,11 @@ def _never_written(pair: _Pair, poison: int | None) -> Diagnosis | None:
         return None
     if not all(bool(torch.all(pair.x[part][differs] == poison)) for part, differs in pair.differing()):
         return None
-    whole = pair.found.mismatched * pair.parts == pair.a.numel()
+    whole = pair.found.mismatched == pair.found.elements
     evidence = {"elements": pair.found.mismatched, "of": pair.found.elements}
-    return Diagnosis(word=Word.NEVER_WRITTEN, evidence=evidence if whole else {**evidence, **_place(pair)})
+    if not whole:
+        evidence |= byte_range(*pair.ends(), elements=pair.found.elements, size=pair.number_bytes)
+    return Diagnosis(word=Word.NEVER_WRITTEN, evidence=evidence)
 
 
 def _zeros(pair: _Pair) -> Diagnosis | None:
@@ -174,7 +176,7 @@ def _holds(pair: _Pair, word: Word, find: Callable[[torch.Tensor], str | None]) 
 
 
 def _signed_zero(pair: _Pair) -> Diagnosis | None:
-    if not pair.a.dtype.is_floating_point or float(pair.found.max_abs) != 0:  # two zeros are as near as can be
+    if not pair.a.dtype.is_floating_point or float(pair.found.max_abs) != 0:  # the distance between two zeros is 0
         return None
     for part, differs in pair.differing():
         if bool(torch.any(pair.a[part][differs] != 0)) or bool(torch.any(pair.e[part][differs] != 0)):
@@ -186,41 +188,28 @@ def _bit_flip(pair: _Pair) -> Diagnosis | None:
     found = pair.found
     if found.mismatched > FEW_ELEMENTS or sum(found.flipped_bits.values()) != found.mismatched:
         return None
-    width = (1 << (8 * pair.size)) - 1
+    width = (1 << (8 * pair.a.element_size())) - 1
     for part, differs in pair.differing():
         flips = torch.bitwise_xor(pair.x[part][differs], pair.y[part][differs]).tolist()
         if any((flip & width).bit_count() != 1 for flip in flips):
             return None
-    bits = sorted(found.flipped_bits)
-    evidence: dict[str, Any] = {"bits": bits, "elements": found.mismatched, "index": list(found.worst_index or ())}
-    if pair.a.dtype.is_floating_point:
-        evidence["fields"] = sorted({bit_field(pair.a.dtype, b) for b in bits})
-    return Diagnosis(word=Word.BIT_FLIP, evidence=evidence)
-
-
-def bit_field(dtype: torch.dtype, bit: int) -> str:
-    """Say whether a bit of a float is its `sign`, `exponent` or `mantissa`; 0 is the least significant."""
-    width = torch.finfo(dtype).bits
-    mantissa = round(-math.log2(torch.finfo(dtype).eps))
-    has_sign = torch.finfo(dtype).min < 0  # an E8M0 scale is an exponent alone
-    return "sign" if has_sign and bit == width - 1 else "exponent" if bit >= mantissa else "mantissa"
+    evidence = {"elements": found.mismatched, "index": list(found.worst_index or ())}
+    return bit_flip(pair.a.dtype, found.flipped_bits, evidence)
 
 
 def _non_finite(pair: _Pair, *, alone: bool) -> Diagnosis | None:
-    """Look for NaN or infinity where the reference is finite; `alone`: all that differs is of that kind."""
+    """Find NaN or infinity where the reference is finite; `alone`: every difference is of that kind."""
     if not pair.a.dtype.is_floating_point or math.isfinite(pair.found.max_abs):
         return None
     nan = inf = 0
     for part, differs in pair.differing():
-        actual, expected = pair.a[part][differs].to(torch.float32), pair.e[part][differs].to(torch.float32)
-        if pair.a.dtype == torch.float64:  # beyond float32's range are finite numbers
-            actual, expected = pair.a[part][differs], pair.e[part][differs]
+        actual, expected = (side[part][differs].to(torch.float64) for side in (pair.a, pair.e))
         broken = ~torch.isfinite(actual) & torch.isfinite(expected)
         if alone and not bool(broken.all()):
             return None
         nan += int(torch.isnan(actual[broken]).sum())
         inf += int(torch.isinf(actual[broken]).sum())
-    return Diagnosis(word=Word.NON_FINITE, evidence={"nan": nan, "inf": inf}) if nan + inf else None
+    return non_finite(nan, inf)
 
 
 def _permuted(pair: _Pair) -> Diagnosis | None:
@@ -234,11 +223,11 @@ def _permuted(pair: _Pair) -> Diagnosis | None:
 
 
 def _same_multiset(pair: _Pair) -> bool:
-    """Tell whether both hold the same elements in some order, by sums that no order changes.
+    """Return whether both hold the same elements in some order, by sums that do not depend on the order.
 
-    Each bit is set as often on both sides, so it flips an even number of times, which settles most. Then each element
-    is mixed by splitmix64's finalizer (Steele et al., "Fast splittable pseudorandom number generators", 2014) under two
-    seeds: 128 bits, by accident equal never.
+    If so, each bit is set as often on both sides and flips an even number of times, which rules out most tensors. Then
+    each element is mixed by splitmix64's finalizer (Steele et al., "Fast splittable pseudorandom number generators",
+    2014) under two seeds: 128 bits, which do not collide by chance.
     """
     if any(count % 2 for count in pair.found.flipped_bits.values()):
         return False
@@ -259,7 +248,7 @@ def _mixed(bits: torch.Tensor, seed: int) -> np.uint64:
 
 
 def _moved_rows(pair: _Pair) -> list[int] | None:
-    """Return the rows that differ, where they are the reference's rows in another order; None where they are not."""
+    """Return the rows that differ if they are the reference's rows in another order, else None."""
     count = pair.actual.shape[0]
     x, y = pair.x.view(count, -1), pair.y.view(count, -1)
     step = max(1, _CHUNK // max(1, x.shape[1]))
@@ -277,7 +266,7 @@ def _moved_rows(pair: _Pair) -> list[int] | None:
 
 def _rounded(pair: _Pair) -> Diagnosis | None:
     if pair.e.dtype == torch.float32 and int(pair.x[0]) & _BELOW_TF32:
-        return None  # no narrower format has a number with any of these bits
+        return None  # no narrower format sets any of these bits
     alive = [r for r in ROUNDINGS if r.is_narrower_than(pair.e.dtype)]
     for part in pair.chunks():
         alive = [r for r in alive if torch.equal(bit_patterns(r(pair.e[part])), pair.x[part])]
@@ -285,7 +274,7 @@ def _rounded(pair: _Pair) -> Diagnosis | None:
             return None
     first = alive[0]
     evidence: dict[str, Any] = {"rounding": first.how}
-    # float16 has TF32's 10 mantissa bits: only numbers outside its exponent range tell the two apart
+    # float16 has TF32's 10 mantissa bits: only values outside its exponent range distinguish the two
     also = [r.word for r in alive[1:] if r.word != first.word]
     if also:
         evidence["also"] = also[0]
@@ -295,11 +284,11 @@ def _rounded(pair: _Pair) -> Diagnosis | None:
 def _wrong_scale(pair: _Pair) -> Diagnosis | None:
     if not pair.a.dtype.is_floating_point:
         return None
-    # a scaled copy is rounded once: each ratio is off by at most the unit roundoff, eps / 2, twice with a subnormal;
-    # a ratio that is no further from 1 than that is noise in the last place, not a scale. Of a byte's few numbers
-    # that slack would take many for a scale, so their ratio has to be exact
-    slack = 2 * torch.finfo(pair.a.dtype).eps if pair.size > 1 else 0.0
-    if pair.found.max_rel <= slack / 2:  # each ratio, and so their median, is no further from 1
+    # a scaled copy is rounded once: each ratio is off by at most the unit roundoff, eps / 2, twice with a subnormal.
+    # A ratio within that distance of 1 is noise in the last place, not a scale. With the few values of a one-byte
+    # float that slack would accept many pairs, so there the ratio has to be exact
+    slack = 2 * torch.finfo(pair.a.dtype).eps if pair.number_bytes > 1 else 0.0
+    if pair.found.max_rel <= slack / 2:  # no ratio, and so not their median, is further from 1
         return None
     ratio, used = None, 0
     for part in pair.chunks():
@@ -317,26 +306,3 @@ def _wrong_scale(pair: _Pair) -> Diagnosis | None:
         if bool(((ratios - ratio).abs() > slack * abs(ratio)).any()):
             return None
     return None if ratio is None or used < 2 else Diagnosis(word=Word.WRONG_SCALE, evidence={"ratio": ratio})
-
-
-def _block(pair: _Pair) -> Diagnosis | None:
-    place = _place(pair)
-    length = place["length_bytes"] // (pair.size * pair.parts)
-    # random data of the same exponent range agrees in some elements by chance, seldom in one of ten
-    if length < 2 or length == pair.found.elements or pair.found.mismatched < 0.9 * length:
-        return None
-    return Diagnosis(word=Word.BLOCK, evidence=place)
-
-
-def _place(pair: _Pair) -> dict[str, Any]:
-    """Return the range of bytes between the first and the last element that differ, and whether it is one of pages."""
-    first, last = pair.found.first_byte, pair.found.last_byte
-    assert first is not None
-    assert last is not None
-    whole = pair.size * pair.parts
-    offset, stop = first // whole * whole, (last // whole + 1) * whole
-    return {
-        "offset_bytes": offset,
-        "length_bytes": stop - offset,
-        "page_aligned": offset % PAGE_BYTES == 0 and (stop % PAGE_BYTES == 0 or stop == pair.a.numel() * pair.size),
-    }

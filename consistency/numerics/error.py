@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
+from consistency.numerics.bound import UserAllowance
+from consistency.numerics.chunks import CHUNK, Chunk, exact_chunks
 from consistency.numerics.distance import Measure, describe_worst
 from consistency.numerics.dtype import bit_patterns
 from consistency.numerics.kernels.numpy_distance import numbers_of, square_sum
 from consistency.numerics.kernels.tally import is_worse, worse
 from consistency.numerics.real import Real
 from consistency.numerics.steps import Steps
-
-CHUNK = 1 << 14
-"""Elements per chunk: a handful of float64 buffers of 128 KiB fit in a level-2 cache of 1 MiB."""
 
 
 class ErrorTally:
@@ -43,24 +43,11 @@ class ErrorTally:
         self._ratio: float | None = None
         self._worst: tuple[float, dict[str, Any]] = (0.0, {})
 
-    def add(self, actual: torch.Tensor, exact: np.ndarray, *, allowed: np.ndarray | None, start: int) -> None:
-        """Add a chunk.
-
-        Parameters
-        ----------
-        actual : torch.Tensor
-            Flat, of the tested dtype, on the CPU.
-        exact : np.ndarray
-            Flat float64; it is left as it is.
-        allowed : np.ndarray or None
-            Flat float64, what each element may be off, above zero; left as it is.
-        start : int
-            Flat index of the chunk's first element.
-        """
-        if not actual.numel():
-            return
-        with np.errstate(all="ignore"):  # what is not finite is settled below
-            self._add(actual, exact, allowed, start)
+    def add(self, chunk: Chunk) -> None:
+        """Add a chunk; its arrays are left as they are."""
+        if chunk.actual.numel():
+            with np.errstate(all="ignore"):  # values that are not finite are settled below
+                self._add(chunk.actual, chunk.exact, chunk.allowed, chunk.start)
 
     def _add(self, actual: torch.Tensor, exact: np.ndarray, allowed: np.ndarray | None, start: int) -> None:
         difference, quotient, size, narrow = _buffers(len(exact))
@@ -133,6 +120,22 @@ class ErrorTally:
             return
         steps = Steps.between(x, y, np.bitwise_xor(x, y))
         self._max_ulp = max(self._max_ulp, steps.largest if both_nan is None else steps.without(both_nan))
+
+
+def measure_chunks(actual: torch.Tensor, chunks: Iterable[Chunk]) -> Measure:
+    """Measure how far a tensor is from its exact value, given as the chunks of both."""
+    tally = ErrorTally(shape=tuple(actual.shape), dtype=actual.dtype)
+    for chunk in chunks:
+        tally.add(chunk)
+    return tally.result()
+
+
+def measure_against_exact(actual: torch.Tensor, exact: torch.Tensor, allowance: UserAllowance | None = None) -> Measure:
+    """Measure how far a tensor is from a float64 reference of the same shape, both on the CPU.
+
+    Without an allowance there is no `bound_ratio`: only the tolerance of the tensor as a whole is known then.
+    """
+    return measure_chunks(actual, exact_chunks(actual, exact, allowance))
 
 
 def _divided(difference: np.ndarray, by: np.ndarray, out: np.ndarray) -> np.ndarray:

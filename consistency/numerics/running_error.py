@@ -25,9 +25,10 @@ import numpy as np
 import torch
 
 from consistency.numerics.bound import TF32_ROUNDOFF, gamma
+from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
-from consistency.numerics.error import CHUNK, ErrorTally
+from consistency.numerics.error import measure_chunks
 
 ULPS = {"exp": 3.0, "log": 3.0, "tanh": 5.0, "sin": 4.0, "cos": 4.0, "sqrt": 3.0, "rsqrt": 2.0, "/": 2.5}
 """What a function of the mathematical library may be off, in units in the last place.
@@ -227,10 +228,6 @@ class Tracked:
 
 
 def measure_tracked(actual: torch.Tensor, exact: Tracked) -> Measure:
-    """Measure how far a tensor on the CPU is from exact values of its shape, by what each element may be off."""
-    flat, values, allowed = actual.detach().reshape(-1), exact.value.reshape(-1), exact.allowed.reshape(-1)
-    tally = ErrorTally(shape=tuple(actual.shape), dtype=actual.dtype)
-    for start in range(0, flat.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        tally.add(flat[part], values[part], allowed=allowed[part], start=start)
-    return tally.result()
+    """Measure how far a tensor on the CPU is from exact values of its shape, by the tolerance of each element."""
+    value, allowed = (torch.from_numpy(np.ascontiguousarray(part)) for part in (exact.value, exact.allowed))
+    return measure_chunks(actual, exact_chunks(actual, value, allowed))

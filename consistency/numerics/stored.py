@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from consistency.errors import InputError
-from consistency.numerics.diagnosis_moved import Diagnosis, Known, diagnose_moved
+from consistency.numerics.diagnosis import Diagnosis
+from consistency.numerics.diagnosis_moved import Known, diagnose_moved
 from consistency.numerics.digest import as_bytes
 from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import name_of

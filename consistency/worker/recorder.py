@@ -23,8 +23,10 @@ from consistency.case.load_path import LoadPath
 from consistency.case.tolerance import Override, choose
 from consistency.errors import CaptureError
 from consistency.numerics.bound import UserAllowance
-from consistency.numerics.diagnosis_computed import Chunks, diagnose_computed
-from consistency.numerics.diagnosis_moved import Diagnosis, Known, diagnose_moved, diagnose_structure
+from consistency.numerics.chunks import Chunks
+from consistency.numerics.diagnosis import Diagnosis
+from consistency.numerics.diagnosis_computed import diagnose_computed
+from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import TensorDigest, as_bytes, differing_blocks, digest
 from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import name_of

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,19 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consistency.numerics.bound import (
-    Allowance,
-    UserAllowance,
-    delta_allowance,
-    gamma,
-    independent_rows,
-    measure_against_exact,
-    measure_low_rank,
-    merged_allowance,
-)
+from consistency.numerics.bound import Allowance, UserAllowance, delta_allowance, gamma, merged_allowance
+from consistency.numerics.chunks import CHUNK, low_rank_chunks
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
-from consistency.numerics.error import CHUNK
+from consistency.numerics.error import measure_against_exact, measure_chunks
+from consistency.numerics.independent_errors import independent_rows
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 RANKS = (1, 2, 3, 8, 16, 64, 128, 256)
@@ -35,6 +29,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def measure_low_rank(actual: torch.Tensor, **factors: Any) -> Measure:
+    return measure_chunks(actual, low_rank_chunks(actual, **factors))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,18 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consistency.numerics.bound import (
-    Allowance,
-    UserAllowance,
-    delta_allowance,
-    measure_against_exact,
-    measure_low_rank,
-    merged_allowance,
-)
-from consistency.numerics.diagnosis_computed import diagnose_computed, exact_chunks, low_rank_chunks
-from consistency.numerics.diagnosis_moved import Diagnosis
+from consistency.numerics.bound import Allowance, UserAllowance, delta_allowance, merged_allowance
+from consistency.numerics.chunks import exact_chunks, low_rank_chunks
+from consistency.numerics.diagnosis import Diagnosis
+from consistency.numerics.diagnosis_computed import diagnose_computed
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import bit_patterns
+from consistency.numerics.error import measure_against_exact, measure_chunks
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 
@@ -64,9 +59,9 @@ class Case:
             return delta if self.weight is None else merged_allowance(delta, weight=self.weight, roundings=1)
 
         factors: dict[str, Any] = {"left": self.left, "right": self.right, "scaling": self.scaling, "base": self.base}
-        plain, wide = (partial(measure_low_rank, actual, **factors, allowance=allowance(tf32=t)) for t in (False, True))
-        chunks = partial(low_rank_chunks, actual, **factors, allowance=allowance(tf32=False))
-        return diagnose_computed(plain(), chunks, in_tf32=wide)
+        plain, wide = (partial(low_rank_chunks, actual, **factors, allowance=allowance(tf32=t)) for t in (False, True))
+        found = measure_chunks(actual, plain())
+        return diagnose_computed(found, plain, in_tf32=lambda: measure_chunks(actual, wide()))
 
 
 CASES = [
@@ -255,8 +250,8 @@ def test_a_tolerance_of_the_users_own_is_what_is_gone_by() -> None:
     bit_patterns(actual.reshape(-1))[7] ^= 1 << 30
     tight = UserAllowance(atol=1e-3, rtol=1e-3)
     factors: dict[str, Any] = {"left": case.left, "right": case.right, "scaling": case.scaling, "base": case.base}
-    found = measure_low_rank(actual, **factors, allowance=tight)
-    word = diagnose_computed(found, partial(low_rank_chunks, actual, **factors, allowance=tight)).word
+    chunks = partial(low_rank_chunks, actual, **factors, allowance=tight)
+    word = diagnose_computed(measure_chunks(actual, chunks()), chunks).word
     assert word == "bit-flip"
     exact = normal(64, 300, dtype=torch.float64)
     scaled = (exact * 3).float()

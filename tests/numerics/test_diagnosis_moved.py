@@ -7,15 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from consistency.numerics.diagnosis_moved import (
-    FEW_ELEMENTS,
-    PAGE_BYTES,
-    Diagnosis,
-    Known,
-    bit_field,
-    diagnose_moved,
-    diagnose_structure,
-)
+from consistency.numerics.diagnosis import FEW_ELEMENTS, PAGE_BYTES, Diagnosis, bit_field
+from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import bit_patterns

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consistency.numerics.bound import measure_against_exact
+from consistency.numerics.chunks import CHUNK, Chunk
 from consistency.numerics.distance import hexadecimal
-from consistency.numerics.error import CHUNK, ErrorTally
+from consistency.numerics.error import ErrorTally, measure_against_exact
 
 NAN, INF = math.nan, math.inf
 
@@ -76,7 +76,8 @@ def test_the_ratio_is_the_largest_over_all_chunks() -> None:
     tally = ErrorTally(shape=(4,), dtype=torch.float32)
     for start, error in ((0, 0.5), (2, 0.25)):
         exact = torch.ones(2, dtype=torch.float64)
-        tally.add((exact + torch.tensor([0.0, error])).float(), exact.numpy(), allowed=np.full(2, 0.25), start=start)
+        actual = (exact + torch.tensor([0.0, error])).float()
+        tally.add(Chunk(actual=actual, exact=exact.numpy(), allowed=np.full(2, 0.25), start=start))
     found = tally.result()
     assert (found.bound_ratio, found.worst_index) == (2.0, (1,))
 
@@ -84,7 +85,7 @@ def test_the_ratio_is_the_largest_over_all_chunks() -> None:
 def test_the_worst_element_is_the_one_that_is_worst_by_what_is_allowed() -> None:
     tally = ErrorTally(shape=(2,), dtype=torch.float32)
     exact = tensor(1.0, 1.0, dtype=torch.float64)
-    tally.add(tensor(1.5, 1.25), exact.numpy(), allowed=np.array([1.0, 0.125]), start=0)
+    tally.add(Chunk(actual=tensor(1.5, 1.25), exact=exact.numpy(), allowed=np.array([1.0, 0.125]), start=0))
     found = tally.result()
     assert (found.bound_ratio, found.worst_index, found.max_abs) == (2.0, (1,), 0.5)
 
@@ -92,9 +93,9 @@ def test_the_worst_element_is_the_one_that_is_worst_by_what_is_allowed() -> None
 def test_nothing_off_where_nothing_is_allowed_is_right() -> None:
     tally = ErrorTally(shape=(2,), dtype=torch.float32)
     exact = tensor(1.0, 2.0, dtype=torch.float64)
-    tally.add(exact.float(), exact.numpy(), allowed=np.zeros(2), start=0)
+    tally.add(Chunk(actual=exact.float(), exact=exact.numpy(), allowed=np.zeros(2), start=0))
     assert tally.result().bound_ratio == 0.0
-    tally.add(tensor(1.0, 2.5), exact.numpy(), allowed=np.zeros(2), start=0)
+    tally.add(Chunk(actual=tensor(1.0, 2.5), exact=exact.numpy(), allowed=np.zeros(2), start=0))
     assert tally.result().bound_ratio == INF
 
 
@@ -102,7 +103,7 @@ def test_a_ratio_that_was_nan_stays_nan() -> None:
     tally = ErrorTally(shape=(2,), dtype=torch.float32)
     for start, value in ((0, NAN), (1, 1.0)):
         one = tensor(1.0, dtype=torch.float64)
-        tally.add(tensor(value), one.numpy(), allowed=one.numpy(), start=start)
+        tally.add(Chunk(actual=tensor(value), exact=one.numpy(), allowed=one.numpy(), start=start))
     assert math.isnan(tally.result().bound_ratio or 0)
     assert tally.result().worst_index == (0,)
 
@@ -134,7 +135,8 @@ def test_the_measure_is_what_one_element_after_the_other_gives(
     room = None if allowed is None else np.array(allowed[: len(pairs)])
     for start in range(0, len(pairs), cut):
         part = slice(start, start + cut)
-        tally.add(actual[part], exact[part].numpy(), allowed=None if room is None else room[part], start=start)
+        limit = None if room is None else room[part]
+        tally.add(Chunk(actual=actual[part], exact=exact[part].numpy(), allowed=limit, start=start))
     found = tally.result()
 
     off, relative, badness = [], [], []

@@ -15,7 +15,8 @@ from consistency.capture.folder import read_records, unpack_blocks
 from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.errors import CaptureError
-from consistency.numerics.bound import UserAllowance, measure_against_exact
+from consistency.numerics.bound import UserAllowance
+from consistency.numerics.error import measure_against_exact
 from consistency.numerics.digest import digest
 from consistency.worker import recorder as recorder_module
 from consistency.worker.recorder import Recorder

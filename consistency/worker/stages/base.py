@@ -13,9 +13,9 @@ from collections.abc import Mapping
 import torch
 
 from consistency.capture.names import split_name
-from consistency.numerics.bound import measure_against_exact
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
+from consistency.numerics.error import measure_against_exact
 from consistency.numerics.exact import in_float64
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word

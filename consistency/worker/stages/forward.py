@@ -20,9 +20,10 @@ from consistency.capture.names import ADAPTER_ON as ON
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import RecordStatus
 from consistency.errors import first_line
-from consistency.numerics.bound import independent_rows, measure_against_exact
 from consistency.numerics.digest import TensorDigest, digest
+from consistency.numerics.error import measure_against_exact
 from consistency.numerics.exact import in_float64
+from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.rules import Rule
 from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.model.float64_reference import Reference, publish, wait_for

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from consistency.numerics.bound import UserAllowance, measure_against_exact
-from consistency.numerics.diagnosis_computed import exact_chunks
+from consistency.numerics.bound import UserAllowance
+from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
+from consistency.numerics.error import measure_against_exact
 from consistency.numerics.rules import Rule, Verdict, judge_relative
 from consistency.worker.recorder import Recorder
 

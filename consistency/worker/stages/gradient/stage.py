@@ -24,11 +24,12 @@ import torch
 from consistency.capture.names import ADAPTER_ON, GRADIENT, UPDATED, WHOLE_MODEL, adapter_place
 from consistency.capture.records import RecordStatus
 from consistency.errors import first_line
-from consistency.numerics.bound import independent_lines, measure_against_exact
-from consistency.numerics.diagnosis_computed import exact_chunks
+from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.error import measure_against_exact
 from consistency.numerics.exact import Float64Mode
+from consistency.numerics.independent_errors import independent_lines
 from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic, measure_tracked
 from consistency.worker.model.float64_reference import Reference, publish, wait_for

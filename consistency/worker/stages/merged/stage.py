@@ -19,11 +19,12 @@ import torch
 
 from consistency.capture.names import DELTA, SAFE_WEIGHT, WEIGHT, module_place
 from consistency.errors import first_line
-from consistency.numerics.bound import Allowance, measure_against_exact, measure_low_rank
-from consistency.numerics.diagnosis_computed import Chunk, exact_chunks, low_rank_chunks
+from consistency.numerics.bound import Allowance
+from consistency.numerics.chunks import Chunk, exact_chunks, low_rank_chunks
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.error import measure_against_exact, measure_chunks
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.rules import Rule, passes
 from consistency.worker.memory.out_of_memory import is_out_of_memory
@@ -188,7 +189,7 @@ def _judge(weight: torch.Tensor, truth: Truth, tolerance: UserTolerance | None, 
     """Measure a merged weight, or a delta (`safe` None); None where there is no exact value of its shape."""
     if truth.low_rank is not None:
         allowance = allowance_of(truth.low_rank, tolerance, weight, roundings=_roundings(truth, safe=safe))
-        return measure_low_rank(weight.to("cpu"), **_factors(truth), allowance=allowance)
+        return measure_chunks(weight, low_rank_chunks(weight.to("cpu"), **_factors(truth), allowance=allowance))
     if truth.exact is None or truth.exact.shape != weight.shape:
         return None
     return measure_against_exact(weight.to("cpu"), truth.exact, tolerance.allowance if tolerance else None)
@@ -255,7 +256,9 @@ def _outside(
 
     return {
         "chunks": lambda: low_rank_chunks(tensor.to("cpu"), **_factors(truth), allowance=allowed),
-        "in_tf32": (lambda: measure_low_rank(tensor.to("cpu"), **_factors(truth), allowance=in_tf32))
+        "in_tf32": (
+            lambda: measure_chunks(tensor, low_rank_chunks(tensor.to("cpu"), **_factors(truth), allowance=in_tf32))
+        )
         if low_rank.adapter == torch.float32
         else None,
         "outside": recipe,

@@ -17,11 +17,11 @@ from consistency.capture.names import UNSUPPORTED
 from consistency.capture.records import RecordStatus
 from consistency.case.stages import Level
 from consistency.errors import first_line
-from consistency.numerics.bound import measure_against_exact
-from consistency.numerics.diagnosis_computed import exact_chunks
+from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import named
+from consistency.numerics.error import measure_against_exact
 from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic, Tracked, measure_tracked
 from consistency.worker.memory.out_of_memory import is_out_of_memory

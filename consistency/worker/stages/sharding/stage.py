@@ -24,11 +24,12 @@ import torch
 
 from consistency.capture.names import WHOLE_MODEL
 from consistency.errors import InputError, first_line
-from consistency.numerics.bound import independent_rows, measure_against_exact
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
+from consistency.numerics.error import measure_against_exact
 from consistency.numerics.exact import in_float64
+from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.rules import Rule, Verdict, judge_relative
 from consistency.numerics.words import Word
 from consistency.worker.memory.host_memory import available_bytes

@@ -26,7 +26,8 @@ from consistency.capture.names import (
 from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Level, Stage
-from consistency.numerics.diagnosis_moved import Diagnosis, Known, diagnose_moved
+from consistency.numerics.diagnosis import Diagnosis
+from consistency.numerics.diagnosis_moved import Known, diagnose_moved
 from consistency.numerics.digest import as_bytes, combine
 from consistency.numerics.distance import Measure, measure
 from consistency.numerics.dtype import name_of

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from consistency.numerics.bound import independent_lines
 from consistency.numerics.exact import Float64Mode
+from consistency.numerics.independent_errors import independent_lines
 from consistency.numerics.running_error import Arithmetic, measure_tracked
 from consistency.worker.stages import adamw
 from consistency.worker.stages.gradient import stage as gradient

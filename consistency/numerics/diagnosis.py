@@ -1,0 +1,72 @@
+"""A diagnosis, and the parts of its rules that moved and computed tensors share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from consistency.numerics.words import Word
+
+FEW_ELEMENTS = 64
+"""A memory or link fault flips single bits in a few words; more than this has another cause."""
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """A word of the report's vocabulary and its evidence."""
+
+    word: Word
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+Rule = Callable[[], Diagnosis | None]
+
+
+def first_answer(rules: Iterable[Rule]) -> Diagnosis | None:
+    """Return the answer of the first rule that has one; rules go from the most to the least specific."""
+    return next((answer for rule in rules if (answer := rule()) is not None), None)
+
+
+def bit_flip(dtype: torch.dtype, bits: Iterable[int], evidence: dict[str, Any]) -> Diagnosis:
+    """Report single flipped bits, and which fields of a float they are in."""
+    found = sorted(set(bits))
+    fields = {"fields": sorted({bit_field(dtype, bit) for bit in found})} if dtype.is_floating_point else {}
+    return Diagnosis(word=Word.BIT_FLIP, evidence={"bits": found, **evidence, **fields})
+
+
+def bit_field(dtype: torch.dtype, bit: int) -> str:
+    """Return whether a bit of a float is its `sign`, `exponent` or `mantissa`; 0 is the least significant."""
+    width = torch.finfo(dtype).bits
+    mantissa = round(-math.log2(torch.finfo(dtype).eps))
+    has_sign = torch.finfo(dtype).min < 0  # an E8M0 scale is an exponent alone
+    return "sign" if has_sign and bit == width - 1 else "exponent" if bit >= mantissa else "mantissa"
+
+
+def non_finite(nan: int, inf: int) -> Diagnosis | None:
+    """Report NaN and infinity where the reference is finite, if there are any."""
+    return Diagnosis(word=Word.NON_FINITE, evidence={"nan": nan, "inf": inf}) if nan + inf else None
+
+
+def block(first: int, last: int, *, wrong: int, elements: int, size: int) -> Diagnosis | None:
+    """Report one contiguous range of wrong elements of `size` bytes, given by its ends."""
+    length = last - first + 1
+    # random data of the same exponent range agrees in some elements by chance, seldom in one of ten
+    if length < 2 or length == elements or wrong < 0.9 * length:
+        return None
+    return Diagnosis(word=Word.BLOCK, evidence=byte_range(first, last, elements=elements, size=size))
+
+
+def byte_range(first: int, last: int, *, elements: int, size: int) -> dict[str, Any]:
+    """Return the range of bytes from one element to another, and whether it consists of whole pages."""
+    offset, stop = first * size, (last + 1) * size
+    return {
+        "offset_bytes": offset,
+        "length_bytes": stop - offset,
+        "page_aligned": offset % PAGE_BYTES == 0 and (stop % PAGE_BYTES == 0 or stop == elements * size),
+    }
