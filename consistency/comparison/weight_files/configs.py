@@ -1,4 +1,4 @@
-"""Settings that lie beside weights and change what they compute: `config.json` and `adapter_config.json`, compared."""
+"""Compare the settings next to weights that change what they compute: `config.json` and `adapter_config.json`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from consistency.case.checkpoint import read_json
-from consistency.comparison.result import Finding
+from consistency.comparison.result import Finding, Severity
 
 _FILES = ("adapter_config.json", "config.json")
 
-# where it came from, which versions wrote it, how it was to be used: no number of a forward pass depends on these
-_SAYS_NOTHING = frozenset(
+# origin, versions and intended use: no value of a forward pass depends on these
+_HARMLESS = frozenset(
     {
         "_name_or_path",
         "_commit_hash",
         "auto_mapping",
         "base_model_name_or_path",
-        "dtype",  # what it was saved as; the tensors themselves tell
+        "dtype",  # as which it was saved; the tensors themselves show it
         "inference_mode",
         "peft_version",
         "revision",
@@ -30,9 +30,9 @@ _SAYS_NOTHING = frozenset(
 
 
 def find_settings(actual: Path, expected: Path, labels: tuple[str, str]) -> Iterator[Finding]:
-    """Yield what differs between the settings of two folders, one finding per file.
+    """Yield the differences between the settings of two folders, one finding per file and severity.
 
-    A setting that changes numbers is an error: equal weights with another `lora_alpha` are another adapter.
+    A setting that changes values is an error: equal weights with a different `lora_alpha` are a different adapter.
     """
     for name in _FILES:
         present = [(folder / name).exists() for folder in (actual, expected)]
@@ -40,23 +40,21 @@ def find_settings(actual: Path, expected: Path, labels: tuple[str, str]) -> Iter
             continue
         if not all(present):
             which = labels[0] if present[0] else labels[1]
-            yield Finding(
-                kind="settings", severity="error", message=f"{name} is in {which} alone", workers=(labels[0],)
-            )
+            yield _finding("error", f"only {which} has {name}", labels)
             continue
         got, wanted = read_json(actual / name), read_json(expected / name)
         keys = [key for key in dict.fromkeys((*wanted, *got)) if not _same(got.get(key), wanted.get(key))]
-        grave = [key for key in keys if key not in _SAYS_NOTHING]
-        for severity, chosen in (("error", grave), ("note", [key for key in keys if key not in grave])):
+        grave = [key for key in keys if key not in _HARMLESS]
+        by_severity: dict[Severity, list[str]] = {"error": grave, "note": [key for key in keys if key not in grave]}
+        for severity, chosen in by_severity.items():
             if chosen:
                 text = "; ".join(f"{key} is {got.get(key)!r}, was {wanted.get(key)!r}" for key in chosen[:5])
                 more = f"; and {len(chosen) - 5} more" if len(chosen) > 5 else ""
-                yield Finding(
-                    kind="settings",
-                    severity="error" if severity == "error" else "note",
-                    message=f"{name} of {labels[0]} differs: {text}{more}",
-                    workers=(labels[0],),
-                )
+                yield _finding(severity, f"{name} of {labels[0]} differs: {text}{more}", labels)
+
+
+def _finding(severity: Severity, message: str, labels: tuple[str, str]) -> Finding:
+    return Finding(kind="settings", severity=severity, message=message, workers=(labels[0],))
 
 
 def _same(actual: Any, expected: Any) -> bool:

@@ -1,7 +1,7 @@
 """Compare two weight files, adapters or model folders, without any model code.
 
-Bytes are compared where the files are mapped into memory, so equal tensors cost one look at each, and nothing is
-loaded. Only where some differ is torch imported, to measure them and to name the difference.
+Bytes are compared in memory-mapped files, so equal tensors are read once and nothing is loaded. Torch is imported only
+if some differ, to measure and diagnose the difference.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from consistency.capture.names import adapter_place
@@ -33,10 +33,10 @@ from consistency.numerics.same_bytes import same_memory
 from consistency.numerics.words import Word
 
 STAGE = "file"
-"""Stage of the rows: the bytes as they lie in the files."""
+"""Stage of the rows: the bytes in the files."""
 
 _PIECE = 8 * 2**20
-"""Bytes that one thread compares at a time, so that a file of one large tensor keeps all of them busy."""
+"""Bytes that one thread compares at a time, so that a file of one large tensor keeps all threads busy."""
 
 Weights = Mapping[str, StoredTensor]
 
@@ -49,7 +49,7 @@ def diff(actual: Path, expected: Path, *, allow_pickle: bool = False) -> Compari
     actual, expected : Path
         A safetensors file, an index of shards, or the folder of a model or an adapter. `expected` is the reference.
     allow_pickle : bool
-        Read a pickle, with `weights_only=True`, where there is nothing else.
+        Read a pickle, with `weights_only=True`, if there is nothing else.
 
     Returns
     -------
@@ -59,7 +59,7 @@ def diff(actual: Path, expected: Path, *, allow_pickle: bool = False) -> Compari
     Raises
     ------
     InputError
-        One of them cannot be read, or neither holds a tensor.
+        One of them cannot be read, or neither contains a tensor.
     """
     labels = _labels(actual, expected)
     with (
@@ -67,11 +67,8 @@ def diff(actual: Path, expected: Path, *, allow_pickle: bool = False) -> Compari
         open_weights(expected, allow_pickle=allow_pickle) as e,
     ):
         if not a and not e:
-            raise InputError("there is no tensor in either", where=f"{actual} and {expected}")
-        differing = _differing(a, e)
-        names = [*e, *(name for name in a if name not in e)]
-        others = _Others(e)
-        tensors = _compare_all(names, a, e, differing, others, labels)
+            raise InputError("neither contains a tensor", where=f"{actual} and {expected}")
+        tensors = _Comparer(a, e, labels).compare_all()
         dtypes = sorted({tensor.dtype for tensor in (*a.values(), *e.values())})
     findings = (
         *find_causes(tensors, next_step=lambda _: None),
@@ -105,7 +102,7 @@ def _differing(a: Weights, e: Weights) -> set[str]:
     pieces = [
         (name, start)
         for name, tensor in e.items()
-        if name in a and _structure(a[name]) == _structure(tensor)
+        if name in a and (a[name].shape, a[name].dtype) == (tensor.shape, tensor.dtype)
         for start in range(0, len(tensor.raw), _PIECE)
     ]
 
@@ -118,149 +115,103 @@ def _differing(a: Weights, e: Weights) -> set[str]:
         return {name for (name, _), found in zip(pieces, pool.map(differs, pieces), strict=True) if found}
 
 
-def _structure(tensor: StoredTensor) -> tuple[tuple[int, ...], str]:
-    return tensor.shape, tensor.dtype
+class _Comparer:
+    """Two sets of weights, and which of their common tensors differ."""
 
+    def __init__(self, actual: Weights, expected: Weights, labels: tuple[str, str]) -> None:
+        self._actual, self._expected, self._labels = actual, expected, labels
+        self._differing = _differing(actual, expected)
 
-def _compare_all(
-    names: Sequence[str], a: Weights, e: Weights, differing: set[str], others: _Others, labels: tuple[str, str]
-) -> tuple[TensorComparison, ...]:
-    """Compare tensor by tensor; those that differ several at once, for one is named while another is measured."""
+    def compare_all(self) -> tuple[TensorComparison, ...]:
+        """Compare tensor by tensor; several at once where some differ, since measuring them takes time."""
+        names = [*self._expected, *(name for name in self._actual if name not in self._expected)]
+        if not self._differing:
+            return tuple(map(self._compare, names, range(len(names))))
+        from consistency.numerics.stored import views_of_files
 
-    def look(place: int) -> TensorComparison:
-        return _compare(names[place], a, e, differing, others, labels, place)
+        with views_of_files(), concurrent.futures.ThreadPoolExecutor(available_cores()) as pool:
+            return tuple(pool.map(self._compare, names, range(len(names))))
 
-    places = range(len(names))
-    if not differing:
-        return tuple(map(look, places))
-    from consistency.numerics.stored import views_of_files
-
-    with views_of_files(), concurrent.futures.ThreadPoolExecutor(available_cores()) as pool:
-        return tuple(pool.map(look, places))
-
-
-def _compare(
-    name: str,
-    a: Weights,
-    e: Weights,
-    differing: set[str],
-    others: _Others,
-    labels: tuple[str, str],
-    place: int,
-) -> TensorComparison:
-    layer, part = adapter_place(name)
-    seen = e.get(name) or a[name]
-    row = _row(name, a, e, differing, others, labels)
-    together = row.status == "equal"
-    holders = [label for label, side in ((labels[1], e), (labels[0], a)) if name in side]
-    return TensorComparison(
-        stage=STAGE,
-        load_path=STAGE,
-        layer=layer,
-        tensor=part,
-        shape=seen.shape,
-        dtype=seen.dtype,
-        rule="bitwise",
-        classes=(tuple(holders),) if together else tuple((label,) for label in holders),
-        rows=(row,),
-        order=place,
-    )
-
-
-def _row(name: str, a: Weights, e: Weights, differing: set[str], others: _Others, labels: tuple[str, str]) -> Row:
-    worker, reference = labels
-    if name not in a:
-        return Row(
-            worker=worker,
-            reference=reference,
-            status="missing",
-            diagnosis=Word.MISSING,
-            reason="only the reference has it",
+    def _compare(self, name: str, order: int) -> TensorComparison:
+        layer, part = adapter_place(name)
+        known = self._expected.get(name) or self._actual[name]
+        row = self._row(name)
+        worker, reference = self._labels
+        holders = [label for label, side in ((reference, self._expected), (worker, self._actual)) if name in side]
+        return TensorComparison(
+            stage=STAGE,
+            load_path=STAGE,
+            layer=layer,
+            tensor=part,
+            shape=known.shape,
+            dtype=known.dtype,
+            rule="bitwise",
+            classes=(tuple(holders),) if row.status == "equal" else tuple((label,) for label in holders),
+            rows=(row,),
+            order=order,
         )
-    if name not in e:
-        return Row(
-            worker=worker, reference=reference, status="unexpected", diagnosis=Word.UNEXPECTED,
-            reason="the reference has no such tensor",
-        )  # fmt: skip
-    actual, expected = a[name], e[name]
-    if actual.shape != expected.shape:
-        evidence = {"got": list(actual.shape), "wanted": list(expected.shape)}
-        return Row(worker=worker, reference=reference, status="outside", diagnosis=Word.SHAPE, evidence=evidence)
-    if actual.dtype != expected.dtype:
-        kinds = {"got": actual.dtype, "wanted": expected.dtype}
-        return Row(worker=worker, reference=reference, status="outside", diagnosis=Word.DTYPE, evidence=kinds)
-    elements = actual.elements
-    if name not in differing:
-        return Row(worker=worker, reference=reference, status="equal", elements=elements, **NO_DIFFERENCE)
-    from consistency.numerics.stored import measure_stored
 
-    found, diagnosis = measure_stored(
-        actual.raw, expected.raw, shape=actual.shape, dtype=actual.dtype,
-        other=lambda: others.find(actual),
-    )  # fmt: skip
-    measured = TensorMeasure.of(found)
-    # formats that torch does not know, and that pack several elements into some bytes
-    unit = {} if found.elements == elements else {"unit": "bytes"}
-    return Row(
-        worker=worker,
-        reference=reference,
-        status="outside",
-        diagnosis=diagnosis.word,
-        evidence={**measured.evidence(), **diagnosis.evidence, **unit},
-    ).with_measure(measured)
+    def _row(self, name: str) -> Row:
+        row = functools.partial(Row, worker=self._labels[0], reference=self._labels[1])
+        actual, expected = self._actual.get(name), self._expected.get(name)
+        if actual is None:
+            return row(status="missing", diagnosis=Word.MISSING, reason="only the reference has it")
+        if expected is None:
+            return row(status="unexpected", diagnosis=Word.UNEXPECTED, reason="missing in the reference")
+        if actual.shape != expected.shape:
+            shapes = {"got": list(actual.shape), "wanted": list(expected.shape)}
+            return row(status="outside", diagnosis=Word.SHAPE, evidence=shapes)
+        if actual.dtype != expected.dtype:
+            dtypes = {"got": actual.dtype, "wanted": expected.dtype}
+            return row(status="outside", diagnosis=Word.DTYPE, evidence=dtypes)
+        if name not in self._differing:
+            return row(status="equal", elements=actual.elements, **NO_DIFFERENCE)
+        from consistency.numerics.stored import measure_stored
 
+        found, diagnosis = measure_stored(
+            actual.raw, expected.raw, shape=actual.shape, dtype=actual.dtype, other=lambda: self._holder(actual)
+        )
+        # formats that torch does not know, and formats that pack several elements into a few bytes
+        unit = {} if found.elements == actual.elements else {"unit": "bytes"}
+        measured = TensorMeasure.of(found)
+        evidence = {**measured.evidence(), **diagnosis.evidence, **unit}
+        return row(status="outside", diagnosis=diagnosis.word, evidence=evidence).with_measure(measured)
 
-class _Others:
-    """The reference's tensors by structure and first bytes, to find one that another tensor's bytes are of."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-
-    @functools.cached_property
-    def _by_start(self) -> dict[tuple[object, ...], list[StoredTensor]]:
-        found: dict[tuple[object, ...], list[StoredTensor]] = {}
-        for tensor in self._weights.values():
-            found.setdefault(self._key(tensor), []).append(tensor)
-        return found
-
-    @staticmethod
-    def _key(tensor: StoredTensor) -> tuple[object, ...]:
-        return (*_structure(tensor), tensor.raw[:64].tobytes())
-
-    def find(self, tensor: StoredTensor) -> str | None:
-        """Return the name of a tensor of the reference that has the same bytes."""
-        for other in self._by_start.get(self._key(tensor), []):
+    def _holder(self, tensor: StoredTensor) -> str | None:
+        """Return the name of another tensor of the reference that has the same bytes."""
+        for other in self._by_start.get(_start(tensor), []):
             if other.name != tensor.name and same_memory(tensor.raw, other.raw):
                 return other.name
         return None
 
+    @functools.cached_property
+    def _by_start(self) -> dict[tuple[object, ...], list[StoredTensor]]:
+        """The reference's tensors by structure and first bytes."""
+        found: dict[tuple[object, ...], list[StoredTensor]] = {}
+        for tensor in self._expected.values():
+            found.setdefault(_start(tensor), []).append(tensor)
+        return found
+
+
+def _start(tensor: StoredTensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.raw[:64].tobytes()
+
 
 def _renamed(a: Weights, e: Weights, labels: tuple[str, str]) -> tuple[Finding, ...]:
-    """Say where no name is common and the names differ by their first components alone."""
+    """Note that no name is common and that the names differ only by their first components."""
     if not a or not e or set(a) & set(e):
         return ()
     for longer, shorter, label in ((a, e, labels[0]), (e, a, labels[1])):
         first = next(iter(shorter))
         prefix = next((name.removesuffix(first) for name in longer if name.endswith(f".{first}")), None)
         if prefix and any(f"{prefix}{name}" in longer for name in shorter):
-            return (
-                Finding(
-                    kind="names",
-                    severity="note",
-                    message=f"no name is common: those of {label} begin with {prefix!r}, the others do not",
-                ),
-            )
+            message = f"no name is common: only the names in {label} begin with {prefix!r}"
+            return (Finding(kind="names", severity="note", message=message),)
     return ()
 
 
 def _summary(label: str) -> WorkerSummary:
     return WorkerSummary(
-        name=label,
-        load_path=STAGE,
-        architecture="weight file",
-        model="",
-        uuid=None,
-        status="ok",
-        reason=None,
-        environment={},
-    )
+        name=label, load_path=STAGE, architecture="weight file", model="",
+        uuid=None, status="ok", reason=None, environment={},
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Weights as they lie in files: where each tensor's bytes are, mapped into memory and not read. No torch here."""
+"""Map weight files into memory: where each tensor's bytes are. Nothing is read, and torch is not imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {
     "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
-"""Torch's name of each dtype that a safetensors header can hold and torch has; others keep the header's own."""
+"""Torch's name of each dtype that a safetensors header can hold and torch has; others keep the name in the header."""
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -37,9 +37,9 @@ class StoredTensor:
     name : str
     shape : tuple of int
     dtype : str
-        Torch's name of it.
+        Torch's name.
     raw : np.ndarray
-        Its bytes, uint8, read from the file when they are looked at.
+        Its bytes, uint8, read from the file on access.
     """
 
     name: str
@@ -61,12 +61,12 @@ def open_weights(path: Path, *, allow_pickle: bool = False) -> Iterator[Mapping[
     path : Path
         A safetensors file, an index of shards, or the folder of a model or an adapter.
     allow_pickle : bool
-        Read a pickle, with `weights_only=True`, where there is nothing else.
+        Read a pickle, with `weights_only=True`, if there is nothing else.
 
     Raises
     ------
     InputError
-        There are no weights, or they are a pickle, a Git LFS pointer, cut short or corrupt.
+        There are no weights, or they are a pickle, a Git LFS pointer, truncated or corrupt.
     """
     with ExitStack() as stack:
         tensors: dict[str, StoredTensor] = {}
@@ -93,7 +93,7 @@ def _files(path: Path, *, allow_pickle: bool) -> tuple[tuple[Path, ...], bool]:
         stem, pickle_stem = ("adapter_model", "adapter_model") if is_adapter else ("model", "pytorch_model")
         found = read_checkpoint(path, stem=stem, pickle_stem=pickle_stem, allow_pickle=allow_pickle)
         return found.files, found.pickled
-    if not stat.S_ISREG(kind):  # of a pipe or a device the beginning would be gone after one look, or never come
+    if not stat.S_ISREG(kind):  # a pipe or a device can be read only once, or never ends
         raise InputError("neither a file nor a folder", where=path, wanted="a file that can be mapped into memory")
     if path.suffix == ".json":
         found = read_index(path, allow_pickle=allow_pickle)
@@ -105,18 +105,18 @@ def _files(path: Path, *, allow_pickle: bool) -> tuple[tuple[Path, ...], bool]:
 
 
 def _mapped(file: Path, stack: ExitStack) -> dict[str, StoredTensor]:
-    headers = read_header(file)  # safetensors itself checks the header, and that the data is all there
+    headers = read_header(file)  # safetensors itself checks the header, and that the data is complete
     handle = stack.enter_context(file.open("rb"))
     view = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-    whole = np.frombuffer(view, np.uint8)  # keeps the mapping for as long as anything looks at it
+    whole = np.frombuffer(view, np.uint8)  # keeps the mapping alive as long as anything refers to it
     start = 8 + int.from_bytes(view[:8], "little")
     places: dict[str, Any] = json.loads(view[8:start])
     places.pop("__metadata__", None)
     stop = start + max((place["data_offsets"][1] for place in places.values()), default=0)
     kinds = {name: (tuple(place["shape"]), place["dtype"]) for name, place in places.items()}
-    # to look behind a file's end kills the process
+    # reading beyond a file's end kills the process
     if kinds != {name: (header.shape, header.dtype) for name, header in headers.items()} or stop > len(view):
-        raise InputError("the file was replaced while it was opened", where=file, hint="try again when it is whole")
+        raise InputError("the file was replaced while it was opened", where=file, hint="try again when it is complete")
     tensors = {}
     for name, header in sorted(headers.items(), key=lambda item: places[item[0]]["data_offsets"]):
         first, last = places[name]["data_offsets"]
@@ -130,7 +130,7 @@ def _mapped(file: Path, stack: ExitStack) -> dict[str, StoredTensor]:
 
 
 def _unpickled(file: Path) -> dict[str, StoredTensor]:
-    """Read a pickle of tensors, which takes torch."""
+    """Read a pickle of tensors, which needs torch."""
     from consistency.numerics.stored import read_pickle
 
     found: dict[str, StoredTensor] = {}

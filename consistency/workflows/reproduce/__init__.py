@@ -1,5 +1,5 @@
-"""A finding -> a folder that shows it with torch and safetensors alone.
+"""Turn a finding into a folder that shows it with torch and safetensors alone.
 
-`evidence.py` finds what a finding rests on, `cut.py` cuts it to size, `folder.py` writes the folder and runs it.
-`scripts/` holds what is written there, each as a file that one can read.
+`evidence.py` finds the evidence of a finding, `cut.py` cuts it to size, `folder.py` writes the folder and runs it.
+`scripts/` holds the scripts that it copies there, each a file of its own that runs alone.
 """

@@ -1,4 +1,4 @@
-"""Cut the tensors of a finding so that they are few bytes and the fault still shows."""
+"""Cut the tensors of a finding to a few bytes that still show the fault."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from safetensors.torch import load_file
 from consistency.errors import CaptureError
 
 MOST_BYTES = 8 * 2**20
-"""All tensors of a folder together: with its scripts it stays under 10 MB, which issue trackers take."""
+"""All tensors of a folder together: with its scripts it stays under 10 MB, which issue trackers accept."""
 
 
 def read_blob(path: Path) -> torch.Tensor:
-    """Read a tensor that a capture kept."""
+    """Read a stored tensor of a capture."""
     try:
         tensor = load_file(path, device="cpu")["tensor"]
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise CaptureError("a kept tensor cannot be read", where=path, got=error) from None
+        raise CaptureError("cannot read a stored tensor", where=path, got=error) from None
     assert isinstance(tensor, torch.Tensor)
     return tensor
 
 
 def cut_moved(tensors: Mapping[str, torch.Tensor], worst: Sequence[int] | None) -> tuple[dict[str, torch.Tensor], str]:
-    """Cut tensors of one shape to one run of elements around the worst one.
+    """Cut tensors of one shape to a range of elements around the worst one.
 
     Parameters
     ----------
     tensors : mapping of str to torch.Tensor
-        `expected`, and `actual` where it was kept.
+        `expected`, and `actual` if it was stored.
     worst : sequence of int or None
         Index of the worst element.
 
     Returns
     -------
     dict of str to torch.Tensor
-        As they were where they fit, else `(elements,)`.
+        Unchanged if they fit, else `(elements,)`.
     str
-        Which part they are.
+        Which part of the whole they are.
     """
     expected = tensors["expected"]
     room = MOST_BYTES // (len(tensors) * max(t.element_size() for t in tensors.values()))
@@ -68,7 +68,7 @@ def cut_product(
     row, column = (worst or (0, 0))[:2]
     height, width = rows, columns
     while _bytes(tensors, height, width) > MOST_BYTES and (height > 1 or width > 1):
-        # columns go last: a matrix product's kernels are chosen by the long side, which is rarely the rows
+        # columns are cut last: kernels of matrix products are chosen by the long side, which is rarely the rows
         height, width = (max(1, height // 2), width) if height > 1 else (height, max(1, width // 2))
     top = min(max(0, row - height // 2), rows - height)
     left = min(max(0, column - width // 2), columns - width)

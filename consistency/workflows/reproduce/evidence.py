@@ -1,7 +1,8 @@
-"""Find what a finding of a report rests on: the worker, its record, and the tensors that its capture kept."""
+"""Find the evidence of a finding: the worker, its record, and the stored tensors of its capture."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ REPORT = "report.json"
 
 
 class ReportHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What is needed of a `report.json`."""
+    """The fields of `report.json` that are needed here."""
 
     schema: str
     findings: tuple[Finding, ...]
@@ -37,16 +38,16 @@ class Evidence:
     ----------
     finding : Finding
     number : int
-        Of the finding, from 1, as the report has it.
+        Of the finding in the report, from 1.
     participant : ComparedWorker
-        The worker on which it was seen.
+        The worker that showed it.
     record : TensorRecord
     others : tuple of str
-        What else the finding is about, by name.
+        Names of the other tensors of the finding.
     reference : ComparedWorker
-        The worker that all are held against.
+        The worker that all are compared with.
     is_bad : bool
-        Whether it is outside its rule; else the finding is about its bits.
+        Whether it violates its rule; otherwise the finding is about its bits.
     """
 
     finding: Finding
@@ -62,7 +63,7 @@ class Evidence:
         return tensor_name(*self.record.key)
 
     def blob(self, name: str | None) -> Path | None:
-        """Return where a tensor lies that the capture kept."""
+        """Return the path of a stored tensor of the capture, if it exists."""
         if name is None:
             return None
         path = self.participant.capture.blob_path(name)
@@ -70,12 +71,12 @@ class Evidence:
 
 
 def read_report(path: Path) -> tuple[ReportHead, Path]:
-    """Read a report, given as its file or its folder; return it and that folder.
+    """Read a report, given as its file or its folder; return it and its folder.
 
     Raises
     ------
     UsageError
-        There is no report, or it is of another schema.
+        There is no report, or its schema is not supported.
     """
     file = path / REPORT if path.is_dir() else path
     try:
@@ -87,48 +88,43 @@ def read_report(path: Path) -> tuple[ReportHead, Path]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError("not a report", where=file, got=error) from None
     if head.schema != "consistency.report/1":
-        raise UsageError("a report of another schema", where=file, got=head.schema, wanted="consistency.report/1")
+        raise UsageError("unsupported report schema", where=file, got=head.schema, wanted="consistency.report/1")
     return head, file.parent
 
 
 def find_evidence(path: Path, number: int, scratch: Path) -> Evidence:
-    """Return the tensor that shows a finding best.
+    """Return the tensor that best shows a finding.
 
     Parameters
     ----------
     path : Path
-        `report.json`, or its folder, with the captures beside it.
+        `report.json`, or its folder, with the captures next to it.
     number : int
         Of the finding, from 1.
     scratch : Path
-        Folder to unpack captures into, to be kept while the evidence is used.
+        Folder to unpack captures into; it must exist as long as the evidence is used.
 
     Raises
     ------
     UsageError
-        There is no such finding, or it is about no tensor.
+        The report has no such finding, or it concerns no tensor.
     CaptureError
-        The captures are gone, or of another run.
+        The captures are missing, or belong to another run.
     """
     head, folder = read_report(path)
     if not 1 <= number <= len(head.findings):
-        raise UsageError(
-            f"the report has no finding {number}",
-            where=folder,
-            got=f"{len(head.findings)} findings",
-            wanted="--finding N",
-        )
+        raise UsageError(f"the report has no finding {number}", where=folder, got=f"{len(head.findings)} findings")
     finding = head.findings[number - 1]
     if not finding.tensors:
         raise UsageError(
-            f"finding {number} is about no tensor", got=f"{finding.kind}: {finding.message}",
-            hint=finding.next or "run the case again: the report has its command",
+            f"finding {number} concerns no tensor", got=f"{finding.kind}: {finding.message}",
+            hint=finding.next or "run the case again with the command in the report",
         )  # fmt: skip
     participants = gather(_captures(head, folder, scratch))
     reference = choose_reference(participants)
     seen = list(_seen(finding, participants))
     if not seen or reference is None:
-        raise CaptureError("the captures do not hold what the finding is about", where=folder, got=finding.message)
+        raise CaptureError("the captures do not contain the tensors of the finding", where=folder, got=finding.message)
     participant, record = min(seen, key=lambda pair: _rank(pair[1]))
     name = tensor_name(*record.key)
     return Evidence(
@@ -148,7 +144,7 @@ def find_tensor(path: Path, name: str, worker: str, scratch: Path) -> tuple[Comp
     Raises
     ------
     UsageError
-        The report has no such worker or tensor.
+        The report has no such worker, or the worker no such tensor.
     """
     head, folder = read_report(path)
     participants = gather(_captures(head, folder, scratch))
@@ -170,11 +166,11 @@ def _captures(head: ReportHead, folder: Path, scratch: Path) -> list[Capture]:
     if (beside / MANIFEST).exists():
         return [read_capture(beside, pool)]
     if not head.captures:
-        raise CaptureError("no capture beside the report", where=folder, wanted=f"captures/{MANIFEST}")
+        raise CaptureError("no capture next to the report", where=folder, wanted=f"captures/{MANIFEST}")
     for text in head.captures:
-        if is_remote(text):  # a report may be a stranger's: it opens no connection
+        if is_remote(text):  # the report may be untrusted: it must not open a connection
             raise CaptureError(
-                "a capture of this report is not on this machine", where=text, hint="copy it here, and compare again"
+                "a capture of this report is not on this machine", where=text, hint="copy it here and compare again"
             )
     return [read_capture(fetch(text, scratch), pool) for text in head.captures]
 
@@ -192,7 +188,7 @@ def _seen(finding: Finding, participants: tuple[ComparedWorker, ...]) -> list[tu
 
 
 def _views(participant: ComparedWorker, load_paths: Sequence[str]) -> Iterator[ComparedWorker]:
-    """Yield a worker as it stands on each road that a finding is about, on its default road where it names none."""
+    """Yield a worker on each load path of a finding, on its default load path if the finding names none."""
     for load_path in load_paths or (participant.load_path,):
         view = participant.on(load_path)
         if view is not None:
@@ -200,9 +196,6 @@ def _views(participant: ComparedWorker, load_paths: Sequence[str]) -> Iterator[C
 
 
 def _rank(record: TensorRecord) -> tuple[bool, bool, int, int]:
-    """Order what shows a finding: the worker itself saw it wrong, both tensors were kept, small before large."""
+    """Prefer records that the worker itself found wrong, then stored tensors, then small ones."""
     kept = record.blob is not None and (record.reference_blob is not None or bool(record.ingredients))
-    elements = 1
-    for size in record.shape:
-        elements *= size
-    return (record.status != "outside", not kept, elements, record.order)
+    return (record.status != "outside", not kept, math.prod(record.shape), record.order)

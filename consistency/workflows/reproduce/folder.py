@@ -1,7 +1,8 @@
-"""Write the folder of a reproducer, and run what was written before anybody is told that it is done."""
+"""Write the folder of a reproducer, and run its script before reporting success."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -35,19 +36,19 @@ _OF_MODEL = (*MOVES_WEIGHTS, *COMPUTES_WITH_WEIGHTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reproduced:
-    """What came of a reproducer on this machine.
+    """The result of a reproducer on this machine.
 
     Attributes
     ----------
     folder : Path
     happens_here : bool
-        Whether the script met the fault anew.
+        Whether the script reproduced the fault.
     shows : bool
-        Whether it finds the fault in what was recorded.
+        Whether it finds the fault in the recorded tensors.
     output : str
-        What it printed.
+        Its output.
     needs_model : bool
-        Whether only the second script, with the model, can try it anew.
+        Whether only the second script, with the model, can reproduce it.
     """
 
     folder: Path
@@ -58,18 +59,18 @@ class Reproduced:
 
     @property
     def sentence(self) -> str:
-        """Say whether the finding was reproduced on this machine."""
+        """Report whether the finding was reproduced on this machine."""
         if self.happens_here:
             return "reproduced: it happens on this machine"
         recorded = "the recorded bytes show it" if self.shows else "no recorded bytes show it"
         if self.needs_model:
-            return f"not tried anew, which takes more than the kept tensors; {recorded}"
+            return f"not retried, which needs more than the stored tensors; {recorded}"
         return f"not reproduced: it does not happen on this machine now; {recorded}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """What goes into the folder: script, tensors, which part of the whole they are, and what the script has to know."""
+    """The contents of the folder: script, tensors, which part of the whole they are, and the script's parameters."""
 
     script: str
     tensors: Mapping[str, torch.Tensor]
@@ -78,7 +79,7 @@ class _Parts:
 
 
 def reproduce(report: Path, number: int, out: Path, *, replace: bool = False) -> Reproduced:
-    """Write a folder that shows a finding without this package, and run it.
+    """Write a folder that shows a finding without this package, and run its script.
 
     Parameters
     ----------
@@ -89,18 +90,18 @@ def reproduce(report: Path, number: int, out: Path, *, replace: bool = False) ->
     out : Path
         The folder to write.
     replace : bool
-        Replace a folder that is there.
+        Replace an existing folder.
 
     Raises
     ------
     UsageError, CaptureError
-        There is no such finding, or nothing was kept that shows it.
+        The report has no such finding, or no stored tensor shows it.
     ConsistencyError
-        What was written does not run.
+        The script does not run.
     """
     if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(
-            "there is something in the place of the reproducer", where=out, hint="give --force, or another --out"
+            "the output folder of the reproducer is not empty", where=out, hint="give --force, or another --out"
         )
     with tempfile.TemporaryDirectory(prefix="consistency-reproduce-") as scratch:
         evidence = find_evidence(report, number, Path(scratch))
@@ -118,13 +119,7 @@ def reproduce(report: Path, number: int, out: Path, *, replace: bool = False) ->
         raise CaptureError("cannot write the reproducer", where=out, got=error) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Reproduced(
-        folder=out,
-        happens_here=found.happens_here,
-        shows=found.shows,
-        output=found.output,
-        needs_model=found.needs_model,
-    )
+    return dataclasses.replace(found, folder=out)
 
 
 def _parts(evidence: Evidence) -> _Parts:
@@ -147,28 +142,28 @@ def _parts(evidence: Evidence) -> _Parts:
     if expected is not None and record.rule == "bitwise":
         whole = {"expected": read_blob(expected)} | ({} if actual is None else {"actual": read_blob(actual)})
         if len({(t.shape, t.dtype) for t in whole.values()}) > 1:
-            del whole["actual"]  # another shape or dtype is said in words, and cannot be held against this
+            del whole["actual"]  # a different shape or dtype is described in words, and cannot be compared
         tensors, window = cut_moved(whole, worst)
         hop = _hop(evidence) if record.stage == Stage.TRANSFER else {"via": _via(evidence)}
         return _Parts(script="moved.py", tensors=tensors, window=window, facts=hop)
     if record.stage == Stage.TRANSFER:
-        return _Parts(script="moved.py", tensors={"expected": _payload()}, window="made up", facts=_hop(evidence))
+        return _Parts(script="moved.py", tensors={"expected": _payload()}, window="generated", facts=_hop(evidence))
     if expected is not None and actual is not None and record.measure is not None:
         whole = {"expected": read_blob(expected), "actual": read_blob(actual)}
         allowed = made_of.get("allowed")
         tensors, window = cut_moved(whole if allowed is None else {**whole, "allowed": read_blob(allowed)}, worst)
         return _Parts(script="recorded.py", tensors=tensors, window=window, facts={"allowed": _allowed(evidence)})
     raise CaptureError(
-        "nothing was kept that shows this finding",
+        "no stored tensor shows this finding",
         where=evidence.name,
         got=evidence.finding.message,
-        hint=("it is about a fact, of which there is no tensor: " if record.rule == "limit" else "")
+        hint=("it concerns a fact, not a tensor: " if record.rule == "limit" else "")
         + (evidence.finding.next or "run the case again on this machine"),
     )
 
 
 def _payload() -> torch.Tensor:
-    """Return bytes to copy: 4 MiB without a pattern, the same everywhere, every one of them of a finite number."""
+    """Return 4 MiB to copy: finite values without a pattern, the same on every machine."""
     import numpy as np
     import torch
 
@@ -177,14 +172,14 @@ def _payload() -> torch.Tensor:
 
 
 def _hop(evidence: Evidence) -> dict[str, Any]:
-    """Return the two ends of a copy: what the script calls `via`, and the device that the bytes go to."""
+    """Return the two ends of a copy: what the script calls `via`, and the destination device."""
     pair = split_pair(evidence.record.layer)
     source, destination = pair if pair is not None else (HOST, _device(evidence))
     return {"via": None if source == HOST else source, "device": destination}
 
 
 def _allowed(evidence: Evidence) -> float:
-    """Return what an element may be off, as the capture has it."""
+    """Return the tolerance of an element, as recorded in the capture."""
     record = evidence.record
     stated = record.evidence.get("allowed")
     if isinstance(stated, (int, float)):
@@ -200,7 +195,7 @@ def _device(evidence: Evidence) -> str:
 
 
 def _via(evidence: Evidence) -> str | None:
-    """Return the device that PEFT's default loading goes by, where all devices were visible."""
+    """Return the device through which PEFT's default loading goes if all devices were visible."""
     device = _device(evidence)
     kind, _, index = device.partition(":")
     load_path = _load_path(evidence)
@@ -209,13 +204,13 @@ def _via(evidence: Evidence) -> str | None:
 
 
 def _load_path(evidence: Evidence) -> LoadPath | None:
-    """Return the road that the worker stands on; None for one that this version does not know."""
+    """Return the worker's load path; None for one that this version does not know."""
     name = evidence.participant.load_path
     return LoadPath(name) if name in list(LoadPath) else None
 
 
 def _load_arguments(evidence: Evidence) -> dict[str, Any]:
-    """Return the arguments with which PEFT takes the road of the finding."""
+    """Return the arguments with which PEFT takes the load path of the finding."""
     load_path = _load_path(evidence)
     if load_path is None or load_path.by_transformers:
         return {}
@@ -284,17 +279,17 @@ def _readme(evidence: Evidence, parts: _Parts, scripts: Mapping[str, str]) -> st
         "",
         *(f"    {clean(line)}" for line in evidence.finding.detail[:3]),
         "",
-        f"Seen on `{evidence.participant.label}` ({info.architecture}, {info.model}), torch "
-        f"{info.environment.get('torch')}. Here is one of {1 + len(evidence.others)} tensors, {parts.window}.",
+        f"Found on `{evidence.participant.label}` ({info.architecture}, {info.model}), torch "
+        f"{info.environment.get('torch')}. This folder has one of {1 + len(evidence.others)} tensors, {parts.window}.",
         "",
         "```",
         "pip install torch safetensors",
         *(
-            ["python reproduce.py                 # judges what the device had: 1 where it is not what is allowed"]
+            ["python reproduce.py                 # checks the recorded tensor: 1 if it exceeds tolerance"]
             if parts.script == "recorded.py"
             else [
                 "python reproduce.py                 # 0: does not happen here, 1: happens here",
-                "python reproduce.py --as-recorded   # the same judgement on what the device held",
+                "python reproduce.py --as-recorded   # the same check on the recorded tensor",
             ]
         ),
     ]
@@ -302,18 +297,18 @@ def _readme(evidence: Evidence, parts: _Parts, scripts: Mapping[str, str]) -> st
         lines.append("python load_with_peft.py --base FOLDER --adapter FOLDER   # needs transformers and peft")
     lines += ["```", ""]
     if info.planted is not None:
-        lines += [f"**The fault was planted on purpose** (`{info.planted}`): it does not happen by itself.", ""]
+        lines += [f"**The fault was planted on purpose** (`{info.planted}`): it is not a fault of the device.", ""]
     if info.simulated:
         lines += ["**The device was simulated in software.**", ""]
     lines += [
-        "* `tensors.safetensors`: the tensors; `finding.json`: what they are, their SHA-256, what the script needs",
-        "* `environment.json`: where it was seen; `transcript.txt`: what the script printed where this was written",
+        "* `tensors.safetensors`: the tensors; `finding.json`: their origin and SHA-256, and the script's parameters",
+        "* `environment.json`: where it was found; `transcript.txt`: the script's output where this folder was written",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _try(folder: Path, *, needs_model: bool) -> Reproduced:
-    """Run the script in both ways; raise where it does not end as it says that it does."""
+    """Run the script in both ways; raise if it does not end with a documented status."""
     output = []
     statuses = []
     for arguments in ([], ["--as-recorded"]):
@@ -324,11 +319,11 @@ def _try(folder: Path, *, needs_model: bool) -> Reproduced:
             )
         except subprocess.TimeoutExpired:
             raise ConsistencyError(
-                "the reproducer takes too long", where=folder, got=f"no end after {RUN_TIMEOUT_S:g} s"
+                "the reproducer takes too long", where=folder, got=f"still running after {RUN_TIMEOUT_S:g} s"
             ) from None
         text = f"$ python reproduce.py {' '.join(arguments)}".rstrip() + f"\n{done.stdout}{done.stderr}"
         output.append(text + f"(exit status {done.returncode})\n")
-        if done.returncode not in _HAPPENS and not (arguments and "were not kept" in done.stderr):
+        if done.returncode not in _HAPPENS and not (arguments and "were not recorded" in done.stderr):
             raise ConsistencyError("the reproducer does not run here", where=folder, got=done.stderr.strip()[-600:])
         statuses.append(_HAPPENS.get(done.returncode, False))
     return Reproduced(

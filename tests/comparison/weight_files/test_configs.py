@@ -52,7 +52,7 @@ def test_the_order_of_names_and_where_it_came_from_change_no_number(tmp_path: Pa
 
 def test_a_file_of_one_side_alone_is_an_error(tmp_path: Path) -> None:
     (found,) = settings_of(tmp_path, LORA, None)
-    assert (found.severity, found.message) == ("error", "adapter_config.json is in b alone")
+    assert (found.severity, found.message) == ("error", "only b has adapter_config.json")
 
 
 def test_files_have_no_settings(tmp_path: Path) -> None:

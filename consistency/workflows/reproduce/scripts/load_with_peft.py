@@ -1,8 +1,8 @@
-"""Load the base and the adapter as a user does, and hold what arrived against the files. Needs transformers and PEFT.
+"""Load the base and the adapter as a user does, and compare the result with the files. Needs transformers and PEFT.
 
 python load_with_peft.py --base FOLDER --adapter FOLDER [--device cuda:1] [--dtype float32]
 
-Ends with 0 if every tensor of the adapter holds its file's bytes (it does not happen here) and 1 if one does not.
+Exits with 0 if every tensor of the adapter holds its file's bytes (it does not happen here), else with 1.
 """
 
 import argparse
@@ -43,17 +43,17 @@ def main():
     for name, tensor in wanted.items():
         actual = found.get(name)
         if actual is None:
-            wrong.append(f"{name}: not in the model")
+            wrong.append(f"{name}: missing in the model")
             continue
         expected = tensor.to(actual.dtype)
         differs = as_bytes(actual) != as_bytes(expected)
         if differs.any():
             elements = int(differs.reshape(-1, expected.element_size()).any(dim=1).sum())
-            wrong.append(f"{name}: {elements} of {expected.numel()} elements are not the file's")
+            wrong.append(f"{name}: {elements} of {expected.numel()} elements differ from the file")
         elif actual.dtype != tensor.dtype:
             print(f"note: {name} is {actual.dtype}, the file has {tensor.dtype}")
     right = len(wanted) - len(wrong)
-    print(f"{right} of {len(wanted)} tensors of the adapter hold their file's bytes on {options.device}")
+    print(f"{right} of {len(wanted)} tensors of the adapter match the file bitwise on {options.device}")
     print("\n".join(wrong[:20]))
     print("it happens here" if wrong else "it does not happen here")
     return 1 if wrong else 0

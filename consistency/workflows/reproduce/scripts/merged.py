@@ -1,14 +1,14 @@
-"""Does this machine merge this LoRA within the bound? Needs torch and safetensors, nothing else.
+"""Check whether this machine merges this LoRA within tolerance. Needs only torch and safetensors.
 
 python reproduce.py [--device cuda:1] [--as-recorded]
 
-The merged weight is W + scaling * (left @ right). It is computed in float64, as the device computes it, and held
-against a bound that follows from the roundings alone (Higham, Accuracy and Stability of Numerical Algorithms, 2002,
-lemma 3.1): with D = |scaling| * (|left| @ |right|) an element may be off by product * D + weight * |W| + floor. The
-three numbers stand in finding.json; for rank K in float32 `product` is (K + 2) * 2**-24 and one rounding for the store.
+The merged weight is W + scaling * (left @ right). It is computed in float64 and on the device; the difference is
+compared with a bound on the rounding errors (Higham, Accuracy and Stability of Numerical Algorithms, 2002, lemma 3.1):
+with D = |scaling| * (|left| @ |right|) an element may be off by product * D + weight * |W| + floor. The three
+coefficients are in finding.json; for rank K in float32 `product` is (K + 2) * 2**-24 and one rounding for the store.
 
-Ends with 0 if the result is inside the bound (it does not happen here) and 1 if it is not (it happens here). With
---as-recorded the weight that the device had made when the finding was made is judged instead.
+Exits with 0 if the result is within tolerance (it does not happen here) and 1 if it is not (it happens here). With
+--as-recorded the recorded weight is checked instead.
 """
 
 import argparse
@@ -32,34 +32,34 @@ def as_bytes(tensor):
 
 
 def refuse(text):
-    """End with a status that is neither of the two answers."""
+    """Exit with a status that is neither of the two answers."""
     print(text, file=sys.stderr)
     sys.exit(2)
 
 
 def digest(tensor):
     raw = as_bytes(tensor)
-    return hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.numel())).hexdigest()  # NumPy need not be there
+    return hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.numel())).hexdigest()  # works without NumPy
 
 
 def choose_device(wanted):
-    """Return the device of the finding where this machine has it, else the best it has."""
+    """Return the device of the finding if this machine has it, else the best that it has."""
     try:
         torch.empty(1, device=wanted)
     except (RuntimeError, AssertionError):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         other = "cpu" if accelerator is None else str(torch.device(accelerator.type, 0))
-        print(f"this machine has no {wanted}: {other} is tried instead")
+        print(f"this machine has no {wanted}: using {other} instead")
         return other
     return wanted
 
 
 def merge(tensors, device):
-    """Compute the delta, or the merged weight where there is a base, as PEFT does it."""
+    """Compute the delta, or the merged weight if there is a base, as PEFT does."""
     left, right = tensors["left"].to(device), tensors["right"].to(device)
     adapter = left.dtype
     if torch.device(device).type == "cpu" and adapter in (torch.float16, torch.bfloat16):
-        left, right = left.float(), right.float()  # PEFT does so on the CPU
+        left, right = left.float(), right.float()  # as PEFT does on the CPU
     delta = ((left @ right) * FACTS["scaling"]).to(adapter)
     if "base" not in tensors:
         return delta
@@ -68,7 +68,7 @@ def merge(tensors, device):
 
 
 def judge(actual, tensors):
-    """Return the largest error over what is allowed, and where it is."""
+    """Return the largest error over the tolerance, and a sentence about it."""
     left, right = tensors["left"].double(), tensors["right"].double()
     scaling, allowance = FACTS["scaling"], FACTS["allowance"]
     exact = scaling * (left @ right)
@@ -81,21 +81,21 @@ def judge(actual, tensors):
     ratio = torch.where(ratio.isnan(), torch.inf, ratio)
     row, column = divmod(int(ratio.argmax()), ratio.shape[1])
     return float(ratio.max()), (
-        f"{float(ratio.max()):.3g} of the bound, at [{row}, {column}]: got {actual[row, column].item()!r}, "
-        f"exact {exact[row, column].item()!r}, allowed +-{allowed[row, column].item():.3g}"
+        f"{float(ratio.max()):.3g} times tolerance, at [{row}, {column}]: got {actual[row, column].item()!r}, "
+        f"exact {exact[row, column].item()!r}, tolerance +-{allowed[row, column].item():.3g}"
     )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default=FACTS["device"])
-    parser.add_argument("--as-recorded", action="store_true", help="judge the recorded weight instead of computing")
+    parser.add_argument("--as-recorded", action="store_true", help="check the recorded weight instead of computing")
     options = parser.parse_args()
 
     tensors = load_file(HERE / "tensors.safetensors")
     for name, tensor in tensors.items():
         if digest(tensor) != FACTS["sha256"][name]:
-            refuse(f"tensors.safetensors is damaged: {name} is not what finding.json says")
+            refuse(f"tensors.safetensors is damaged: {name} does not match finding.json")
     ratio, text = judge(tensors["actual"], tensors)
     print(f"finding:  {FACTS['message']}")
     print(f"tensor:   {FACTS['tensor']}, {FACTS['window']}")
@@ -108,7 +108,7 @@ def main():
     here = merge(tensors, device)
     ratio, text = judge(here, tensors)
     same = torch.equal(as_bytes(here), as_bytes(tensors["actual"]))
-    print(f"here:     torch {torch.__version__}, {device}: {text}" + (", the recorded bits" if same else ""))
+    print(f"here:     torch {torch.__version__}, {device}: {text}" + (", bitwise as recorded" if same else ""))
     print("it happens here" if ratio > 1 else "it does not happen here")
     return 1 if ratio > 1 else 0
 

@@ -1,10 +1,10 @@
-"""Show two recorded tensors: what the device had, and what it should have had. Needs torch and safetensors alone.
+"""Compare a recorded tensor with its recorded reference. Needs only torch and safetensors.
 
 python reproduce.py
 
-What made them takes more than these tensors, so this script computes nothing anew: finding.json says what does.
+Computing them takes more than these tensors, so this script computes nothing again.
 
-Ends with 1 if the recorded tensor is farther from the right one than what is allowed, and 0 if it is not.
+Exits with 1 if the recorded tensor exceeds its tolerance, else with 0.
 """
 
 import argparse
@@ -26,28 +26,28 @@ def as_bytes(tensor):
 
 
 def refuse(text):
-    """End with a status that is neither of the two answers."""
+    """Exit with a status that is neither of the two answers."""
     print(text, file=sys.stderr)
     sys.exit(2)
 
 
 def digest(tensor):
     raw = as_bytes(tensor)
-    return hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.numel())).hexdigest()  # NumPy need not be there
+    return hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.numel())).hexdigest()  # works without NumPy
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--as-recorded", action="store_true", help="for the likeness to other reproducers: the same")
+    parser.add_argument("--as-recorded", action="store_true", help="accepted as by the other reproducers; no effect")
     parser.parse_args()
 
     tensors = load_file(HERE / "tensors.safetensors")
     for name, tensor in tensors.items():
         if digest(tensor) != FACTS["sha256"][name]:
-            refuse(f"tensors.safetensors is damaged: {name} is not what finding.json says")
+            refuse(f"tensors.safetensors is damaged: {name} does not match finding.json")
     actual, expected = tensors["actual"].double().reshape(-1), tensors["expected"].double().reshape(-1)
     error = (actual - expected).abs()
-    # what an element may be off: a number for all, or one each
+    # the tolerance: one for all elements, or one each
     allowed = (
         tensors["allowed"].double().reshape(-1) if "allowed" in tensors else torch.full_like(error, FACTS["allowed"])
     )
@@ -57,8 +57,8 @@ def main():
     print(f"finding:  {FACTS['message']}")
     print(f"tensor:   {FACTS['tensor']}, {FACTS['window']}")
     print(
-        f"recorded: on {FACTS['worker']}: {share[worst].item():.3g} of what is allowed (+-{allowed[worst].item():.3g}),"
-        f" at element {worst} of the window: got {actual[worst].item()!r}, wanted {expected[worst].item()!r}"
+        f"recorded: on {FACTS['worker']}: {share[worst].item():.3g} times tolerance (+-{allowed[worst].item():.3g}),"
+        f" at element {worst} of the window: got {actual[worst].item()!r}, expected {expected[worst].item()!r}"
     )
     return 1 if share[worst].item() > 1 else 0
 
