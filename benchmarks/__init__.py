@@ -1,1 +1,1 @@
-"""What is measured by hand and written down in `docs/`: run each with `python -m benchmarks.NAME` from here."""
+"""Benchmarks whose results are in `docs/`: run each from the root of the repository, `python -m benchmarks.NAME`."""

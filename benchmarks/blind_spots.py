@@ -1,10 +1,10 @@
-"""Hold the blind-spot set against what others say of it, and print `docs/blind-spots.md`'s tables.
+"""Run other comparers on the blind-spot set, and print the tables of `docs/blind-spots.md`.
 
     python -m benchmarks.blind_spots             # the tables
     python -m benchmarks.blind_spots --write     # the same, into docs/blind-spots.md
     python -m benchmarks.blind_spots --write --words   # only the table of our own words
 
-Run from the root of the repository. Libraries that are not installed are left out, and named.
+Run from the root of the repository. Libraries that are not installed are left out and listed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPE = torch.float32
 
 
 def word_of(actual: torch.Tensor, expected: torch.Tensor, *, others: Mapping[str, str] | None = None) -> str:
-    """Return the word that `consistency` gives a tensor whose bytes were only moved."""
+    """Return the diagnosis of `consistency` for a tensor whose bytes were only moved."""
     if digest(actual).value == digest(expected).value:
         return EQUAL
     structure = diagnose_structure(actual, expected)
@@ -50,7 +50,7 @@ def word_of(actual: torch.Tensor, expected: torch.Tensor, *, others: Mapping[str
 
 @functools.cache
 def others_of(dtype: torch.dtype) -> dict[str, str]:
-    """Return the digest of the other tensor of the run, and its name."""
+    """Return the name of the other tensor of the run by its digest."""
     return {digest(another(dtype)).value: "another"}
 
 
@@ -89,19 +89,19 @@ def table_of_words() -> str:
 
 
 def answer(comparer: Comparer, actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return `same`, `other`, `declines`, the name of an exception, or `–` where it was not asked."""
+    """Return `same`, `other`, `declines`, the name of an exception, or `–` if it was not run."""
     if comparer.slow and expected.numel() > SLOW:
         return "–"
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
             return {True: "other", False: "same", None: "declines"}[comparer.differs(actual, expected)]
-        except Exception as error:  # what a library raises on input that it does not expect is what is asked here
+        except Exception as error:  # what a library raises on unexpected input is part of the answer
             return type(error).__name__
 
 
 def cell(comparer: Comparer, actual: torch.Tensor, expected: torch.Tensor, *, equal: bool) -> str:
-    """Return what the table shows of one answer."""
+    """Return the table's cell for one answer."""
     said = answer(comparer, actual, expected)
     if said not in ("same", "other"):
         return said
@@ -109,7 +109,7 @@ def cell(comparer: Comparer, actual: torch.Tensor, expected: torch.Tensor, *, eq
         return "quiet" if said == "same" else "**false alarm**"
     if said == "same":
         return "**misses**"
-    # what calls a copy of the very same tensor another has not seen the difference
+    # a comparer that rejects an exact copy has not detected the difference
     return "sees" if answer(comparer, expected.clone(), expected) == "same" else "**always alarms**"
 
 
@@ -141,12 +141,12 @@ def legend(groups: Iterable[Sequence[Comparer]]) -> str:
 
 
 def setting(groups: Iterable[Sequence[Comparer]], absent: Sequence[str]) -> str:
-    """Say what it ran on."""
+    """Describe the machine and the versions."""
     libraries = sorted({c.library for group in groups for c in group} | {"torch", "numpy"})
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in libraries)
     device = cpu_info()
     line = f"{device.model}, {device.architecture}, Python {platform.python_version()}, {versions}."
-    return line + (f" Not installed, so left out: {', '.join(absent)}." if absent else "")
+    return line + (f" Not installed, and left out: {', '.join(absent)}." if absent else "")
 
 
 # --- the page -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How others tell whether two tensors are the same, each as its users call it."""
+"""Other ways to decide whether two tensors are equal, each as its users call it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 Differs = Callable[[torch.Tensor, torch.Tensor], bool | None]
-"""Whether the actual tensor is said to be another than the expected one; None where it says that it cannot tell."""
+"""Whether it reports the actual tensor as different from the expected one; None if it declines to answer."""
 
 SLOW = 1 << 20
-"""Elements beyond which a comparer that looks at them one by one in Python is not asked."""
+"""Largest number of elements for a comparer that checks them one by one in Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +24,14 @@ class Comparer:
     Attributes
     ----------
     name : str
-        As short as a column's head.
+        Short enough for a column head.
     call : str
         What is called, in Markdown.
     differs : callable
     library : str
         The distribution it is from, for its version.
     slow : bool
-        Looks at elements one by one in Python.
+        Checks elements one by one in Python.
     """
 
     name: str

@@ -1,13 +1,13 @@
-"""Time `consistency diff` of two saved state dicts against the floor, and against what people write by hand.
+"""Time `consistency diff` of two saved state dicts against a lower limit and against hand-written comparisons.
 
     python benchmarks/diff.py
 
 Writes two float32 state dicts of safetensors (1 GiB, 200 tensors), once with three flipped bits between them and once
-with every element off by rounding. Each way to compare runs in a process of its own, several rounds that take turns.
-What is timed is from the files to the answer, the imports apart, with the files in the page cache. The floor is
-comparing the two memory-mapped files block by block with NumPy: it says whether they differ, and in which block. Also
-printed: the largest anonymous memory of each process, torch's own included where it is used. With CONSISTENCY_NO_KERNEL
-set, NumPy measures in place of the compiled kernel.
+with every element off by rounding. Each comparison runs in a separate process, in interleaved rounds. The time is from
+the files to the answer without imports, with the files in the page cache. The lower limit is to compare the two
+memory-mapped files block by block with NumPy, which reports whether they differ, and in which block. Also printed: the
+peak anonymous memory of each process, including torch's own if it uses torch. With CONSISTENCY_NO_KERNEL set, NumPy
+replaces the compiled kernel.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python benchmarks/digest.py
 
 Prints the rate of `consistency.numerics.digest.digest` over a state dict as GB/s, and as a share of the rate at which
-the same bytes are copied: the faster of torch's `copy_` and NumPy's `copyto`. Each is the best of several rounds that
-take turns, so that a busy machine slows all. With CONSISTENCY_NO_KERNEL set, NumPy digests in place of the compiled
-kernel.
+the same bytes are copied: the faster of torch's `copy_` and NumPy's `copyto`. Each is the best of several
+interleaved rounds, so that a busy machine slows all of them. With CONSISTENCY_NO_KERNEL set, NumPy replaces the
+compiled kernel.
 """
 
 from __future__ import annotations

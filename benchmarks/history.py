@@ -1,6 +1,6 @@
-"""Time what is asked of a history of a thousand nights and fifty devices: the list, one device, tonight's drift.
+"""Time queries on a history of a thousand runs and fifty devices: the list, one device, drift of a new run.
 
-python benchmarks/history.py [--nights 1000] [--devices 50]
+python benchmarks/history.py [--runs 1000] [--devices 50]
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from consistency.report.history import device_rows, night_rows
 STAGES = ("transfer", "operators", "base", "adapter", "merged", "forward", "gradient")
 
 
-def make(history: History, nights: int, devices: int) -> tuple[RunRecord, dict[str, bytes]]:
-    """Fill a history with nights in which nothing drifts; return another one like them."""
+def make(history: History, runs: int, devices: int) -> tuple[RunRecord, dict[str, bytes]]:
+    """Fill a history with runs in which nothing drifts; return another run like them."""
     table = encode_json({f"{stage}::layer.{i}.weight": "0" * 32 for stage in STAGES for i in range(100)})
     name = hashlib.sha256(table).hexdigest()
     tables = {name: table}
 
-    def night(number: int) -> RunRecord:
+    def run(number: int) -> RunRecord:
         workers = tuple(
             WorkerRecord(
                 name=f"cuda:{d}", load_path="isolated", device=f"GPU-{d:032x}", architecture="Ampere sm_86",
@@ -37,12 +37,12 @@ def make(history: History, nights: int, devices: int) -> tuple[RunRecord, dict[s
         )  # fmt: skip
         at = f"{2000 + number // 336}-{number // 28 % 12 + 1:02}-{number % 28 + 1:02}T03:00:00.000000+00:00"
         return RunRecord(
-            schema=SCHEMA, at=at, host="box", case="llama", verdict="consistent", tool="0", workers=workers
+            schema=SCHEMA, at=at, host="host", case="llama", verdict="consistent", tool="0", workers=workers
         )  # fmt: skip
 
-    for number in range(nights):
-        history.append(night(number), tables)
-    return night(nights), tables
+    for number in range(runs):
+        history.append(run(number), tables)
+    return run(runs), tables
 
 
 def best(function: Callable[[], object], rounds: int = 3) -> float:
@@ -57,17 +57,17 @@ def best(function: Callable[[], object], rounds: int = 3) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nights", type=int, default=1000)
+    parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--devices", type=int, default=50)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         history = History(str(Path(scratch) / "history"))
-        tonight, tables = make(history, options.nights, options.devices)
+        latest, tables = make(history, options.runs, options.devices)
         size = sum(file.stat().st_size for file in Path(scratch).rglob("*.json"))
-        print(f"{options.nights} nights, {options.devices} devices, {size / 2**20:.1f} MiB")
-        print(f"list every night         {best(lambda: night_rows(history, 0)):.2f} s")
+        print(f"{options.runs} runs, {options.devices} devices, {size / 2**20:.1f} MiB")
+        print(f"list every run           {best(lambda: night_rows(history, 0)):.2f} s")
         print(f"one device over time     {best(lambda: device_rows(history, 'cuda:0', 0)):.2f} s")
-        print(f"drift of tonight         {best(lambda: find_drift(history, tonight, tables)):.2f} s")
+        print(f"drift of a new run       {best(lambda: find_drift(history, latest, tables)):.2f} s")
 
 
 if __name__ == "__main__":

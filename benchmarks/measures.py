@@ -1,11 +1,11 @@
-"""Time all measures of a state dict whose every element differs by rounding, against what people write by hand.
+"""Time all measures of a state dict in which every element differs by rounding, against hand-written comparisons.
 
     python benchmarks/measures.py
 
-Such is a merged weight on another architecture: all elements some units in the last place off. Both state dicts are in
-memory. The loop that reporters write takes three measures and `torch.equal`; ours takes eleven. Each figure is the best
-of several rounds that take turns, on as many threads as torch takes. With CONSISTENCY_NO_KERNEL set, NumPy measures in
-place of the compiled kernel.
+This is the case of a merged weight on another architecture: all elements differ by a few units in the last place. Both
+state dicts are in memory. The loop in bug reports takes three measures and `torch.equal`; ours takes eleven. Each
+figure is the best of several interleaved rounds, on as many threads as torch uses. With CONSISTENCY_NO_KERNEL set,
+NumPy replaces the compiled kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="size of one state dict (default 1024)")
     parser.add_argument("--tensors", type=int, default=200, help="how many tensors it has (default 200)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="default: what torch takes")
+    parser.add_argument("--threads", type=int, help="default: as many as torch uses")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

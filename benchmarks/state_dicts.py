@@ -1,4 +1,4 @@
-"""How others compare two state dicts of which one lacks a tensor."""
+"""How other tools compare two state dicts of which one lacks a tensor."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _raised(check: Callable[[], object]) -> bool:
 
 
 def ways() -> dict[str, Callable[[State, State], bool]]:
-    """Return what is written, in Markdown, and whether it tells the two apart."""
+    """Return each call in Markdown, and a function that reports whether it detects the difference."""
     found: dict[str, Callable[[State, State], bool]] = {
         "`all(torch.equal(a[k], e[k]) for k in a)`": lambda a, e: not all(torch.equal(a[k], e[k]) for k in a),
         "`all(torch.equal(a[k], e[k]) for k in e)`": lambda a, e: not all(torch.equal(a[k], e[k]) for k in e),
@@ -64,7 +64,7 @@ def ways() -> dict[str, Callable[[State, State], bool]]:
 
 
 def answers() -> list[tuple[str, str, str]]:
-    """Return for each way what it says where a tensor is missing, and where there is one too many."""
+    """Return the answer of each call to a missing tensor and to an additional one."""
     whole = {name: numbers(torch.float32, shape=(8, 4), seed=i) for i, name in enumerate(("q", "k", "v"))}
     part = {name: tensor for name, tensor in whole.items() if name != "v"}
 

@@ -1,1 +1,1 @@
-"""Pure functions on tensors of any device: digests, differences, bounds, diagnosis. No I/O."""
+"""Pure functions on tensors of any device: digests, differences, bounds, diagnosis."""

@@ -1,4 +1,4 @@
-"""Count, for each bit position, in how many of many words it is set: positional population count, by carry-save adders.
+"""Count in how many words each bit position is set: positional population count with carry-save adders.
 
 Adding 64 columns of single bits with one bitwise operation for all of them takes five such operations per word
 (Harley and Seal; Warren, *Hacker's Delight*, 2nd ed., section 5-1), where unpacking the bits takes 64.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 _WORDS = 4096
-"""64-bit words per array: two of an addition's three arrays of 32 KiB stay in a level-1 cache, and there is not much to
+"""64-bit words per array: two of an addition's three arrays of 32 KiB stay in a level-1 cache, and little is left to
 drain at the end."""
 
 _DIRECT_BYTES = 2048
-"""So few bytes are counted at once; draining the adders costs as much as counting some ten thousand words."""
+"""Up to this many bytes are counted directly: draining the adders costs as much as counting some ten thousand words."""
 
 _LANE = 128  # so many ones fit into a byte
 _LOWEST_BITS = np.uint64(0x0101010101010101)

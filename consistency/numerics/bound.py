@@ -1,9 +1,9 @@
-r"""What a computed tensor may be off from its exact value, derived.
+r"""Bounds on the error of a computed tensor, derived.
 
 A LoRA merge computes :math:`W' = W + s\,(B A)` with rank :math:`K`. With :math:`D = |s|\,(|B|\,|A|)` elementwise and
 :math:`\gamma_n = n u / (1 - n u)` (Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., lemma 3.1):
 
-* An inner product of length K in float32, in any order, is off by at most :math:`\gamma_K`; the scaling is itself
+* The error of an inner product of length K in float32, in any order, is at most :math:`\gamma_K`; the scaling is itself
   rounded to float32 and multiplied, two more roundings: :math:`|\hat\delta - \delta| \le \gamma_{K+2} D` with
   :math:`u = 2^{-24}`. Units that truncate when they accumulate (tensor cores, which bfloat16 and float16 operands
   reach) have twice the unit roundoff.
@@ -14,11 +14,11 @@ A LoRA merge computes :math:`W' = W + s\,(B A)` with rank :math:`K`. With :math:
   :math:`3 u_{\text{adapter}} D`.
 * The store of :math:`W'` rounds once, :math:`u_W (|W| + D)`; a safe merge and an embedding's merge round the delta to
   the weight's dtype first: twice.
-* What is added to W is the finished delta, as PEFT does it; a fused product that accumulates into W rounds |W| K times
-  and has another bound.
+* PEFT adds the finished delta to W; a fused product that accumulates into W rounds |W| K times and has a different
+  bound.
 * Each rounding to a subnormal adds at most half the smallest subnormal of its dtype.
 
-Against another device, twice the bound, for each of the two may use it up.
+Between two devices the bound is twice as large, since each may use it up.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ TF32_ROUNDOFF = 2.0**-10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """What an element may be off: `product * D + weight * |W| + floor`.
+    """The tolerance of an element: `product * D + weight * |W| + floor`.
 
     Attributes
     ----------
     product : float
-        Coefficient of :math:`D`, the magnitude that went into the element's inner product.
+        Coefficient of :math:`D`, the sum of magnitudes in the element's inner product.
     weight : float
         Coefficient of the magnitude of the base weight.
     floor : float
@@ -57,22 +57,22 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserAllowance:
-    """What an element may be off where the user says so: `atol + rtol * |exact|`.
+    """The tolerance of an element as set by the user: `atol + rtol * |exact|`.
 
     Attributes
     ----------
     atol : float
         In the tensor's own unit.
     rtol : float
-        Share of the exact element's magnitude.
+        Fraction of the exact element's magnitude.
     """
 
     atol: float
     rtol: float
 
     def around(self, exact: np.ndarray) -> np.ndarray:
-        """Return what each element of a chunk of float64 values may be off."""
-        with np.errstate(all="ignore"):  # a tolerance of the user's own may overflow: anything is then allowed
+        """Return the tolerance of each element of a chunk of float64 values."""
+        with np.errstate(all="ignore"):  # a user's tolerance may overflow: then any value passes
             found: np.ndarray = np.abs(exact)
             found *= self.rtol
             found += self.atol
@@ -80,7 +80,7 @@ class UserAllowance:
 
 
 def gamma(n: int, u: float) -> float:
-    """Return :math:`n u / (1 - n u)`, which bounds the relative error of n roundings."""
+    """Return :math:`n u / (1 - n u)`, a bound on the relative error of n roundings."""
     return n * u / (1 - n * u)
 
 
@@ -94,7 +94,7 @@ def delta_allowance(
     rank : int
     scaling : float
     adapter : torch.dtype
-        Dtype that the adapter's parameters have on the device.
+        Dtype of the adapter's parameters on the device.
     truncating : bool
         Whether the device multiplies this dtype on units that truncate when they accumulate.
     tf32 : bool

@@ -1,4 +1,4 @@
-"""What the numerics need to know of each dtype: unit roundoff, subnormals, bit patterns, ordered integers."""
+"""Properties of dtypes: unit roundoff, subnormals, names and bit patterns."""
 
 from __future__ import annotations
 

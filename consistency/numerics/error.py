@@ -1,7 +1,7 @@
-"""How far a computed tensor is from an exact (float64) reference, in one pass over chunks that stay in cache.
+"""Measure how far a computed tensor is from an exact (float64) reference, in one pass over chunks that stay in cache.
 
-NumPy measures on the CPU: its reductions are vectorised, and it writes into buffers that are used again. What only an
-infinity or NaN needs is done where a reduction shows that there is one.
+NumPy measures on the CPU: its reductions are vectorised, and it writes into buffers that are reused. Infinities and NaN
+are handled only if a reduction shows that there are any.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ErrorTally:
         if not math.isfinite(total):
             both_nan = np.isnan(numbers) & np.isnan(exact)
             difference[(numbers == exact) | both_nan] = 0.0
-            # what rounds to the same bits is as right as this dtype can be, where it overflows to infinity too
+            # a value that rounds to the same bits is as correct as this dtype allows, even if it overflows to infinity
             difference[(x == y) & ~np.isfinite(difference)] = 0.0
             total = float(np.add.reduce(difference))
         largest = float(np.maximum.reduce(difference))  # NaN counts as the largest, here and below
@@ -139,7 +139,7 @@ def measure_against_exact(actual: torch.Tensor, exact: torch.Tensor, allowance: 
 
 
 def _divided(difference: np.ndarray, by: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Divide into `out`; 0 / 0 is 0, for nothing is off."""
+    """Divide into `out`; 0 / 0 is 0: no error."""
     np.divide(difference, by, out=out)
     if math.isnan(float(np.maximum.reduce(out))):
         out[difference == 0] = 0.0
@@ -147,7 +147,7 @@ def _divided(difference: np.ndarray, by: np.ndarray, out: np.ndarray) -> np.ndar
 
 
 def _rounded(exact: np.ndarray, dtype: torch.dtype, narrow: np.ndarray) -> torch.Tensor:
-    """Round to the tested dtype; NumPy has no bfloat16 and is slow at float16."""
+    """Round to the tested dtype; NumPy has no bfloat16 and is slow with float16."""
     if dtype == torch.float32:
         np.copyto(narrow, exact, casting="same_kind")
         return torch.from_numpy(narrow)
@@ -158,7 +158,7 @@ _kept = threading.local()
 
 
 def _buffers(length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return three float64 buffers and a float32 one of this thread: new ones would cost a page fault per page."""
+    """Return three float64 buffers and a float32 buffer of this thread: new ones would cost a page fault per page."""
     if not hasattr(_kept, "wide") or _kept.wide.shape[1] < length:
         _kept.wide, _kept.narrow = np.empty((3, max(CHUNK, length))), np.empty(max(CHUNK, length), np.float32)
     a, b, c = _kept.wide[:, :length]

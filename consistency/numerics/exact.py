@@ -1,9 +1,9 @@
 """Run real model code in float64 without a second copy of the model.
 
-transformers' code casts to float32 where it is careful (norms, rotary tables, softmax), so `model.double()` alone is no
-float64 reference. `Float64Mode` sits below that code: every floating-point operand is widened as an operation meets it,
-and every cast or factory that asks for a narrower float gets float64. Parameters stay as they are stored; beside the
-model only the operands of one operation at a time exist in float64.
+transformers casts to float32 in norms, rotary tables and softmax, so `model.double()` alone is no float64 reference.
+`Float64Mode` sits below that code: every floating-point operand is widened when an operation uses it, and every cast or
+factory that requests a narrower float gets float64. Parameters stay as they are stored; in addition to the model, only
+the operands of one operation at a time exist in float64.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _CHECKED_EARLY = frozenset(
 
 
 class Float64Mode(TorchDispatchMode):
-    """Compute in float64 whatever is computed while the mode is active.
+    """Compute in float64 while the mode is active.
 
-    Views of parameters and writes into narrower tensors keep their dtype: widening those would cut them off from the
-    storage that they share.
+    Views of parameters and writes into narrower tensors keep their dtype: widening would detach them from the storage
+    that they share.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class _WidenEarly(TorchFunctionMode):
 
 
 def in_float64(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function` with every floating-point operation inside it done in float64."""
+    """Call `function` with every floating-point operation in it done in float64."""
     with torch.no_grad(), Float64Mode():
         return function(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-r"""How many independent errors an activation or a gradient has: of how many the largest is measured."""
+"""Count the independent errors of an activation or a gradient: the number of samples behind the largest."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ def independent_rows(actual: torch.Tensor, exact: torch.Tensor) -> int:
     r"""Count the rows of an activation that carry its error: :math:`(\sum E)^2 / \sum E^2`, E the row's squared error.
 
     The elements of one token share what they were computed from, so an activation has no more independent errors than
-    it has rows. A model that amplifies the errors of a few tokens has fewer: this, the participation number, is the
-    number of rows where all are off alike, and 1 where one row carries everything.
+    it has rows, and fewer if the model amplifies the errors of a few tokens. This, the participation number, is the
+    number of rows if all errors are equal, and 1 if one row carries all of it.
     """
     difference = actual.detach().to(torch.float64) - exact.detach()
     rows = torch.linalg.vector_norm(difference if actual.dim() > 1 else difference.reshape(-1, 1), dim=-1)

@@ -1,4 +1,4 @@
-"""A floating-point number that can stand in a report."""
+"""A floating-point number that survives JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats that numbers may have been cut to on their way, and what that makes of them."""
+"""Formats through which values may have been rounded."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Rounding:
     _apply: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the numbers cut to the format, in the dtype that they have."""
+        """Return the values rounded to the format, in their own dtype."""
         return self._apply(values)
 
     def is_narrower_than(self, dtype: torch.dtype) -> bool:
-        """Tell whether numbers of a dtype lose digits by it; TF32 and truncating are told of float32 alone.
+        """Tell whether numbers of a dtype lose digits by it; TF32 and truncation are considered for float32 only.
 
-        bfloat16 loses none in float16, but a few very large or small numbers: that is no sign of a rounding.
+        bfloat16 loses none in float16, except for a few very large or small values: that is no sign of a rounding.
         """
         if dtype != torch.float32 and (self.how == "truncated" or self.word == Word.ROUNDED_TO_TF32):
             return False
@@ -41,7 +41,7 @@ def _through(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _tf32_nearest(values: torch.Tensor) -> torch.Tensor:
     bits = values.to(torch.float32).view(torch.int32)
-    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF  # to even: of 23 mantissa bits 10 stay
+    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF  # to even: 10 of 23 mantissa bits remain
     return torch.where(torch.isfinite(values), rounded.view(torch.float32), values.to(torch.float32)).to(values.dtype)
 
 
@@ -56,4 +56,4 @@ ROUNDINGS = (
     Rounding(Word.ROUNDED_TO_BF16, "truncated", 7, _truncated(16)),
     Rounding(Word.ROUNDED_TO_TF32, "truncated", 10, _truncated(13)),
 )
-"""In the order in which they are tried: what has fewer mantissa bits first, for it is what the others keep too."""
+"""In the order in which they are tried: fewer mantissa bits first, since the wider formats keep those values too."""

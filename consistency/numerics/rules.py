@@ -1,15 +1,15 @@
-"""WHAT IS ALLOWED: the rules that decide a row's status. No torch here: the comparison runs without it.
+"""The rules that decide a row's status. No torch here: the comparison runs without it.
 
-* `bitwise`: bytes were moved; nothing may differ.
-* `bound`: a closed-form bound per element (see `consistency.numerics.bound`); a worker measures its worst ratio.
+* `bitwise`: bytes were moved; they must be equal.
+* `bound`: a closed-form bound per element (see `consistency.numerics.bound`); the worker measures its worst ratio.
 * `relative`: no closed form; a device passes when its error against float64 is at most twice the error that the CPU
   makes in the same dtype, plus the final store. Calibrated on some 45 adapter methods: healthy merged weights reached
-  at most 0.73 of this, healthy logits 1.5 times the CPU's error. The largest of few errors is luck, so in a tensor of
-  few elements more is allowed: see `luck`.
-* `user`: a tolerance of the user's own per element (see `consistency.case.tolerance`) instead of one of the two above.
-* `limit`: no tensor but a fact of a device or a process, and what it may be: bytes on a device that nobody asked for, a
-  merge's peak, ids past a vocabulary. The worker that sees it judges it.
-* `peer`: there is no reference outside the devices; they are held against the reference worker, bit by bit.
+  at most 0.73 of this, healthy logits 1.5 times the CPU's error. The largest of a few errors varies by chance, so the
+  tolerance is looser for tensors with few elements: see `error_factor`.
+* `user`: the user's tolerance per element (see `consistency.case.tolerance`) instead of one of the two above.
+* `limit`: not a tensor but a fact about a device or a process, and its limit: unexpected bytes on a device, the peak
+  memory of a merge, ids beyond a vocabulary. The worker that observes it judges it.
+* `peer`: there is no reference outside the devices; they are compared bitwise with the reference worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNIT_ROUNDOFF: dict[str, float] = {
 """Largest relative error of one rounding to nearest: half the distance from 1 to the next number."""
 
 HALF_SMALLEST_SUBNORMAL: dict[str, float] = {
-    "float64": 0.0,  # 2**-1075 is no float64; a float64 reference cannot see it either
+    "float64": 0.0,  # 2**-1075 is no float64, so a float64 reference cannot resolve it either
     "float32": 2.0**-150,
     "float16": 2.0**-25,
     "bfloat16": 2.0**-134,
@@ -48,20 +48,20 @@ class Rule(enum.StrEnum):
 
 
 FALSE_ALARM = 1e-9
-"""How often `luck` may be wrong about a healthy tensor: a fleet of 1000 machines sees some 10⁹ rows in a few years."""
+"""How often `error_factor` may fail a healthy tensor: 1000 machines produce some 10⁹ rows in a few years."""
 
 _MOST_SAMPLES = 2**14
-"""From here on the largest error is no luck: the factor would be below 2; at half of it, it is 2.03."""
+"""From here on the factor would be below 2; at half as many samples it is 2.03."""
 
 
 def error_factor(samples: int) -> float:
     r"""Return by how much the largest of n errors may exceed the largest of n others of the same kind; 2 at least.
 
-    Two healthy devices round in another order. Take their errors for independent draws from one normal distribution,
+    Two healthy devices round in different orders. Model their errors as independent samples of one normal distribution,
     with :math:`F(x) = \mathrm{erf}(x / \sqrt 2)` for their magnitudes. Then the largest on the one exceeds c times the
-    largest on the other with probability :math:`\int n F'(x) F(x)^{n-1} (1 - F(cx)^n)\,dx`, and what is returned is the
-    c at which that is `FALSE_ALARM`: 24 for eight draws, 3.7 for 64, 2.5 for 512. Of two draws it is 32 thousand: few
-    numbers tell little. From 16 on n is taken down to four significant bits.
+    largest on the other with probability :math:`\int n F'(x) F(x)^{n-1} (1 - F(cx)^n)\,dx`, and the
+    result is the c at which that is `FALSE_ALARM`: 24 for eight samples, 3.7 for 64, 2.5 for 512. For two it is 32
+    thousand: a few values carry little information. From 16 on n is rounded down to four significant bits.
 
     Measured on healthy kernel variants: the 2 to 4 logits of 48 tiny classifiers exceeded the CPU's error by up to 9.1
     times, activations of 64 tokens by up to 1.9 times, and by up to 3.0 times where a strong adapter makes the model
@@ -85,18 +85,18 @@ def _error_factor(n: int) -> float:
 
 
 def _nodes(n: int) -> list[tuple[float, float]]:
-    """Return where the integral of `luck` is looked at, and the weight of each: it is taken over the logarithm of x."""
+    """Return the nodes of the integral of `error_factor` and their weights; it is taken over the logarithm of x."""
     found, step = [], 0.05
     for i in range(int(math.log(1e12 * 12) / step)):
         x = 1e-12 * math.exp(i * step)
         density = n * math.sqrt(2 / math.pi) * math.exp(-x * x / 2) * math.erf(x / math.sqrt(2)) ** (n - 1)
-        if density * x * step > FALSE_ALARM * 1e-7:  # what all the others have together is no thousandth of it
+        if density * x * step > FALSE_ALARM * 1e-7:  # all other nodes together contribute less than a thousandth of it
             found.append((x, density * x * step))
     return found
 
 
 def _exceeds(c: float, n: int, nodes: list[tuple[float, float]]) -> float:
-    """Return the probability of `luck`, by the trapezoidal rule."""
+    """Return the probability in `error_factor`, by the trapezoidal rule."""
     total = 0.0
     for x, weight in nodes:
         total -= weight * math.expm1(n * math.log1p(-min(math.erfc(c * x / math.sqrt(2)), 1 - 2**-53)))
@@ -104,7 +104,7 @@ def _exceeds(c: float, n: int, nodes: list[tuple[float, float]]) -> float:
 
 
 def relative_allowance(reference_error: float, magnitude: float, dtype: str, *, samples: int = _MOST_SAMPLES) -> float:
-    """Return what a tensor may be off at most, in its own unit, by the `relative` rule.
+    """Return the tolerance of a tensor by the `relative` rule, in its own unit.
 
     Parameters
     ----------
@@ -113,8 +113,8 @@ def relative_allowance(reference_error: float, magnitude: float, dtype: str, *, 
     magnitude : float
         Largest magnitude of the exact tensor.
     dtype : str
-    draws : int
-        How many independent errors the CPU's is the largest of.
+    samples : int
+        Number of independent errors of which the CPU's is the largest.
     """
     return error_factor(samples) * reference_error + UNIT_ROUNDOFF[dtype] * magnitude + HALF_SMALLEST_SUBNORMAL[dtype]
 
@@ -149,12 +149,12 @@ def judge_relative(
 
 
 def ratio(error: float, allowed: float) -> float:
-    """Return error over allowance: 0 where nothing is off, NaN where the error is NaN."""
+    """Return error over tolerance: 0 if there is no error, NaN if the error is NaN."""
     if error == 0:
         return 0.0
     return error / allowed if allowed else math.inf
 
 
 def passes(bound_ratio: float) -> bool:
-    """Tell whether a ratio is inside its bound; NaN is not."""
+    """Return whether a ratio is within tolerance; NaN is not."""
     return bound_ratio <= 1.0

@@ -1,18 +1,18 @@
-r"""Exact values with the error that a device may have made on the way: running error analysis in float64.
+r"""Exact values with a bound on the error of a device: running error analysis in float64.
 
-A `Tracked` array holds the exact value of every element, in float64, beside a bound on what a device that does the same
-steps in its own arithmetic may be off by then (Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed.,
-section 3.3, with the terms of second order kept). So the bound of a softmax or of an attention follows step by step
-from those of its parts, and no step of it is guessed:
+A `Tracked` array holds the exact value of every element, in float64, and a bound on the error of a device that takes
+the same steps in its own arithmetic (Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., section 3.3,
+with the terms of second order kept). So the bound of a softmax or of an attention follows step by step from those of
+its parts:
 
-* A sum, product or quotient is off by what its operands are off, and by one rounding.
-* An inner product or a sum of n terms, in any order, by :math:`\gamma_n` times the sum of the magnitudes (lemma 3.1);
-  units that truncate when they accumulate have twice the unit roundoff, and operands in TF32 add
+* The error of a sum, product or quotient is that of its operands and one rounding.
+* That of an inner product or a sum of n terms, in any order, is :math:`\gamma_n` times the sum of the magnitudes
+  (lemma 3.1); units that truncate when they accumulate have twice the unit roundoff, and operands in TF32 add
   :math:`2t + t^2`, :math:`t = 2^{-10}` (see `consistency.numerics.bound`).
-* A function of the mathematical library by its derivative times what its argument is off, and by `ULPS` units in the
-  last place of its own.
+* The error of a library function is its derivative times the error of its argument, and `ULPS` units in the last
+  place.
 * bfloat16 and float16 are computed in float32 and rounded where a library stores them: `Tracked.store`. A library that
-  stores less often is off less.
+  stores less often has a smaller error.
 """
 
 from __future__ import annotations
@@ -31,36 +31,35 @@ from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
 from consistency.numerics.error import measure_chunks
 
 ULPS = {"exp": 3.0, "log": 3.0, "tanh": 5.0, "sin": 4.0, "cos": 4.0, "sqrt": 3.0, "rsqrt": 2.0, "/": 2.5}
-"""What a function of the mathematical library may be off, in units in the last place.
+"""Largest error of a library function, in units in the last place.
 
-They are what OpenCL allows a device in single precision (*The OpenCL C Specification*, "Relative error as ULPs", full
-profile), the widest of the documents that libraries on our devices keep to: SLEEF's functions on the CPU promise 1.0
+These are the limits of OpenCL for single precision (*The OpenCL C Specification*, "Relative error as ULPs", full
+profile), the widest among the documents that apply to our devices: SLEEF's functions on the CPU promise 1.0
 and 3.5 (its names end in `u10` and `u35`), MKL's 1 (`VML_HA`), CUDA's 1 or 2 (*CUDA C++ Programming Guide*, appendix
 on mathematical functions).
 """
 
 ERF_UNITS = 32.0
-"""What erf may be off, in units of roundoff of 1: OpenCL allows 16 ULP, each of two such; the polynomial that CPU
-kernels take (Abramowitz and Stegun, 7.1.26) is off by 1.5e-7, some 2.5 of them, and by what is rounded in it."""
+"""Largest error of erf, in unit roundoffs of 1: OpenCL allows 16 ULP of two each; the polynomial of CPU kernels
+(Abramowitz and Stegun, 7.1.26) has an error of 1.5e-7, some 2.5 of them, and its own roundings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """How a device computes with numbers of one dtype.
+    """How a device computes in one dtype.
 
     Attributes
     ----------
     unit, floor : float
-        Unit roundoff of what is computed in, and half its smallest subnormal.
+        Unit roundoff of the computation, and half its smallest subnormal.
     product : float
-        Unit roundoff of what inner products accumulate in.
+        Unit roundoff of the accumulation of inner products.
     operand : float
         Largest relative error of an operand of a product before it is multiplied.
     stored, stored_floor : float
-        Unit roundoff of the dtype, and half its smallest subnormal, where it is narrower than what is computed in;
-        else 0.
+        Unit roundoff of the dtype, and half its smallest subnormal, if it is narrower than the computation; else 0.
     shares : int
-        2 where the reference is of no wider dtype, and may be off as much; else 1.
+        2 if the reference has no wider dtype, and so as large an error; else 1.
     """
 
     unit: float
@@ -99,18 +98,18 @@ class Arithmetic:
         )
 
     def known(self, values: np.ndarray) -> Tracked:
-        """Return numbers that the device is given: nothing is off."""
+        """Return inputs of the device: they have no error."""
         return Tracked(value=values, error=np.zeros_like(values), by=self)
 
     def constant(self, value: float) -> Tracked:
-        """Return a number of the program's own, which is rounded once."""
+        """Return a constant of the program, which is rounded once."""
         exact = np.asarray(value, dtype=np.float64)
         return Tracked(value=exact, error=np.abs(exact) * self.unit, by=self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracked:
-    """Exact values, and what a device may be off from them by now.
+    """Exact values, and a bound on the error of a device.
 
     Attributes
     ----------
@@ -126,7 +125,7 @@ class Tracked:
 
     @property
     def allowed(self) -> np.ndarray:
-        """Return what each element may be off from the value."""
+        """Return the tolerance of each element."""
         return self.error * self.by.shares
 
     def moved(self, move: Callable[[np.ndarray], np.ndarray]) -> Tracked:
@@ -211,18 +210,18 @@ class Tracked:
         mine, its = np.abs(self.value) + self.error, np.abs(other.value) + other.error
         factor = gamma(terms, self.by.product) + 2 * self.by.operand + self.by.operand**2
         error = factor * np.matmul(mine, its) + terms * self.by.floor
-        if self.error.any() or other.error.any():  # of exact operands there is no more to say
+        if self.error.any() or other.error.any():  # exact operands add no error
             error = error + np.matmul(mine, other.error) + np.matmul(self.error, np.abs(other.value))
         return Tracked(value=np.matmul(self.value, other.value), error=error, by=self.by)
 
     def store(self) -> Tracked:
-        """Round to the dtype, where that is narrower than what is computed in."""
+        """Round to the dtype, if it is narrower than the computation."""
         by = self.by
         error = self.error + by.stored * (np.abs(self.value) + self.error) + by.stored_floor
         return Tracked(value=self.value, error=error, by=by)
 
     def _rounded(self, value: np.ndarray, error: np.ndarray, *, ulps: float = 0.5) -> Tracked:
-        """Add what one step rounds; a unit in the last place is two unit roundoffs of the number at most."""
+        """Add the rounding of one step; a unit in the last place is at most two unit roundoffs of the value."""
         unit = 2 * ulps * self.by.unit
         return Tracked(value=value, error=error + unit * (np.abs(value) + error) + 2 * ulps * self.by.floor, by=self.by)
 

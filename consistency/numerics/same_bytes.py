@@ -1,4 +1,4 @@
-"""Compare memory with memory. No torch here: files that are equal need none of it."""
+"""Compare memory. No torch here: equal files are compared without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _memcmp() -> ctypes._NamedFuncPointer:
 
 
 def same_memory(x: np.ndarray, y: np.ndarray) -> bool:
-    """Tell whether two arrays of equal length and dtype hold the same bytes; other threads may run meanwhile."""
+    """Return whether two arrays of equal length and dtype hold the same bytes; other threads may run meanwhile."""
     if not (x.flags.c_contiguous and y.flags.c_contiguous):
         return bool(np.array_equal(x, y))
     return bool(_memcmp()(x.ctypes.data, y.ctypes.data, x.nbytes) == 0)

@@ -1,4 +1,4 @@
-"""How many units in the last place lie between the floats of two chunks, in integers of their own width."""
+"""Distances between floats in units in the last place, computed in integers of their own width."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How many units in the last place lie between the floats of a chunk.
+    """Distances between the floats of two chunks in units in the last place.
 
-    Bits of floats of one sign are in the order of their magnitudes, so their difference is the distance. Two of
-    opposite sign are as far apart as both are from zero. NaN has no place in the order.
+    Bits of floats of one sign are ordered by magnitude, so their difference is the distance. The distance of two floats
+    of opposite sign is the sum of their distances from zero. NaN has no place in the order.
 
     Attributes
     ----------
     x, y, apart : np.ndarray
         Bits of both as signed integers, and their difference.
     across : np.ndarray or None
-        Where the signs differ, if they do anywhere: there `apart` is 0.
+        Where the signs differ, if anywhere; `apart` is 0 there.
     largest : int
     """
 
@@ -41,7 +41,7 @@ class Steps:
         return cls(x, y, apart, across, _largest(x, y, apart, across))
 
     def without(self, left_out: np.ndarray) -> int:
-        """Return the largest distance where some elements do not count."""
+        """Return the largest distance without some elements."""
         across = None if self.across is None else self.across & ~left_out
         return _largest(self.x, self.y, np.where(left_out, 0, self.apart), across)
 
@@ -56,6 +56,6 @@ def _largest(x: np.ndarray, y: np.ndarray, apart: np.ndarray, across: np.ndarray
 
 
 def farthest(x: np.ndarray, y: np.ndarray) -> int:
-    """Return how far bits are apart at most, as signed integers that wrap."""
+    """Return the largest distance between bits as signed integers that wrap."""
     apart = np.subtract(x.view(f"i{x.itemsize}"), y.view(f"i{y.itemsize}"))
     return max(int(np.maximum.reduce(apart)), -int(np.minimum.reduce(apart)))

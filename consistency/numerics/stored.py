@@ -1,4 +1,4 @@
-"""Tensors as they lie in files, held against one another where their bytes differ."""
+"""Measure and diagnose tensors in files whose bytes differ."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from consistency.numerics.dtype import name_of
 
 
 def as_tensor(raw: np.ndarray, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """View bytes as a tensor; as plain bytes, `(n,)` uint8, where torch has no such dtype."""
+    """View bytes as a tensor; as plain bytes, `(n,)` uint8, if torch has no such dtype."""
     known = getattr(torch, dtype, None)
     if not isinstance(known, torch.dtype):
         return _bytes(raw)
     if not len(raw):
         return torch.empty(shape, dtype=known)
-    # a file's tensors start anywhere; numbers can be read only from a multiple of their own size
+    # a file's tensors start at any address; torch reads elements only at multiples of their size
     size = known.itemsize // 2 if known.is_complex else known.itemsize
     return _bytes(raw if raw.ctypes.data % size == 0 else _moved(raw)).view(known).reshape(shape)
 
 
 @contextmanager
 def views_of_files() -> Iterator[None]:
-    """Let threads view a file's bytes as tensors without a warning each that these cannot be written to: nothing does.
+    """Suppress the warning that tensors on mapped files are read-only: nothing writes to them.
 
-    To be entered once for all threads: what Python warns of is one setting for the whole process.
+    Enter it once for all threads: warning filters are global to the process.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
@@ -49,7 +49,7 @@ def _bytes(raw: np.ndarray) -> torch.Tensor:
 
 
 def _moved(raw: np.ndarray) -> np.ndarray:
-    """Copy bytes to a file without a name, mapped into memory: a tensor of any size must not fill the memory."""
+    """Copy bytes to an unnamed file, mapped into memory: a large tensor must not fill the memory."""
     with tempfile.TemporaryFile(prefix="consistency-diff-") as file:
         raw.tofile(file)
         file.flush()
@@ -64,7 +64,7 @@ def measure_stored(
     dtype: str,
     other: Callable[[], str | None],
 ) -> tuple[Measure, Diagnosis]:
-    """Measure two stored tensors of one shape and dtype, and name their difference.
+    """Measure two stored tensors of one shape and dtype, and diagnose their difference.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def measure_stored(
     shape : tuple of int
     dtype : str
     other : callable
-        Name of another stored tensor with the same bytes, if there is one.
+        Return the name of another stored tensor with the same bytes, if there is one.
     """
     a, e = as_tensor(actual, shape, dtype), as_tensor(expected, shape, dtype)
     found = measure(a, e)
@@ -83,31 +83,31 @@ def measure_stored(
 def read_pickle(file: Path) -> Iterator[tuple[str, tuple[int, ...], str, np.ndarray]]:
     """Yield name, shape, dtype and bytes of each tensor of a pickle, read with `weights_only=True`.
 
-    Tensors in dicts and lists inside it have the way to them in their name: `optimizer.state.0`.
+    Tensors in nested dicts and lists have the path in their name: `optimizer.state.0`.
     """
     try:
-        # files from before torch 1.6 are no archives, and cannot be mapped
+        # files from before torch 1.6 are not archives, and cannot be mapped
         found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # a spoilt pickle is a program that can go wrong in any way
-        # torch's first sentences are on how to switch its guard off
+    except Exception as error:  # a damaged pickle can raise anything
+        # torch's first sentences explain how to disable its check
         reason = str(error).rpartition("WeightsUnpickler error: ")[2]
-        reason = "it holds more than tensors" if reason.startswith("Weights only load failed") else reason
+        reason = "it contains more than tensors" if reason.startswith("Weights only load failed") else reason
         raise InputError(
             "cannot read the pickle with weights_only=True", where=file, got=f"{type(error).__name__}: {_short(reason)}"
         ) from None
     if not isinstance(found, dict):
         raise InputError(
-            "the pickle holds no state dict", where=file, got=type(found).__name__, wanted="a dict of tensors"
+            "the pickle contains no state dict", where=file, got=type(found).__name__, wanted="a dict of tensors"
         )
     try:
         tensors = list(_tensors(found))
     except RecursionError:
-        raise InputError("the pickle holds itself", where=file, wanted="a dict of tensors") from None
+        raise InputError("the pickle contains itself", where=file, wanted="a dict of tensors") from None
     for name, tensor in tensors:
         try:
             raw = as_bytes(tensor).numpy()
         except (RuntimeError, NotImplementedError, TypeError) as error:  # sparse, quantized, without storage
-            raise InputError(f"{name} is no plain tensor", where=file, got=_short(str(error))) from None
+            raise InputError(f"{name} is not a plain tensor", where=file, got=_short(str(error))) from None
         yield name, tuple(tensor.shape), name_of(tensor.dtype), raw
 
 

@@ -16,8 +16,8 @@ from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecor
 from consistency.case.load_path import LoadPath
 from consistency.errors import CaptureError
 from consistency.numerics.bound import UserAllowance
-from consistency.numerics.error import measure_against_exact
 from consistency.numerics.digest import digest
+from consistency.numerics.error import measure_against_exact
 from consistency.worker import recorder as recorder_module
 from consistency.worker.recorder import Recorder
 

@@ -14,21 +14,21 @@ from pathlib import Path
 
 FLAGS = (
     *("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"),
-    # kernel.c says why: the same bits from every variant, and loops that become vectors
+    # see kernel.c: the same bits from every variant, and vectorised loops
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-    "-Wno-psabi",  # how vectors are passed to functions: none is, they are all inlined
+    "-Wno-psabi",  # about passing vectors to functions: none is passed, all are inlined
 )
 
 
 def compile_kernel(source: Path, target: Path, *flags: str) -> str | None:
-    """Compile the kernel; say why where that is not possible.
+    """Compile the kernel; return the reason if that is not possible.
 
-    `CFLAGS` are not heeded: flags that are good for other programs (`-ffast-math`) are wrong for this one.
+    `CFLAGS` are ignored: flags that suit other programs (`-ffast-math`) break this one.
     """
     if os.environ.get("CONSISTENCY_NO_KERNEL"):
         return "CONSISTENCY_NO_KERNEL is set"
     if sys.platform not in ("linux", "darwin"):
-        return f"it was not tried on {sys.platform}"
+        return f"{sys.platform} is not supported"
     wanted = os.environ.get("CC")
     compiler = wanted.split() if wanted else [next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")]
     checksum = f"-DSOURCE={zlib.crc32(source.read_bytes())}u"
@@ -39,7 +39,7 @@ def compile_kernel(source: Path, target: Path, *flags: str) -> str | None:
         return f"{type(error).__name__}: {error}"
     if done.returncode:
         return next((line for line in done.stderr.splitlines() if "error" in line), f"{compiler[0]} failed")
-    return None if target.exists() else f"{compiler[0]} left no library"
+    return None if target.exists() else f"{compiler[0]} produced no library"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Whether the fused kernel may be trusted with digests, and its use where it may.
+"""Use the fused Triton kernel for digests, if it may be trusted.
 
-A wrong digest is a false alarm or a miss. So before a process uses the kernel on a device, it holds the kernel's sums
-there against the plain formula on the CPU, on made-up words; where they differ, or where the kernel cannot be compiled
-or run, `sums` answers None from then on, the caller takes its plain path, and `state` says why. Triton is no dependency
-of this package: CUDA builds of torch bring it, others have none, which is one of those reasons.
+A wrong digest is a false alarm or a miss. So before a process first uses the kernel on a device, it compares the
+kernel's sums there with the plain formula on the CPU, on test words. If they differ, or if the kernel cannot be
+compiled or run, `sums` returns None from then on, the caller takes its plain path, and `state` gives the reason. Triton
+is not a dependency of this package: CUDA builds of torch include it, others do not, which is one of those reasons.
 
 Not proven: Triton 3.4, 3.6 and 3.9 compile the kernel for sm_75, sm_80 and sm_90, and their interpreter gets the sums
 right on a CPU, but it has not run on a GPU. `benchmarks/digest_gpu.py` measures its rate there.
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 PLAIN_VARIABLE = "CONSISTENCY_PLAIN_DIGEST"
-"""Set to anything, it keeps the kernel off: what a check in the process cannot survive is a compiler that crashes."""
+"""Set to any value, it disables the kernel: a check in the process cannot survive a compiler that crashes."""
 
 FUSED = "fused"
 
@@ -34,12 +34,12 @@ _states: dict[torch.device, str] = {}
 
 
 def state(device: torch.device) -> str:
-    """Say which path this process takes on a CUDA device: `fused`, or `plain: ` and the reason."""
+    """Return which path this process takes on a CUDA device: `fused`, or `plain: ` and the reason."""
     return _states.get(device, "plain: no tensor was large enough for the kernel")
 
 
 def sums(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-    """Return the wrapped sum of each row by the fused kernel, or None where the plain path has to be taken.
+    """Return the wrapped sum of each row by the fused kernel, or None if the plain path has to be taken.
 
     Parameters
     ----------
@@ -75,21 +75,21 @@ def _check(w: torch.Tensor, v: torch.Tensor) -> str:
         return f"plain: {PLAIN_VARIABLE} is set"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Triton says of its own coming versions
+            warnings.simplefilter("ignore")  # Triton's deprecation warnings
             return _compare(w, v)
-    except Exception as error:  # whatever a compiler, a launcher's C compiler, a cache folder or a driver may raise
+    except Exception as error:  # compilers, cache folders and drivers may raise anything
         line = next(iter(str(error).strip().splitlines()), "")
         return f"plain: {type(error).__name__}: {line}"
 
 
 def _compare(w: torch.Tensor, v: torch.Tensor) -> str:
-    """Hold the kernel against the formula in each form in which it will run.
+    """Compare the kernel with the formula in each form in which it will run.
 
     Triton makes one binary for pointers on a multiple of 16 bytes and one for others, no more (`turns` and the sizes
-    are not specialized), so nothing is compiled after this check that it did not see.
+    are not specialized), so this check covers every binary.
     """
     count = 4 * w.numel() + w.numel() // 5  # four rows and a short fifth
-    words = _made_up(count + w.numel())  # what lies behind them must not be read
+    words = _made_up(count + w.numel())  # words beyond them must not be read
     on_device = words.to(w.device)
     for first in (0, 1):
         part = slice(first, first + count)
@@ -98,12 +98,12 @@ def _compare(w: torch.Tensor, v: torch.Tensor) -> str:
             actual = _launch(on_device[part], w, v, turns=turns).cpu()
             if not torch.equal(actual, expected):
                 wrong = int((actual != expected).sum())
-                return f"plain: the kernel's sums are wrong in {wrong} of {len(expected)} made-up rows"
+                return f"plain: the kernel's sums are wrong in {wrong} of {len(expected)} test rows"
     return FUSED
 
 
 def _made_up(count: int) -> torch.Tensor:
-    """Make words: extreme ones, many of the largest one, then random ones, in which every bit is set and clear."""
+    """Return test words: extreme ones, many of the largest, then random ones, in which every bit is set and clear."""
     bounds = np.iinfo(np.int64)
     stream = np.random.Generator(np.random.PCG64(0))  # torch's generators are the model's, and are left alone
     words = stream.integers(bounds.min, bounds.max, size=count, dtype=np.int64, endpoint=True)

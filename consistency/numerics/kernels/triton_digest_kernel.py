@@ -1,7 +1,7 @@
-r"""The digest of rows in one kernel, written in Triton: the tensor is read once and nothing is written beside it.
+r"""The digest of rows in one Triton kernel: the tensor is read once and only the sums are written.
 
-Triton comes with CUDA builds of torch alone, so this module is imported by `digest_triton` when it is first needed, and
-by nothing else. The formula is that of `digest`, :math:`w X + V (X \gg 32)` in wrapping 64-bit integers.
+Triton comes only with CUDA builds of torch, so only `triton_digest` imports this module, when it is first needed. The
+formula is that of `digest`, :math:`w X + V (X \gg 32)` in wrapping 64-bit integers.
 
 What limits it is the memory: compiled for sm_90, 512 words of 8 bytes cost a warp some 200 instructions, 102 of them
 32-bit multiply-adds (the GPU has no 64-bit multiplier). At two cycles per multiply-add, four warps at a time, 132

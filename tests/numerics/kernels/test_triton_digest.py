@@ -154,7 +154,7 @@ def test_a_wrong_kernel_is_never_used(launch: Launch, monkeypatch: pytest.Monkey
 
 def test_the_reason_says_how_much_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     sums_by(without_the_last_word, monkeypatch, large())
-    assert triton_digest.state(CPU) == "plain: the kernel's sums are wrong in 1 of 5 made-up rows"
+    assert triton_digest.state(CPU) == "plain: the kernel's sums are wrong in 1 of 5 test rows"
 
 
 @pytest.mark.parametrize(
