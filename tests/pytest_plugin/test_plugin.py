@@ -140,7 +140,7 @@ def test_tolerances_of_file_and_options(pytester: pytest.Pytester) -> None:
     done.assert_outcomes(passed=1, failed=3, deselected=len(collected(pytester, *options)) - 4)
     done.stdout.fnmatch_lines(
         [
-            "*inf of the tolerance given*",
+            "*inf× the user tolerance*",
             "*compared with float64; rule: user*",
             "*inconsistent: merged · cpu · errors that exceed tolerance*",
             "note: tolerance layer=model.layers.1.[*],atol=0.001,rtol=0.01: 2 tensors judged by it *",

@@ -1,4 +1,4 @@
-"""What to mend first on a machine: advice from the findings of a run and from what is known of the host."""
+"""What to fix first on a machine: advice from the findings of a run and from what is known of the host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FEW_PAIRS = 3  # a median of fewer says nothing
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to mend.
+    """Something to fix.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def advise(comparison: Comparison) -> tuple[Advice, ...]:
-    """Return what to mend, what is wrong already before what could go wrong."""
+    """Return what to fix, present faults before risks."""
     found = [*(_of_finding(f) for f in comparison.findings if f.severity != "note")]
     for host_facts in comparison.hosts:
         found += _of_host(host_facts, comparison)
@@ -119,12 +119,12 @@ def _of_host(host_facts: HostFacts, comparison: Comparison) -> Iterator[Advice]:
             has, made_for = gpu.lanes_lost
             yield Advice(
                 what=f"{gpu.name} has {has} PCIe lanes; it and its slot are made for {made_for}",
-                mend="reseat it, and look at its riser", urgent=False,
+                mend="reseat it, and check its riser", urgent=False,
             )  # fmt: skip
     if host_facts.log and not host_facts.new_log:
         yield Advice(
             what=f"the kernel wrote {len(host_facts.log)} lines of {LOGGED} since boot",
-            mend=f"look at them: {host_facts.log[-1]}", urgent=False,
+            mend=f"check them: {host_facts.log[-1]}", urgent=False,
         )  # fmt: skip
     translated = [gpu.name for gpu in host_facts.gpus if gpu.is_translated]
     if len(host_facts.gpus) > 1 and translated and comparison.verdict == "consistent":
@@ -150,7 +150,7 @@ def _slow(matrix: Matrix) -> Iterator[Advice]:
             told = ", ".join(f"{arrow(pair)} {speeds[pair]:.3g} GB/s" for pair in slow[:4])
             yield Advice(
                 what=f"slow beside others of its kind, which make {median:.3g} GB/s: {told}",
-                mend="look at its link: width, speed, and the way that nvidia-smi topo -m shows",
+                mend="check its link: width, speed, and the way that nvidia-smi topo -m shows",
                 urgent=False,
             )
 

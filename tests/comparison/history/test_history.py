@@ -181,7 +181,7 @@ def test_rows_for_people(run: Run, tmp_path: Path) -> None:
     assert {row.bits["base"] for row in rows} == {"A"}
     assert {row.bits["merged"] for row in rows} == {"A", "B"}
     assert [row.change for row in rows if row.change] == ["drift in merged"]
-    with pytest.raises(UsageError, match="no night has this device"):
+    with pytest.raises(UsageError, match="no run has this device"):
         device_rows(history, "cuda:7", 0)
 
 
