@@ -15,7 +15,7 @@ from pathlib import Path
 from consistency.capture.json_codec import decode_json
 from consistency.errors import ConsistencyError
 from consistency.worker import lifeline
-from consistency.worker.memory.out_of_memory import is_out_of_memory
+from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.protocol import CANNOT_WRITE, EventLog, Job
 
 

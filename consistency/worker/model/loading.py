@@ -20,10 +20,10 @@ from consistency.case.case import Case
 from consistency.errors import InputError
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
-from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.model.head_class import HEAD, auto_class, labels
 from consistency.worker.model.synthetic_head import is_synthetic, overwrite, synthetic
 from consistency.worker.model.weight_files import WeightFiles, file_names
+from consistency.worker.out_of_memory import is_out_of_memory
 
 ADAPTER_NAME = "default"
 

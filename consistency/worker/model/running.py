@@ -8,7 +8,7 @@ import torch
 
 from consistency.case.case import Case
 from consistency.errors import InputError, first_line
-from consistency.worker.memory.out_of_memory import is_out_of_memory
+from consistency.worker.out_of_memory import is_out_of_memory
 
 Activations = dict[str, torch.Tensor]
 

@@ -18,11 +18,11 @@ from consistency.numerics.rules import passes, ratio
 from consistency.numerics.words import Word
 from consistency.worker.memory.host_memory import peak_bytes, reset_peak, resident_bytes
 from consistency.worker.memory.merge_peak import MergePeak, measure_merge
-from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.memory.peak import PeakMeter, meter_of
 from consistency.worker.memory.placement import Placement
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import NO_MERGE, adapted_layers, weight_of
+from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.context import Context, Machine
 

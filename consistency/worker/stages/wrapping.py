@@ -16,8 +16,8 @@ import torch
 from consistency.capture.names import WHOLE_MODEL
 from consistency.errors import InputError, first_line
 from consistency.numerics.rules import Rule
-from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.model.loading import load_base
+from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.context import Context
 from consistency.worker.wrapper_check import WrapperReport, check_wrapped
 

@@ -13,8 +13,8 @@ import torch
 from consistency.capture.wording import some
 from consistency.errors import first_line
 from consistency.numerics.words import Word
-from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.model.inputs import made_inputs, with_labels
+from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.wrapper_check.held import Held, held_twice
 from consistency.worker.wrapper_check.keys import other_keys, prefix_of
 from consistency.worker.wrapper_check.peft_view import (

@@ -20,9 +20,9 @@ from consistency.errors import first_line
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
-from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE
 from consistency.worker.model.poison import POISON, as_it_was, poison
+from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.adapter.stale_bytes import file_of_another, stale_bytes
 from consistency.worker.stages.context import Context
 

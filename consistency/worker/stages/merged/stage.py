@@ -27,9 +27,9 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.error import measure_against_exact, measure_chunks
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.rules import Rule, passes
-from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import NO_MERGE, adapted_layers, merged, weight_of
+from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.recorder import UserTolerance
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.merged.low_rank import LowRank, allowance_of, low_rank_of

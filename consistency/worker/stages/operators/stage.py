@@ -24,7 +24,7 @@ from consistency.numerics.dtype import named
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic, Tracked, measure_tracked
-from consistency.worker.memory.out_of_memory import is_out_of_memory
+from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.protocol import EventLog
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.context import Machine

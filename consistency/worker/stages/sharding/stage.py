@@ -33,10 +33,10 @@ from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.rules import Rule, Verdict, judge_relative
 from consistency.numerics.words import Word
 from consistency.worker.memory.host_memory import available_bytes
-from consistency.worker.memory.out_of_memory import is_out_of_memory
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost, is_kernel_assert
 from consistency.worker.model.inputs import fixed_inputs, with_labels
 from consistency.worker.model.loading import load_adapter, load_base, load_model
+from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.sharding.device_maps import Layout, layouts, load, same_model

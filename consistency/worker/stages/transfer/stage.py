@@ -34,7 +34,7 @@ from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.worker.memory.host_memory import free_bytes
-from consistency.worker.memory.out_of_memory import is_out_of_memory
+from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.protocol import Job
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.context import Machine
