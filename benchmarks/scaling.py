@@ -32,9 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, worker_slug
+from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import TensorMeasure, TensorRecord, WorkerInfo
+from consistency.capture.writer import CaptureWriter
 from consistency.case.case import Case
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word

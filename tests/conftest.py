@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, worker_slug
+from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import TensorRecord, WorkerInfo
+from consistency.capture.writer import CaptureWriter
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.reading import make_options

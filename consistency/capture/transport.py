@@ -1,6 +1,6 @@
-"""Captures on the road: as one file (`box-a.zip`), or at any URL that fsspec knows, brought here and sent there.
+"""Captures as one file (`host-a.zip`), or at any URL that fsspec supports: fetched from there and delivered there.
 
-A ZIP file holds a capture's files under their names and nothing else: what has another name is not unpacked, so a
+A ZIP file holds a capture's files under their names and nothing else. What has another name is not unpacked, so a
 stranger's archive can write nowhere but into the folder that is made for it.
 """
 
@@ -12,11 +12,12 @@ import shutil
 import uuid
 import zipfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from consistency.capture.folder import MANIFEST
+from consistency.capture.writer import cannot_write, in_the_way
 from consistency.errors import CaptureError
 
 ARCHIVE = ".zip"
@@ -34,12 +35,12 @@ def is_remote(text: str) -> bool:
 
 
 def travels(text: str) -> bool:
-    """Tell whether a capture is to be one file, or to lie somewhere else than in a local folder."""
+    """Tell whether a capture is to be one file, or stored somewhere else than in a local folder."""
     return is_remote(text) or text.endswith(ARCHIVE)
 
 
 def fetch(text: str, scratch: Path) -> Path:
-    """Return a capture as a local folder, named as it is where it lies.
+    """Return a capture as a local folder, with the name that it has where it is stored.
 
     Parameters
     ----------
@@ -56,115 +57,99 @@ def fetch(text: str, scratch: Path) -> Path:
     if not is_remote(text):
         path = Path(text)
         return _unpacked(path, scratch) if path.is_file() and zipfile.is_zipfile(path) else path
-    name = PurePosixPath(text.rstrip("/")).name or "capture"
-    home = _new_folder(scratch)
-    fs, place = _open(text)
-    try:
-        if name.endswith(ARCHIVE):
-            fs.get_file(place, str(home / name))
+    home = _new_folder(scratch) / (PurePosixPath(text.rstrip("/")).name or "capture")
+    fs, place = open_store(text, "cannot open the place of the capture")
+    with remote_errors("cannot fetch the capture", text):
+        if home.name.endswith(ARCHIVE):
+            fs.get_file(place, str(home))
         else:
             for file in fs.find(place):
                 relative = PurePosixPath(file).relative_to(PurePosixPath(place)).as_posix()
                 if _MEMBER.fullmatch(relative):
-                    target = home / name / relative
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    fs.get_file(file, str(target))
-    except Exception as error:  # whatever a remote store raises
-        raise CaptureError("cannot fetch the capture", where=text, got=error) from None
-    if name.endswith(ARCHIVE):
-        return _unpacked(home / name, scratch)
-    if not (home / name).exists():
+                    (home / relative).parent.mkdir(parents=True, exist_ok=True)
+                    fs.get_file(file, str(home / relative))
+    if home.name.endswith(ARCHIVE):
+        return _unpacked(home, scratch)
+    if not home.exists():
         raise CaptureError("no capture here", where=text, wanted=f"a folder with {MANIFEST}")
-    return home / name
+    return home
 
 
 def refuse_to_replace(target: str) -> None:
-    """Raise where there is something at the place that a capture is to be sent to."""
+    """Raise where the place that a capture is to be delivered to is not empty."""
     if is_remote(target):
-        fs, place = _open(target)
-        try:
-            there = fs.exists(place)
-        except Exception as error:  # whatever a remote store raises
-            raise CaptureError("cannot look at the place of the capture", where=target, got=error) from None
+        fs, place = open_store(target, "cannot open the place of the capture")
+        with remote_errors("cannot read the place of the capture", target):
+            exists = fs.exists(place)
     else:
-        there = Path(target).exists()
-    if there:
-        raise CaptureError(
-            "there is something in the place of the new capture",
-            where=target,
-            hint="choose another --out, or give --force to replace it",
-        )
+        exists = Path(target).exists()
+    if exists:
+        raise in_the_way(target)
 
 
 def deliver(folder: Path, target: str) -> None:
-    """Send a capture to where it is to lie; its commit mark arrives last.
-
-    Parameters
-    ----------
-    folder : Path
-        A capture, whole.
-    target : str
-        A ZIP file or a URL.
-    """
-    archive = target.endswith(ARCHIVE)
+    """Deliver a complete capture to a ZIP file or a URL; its commit mark arrives last."""
     if not is_remote(target):
         _pack(folder, Path(target))
         return
-    fs, place = _open(target)
+    fs, place = open_store(target, "cannot open the place of the capture")
     packed = folder.parent / f"{uuid.uuid4().hex}{ARCHIVE}"
     try:
-        if archive:
-            _pack(folder, packed)
-            fs.put_file(str(packed), place)
-            return
-        if fs.exists(place):
-            fs.rm(place, recursive=True)
-        for file in _files(folder):
-            remote = f"{place}/{file.relative_to(folder).as_posix()}"
-            fs.makedirs(remote.rpartition("/")[0], exist_ok=True)
-            fs.put_file(str(file), remote)
-    except CaptureError:
-        raise
-    except Exception as error:  # whatever a remote store raises
-        raise CaptureError("cannot send the capture", where=target, got=error) from None
+        with remote_errors("cannot deliver the capture", target):
+            if target.endswith(ARCHIVE):
+                _pack(folder, packed)
+                fs.put_file(str(packed), place)
+                return
+            if fs.exists(place):
+                fs.rm(place, recursive=True)
+            for file in _files(folder):
+                remote = f"{place}/{file.relative_to(folder).as_posix()}"
+                fs.makedirs(remote.rpartition("/")[0], exist_ok=True)
+                fs.put_file(str(file), remote)
     finally:
         packed.unlink(missing_ok=True)
 
 
-def _open(url: str) -> tuple[Any, str]:
-    import fsspec
-
+def open_store(url: str, what: str) -> tuple[Any, str]:
+    """Return the file system of a URL or folder, and the path in it; `what` starts the error where there is none."""
     try:
+        import fsspec
+
         fs, place = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError, OSError) as error:
-        raise CaptureError(
-            "cannot open the place of the capture",
-            where=url,
-            got=error,
-            hint="is the package of its protocol installed?",
-        ) from None
+        hint = "is the package for this protocol installed?"
+        raise CaptureError(what, where=url, got=error, hint=hint) from None
     return fs, str(place)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a capture, its commit mark last."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    yield from (file for file in files if file.name != MANIFEST)
-    yield from (file for file in files if file.name == MANIFEST)
+@contextmanager
+def remote_errors(what: str, where: str) -> Iterator[None]:
+    """Turn any error of a remote store, each of which raises its own kinds, into one of ours."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(what, where=where, got=error) from None
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a capture, its commit mark last."""
+    return sorted((f for f in folder.rglob("*") if f.is_file()), key=lambda f: (f.name == MANIFEST, f))
 
 
 def _pack(folder: Path, target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+        with zipfile.ZipFile(partial, "w") as archive:
             for file in _files(folder):
-                # random bits do not get smaller, and take long to find that out
+                # tensors hardly compress, and it takes long to find that out
                 kind = zipfile.ZIP_STORED if file.suffix == ".safetensors" else zipfile.ZIP_DEFLATED
                 archive.write(file, file.relative_to(folder).as_posix(), compress_type=kind)
         os.replace(partial, target)
     except OSError as error:
-        raise CaptureError("cannot write the capture", where=target, got=error) from None
+        raise cannot_write(target, error) from None
     finally:
         with suppress(OSError):
             partial.unlink()
@@ -180,10 +165,7 @@ def _unpacked(path: Path, scratch: Path) -> Path:
             if size > shutil.disk_usage(home).free - _SPARE_BYTES:
                 raise CaptureError("no room to unpack the capture", where=path, got=f"{size / 2**30:.1f} GiB")
             for member in members:
-                target = home / member.filename
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with archive.open(member) as source, target.open("wb") as file:
-                    shutil.copyfileobj(source, file, 1 << 20)
+                archive.extract(member, home)
     except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
         raise CaptureError("cannot unpack the capture", where=path, got=error) from None
     return home

@@ -53,7 +53,7 @@ def print_json(value: object) -> None:
 
 def show(parsed: argparse.Namespace, comparison: Comparison, *, elapsed_s: float | None = None) -> None:
     """Print a comparison in the format that was asked for, and write the files that were asked for."""
-    from consistency.capture.folder import write_whole
+    from consistency.capture.writer import write_whole
 
     folder = None if parsed.out is None else str(parsed.out)
     view = View(elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from consistency.launch.local import Watcher
-from consistency.launch.plan import WorkerPlan
+from consistency.launch.engine import Watcher
 from consistency.report.console import make_console
 from consistency.report.text import clean
 from consistency.worker.protocol import Event
@@ -35,11 +34,11 @@ def progress(console: Console | None = None) -> Iterator[Watcher]:
 
 
 def _plain(console: Console) -> Watcher:
-    def watch(plan: WorkerPlan, event: Event) -> None:
+    def watch(label: str, event: Event) -> None:
         if event.kind == "failed" and not event.error:
-            console.print(f"{plan.label}: {clean(event.message)}", soft_wrap=True)
+            console.print(f"{label}: {clean(event.message)}", soft_wrap=True)
         elif event.kind in ("stage", "done"):
-            console.print(f"{plan.label}: {event.stage or 'done'}", soft_wrap=True)
+            console.print(f"{label}: {event.stage or 'done'}", soft_wrap=True)
 
     return watch
 
@@ -47,10 +46,10 @@ def _plain(console: Console) -> Watcher:
 def _moving(bars: Progress) -> Watcher:
     tasks: dict[str, TaskID] = {}
 
-    def watch(plan: WorkerPlan, event: Event) -> None:
-        if plan.slug not in tasks:
-            tasks[plan.slug] = bars.add_task("", total=None, label=plan.label)
-        task = tasks[plan.slug]
+    def watch(label: str, event: Event) -> None:
+        if label not in tasks:
+            tasks[label] = bars.add_task("", total=None, label=label)
+        task = tasks[label]
         match event.kind:
             case "stage":
                 bars.update(task, description=event.stage, completed=0, total=None)

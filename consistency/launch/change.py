@@ -1,9 +1,9 @@
-"""Settings of a worker that are to differ from what its device and road give it: one trial of a bisection."""
+"""Settings of a worker that differ from what its device and load path give it: one trial of a bisection."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from consistency.case.load_path import LoadPath
@@ -11,20 +11,20 @@ from consistency.case.load_path import LoadPath
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What is different in a worker.
+    """What differs in a worker.
 
     Attributes
     ----------
     name : str
-        What it is called in a report.
+        For people.
     environment : mapping of str to str or None
-        Variables by name; None takes one away.
+        Variables by name; None removes one.
     settings : mapping of str to object
         Determinism settings by name.
     threads : int or None
         Threads per operation.
-    road : Road or None
-        Another road.
+    load_path : LoadPath or None
+        Another load path.
     autocast_adapter_dtype : bool or None
         PEFT's argument: off, the adapter takes the base's dtype instead of float32.
     """
@@ -38,29 +38,21 @@ class Change:
 
     @property
     def touches(self) -> frozenset[str]:
-        """Name everything that it sets: two changes that touch the same cannot be made at once."""
-        names = {*self.environment, *self.settings}
-        names |= {"threads"} if self.threads is not None else set()
-        names |= {"load_path"} if self.load_path is not None else set()
-        return frozenset(names | ({"autocast_adapter_dtype"} if self.autocast_adapter_dtype is not None else set()))
+        """Name everything that it sets: two changes that set the same thing cannot be made at once."""
+        return frozenset({*self.environment, *self.settings, *self._single()})
+
+    def _single(self) -> dict[str, Any]:
+        """Return the fields with one value that are set, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.default is None}
+        return {name: value for name, value in values.items() if value is not None}
 
     @staticmethod
     def together(changes: Iterable[Change]) -> Change:
         """Return several changes as one."""
-        environment: dict[str, str | None] = {}
-        settings: dict[str, Any] = {}
-        threads, load_path, autocast, names = None, None, None, []
-        for change in changes:
-            environment.update(change.environment)
-            settings.update(change.settings)
-            threads, load_path = change.threads or threads, change.load_path or load_path
-            autocast = autocast if change.autocast_adapter_dtype is None else change.autocast_adapter_dtype
-            names.append(change.name)
+        changes = tuple(changes)
         return Change(
-            name=" and ".join(names),
-            environment=environment,
-            settings=settings,
-            threads=threads,
-            load_path=load_path,
-            autocast_adapter_dtype=autocast,
+            name=" and ".join(change.name for change in changes),
+            environment={name: value for change in changes for name, value in change.environment.items()},
+            settings={name: value for change in changes for name, value in change.settings.items()},
+            **{name: value for change in changes for name, value in change._single().items()},
         )

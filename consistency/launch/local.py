@@ -1,4 +1,4 @@
-"""Start one plain subprocess per device and road on this machine, watch it, and say how it ended.
+"""Run one plain subprocess per device and load path on this host, and write their capture.
 
 Neither forkserver nor a process pool: with a preloaded torch the workers silently keep the parent's kernel choice and
 thread count, and one killed worker breaks all jobs of a pool.
@@ -6,86 +6,72 @@ thread count, and one killed worker breaks all jobs of a pool.
 
 from __future__ import annotations
 
+import datetime
+import platform
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from consistency.capture.folder import CaptureWriter
-from consistency.case.case import Case
+from consistency.capture.folder import SCHEMA, CaptureManifest
+from consistency.capture.version import __version__
+from consistency.capture.writer import CaptureWriter
 from consistency.devices.cores import threads_per_worker
+from consistency.devices.host import read_host, since
+from consistency.launch.engine import Captured, Task, Watcher
 from consistency.launch.plan import WorkerPlan
-from consistency.launch.process import POLL_S, Limits, WorkerProcess
+from consistency.launch.process import POLL_S, WorkerProcess
 from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, Event
 
-Watcher = Callable[[WorkerPlan, Event], None]
+
+class LocalEngine:
+    """Run every worker on this host."""
+
+    def capture(self, task: Task, target: Path, *, watch: Watcher, replace: bool = False) -> Captured:
+        plans = [plan for wave in task.waves for plan in wave]
+        devices = list({plan.name: plan.info for plan in plans}.values())
+        with (
+            CaptureWriter(target, replace=replace) as writer,
+            tempfile.TemporaryDirectory(prefix="consistency-") as scratch,
+        ):
+            before = read_host(devices)
+            for wave in task.waves:
+                _run_wave(task, wave, writer, Path(scratch), watch)
+            manifest = CaptureManifest(
+                schema=SCHEMA,
+                tool=__version__,
+                created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                host=platform.node(),
+                case=task.case,
+                workers=tuple(plan.slug for plan in plans),
+                host_facts=since(before, read_host(devices)),
+            )
+            return Captured(captures=(writer.commit(manifest),))
 
 
-def run_workers(
-    case: Case,
-    waves: Sequence[Sequence[WorkerPlan]],
-    writer: CaptureWriter,
-    *,
-    limits: Limits,
-    watch: Watcher,
-    faults: Mapping[str, str],
-) -> tuple[str, ...]:
-    """Run every worker, and write who each was and how it ended into the capture.
-
-    Returns
-    -------
-    tuple of str
-        The slugs of the workers, for the manifest.
-
-    Raises
-    ------
-    InputError, UsageError, CaptureError
-        What a worker found wrong with the case's files, or could not write.
-    """
-    with tempfile.TemporaryDirectory(prefix="consistency-") as scratch:
-        slugs: list[str] = []
-        for wave in waves:
-            threads = limits.threads or threads_per_worker(len(wave))
-            _run_wave(case, wave, writer, Path(scratch), limits=limits, threads=threads, watch=watch, faults=faults)
-            slugs += [plan.slug for plan in wave]
-    return tuple(slugs)
-
-
-def _run_wave(
-    case: Case,
-    wave: Sequence[WorkerPlan],
-    writer: CaptureWriter,
-    scratch: Path,
-    *,
-    limits: Limits,
-    threads: int,
-    watch: Watcher,
-    faults: Mapping[str, str],
-) -> None:
+def _run_wave(task: Task, wave: Sequence[WorkerPlan], writer: CaptureWriter, scratch: Path, watch: Watcher) -> None:
+    threads = task.limits.threads or threads_per_worker(len(wave))
     running: list[WorkerProcess] = []
     try:
         for plan in wave:
-            running.append(
-                WorkerProcess.start(case, plan, writer, scratch, threads=threads, fault=faults.get(plan.name))
-            )
+            fault = task.faults.get(plan.name)
+            running.append(WorkerProcess.start(task.case, plan, writer, scratch, threads=threads, fault=fault))
         while running:
             for worker in list(running):
+                plan = worker.plan
                 for event in worker.events():
-                    watch(worker.plan, event)
-                ended = worker.ended(limits)
+                    watch(plan.label, event)
+                ended = worker.ended(task.limits)
                 if ended is None:
                     continue
                 running.remove(worker)
-                info = worker.info(ended)
-                writer.write_worker(worker.plan.slug, info)
-                worker.tidy(info.status)
-                if info.status != "ok":
-                    watch(worker.plan, Event(at=time.time(), kind="failed", message=info.reason or ""))
-                if worker.plan.makes_reference and not (scratch / REFERENCE_FILE).exists():
-                    (scratch / REFERENCE_LOST).write_text(
-                        f"{worker.plan.name}, which makes it, is gone: {info.reason or 'it made none'}",
-                        encoding="utf-8",
-                    )
+                writer.write_worker(plan.slug, worker.info(ended))
+                worker.tidy(ended.status)
+                if ended.status != "ok":
+                    watch(plan.label, Event(at=time.time(), kind="failed", message=ended.reason or ""))
+                if plan.makes_reference and not (scratch / REFERENCE_FILE).exists():
+                    text = f"{plan.name}, which computes it, is lost: {ended.reason or 'it computed none'}"
+                    (scratch / REFERENCE_LOST).write_text(text, encoding="utf-8")
                 if ended.error is not None:
                     raise ended.error
             time.sleep(POLL_S)

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import torch
 
-from consistency.capture.folder import write_json
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import SettingChange
+from consistency.capture.writer import write_json
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import SPECS, Model, Stage, StageSpec, run_order
 from consistency.errors import UsageError

@@ -13,7 +13,7 @@ from consistency.case.reading import make_options
 from consistency.comparison.history.baseline import read_baseline
 from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison
-from consistency.launch.local import Watcher
+from consistency.launch.engine import Watcher
 from consistency.workflows import pipeline
 from consistency.workflows.pipeline import Report
 
@@ -55,7 +55,7 @@ def run(
     baseline : path, optional
         Accepted findings.
     watch : callable, optional
-        Called with the plan of a worker and each of its events.
+        Called with the name of a worker and each of its events.
     **options
         Options by name, as in a TOML file (`base`, `adapter`, `dtype`, `stages`, …); they win over those of `case`.
 

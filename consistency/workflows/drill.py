@@ -18,7 +18,7 @@ from consistency.comparison.result import Comparison
 from consistency.devices.discovery import accelerators, select
 from consistency.devices.spec import DeviceInfo
 from consistency.errors import UsageError
-from consistency.launch.local import Watcher
+from consistency.launch.engine import Watcher
 from consistency.worker.faults.catalogue import FAULTS, Fault
 from consistency.workflows import pipeline
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import platform
 import shutil
 import tempfile
 import time
@@ -14,20 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from consistency.capture.folder import (
-    SCHEMA,
-    Capture,
-    CaptureManifest,
-    CaptureWriter,
-    RecordPool,
-    capture_name,
-    holds_capture,
-    read_capture,
-    tell,
-    write_whole,
-)
+from consistency.capture.folder import Capture, capture_name, holds_capture
+from consistency.capture.reader import RecordPool, brief, read_capture
 from consistency.capture.transport import deliver, fetch, is_remote, refuse_to_replace, travels
-from consistency.capture.version import __version__
+from consistency.capture.writer import write_whole
 from consistency.case.case import Case
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
@@ -38,12 +26,10 @@ from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison
 from consistency.comparison.weight_files.diff import diff
 from consistency.devices.discovery import select
-from consistency.devices.host import read_host, since
 from consistency.devices.spec import DeviceInfo
 from consistency.errors import CaptureError, UsageError
-from consistency.launch.local import Watcher, run_workers
-from consistency.launch.plan import WorkerPlan, plan_waves
-from consistency.launch.process import Limits
+from consistency.launch.engine import LOCAL, Captured, Limits, Task, Watcher, engine
+from consistency.launch.plan import plan_waves
 from consistency.report.formats import Chosen, View, formats
 from consistency.report.summary import all_groups
 
@@ -59,12 +45,15 @@ class Plan:
     ----------
     faults : mapping of str to str
         Fault to plant (of `consistency.worker.faults`) by name of the device, to test the tool itself.
+    engine : str
+        What runs the workers, of `consistency.launch.engine`.
     """
 
     case: Case
     devices: tuple[DeviceInfo, ...]
     limits: Limits
     faults: Mapping[str, str] = field(default_factory=dict)
+    engine: str = LOCAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,45 +97,14 @@ def plan_of(case: Case, options: Options) -> Plan:
     return Plan(case=case, devices=select(options.devices), limits=limits)
 
 
-def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) -> Path:
-    """Run one worker per device and road, and leave a capture at `target`.
+def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) -> Captured:
+    """Have the plan's engine run one worker per device and load path, and leave captures at `target`.
 
-    Returns
-    -------
-    Path
-        `target`; a folder that was there is replaced only where `replace` says so.
+    A folder that was there is replaced only where `replace` is true.
     """
-    return capture_plans(
-        plan.case, plan_waves(plan.case, plan.devices), target,
-        limits=plan.limits, faults=plan.faults, watch=watch, replace=replace,
-    )  # fmt: skip
-
-
-def capture_plans(
-    case: Case,
-    waves: Sequence[Sequence[WorkerPlan]],
-    target: Path,
-    *,
-    limits: Limits,
-    faults: Mapping[str, str],
-    watch: Watcher = lambda *_: None,
-    replace: bool = False,
-) -> Path:
-    """Run workers that were planned, and leave a capture at `target`."""
-    with CaptureWriter(target, replace=replace) as writer:
-        devices = list({plan.info.spec.name: plan.info for wave in waves for plan in wave}.values())
-        before = read_host(devices)
-        slugs = run_workers(case, waves, writer, limits=limits, watch=watch, faults=faults)
-        manifest = CaptureManifest(
-            schema=SCHEMA,
-            tool=__version__,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            host=platform.node(),
-            case=case,
-            workers=slugs,
-            host_facts=since(before, read_host(devices)),
-        )
-        return writer.commit(manifest)
+    waves = plan_waves(plan.case, plan.devices)
+    task = Task(case=plan.case, waves=waves, limits=plan.limits, faults=plan.faults)
+    return engine(plan.engine).capture(task, target, watch=watch, replace=replace)
 
 
 def capture_to(plan: Plan, target: str, *, watch: Watcher, replace: bool = False) -> Capture:
@@ -158,11 +116,13 @@ def capture_to(plan: Plan, target: str, *, watch: Watcher, replace: bool = False
         There is something at the target and `replace` does not say to replace it, or it cannot be written.
     """
     if not travels(target):
-        return read_capture(capture(plan, Path(target), watch=watch, replace=replace))
+        capture(plan, Path(target), watch=watch, replace=replace)
+        return read_capture(Path(target))
     if not replace:
         refuse_to_replace(target)
     with tempfile.TemporaryDirectory(prefix="consistency-capture-") as scratch:
-        folder = capture(plan, Path(scratch) / "capture", watch=watch)
+        folder = Path(scratch) / "capture"
+        capture(plan, folder, watch=watch)
         found = read_capture(folder)
         deliver(folder, target)
     return found
@@ -195,10 +155,11 @@ def run(
     """
     started = time.monotonic()
     with _output(out, replace=replace) as folder:
-        found = read_capture(capture(plan, folder / CAPTURES, watch=watch, replace=replace))
-        comparison = compare_captures([found])
+        made = capture(plan, folder / CAPTURES, watch=watch, replace=replace)
+        captures, unread = _read_captures(made.captures)
+        comparison = compare_captures(captures, unread=[*made.lost, *unread])
         if history is not None:
-            comparison = add_run(history, [found], comparison, baseline)
+            comparison = add_run(history, captures, comparison, baseline)
         elif baseline is not None:
             comparison = apply(baseline, comparison)
         elapsed_s = time.monotonic() - started
@@ -271,7 +232,7 @@ def _read_captures(sources: Sequence[Capture | Path]) -> tuple[list[Capture], li
             if not holds_capture(one):
                 raise
             errors.append(error)
-            unread.append(f"{capture_name(one)}: left out: {tell(error)}")
+            unread.append(f"{capture_name(one)}: left out: {brief(error)}")
     if errors and not found:
         raise errors[0]
     return found, unread

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import msgspec
 import pytest
 
-from consistency.capture.folder import read_capture
+from consistency.capture.reader import read_capture
 from consistency.comparison.compare import compare
 from consistency.comparison.result import TensorComparison
 

@@ -118,7 +118,7 @@ CASES: dict[str, tuple[Damage, set[str], str]] = {
     "the same tensor twice": (
         doubled,
         B_ALONE,
-        "b: worker cuda_0.isolated: line 6 is about the same tensor as line 1 (adapter::layers.0.q.lora_B)",
+        "b: worker cuda_0.isolated: line 6 names the same tensor as line 1 (adapter::layers.0.q.lora_B)",
     ),
     "NaN as a number": (
         edited_record(**with_measure(max_abs=float("nan"))), B_ALONE, "b: worker cuda_0.isolated: line 3 is damaged"

@@ -16,17 +16,15 @@ from consistency.capture.folder import (
     SCHEMA,
     Capture,
     CaptureManifest,
-    CaptureWriter,
     blob_key,
     blob_name,
-    read_capture,
-    read_records,
     unpack_blocks,
     worker_slug,
-    write_json,
 )
 from consistency.capture.json_codec import encode_json
+from consistency.capture.reader import read_capture, read_records
 from consistency.capture.records import SettingChange, TensorMeasure, TensorRecord, WorkerInfo, read_record
+from consistency.capture.writer import CaptureWriter, write_json
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Level
@@ -267,7 +265,7 @@ def test_what_is_in_the_place_is_not_overwritten(kind: str, tmp_path: Path) -> N
     else:
         target.write_text("mine")
     before = sorted(str(p) for p in tmp_path.rglob("*"))
-    with pytest.raises(CaptureError, match="there is something in the place") as caught:
+    with pytest.raises(CaptureError, match="is not empty") as caught:
         CaptureWriter(target)
     assert caught.value.where == str(target)
     assert "--force" in (caught.value.hint or "")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from consistency.capture.folder import MANIFEST, read_capture
+from consistency.capture.folder import MANIFEST
+from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.capture.transport import deliver, fetch, refuse_to_replace, travels
 from consistency.errors import CaptureError
@@ -55,7 +56,7 @@ def test_url_holds_the_whole_capture(folder: Path, tmp_path: Path, url: str) -> 
     back = fetch(url, tmp_path / "scratch")
     assert back.name == "box-c"
     assert contents(back) == contents(folder)
-    with pytest.raises(CaptureError, match="in the place"):
+    with pytest.raises(CaptureError, match="is not empty"):
         refuse_to_replace(url)
     deliver(folder, url)
     assert contents(fetch(url, tmp_path / "again")) == contents(folder)

@@ -30,7 +30,7 @@ def shown(*events: tuple[WorkerPlan, Event], terminal: bool) -> str:
     console = Console(file=file, force_terminal=terminal, width=120, color_system=None, legacy_windows=False)
     with progress(console) as watch:
         for worker, happened in events:
-            watch(worker, happened)
+            watch(worker.label, happened)
     return file.getvalue()
 
 

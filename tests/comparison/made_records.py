@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from consistency.capture.folder import read_capture
+from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorMeasure, TensorRecord
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from consistency.capture.folder import read_capture
 from consistency.capture.names import CASTING, CHAIN, DIRECT, HOST_STAGED, OVERLAPPED, STRIDED, pair_name
+from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.case.stages import Stage
 from consistency.comparison.compare import compare

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import consistency
-from consistency.capture.folder import SCHEMA, Capture, CaptureManifest, RecordPool, WorkerCapture, read_capture
+from consistency.capture.folder import SCHEMA, Capture, CaptureManifest, WorkerCapture
 from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.reader import RecordPool, read_capture
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.case.case import Case
 from consistency.comparison.compare import compare

@@ -16,8 +16,8 @@ import jinja2
 import msgspec
 import pytest
 
-from consistency.capture.folder import read_capture
 from consistency.capture.names import OVERLAPPED
+from consistency.capture.reader import read_capture
 from consistency.capture.records import StageMemory
 from consistency.comparison.compare import compare
 from consistency.comparison.findings.transfers import matrices

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from consistency.capture.folder import read_capture
 from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.reader import read_capture
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison
 from consistency.numerics.real import Real

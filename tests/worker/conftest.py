@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import transformers
 
-from consistency.capture.folder import CaptureWriter
 from consistency.capture.json_codec import decode_json
 from consistency.capture.records import TensorRecord
+from consistency.capture.writer import CaptureWriter
 from consistency.worker import determinism
 from consistency.worker.protocol import EventLog, Job
 from consistency.worker.session import Session

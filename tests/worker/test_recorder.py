@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from consistency.capture.folder import read_records, unpack_blocks
+from consistency.capture.folder import unpack_blocks
+from consistency.capture.reader import read_records
 from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.errors import CaptureError

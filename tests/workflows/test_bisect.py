@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consistency.capture.folder import read_capture
+from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.case.options import Options
 from consistency.case.stages import Stage
@@ -21,7 +21,8 @@ from consistency.launch.change import Change
 from consistency.launch.environment import worker_environment
 from consistency.workflows import bisect as bisecting
 from consistency.workflows import pipeline
-from consistency.workflows.bisect import bisect, candidates, smallest
+from consistency.workflows.bisect import bisect
+from consistency.workflows.candidates import candidates, smallest
 from tests.conftest import MakeCapture
 
 CHANGES = tuple(Change(name=name, environment={name: None}) for name in "ABCDEF")
@@ -155,7 +156,7 @@ def test_kernels_of_matrix_products_explain_other_bits(report: Path, monkeypatch
     if not found.repeats:
         pytest.skip("this processor's baseline kernels give the native bits")
     assert found.explained_by == ("MKL",)
-    assert found.sentence == f"{name} on cpu@baseline is as it should be with MKL"
+    assert found.sentence == f"{name} on cpu@baseline matches the reference with MKL"
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from consistency.capture.folder import CaptureManifest, read_capture
+from consistency.capture.folder import CaptureManifest
 from consistency.capture.json_codec import decode_json
+from consistency.capture.reader import read_capture
 from consistency.case.case import Case
 from consistency.case.options import Options
 from consistency.case.stages import MODEL_LESS, Level, Stage

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from consistency.capture.folder import write_json
 from consistency.capture.json_codec import decode_json
+from consistency.capture.writer import write_json
 from consistency.comparison.result import Comparison, Finding, WorkerSummary, with_findings
 from consistency.errors import UsageError
 

@@ -21,8 +21,9 @@ from typing import Any
 
 import msgspec
 
-from consistency.capture.folder import Capture, write_whole
+from consistency.capture.folder import Capture
 from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.writer import write_whole
 from consistency.comparison.result import Comparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
 from consistency.errors import CaptureError

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from consistency.capture.folder import MANIFEST, Capture, RecordPool, read_capture
+from consistency.capture.folder import MANIFEST, Capture
 from consistency.capture.json_codec import decode_json
+from consistency.capture.reader import RecordPool, read_capture
 from consistency.capture.records import TensorRecord
 from consistency.capture.transport import fetch, is_remote
 from consistency.comparison.judge import judge

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from consistency.capture.folder import write_json
 from consistency.capture.names import HOST, split_pair
+from consistency.capture.writer import write_json
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS, Stage
 from consistency.devices.backends import kernel_variables

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from consistency.capture.folder import read_capture
+from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.comparison.compare import compare

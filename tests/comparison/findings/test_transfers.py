@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from consistency.capture.folder import read_capture
 from consistency.capture.json_codec import encode_json
 from consistency.capture.names import CHAIN, DIRECT, HOST_STAGED, OVERLAPPED
+from consistency.capture.reader import read_capture
 from consistency.comparison.compare import compare
 from consistency.comparison.findings.advice import advise, as_table
 from consistency.comparison.findings.transfers import home_of, matrices

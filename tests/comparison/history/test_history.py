@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from consistency.capture.folder import read_capture
+from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.cli.main import main
 from consistency.comparison.history.baseline import Baseline, accept, apply, read_baseline

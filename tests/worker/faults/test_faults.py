@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, read_capture, worker_slug
+from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
+from consistency.capture.reader import read_capture
 from consistency.capture.records import WorkerInfo
+from consistency.capture.writer import CaptureWriter
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case

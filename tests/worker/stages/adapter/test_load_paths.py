@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from consistency.capture.folder import CaptureWriter
 from consistency.capture.json_codec import decode_json
 from consistency.capture.names import CAST_ON_THE_WAY, LOADED_AGAIN
 from consistency.capture.records import TensorRecord
+from consistency.capture.writer import CaptureWriter
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from consistency.capture.folder import CaptureWriter
 from consistency.capture.json_codec import decode_json
 from consistency.capture.names import UNSUPPORTED
 from consistency.capture.records import TensorRecord
+from consistency.capture.writer import CaptureWriter
 from consistency.case.stages import Level
 from consistency.case.tolerance import Override
 from consistency.worker.protocol import EventLog

@@ -11,8 +11,10 @@ import pytest
 import torch
 from accelerate.utils import check_device_map
 
-from consistency.capture.folder import SCHEMA, CaptureManifest, CaptureWriter, read_capture, worker_slug
+from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
+from consistency.capture.reader import read_capture
 from consistency.capture.records import WorkerInfo
+from consistency.capture.writer import CaptureWriter
 from consistency.case.builtin import builtin_folder
 from consistency.case.preflight import prepare_case
 from consistency.case.reading import make_options

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from consistency.capture.folder import read_records
 from consistency.capture.names import CASTING, DIRECT, HOST, OVERLAPPED, STRIDED, large_copy
+from consistency.capture.reader import read_records
 from consistency.capture.records import TensorRecord
 from consistency.case.case import Case
 from consistency.case.stages import Level, Stage

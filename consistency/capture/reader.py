@@ -1,0 +1,175 @@
+"""Read a capture that may come from a stranger: nothing is unpickled, and every field is checked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from consistency.capture.folder import MANIFEST, SCHEMA, Capture, CaptureManifest, WorkerCapture, capture_name, is_slug
+from consistency.capture.json_codec import decode_json
+from consistency.capture.records import TensorRecord, WorkerInfo, read_record
+from consistency.errors import CaptureError
+
+T = TypeVar("T")
+
+_REPEATED_TEXTS = (
+    "stage",
+    "layer",
+    "tensor",
+    "dtype",
+    "rule",
+    "reference",
+    "reference_digest",
+    "reason",
+    "load_path",
+)
+"""Fields of a record whose text repeats in every line of a tensor, whatever its bits."""
+
+
+class RecordPool:
+    """Decode each distinct line once: workers that saw the same bits wrote the same line, and share one record.
+
+    A thousand workers with two thousand tensors write two million lines, of which a healthy fleet has some thousand
+    distinct ones. Lines are identified by a hash for which a stranger's capture cannot be made to collide.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[bytes, TensorRecord] = {}
+        self._texts: dict[str, str] = {}
+
+    def decode(self, line: bytes) -> TensorRecord:
+        name = hashlib.blake2b(line, digest_size=16).digest()
+        record = self._records.get(name)
+        if record is None:
+            record = self._records[name] = read_record(line)
+            for field in _REPEATED_TEXTS:
+                text = getattr(record, field)
+                if text:
+                    msgspec.structs.force_setattr(record, field, self._texts.setdefault(text, text))
+        return record
+
+
+def read_capture(folder: Path, pool: RecordPool | None = None) -> Capture:
+    """Read a capture, or the capture inside the folder of a run.
+
+    A worker whose files are damaged is left out and named in `damage`; the rest is read.
+
+    Parameters
+    ----------
+    folder : Path
+    pool : RecordPool, optional
+        One for all captures of a comparison: what is equal in them is decoded and kept once.
+
+    Raises
+    ------
+    CaptureError
+        There is no capture, it is of another schema, or its manifest is damaged.
+    """
+    root = folder if (folder / MANIFEST).exists() else folder / "captures"
+    if not (root / MANIFEST).exists():
+        raise CaptureError(
+            "no capture here", where=folder, wanted=f"a folder with {MANIFEST}, or the --out folder of a run"
+        )
+    manifest = _read(root / MANIFEST, CaptureManifest, schema=True)
+    pool = pool or RecordPool()
+    workers: list[WorkerCapture] = []
+    damage: list[str] = []
+    for slug in dict.fromkeys(manifest.workers):
+        try:
+            if not is_slug(slug):
+                raise CaptureError("not the name of a worker", got=slug)
+            home = root / "workers" / slug
+            info = _read(home / "worker.json", WorkerInfo)
+            records = tuple(read_records(home / "records.jsonl", pool, whole=info.status == "ok"))
+            _refuse_doubles(records, home / "records.jsonl")
+            workers.append(WorkerCapture(info=info, records=records))
+        except CaptureError as error:
+            damage.append(f"worker {slug}: {brief(error)}")
+    damage += _unlisted(root, manifest)
+    name = capture_name(folder)
+    return Capture(
+        folder=root, manifest=manifest, workers=tuple(workers), damage=tuple(f"{name}: {text}" for text in damage)
+    )
+
+
+def _unlisted(root: Path, manifest: CaptureManifest) -> Iterator[str]:
+    """Report a list of workers that was cut short: what it omits would look as if it had never been asked for."""
+    if not manifest.workers:
+        yield f"{MANIFEST} names no worker"
+        return
+    for info in sorted((root / "workers").glob("*/worker.json")):
+        slug = info.parent.name
+        if is_slug(slug) and slug not in manifest.workers:
+            yield f"worker {slug}: {MANIFEST} does not name it"
+
+
+def brief(error: CaptureError) -> str:
+    """Return in one line what is wrong with a part of a capture."""
+    facts = (error.got, error.wanted and f"wanted {error.wanted}")
+    text = ", ".join(fact for fact in facts if fact)
+    return f"{error.what} ({text})" if text else error.what
+
+
+def read_records(path: Path, pool: RecordPool | None = None, *, whole: bool = False) -> Iterator[TensorRecord]:
+    """Yield the records of a worker.
+
+    Parameters
+    ----------
+    path : Path
+    pool : RecordPool, optional
+    whole : bool
+        The worker ended well, so its file is complete. Of a worker that died, a line that was cut short is left out.
+    """
+    pool = pool or RecordPool()
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        if whole:
+            raise CaptureError(f"{path.name} is missing", where=path) from None
+        return
+    except OSError as error:
+        raise CaptureError("cannot read the records", where=path, got=error) from None
+    lines = raw.split(b"\n")
+    if whole and lines[-1]:
+        raise CaptureError(f"{path.name} ends in the middle of line {len(lines)}", where=path)
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            yield pool.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise CaptureError(f"line {number} is damaged", where=path, got=error) from None
+
+
+def _refuse_doubles(records: Sequence[TensorRecord], path: Path) -> None:
+    """Raise where a tensor was recorded twice: which of the two is valid is unknown."""
+    if len({(record.load_path, *record.key) for record in records}) == len(records):
+        return
+    first: dict[tuple[str, ...], int] = {}
+    for number, record in enumerate(records, start=1):
+        place = (record.load_path, *record.key)
+        if place in first:
+            raise CaptureError(
+                f"line {number} names the same tensor as line {first[place]}",
+                where=path,
+                got=f"{record.stage}::{record.layer}.{record.tensor}",
+            )
+        first[place] = number
+
+
+def _read(path: Path, kind: type[T], *, schema: bool = False) -> T:
+    try:
+        raw = path.read_bytes()
+        if schema:
+            found = msgspec.json.decode(raw, type=dict[str, Any]).get("schema")
+            if found != SCHEMA:
+                raise CaptureError("a capture of another schema", where=path, got=found, wanted=SCHEMA)
+        return decode_json(raw, kind)
+    except FileNotFoundError:
+        raise CaptureError(f"{path.name} is missing", where=path) from None
+    except OSError as error:
+        raise CaptureError("cannot read", where=path, got=error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CaptureError(f"{path.name} is damaged", where=path, got=error) from None

@@ -1,0 +1,100 @@
+"""Write a capture: in a folder next to its final place, moved there by one rename when it is whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from consistency.capture.folder import MANIFEST, CaptureManifest
+from consistency.capture.json_codec import encode_json
+from consistency.capture.records import WorkerInfo
+from consistency.errors import CaptureError
+
+
+class CaptureWriter:
+    """A capture in the making.
+
+    Use as a context manager: what is not committed is removed.
+    """
+
+    def __init__(self, target: Path, *, replace: bool = False) -> None:
+        self.target = target
+        if target.exists() and not replace and any(target.iterdir() if target.is_dir() else [target]):
+            raise in_the_way(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.folder = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:8]}"
+            (self.folder / "workers").mkdir(parents=True)
+            self.blobs.mkdir()
+        except OSError as error:
+            raise cannot_write(target, error) from None
+
+    def __enter__(self) -> CaptureWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def blobs(self) -> Path:
+        return self.folder / "blobs"
+
+    def worker_folder(self, slug: str) -> Path:
+        folder = self.folder / "workers" / slug
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise cannot_write(self.target, error) from None
+        return folder
+
+    def write_worker(self, slug: str, info: WorkerInfo) -> None:
+        write_json(self.worker_folder(slug) / "worker.json", info)
+
+    def commit(self, manifest: CaptureManifest) -> Path:
+        """Write the manifest and move the capture to its place; return that place."""
+        try:
+            for leftover in self.blobs.glob("*.tmp"):
+                leftover.unlink()
+            write_json(self.folder / MANIFEST, manifest)
+            if self.target.exists():
+                shutil.rmtree(self.target)
+            os.replace(self.folder, self.target)
+        except OSError as error:
+            raise cannot_write(self.target, error) from None
+        return self.target
+
+
+def in_the_way(target: object) -> CaptureError:
+    """Return the error for a place that holds something which nobody said to replace."""
+    return CaptureError(
+        "the place of the new capture is not empty",
+        where=target,
+        hint="choose another --out, or give --force to replace what is there",
+    )
+
+
+def cannot_write(target: object, error: object = None) -> CaptureError:
+    """Return the error for a capture that the system would not let us write."""
+    return CaptureError("cannot write the capture", where=target, got=error)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a file whole or not at all."""
+    write_whole(path, [encode_json(value, indent=1), b"\n"])
+
+
+def write_whole(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file part by part, whole or not at all."""
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        with partial.open("wb") as file:
+            file.writelines(parts)
+        os.replace(partial, path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise CaptureError("cannot write", where=path, got=error) from None

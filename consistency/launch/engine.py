@@ -1,0 +1,101 @@
+"""What gets captures made: the seam between planning a run and the machines that it runs on."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from consistency.case.case import Case
+from consistency.launch.plan import WorkerPlan
+from consistency.worker.protocol import Event
+
+Watcher = Callable[[str, Event], None]
+"""Called with the name of a worker, as people know it, and each of its events."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long a worker may take, in seconds.
+
+    Attributes
+    ----------
+    timeout_s : float or None
+        From its start to its end.
+    stall_s : float
+        Between two events.
+    threads : int or None
+        Threads per worker; None shares out the processors.
+    """
+
+    timeout_s: float | None = None
+    stall_s: float = 300.0
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is to be captured.
+
+    Attributes
+    ----------
+    case : Case
+    waves : sequence of sequence of WorkerPlan
+        The workers of a host; a wave starts when the one before has ended.
+    limits : Limits
+    faults : mapping of str to str
+        Fault to plant (of `consistency.worker.faults`) by name of the device.
+    """
+
+    case: Case
+    waves: Sequence[Sequence[WorkerPlan]]
+    limits: Limits
+    faults: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """What came of a task.
+
+    Attributes
+    ----------
+    captures : tuple of Path
+        One per host, each a folder or a ZIP file; how each worker ended is in the capture.
+    lost : tuple of str
+        One sentence for each host that delivered none.
+    """
+
+    captures: tuple[Path, ...]
+    lost: tuple[str, ...] = ()
+
+
+class Engine(Protocol):
+    """Get a task run, on this host or elsewhere.
+
+    An engine ends everything that it has started when an exception passes through it; Ctrl-C is one.
+    """
+
+    def capture(self, task: Task, target: Path, *, watch: Watcher, replace: bool = False) -> Captured:
+        """Leave captures at `target`: one host's there, those of several hosts below it.
+
+        Raises
+        ------
+        InputError, UsageError, CaptureError
+            The files of the case cannot be used, or a capture cannot be written: no host could do better.
+        """
+        ...
+
+
+LOCAL = "local"
+
+ENGINES: dict[str, str] = {LOCAL: "consistency.launch.local:LocalEngine"}
+"""By name, where the class of each engine is: what it imports is imported when it is used."""
+
+
+def engine(name: str) -> Engine:
+    """Return a new engine."""
+    module, _, kind = ENGINES[name].partition(":")
+    found: Engine = getattr(importlib.import_module(module), kind)()
+    return found

@@ -1,0 +1,84 @@
+"""One class and one row in a table bring captures from elsewhere into a run, and its caller does not change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from consistency.capture.records import TensorRecord
+from consistency.case.case import Case
+from consistency.devices.spec import DeviceInfo, parse_device
+from consistency.launch.engine import ENGINES, LOCAL, Captured, Limits, Task, Watcher, engine
+from consistency.launch.local import LocalEngine
+from consistency.worker.protocol import Event
+from consistency.workflows import pipeline
+from tests.conftest import MakeCapture
+
+
+class CountingEngine:
+    """Start nothing: count the tasks, and deliver what the test says."""
+
+    tasks: ClassVar[list[tuple[Task, str, bool]]] = []
+    delivers: ClassVar[Captured] = Captured(captures=())
+
+    def capture(self, task: Task, target: Path, *, watch: Watcher, replace: bool = False) -> Captured:
+        self.tasks.append((task, target.name, replace))
+        watch("node-a", Event(at=0.0, kind="stage", stage="base"))
+        return self.delivers
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> type[CountingEngine]:
+    monkeypatch.setitem(ENGINES, "counting", f"{__name__}:CountingEngine")
+    monkeypatch.setattr(CountingEngine, "tasks", [])
+    return CountingEngine
+
+
+def plan(*names: str) -> pipeline.Plan:
+    devices = tuple(DeviceInfo(spec=parse_device(name), architecture="a", model="m") for name in names)
+    case = Case(name="x", base="base", adapter="adapter")
+    return pipeline.Plan(
+        case=case, devices=devices, limits=Limits(stall_s=7), faults={"cuda:1": "killed"}, engine="counting"
+    )
+
+
+def record(digest: str) -> list[TensorRecord]:
+    return [TensorRecord(stage="base", layer="l", tensor="weight", digest=digest, reference="file")]
+
+
+def test_the_local_engine_is_the_default() -> None:
+    assert isinstance(engine(LOCAL), LocalEngine)
+    assert pipeline.Plan(case=Case(name="x", base="b"), devices=(), limits=Limits()).engine == LOCAL
+
+
+def test_an_engine_gets_the_planned_workers_and_their_limits(
+    counting: type[CountingEngine], make_capture: MakeCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_capture("only", {"cpu": record("aa")})
+    monkeypatch.setattr(counting, "delivers", Captured(captures=(made,)))
+    seen: list[tuple[str, str]] = []
+    planned = plan("cpu", "cuda:0", "cuda:1")
+    report = pipeline.run(planned, None, watch=lambda name, event: seen.append((name, event.stage)))
+    assert report.exit_status == 0
+    assert seen == [("node-a", "base")]
+    ((task, target, replace),) = counting.tasks
+    assert (target, replace) == ("captures", False)
+    assert [[w.label for w in wave] for wave in task.waves] == [
+        ["cpu", "cuda:0", "cuda:1"],
+        ["cuda:0 (shared)", "cuda:1 (shared)"],
+    ]
+    assert (task.limits.stall_s, task.faults) == (7, {"cuda:1": "killed"})
+
+
+def test_captures_of_several_hosts_are_compared_and_a_lost_one_is_named(
+    counting: type[CountingEngine], make_capture: MakeCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = tuple(make_capture(name, {"cpu": record("aa")}) for name in ("node-a", "node-b"))
+    lost = ("node-c: drained before it delivered a capture",)
+    monkeypatch.setattr(counting, "delivers", Captured(captures=hosts, lost=lost))
+    report = pipeline.run(plan("cpu"), None, watch=lambda *_: None)
+    assert sorted(worker.name for worker in report.comparison.workers) == ["node-a:cpu", "node-b:cpu"]
+    assert report.exit_status == 3
+    assert any("node-c: drained" in finding.message for finding in report.comparison.findings)
