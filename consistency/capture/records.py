@@ -8,6 +8,7 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json
 from consistency.capture.names import CAST_ON_THE_WAY, TOLERANCE, UNSUPPORTED
+from consistency.devices.spec import DeviceIdentity
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
@@ -217,15 +218,13 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     device_peak_bytes: int | None = None
 
 
-class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
-    """Who a worker was and how it ended.
+class WorkerFacts(DeviceIdentity, frozen=True, kw_only=True, rename={"load_path": "road"}):
+    """What a capture and a report both state of a worker.
 
     Attributes
     ----------
     name, load_path : str
         Device and load path; one device may have a worker per load path.
-    architecture, model, uuid, pci_bus_id, driver, capability
-        Identity of the device.
     status : str
         `ok`, `lost` (killed, hung, out of memory) or `failed` (an error of its own).
     reason : str or None
@@ -236,40 +235,42 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path":
         Versions, threads, kernels in force.
     asked, in_force : dict
         Determinism settings.
-    changes : tuple of SettingChange
-    inputs_digest : str or None
-        Of the fixed inputs of the forward stage.
     stages_done : tuple of str
-    kernel_key : str
-        Workers with the same key run the same program on the same chip model: they are expected to agree bitwise.
     peak_bytes : int or None
         Largest resident size of the worker's process.
-    planted : str or None
-        The fault that was planted in it.
     stage_memory : tuple of StageMemory
-        In the order in which they ran.
+        In the order of the stages.
     """
 
     name: str
     load_path: str
-    architecture: str
-    model: str
     status: WorkerStatus
-    uuid: str | None = None
-    pci_bus_id: str | None = None
-    driver: str | None = None
-    capability: str | None = None
-    simulated: bool = False
     reason: str | None = None
     stack: str | None = None
     environment: dict[str, Any] = {}
     asked: dict[str, Any] = {}
     in_force: dict[str, Any] = {}
-    changes: tuple[SettingChange, ...] = ()
-    inputs_digest: str | None = None
     stages_done: tuple[str, ...] = ()
-    kernel_key: str = ""
     elapsed_s: float = 0.0
     peak_bytes: int | None = None
-    planted: str | None = None
     stage_memory: tuple[StageMemory, ...] = ()
+
+
+class WorkerInfo(WorkerFacts, frozen=True, kw_only=True):
+    """A worker as its capture describes it.
+
+    Attributes
+    ----------
+    changes : tuple of SettingChange
+    inputs_digest : str or None
+        Of the fixed inputs of the forward stage.
+    kernel_key : str
+        Workers with the same key run the same program on the same model of chip: bitwise equal results are expected.
+    planted : str or None
+        The fault that was planted in it on purpose.
+    """
+
+    changes: tuple[SettingChange, ...] = ()
+    inputs_digest: str | None = None
+    kernel_key: str = ""
+    planted: str | None = None

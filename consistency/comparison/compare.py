@@ -12,7 +12,7 @@ import msgspec
 
 from consistency.capture.folder import Capture
 from consistency.capture.names import WHOLE_MODEL
-from consistency.capture.records import TensorRecord, WorkerInfo
+from consistency.capture.records import TensorRecord, WorkerFacts
 from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
 from consistency.case.stages import Stage
@@ -233,9 +233,6 @@ def _architectures(workers: Sequence[ComparedWorker]) -> tuple[ArchitectureGroup
     return tuple(ArchitectureGroup(name=name, workers=tuple(labels)) for name, labels in groups.items())
 
 
-_OF_INFO = tuple(name for name in WorkerSummary.__struct_fields__ if name in WorkerInfo.__struct_fields__)
-
-
 def _summary(worker: ComparedWorker) -> WorkerSummary:
-    fields = {name: getattr(worker.info, name) for name in _OF_INFO}
-    return WorkerSummary(**{**fields, "name": worker.label}, host=worker.capture.manifest.host, device=worker.device)
+    facts = {name: getattr(worker.info, name) for name in WorkerFacts.__struct_fields__}
+    return WorkerSummary(**{**facts, "name": worker.label}, host=worker.capture.manifest.host, device=worker.device)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from consistency.capture.records import StageMemory, TensorMeasure
+from consistency.capture.records import TensorMeasure, WorkerFacts
 from consistency.devices.host.facts import HostFacts
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
@@ -133,28 +133,9 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_
         return next((row for row in self.rows if row.worker == worker), None)
 
 
-class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
-    """Who a worker was and how it ended; `device` identifies its device independently of its number."""
+class WorkerSummary(WorkerFacts, frozen=True, kw_only=True):
+    """A worker as a report describes it; `device` identifies its device, whatever number that has today."""
 
-    name: str
-    load_path: str
-    architecture: str
-    model: str
-    uuid: str | None
-    status: str
-    reason: str | None
-    environment: dict[str, Any]
-    pci_bus_id: str | None = None
-    driver: str | None = None
-    capability: str | None = None
-    simulated: bool = False
-    stack: str | None = None
-    asked: dict[str, Any] = {}
-    in_force: dict[str, Any] = {}
-    stages_done: tuple[str, ...] = ()
-    elapsed_s: float = 0.0
-    peak_bytes: int | None = None
-    stage_memory: tuple[StageMemory, ...] = ()
     host: str = ""
     device: str = ""
 

@@ -45,7 +45,9 @@ def plan(*names: str) -> pipeline.Plan:
 
 
 def record(digest: str) -> list[TensorRecord]:
-    return [TensorRecord(stage="base", layer="l", tensor="weight", digest=digest, reference="file")]
+    return [
+        TensorRecord(stage="base", layer="l", tensor="weight", digest=digest, reference="file", reference_digest=digest)
+    ]
 
 
 def test_the_local_engine_is_the_default() -> None:

@@ -80,7 +80,7 @@ def hostile() -> Comparison:
         for stage in (HOSTILE, "transfer")
     ]  # fmt: skip
     person = WorkerSummary(
-        name=HOSTILE, load_path=HOSTILE, architecture=HOSTILE, model=HOSTILE, uuid=HOSTILE, status=HOSTILE,
+        name=HOSTILE, load_path=HOSTILE, architecture=HOSTILE, model=HOSTILE, uuid=HOSTILE, status=HOSTILE,  # type: ignore[arg-type]  # a hostile report
         reason=HOSTILE,
         environment={HOSTILE: {HOSTILE: HOSTILE}}, host=HOSTILE, driver=HOSTILE, asked={HOSTILE: 1},
         in_force={HOSTILE: HOSTILE},

@@ -23,10 +23,10 @@ import msgspec
 
 from consistency.capture.folder import Capture
 from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.transport import open_store, remote_errors
 from consistency.capture.writer import write_whole
 from consistency.comparison.result import Comparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
-from consistency.errors import CaptureError
 
 SCHEMA = "consistency.history/1"
 RUNS, TABLES = "nights", "tables"
@@ -100,33 +100,23 @@ class History:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        try:
-            import fsspec
-
-            self._fs, self._root = fsspec.core.url_to_fs(url)
-        except (ImportError, ValueError, OSError) as error:
-            raise CaptureError(
-                "cannot open the history", where=url, got=error, hint="is the package of this protocol installed?"
-            ) from None
+        self._fs, self._root = open_store(url, "cannot open the history")
         self.damage: list[str] = []
 
     def names(self) -> list[str]:
         """Return the names of the runs, the latest first."""
-        try:
-            found = self._fs.ls(f"{self._root}/{RUNS}", detail=False)
-        except FileNotFoundError:
-            return []
-        except Exception as error:  # a remote store may raise anything
-            raise CaptureError("cannot read the history", where=self.url, got=error) from None
+        with remote_errors("cannot read the history", self.url):
+            try:
+                found = self._fs.ls(f"{self._root}/{RUNS}", detail=False)
+            except FileNotFoundError:
+                return []
         return sorted((name for name in found if str(name).endswith(".json")), reverse=True)
 
     def runs(self, names: Sequence[str] | None = None) -> Iterator[RunRecord]:
         """Yield runs, the latest first; a damaged one is left out and named in `damage`."""
         for name in self.names() if names is None else names:
-            try:
+            with remote_errors("cannot read the history", name):
                 raw = self._fs.cat_file(name)
-            except Exception as error:  # a remote store may raise anything
-                raise CaptureError("cannot read the history", where=name, got=error) from None
             try:
                 run = decode_json(raw, RunRecord)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -156,7 +146,7 @@ class History:
             It cannot be written; then the history has no such run.
         """
         stamp = run.at.replace("-", "").replace(":", "").replace(".", "").partition("+")[0]
-        try:
+        with remote_errors("cannot write the history", self.url):
             for folder in (RUNS, TABLES):
                 self._fs.makedirs(f"{self._root}/{folder}", exist_ok=True)
             for name, raw in tables.items():
@@ -164,10 +154,6 @@ class History:
                 if not self._fs.exists(place):
                     self._put(place, raw)
             self._put(f"{self._root}/{RUNS}/{stamp}-{uuid.uuid4().hex[:8]}.json", encode_json(run) + b"\n")
-        except CaptureError:
-            raise
-        except Exception as error:  # a remote store may raise anything
-            raise CaptureError("cannot write the history", where=self.url, got=error) from None
 
     def _put(self, place: str, raw: bytes) -> None:
         protocol = self._fs.protocol

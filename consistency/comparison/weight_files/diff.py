@@ -211,7 +211,4 @@ def _renamed(a: Weights, e: Weights, labels: tuple[str, str]) -> tuple[Finding, 
 
 
 def _summary(label: str) -> WorkerSummary:
-    return WorkerSummary(
-        name=label, load_path=STAGE, architecture="weight file", model="",
-        uuid=None, status="ok", reason=None, environment={},
-    )  # fmt: skip
+    return WorkerSummary(name=label, load_path=STAGE, architecture="weight file", model="", status="ok")
