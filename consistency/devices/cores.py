@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Microseconds of processor time, or `max`, and the period in which they may be used (Linux, cgroup v2)."""
+
 
 def available_cores() -> int:
     """Return how many processors this process may use, a container's quota included."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        quota, period = QUOTA.read_text(encoding="ascii").split()
         if quota != "max":
             cores = min(cores, max(1, int(quota) // int(period)))
     except (OSError, ValueError):
