@@ -36,8 +36,8 @@ class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True, rename={"host_f
 
     Attributes
     ----------
-    box : Box or None
-        The machine that it was made on; captures of earlier versions have none.
+    host_facts : HostFacts or None
+        Of the host that it was made on; captures of earlier versions have none.
     """
 
     schema: str
@@ -91,13 +91,13 @@ def unpack_blocks(text: str) -> tuple[int, ...]:
 
 
 def holds_capture(folder: Path) -> bool:
-    """Tell whether a folder is a capture, or of a run, whole or not; else its path was a mistake."""
+    """Tell whether a folder is a capture or a run, complete or not; otherwise its path was a mistake."""
     homes = (folder, folder / "captures")
     return any((home / name).exists() for home in homes for name in (MANIFEST, "workers"))
 
 
 def capture_name(folder: Path) -> str:
-    """Return what a report calls a capture: its folder's name, or that of the run it lies in."""
+    """Return the name of a capture in a report: that of its folder, or of the run that it belongs to."""
     folder = folder.resolve()
     return folder.parent.name if folder.name == "captures" else folder.name
 

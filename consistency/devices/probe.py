@@ -8,7 +8,7 @@ from typing import Any
 
 
 def describe() -> list[dict[str, Any]]:
-    """Return one row per accelerator: type, index, architecture, model, and identity where the backend tells it."""
+    """Return one row per accelerator: type, index, architecture, model, and identity where the backend reports it."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator()

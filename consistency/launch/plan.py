@@ -1,6 +1,7 @@
-"""Which workers a case needs: one per device and default road, in waves that leave a device to one process at a time.
+"""Which workers a case needs: one per device and default load path, in waves, so that each device has one process.
 
-A worker takes the side roads of its default road itself: starting one costs seconds, loading the adapter again little.
+A worker takes the alternatives of its default load path itself: starting a worker costs seconds, loading the adapter
+again costs little.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ class WorkerPlan:
     Attributes
     ----------
     info : DeviceInfo
-    road : Road
-        The default road that it is started for.
-    side_roads : tuple of Road
-        What it takes beside that.
+    load_path : LoadPath
+        The default load path that it is started for.
+    alternative_paths : tuple of LoadPath
+        Those that it takes in addition.
     makes_reference : bool
-        Whether it computes the float64 activations for all.
+        Whether it computes the float64 activations for all workers.
     change : Change or None
-        What is to be different from what device and road give it.
+        What differs from what its device and load path give it.
     """
 
     info: DeviceInfo
@@ -49,15 +50,15 @@ class WorkerPlan:
 
     @property
     def label(self) -> str:
-        """Return the name for people: the road is named where it is not the usual one."""
+        """Return the name for people: the load path is named where it is not the default."""
         return self.name if self.load_path is LoadPath.ISOLATED else f"{self.name} ({self.load_path})"
 
 
 def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPlan]]:
-    """Return the workers of a case, one list per default road; the next wave starts when the one before has ended.
+    """Return the workers of a case, one list per default load path; the next wave starts when the one before has ended.
 
-    The CPU goes with the first wave only: no road leads past it. The worker that makes the float64 activations is the
-    plain CPU where there is one.
+    The CPU is in the first wave only, because it has one default load path. The plain CPU computes the float64
+    activations where there is one.
     """
     load_paths = case.load_paths or default_load_paths(devices, sides=case.plan.sides)
     maker = _reference_maker(devices)
@@ -79,21 +80,21 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
             if number == 0 or not info.spec.is_cpu
         ]
         if wave:
-            # started first, for the others wait for what it makes
+            # started first, because the others wait for its result
             waves.append(sorted(wave, key=lambda plan: not plan.makes_reference))
     return waves
 
 
 def default_load_paths(devices: Sequence[DeviceInfo], *, sides: Sequence[str] = ()) -> tuple[LoadPath, ...]:
-    """Return the roads that a fault of the copies can be told from a fault of the device by.
+    """Return the load paths that separate a faulty copy from a faulty device.
 
-    Alone on its device a worker cannot meet a broken copy between devices; with one accelerator there is no such copy.
+    A worker that sees only its own device cannot hit a broken copy between devices; one accelerator has no such copy.
 
     Parameters
     ----------
     devices : sequence of DeviceInfo
     sides : sequence of str
-        What each default road is taken with beside.
+        Alternatives of each default load path.
     """
     accelerators = {(info.spec.type, info.spec.index) for info in devices if not info.spec.is_cpu}
     mains = (LoadPath.ISOLATED, LoadPath.SHARED) if len(accelerators) > 1 else (LoadPath.ISOLATED,)
@@ -109,7 +110,7 @@ def _loads(case: Case) -> bool:
 
 
 def _on_cpu(sides: Sequence[LoadPath], *, chosen: bool) -> tuple[LoadPath, ...]:
-    """Return what the CPU takes beside its default road: to name `cpu` to PEFT there is to say what it does anyway."""
+    """Return the alternatives for the CPU: naming the device there changes nothing, so only if it was chosen."""
     return tuple(load_path.beside(LoadPath.ISOLATED) for load_path in sides if chosen or load_path.torch_device is None)
 
 

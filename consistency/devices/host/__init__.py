@@ -1,7 +1,7 @@
-"""What a machine is beside its devices: what explains a copy that delivers the wrong bytes. No torch here.
+"""Facts of a host that explain a copy that delivers the wrong bytes. No torch here.
 
-Read by the parent process before and after a run. Everything degrades: a fact that cannot be read is left out, and
-`Box.unread` says why.
+Read by the parent process before and after a run. A fact that cannot be read is left out, and `HostFacts.unread`
+states why.
 """
 
 from consistency.devices.host.facts import Gpu, HostFacts, Link

@@ -1,4 +1,4 @@
-"""The facts of a machine, as values."""
+"""The facts of a host, as values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def lanes_lost(self) -> tuple[int, int] | None:
-        """Return how many lanes the link has and how many device and slot are made for; None where none is missing."""
+        """Return how many lanes the link has and how many device and slot support; None where none is missing."""
         width = self.link.get("width")
         widest = [value for key in ("max_width", "slot_width") if isinstance(value := self.link.get(key), int)]
         if not isinstance(width, int) or not widest or not 0 < width < min(widest):
@@ -63,16 +63,16 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What two accelerators have in common.
+    """How two accelerators are connected.
 
     Attributes
     ----------
     ancestor : str or None
         PCI bus id of the last bridge above both, `host bridge` where only the root complex is.
     topology : str or None
-        NVML's word for it, as `nvidia-smi topo -m` writes it: PIX, PXB, PHB, NODE, SYS.
+        NVML's name for it, as `nvidia-smi topo -m` writes it: PIX, PXB, PHB, NODE, SYS.
     peer : str or None
-        What the driver says of reads and writes from one to the other.
+        What the driver reports of reads and writes from one to the other.
     """
 
     a: str
@@ -83,15 +83,15 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One machine during one run.
+    """One host during one run.
 
     Attributes
     ----------
     boot_id : str or None
-        Another one after each boot: a reboot "cures" such faults, so two boots have to be told apart.
+        Changes with each boot: a reboot can hide such faults, so two boots have to be distinguished.
     uptime_s : float or None
     iommu_options : tuple of str
-        Those of the kernel's command line that are about the IOMMU.
+        Options on the kernel's command line that concern the IOMMU.
     iommu : str or None
         `none` where the kernel drives none, else the names of its units.
     log, new_log : tuple of str

@@ -1,4 +1,4 @@
-"""Lines of the kernel's log that are about a GPU or the bus between devices."""
+"""Lines of the kernel's log that concern a GPU or the bus between devices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ WORTH = re.compile(
 """Xid is what NVIDIA's driver calls an error; the other words are those of AMD's and Intel's IOMMU and of the bus."""
 
 LOGGED = "Xid, page faults or bus errors"
-"""What such lines are about, for people."""
+"""The subject of such lines, for people."""
 
 MOST_LINES = 50
-_TIMEOUT_S = 0.25  # of journalctl, whose journal may be large and on a slow disk: reading the box takes half a second
+_TIMEOUT_S = 0.25  # of journalctl, whose journal may be large and on a slow disk: reading the host takes half a second
 _RECORD = 8192  # the largest that /dev/kmsg gives at once (Linux, CONSOLE_EXT_LOG_MAX)
 
 Run = Callable[[Sequence[str]], str | None]
@@ -58,7 +58,7 @@ def _kmsg(path: Path) -> str | None:
 
 
 def _line(record: str) -> str:
-    """Write `6,339,5140900,-;text` as `[5.140900] text`, as dmesg does; the time tells two equal lines apart."""
+    """Write `6,339,5140900,-;text` as `[5.140900] text`, as dmesg does; the time distinguishes two equal lines."""
     prefix, mark, text = record.partition(";")
     fields = prefix.split(",")
     if not mark or len(fields) < 3 or not fields[2].isdigit():

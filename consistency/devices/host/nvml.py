@@ -1,4 +1,4 @@
-"""What NVIDIA's management library tells of a machine: counters, NVLink, and how two GPUs reach each other."""
+"""What NVIDIA's management library reports of a host: counters, NVLink, and how two GPUs reach each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-# nvml.h: nvmlGpuTopologyLevel_t, in the words of `nvidia-smi topo -m`
+# nvml.h: nvmlGpuTopologyLevel_t, as named by `nvidia-smi topo -m`
 _TOPOLOGY = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 # the driver's words for nvmlGpuP2PStatus_t of nvml.h
@@ -34,7 +34,7 @@ REPLAYS = "pcie replays"
 
 @contextmanager
 def library() -> Iterator[ModuleType | None]:
-    """Yield NVML, ready to be asked, or None where there is none."""
+    """Yield NVML, initialized, or None where there is none."""
     try:
         import pynvml
     except ImportError:
@@ -89,7 +89,7 @@ def topology(nvml: Any, a: Any, b: Any) -> str | None:
 
 
 def peer(nvml: Any, a: Any, b: Any) -> str | None:
-    """Return what the driver says of reading and writing from one GPU to another."""
+    """Return what the driver reports of reading and writing from one GPU to another."""
     found = [_ask(nvml, "nvmlDeviceGetP2PStatus", a, b, index) for index in _READ_WRITE]
     return " / ".join(dict.fromkeys(_PEER.get(int(s), str(s)) for s in found if s is not None)) or None
 

@@ -1,4 +1,4 @@
-"""What sysfs tells of a PCI device: the bridges above it, its IOMMU group, its link, and ACS on the way."""
+"""What sysfs reports of a PCI device: the bridges above it, its IOMMU group, its link, and their ACS."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def group_of(device: Path) -> tuple[str | None, str | None]:
 
 
 def link_of(device: Path, port: Path | None) -> dict[str, int | str]:
-    """Return width and speed of a device's link, the greatest that it is made for, and the width of its slot."""
+    """Return width and speed of a device's link, the maximum that it supports, and the width of its slot."""
     found: dict[str, int | str] = {}
     for name in ("width", "speed"):
         for prefix, key in (("current", name), ("max", f"max_{name}")):
@@ -82,7 +82,7 @@ def acs_of(bridge: Path) -> tuple[str, ...] | None:
     Raises
     ------
     PermissionError
-        Who is not root gets the first 64 bytes of a device's configuration, and ACS is not among them.
+        Without root only the first 64 bytes of the configuration can be read, which do not include ACS.
     """
     try:
         raw = (bridge / "config").read_bytes()

@@ -1,4 +1,4 @@
-"""Read the facts of this machine, before a run and after it."""
+"""Read the facts of this host, before a run and after it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_host(
     library: Library = management.library,
     run: Run | None = None,
 ) -> HostFacts:
-    """Read what can be read of this machine; nothing is raised, and nothing is asked of a device itself.
+    """Read what can be read of this host; nothing is raised, and no device itself is queried.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def read_host(
 
 
 def since(before: HostFacts, after: HostFacts) -> HostFacts:
-    """Return what a machine was before a run, with what has changed by its end."""
+    """Return the facts before a run, with what had changed when it ended."""
     gpus = []
     for gpu in before.gpus:
         then = after.gpu(gpu.name)
