@@ -34,9 +34,10 @@ from typing import Any
 
 from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
 from consistency.capture.json_codec import encode_json
-from consistency.capture.records import TensorMeasure, TensorRecord, WorkerInfo
+from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.capture.writer import CaptureWriter
 from consistency.case.case import Case
+from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 
@@ -304,8 +305,8 @@ def _relative(where: dict[str, Any], bits: str, *, is_faulty: bool) -> TensorRec
     )
 
 
-def _measure(error: float, *, mismatched: int, ratio: float | None) -> TensorMeasure:
-    return TensorMeasure(
+def _measure(error: float, *, mismatched: int, ratio: float | None) -> Measure:
+    return Measure(
         elements=SHAPE[0] * SHAPE[1],
         mismatched=mismatched,
         max_abs=Real(abs(error)),

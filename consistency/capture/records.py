@@ -9,6 +9,7 @@ import msgspec
 from consistency.capture.json_codec import decode_json
 from consistency.capture.names import CAST_ON_THE_WAY, TOLERANCE, UNSUPPORTED
 from consistency.devices.spec import DeviceIdentity
+from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
@@ -17,63 +18,12 @@ RecordStatus = Literal["equal", "within", "outside", "missing", "unexpected", "s
 WorkerStatus = Literal["ok", "lost", "failed"]
 
 
-# `gc=False`: decoded JSON holds no cycles, and a fleet has millions of these for the collector to walk in vain
-
-
-class TensorMeasure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """`consistency.numerics.distance.Measure` in its written form."""
-
-    elements: int
-    mismatched: int
-    max_abs: Real
-    mean_abs: Real
-    rms: Real
-    max_rel: Real
-    max_ulp: int | None
-    bound_ratio: Real | None
-    worst_index: tuple[int, ...] | None
-    worst_actual: Real | None = None
-    worst_expected: Real | None = None
-    worst_actual_bits: str | None = None
-    worst_expected_bits: str | None = None
-    flipped_bits: dict[int, int] = {}
-    first_byte: int | None = None
-    last_byte: int | None = None
-    magnitude: Real
-
-    @classmethod
-    def of(cls, measure: Any) -> TensorMeasure:
-        """Return a `consistency.numerics.distance.Measure` in its written form; that module needs torch."""
-        return cls(**{name: getattr(measure, name) for name in cls.__struct_fields__})
-
-    def without_values(self) -> TensorMeasure:
-        """Return it without the worst element's values: a third of its size, and shown only of mismatches."""
-        return msgspec.structs.replace(
-            self, worst_actual=None, worst_expected=None, worst_actual_bits=None, worst_expected_bits=None
-        )
-
-    def evidence(self) -> dict[str, Any]:
-        """Return what a row shows of a bitwise difference: the worst element, flipped bits, the range of bytes."""
-        found: dict[str, Any] = {
-            "actual": self.worst_actual,
-            "expected": self.worst_expected,
-            "actual_bits": self.worst_actual_bits,
-            "expected_bits": self.worst_expected_bits,
-        }
-        found = {name: value for name, value in found.items() if value is not None}
-        if self.flipped_bits:
-            found["flipped_bits"] = self.flipped_bits
-        if self.first_byte is not None:
-            found.update(first_byte=self.first_byte, last_byte=self.last_byte)
-        return found
-
-
 class TensorRecord(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
     omit_defaults=True,
-    gc=False,
+    gc=False,  # as for `Measure`
     rename={"reference_samples": "reference_draws", "load_path": "road"},
 ):
     """What one worker recorded of one tensor.
@@ -99,7 +49,7 @@ class TensorRecord(
         Largest error of the CPU in this dtype, for the `relative` rule.
     reference_samples : int or None
         Number of independent errors of which that one is the largest, where it is not one per element.
-    measure : TensorMeasure or None
+    measure : Measure or None
         None where the bits are equal.
     diagnosis : Word or None
     evidence : dict
@@ -144,7 +94,7 @@ class TensorRecord(
     reference_blob: str | None = None
     reference_error: Real | None = None
     reference_samples: int | None = None
-    measure: TensorMeasure | None = None
+    measure: Measure | None = None
     diagnosis: Word | None = None
     evidence: dict[str, Any] = {}
     reason: str | None = None

@@ -9,11 +9,12 @@ import msgspec
 
 from consistency.capture.folder import unpack_blocks
 from consistency.capture.names import SETTINGS_LAYER
-from consistency.capture.records import TensorMeasure, TensorRecord
+from consistency.capture.records import TensorRecord
 from consistency.case.stages import Stage
 from consistency.comparison.result import NO_DIFFERENCE, Row, Status
 from consistency.comparison.stored_tensors import StoredDifference, compare_stored
 from consistency.comparison.workers import ComparedWorker, Key
+from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.rules import UNIT_ROUNDOFF, Rule, judge_relative, passes, relative_allowance
 from consistency.numerics.words import Word
@@ -278,7 +279,7 @@ def _equal(subject: ComparedWorker, record: TensorRecord, *, reference: str) -> 
 def _measured(
     subject: ComparedWorker,
     record: TensorRecord,
-    found: TensorMeasure | None,
+    found: Measure | None,
     *,
     status: Status,
     reference: str | None,

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from consistency.capture.records import TensorMeasure, WorkerFacts
+from consistency.capture.records import WorkerFacts
 from consistency.devices.host.facts import HostFacts
+from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 
@@ -92,7 +93,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a
     own_file: bool | msgspec.UnsetType = msgspec.UNSET
     unread: bool | msgspec.UnsetType = msgspec.UNSET
 
-    def with_measure(self, found: TensorMeasure) -> Row:
+    def with_measure(self, found: Measure) -> Row:
         """Return this row with what was measured."""
         return msgspec.structs.replace(self, **{name: getattr(found, name) for name in _MEASURED})
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from consistency.capture.folder import Capture, blob_key
-from consistency.capture.records import TensorMeasure
 from consistency.errors import CaptureError
+from consistency.numerics.measure import Measure
 from consistency.numerics.words import Word
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class StoredDifference:
 
     Attributes
     ----------
-    measure : TensorMeasure or None
+    measure : Measure or None
         None where either was not stored or could not be read, or where their structure differs.
     word : Word or None
         None where nothing was compared.
@@ -30,7 +30,7 @@ class StoredDifference:
         One of them was stored, and cannot be read.
     """
 
-    measure: TensorMeasure | None = None
+    measure: Measure | None = None
     word: Word | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
     unread: bool = False
@@ -52,7 +52,7 @@ def compare_stored(actual: tuple[Capture, str | None], expected: tuple[Capture, 
         return StoredDifference(word=structure.word, evidence=structure.evidence)
     found = measure(a, e)
     diagnosis = diagnose_moved(a, e, found)
-    return StoredDifference(measure=TensorMeasure.of(found), word=diagnosis.word, evidence=diagnosis.evidence)
+    return StoredDifference(measure=found, word=diagnosis.word, evidence=diagnosis.evidence)
 
 
 def _read(capture: Capture, name: str) -> torch.Tensor:

@@ -15,9 +15,9 @@ import torch
 
 from consistency.numerics.chunks import Chunk, Chunks
 from consistency.numerics.diagnosis import FEW_ELEMENTS, Diagnosis, bit_flip, block, first_answer, non_finite
-from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import bit_patterns
 from consistency.numerics.kernels.numpy_distance import numbers_of
+from consistency.numerics.measure import Measure
 from consistency.numerics.rounding import ROUNDINGS
 from consistency.numerics.words import Word
 

@@ -25,8 +25,8 @@ from consistency.numerics.diagnosis import (
     non_finite,
 )
 from consistency.numerics.digest import digest
-from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import bit_patterns, real_view
+from consistency.numerics.measure import Measure
 from consistency.numerics.rounding import ROUNDINGS
 from consistency.numerics.words import Word
 

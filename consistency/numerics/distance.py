@@ -8,7 +8,6 @@ where there is no kernel.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,55 +19,11 @@ from consistency.numerics.kernels import trust
 from consistency.numerics.kernels.compiled import KINDS
 from consistency.numerics.kernels.numpy_distance import measure_by_numpy
 from consistency.numerics.kernels.tally import Tally, total
+from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measure:
-    """How far a tensor is from its reference. Raw numbers; rounding happens where they are shown.
-
-    Attributes
-    ----------
-    elements, mismatched : int
-        All elements, and those whose bits differ from the reference (an exact one is first rounded to the dtype).
-    max_abs, mean_abs, rms : float
-        Of the difference, in the tensors' own unit, in float64. NaN where one side alone is NaN.
-    max_rel : float
-        Largest difference over the magnitude of the reference; infinite where that is zero or the difference infinite.
-    max_ulp : int or None
-        In units in the last place of the dtype; None where it is not defined (NaN on one side, no float).
-    bound_ratio : float or None
-        Largest difference over what is allowed for that element; None for a bitwise rule.
-    worst_index : tuple of int or None
-        Index of the element that is worst by `bound_ratio`, or by difference; None where all bits are equal.
-    worst_actual, worst_expected : float or None
-    worst_actual_bits, worst_expected_bits : str or None
-        Hexadecimal, most significant digit first.
-    flipped_bits : dict of int to int
-        For a bitwise comparison: how many elements differ in that bit; 0 is the least significant.
-    first_byte, last_byte : int or None
-        Offsets of the first and the last element that differs, in bytes from the start of the tensor.
-    magnitude : float
-        Largest finite magnitude of an exact reference; not taken where bits are compared.
-    """
-
-    elements: int
-    mismatched: int = 0
-    max_abs: Real = Real(0.0)
-    mean_abs: Real = Real(0.0)
-    rms: Real = Real(0.0)
-    max_rel: Real = Real(0.0)
-    max_ulp: int | None = 0
-    bound_ratio: Real | None = None
-    worst_index: tuple[int, ...] | None = None
-    worst_actual: Real | None = None
-    worst_expected: Real | None = None
-    worst_actual_bits: str | None = None
-    worst_expected_bits: str | None = None
-    flipped_bits: dict[int, int] = field(default_factory=dict)
-    first_byte: int | None = None
-    last_byte: int | None = None
-    magnitude: Real = Real(0.0)
+NO_WORST: dict[str, Any] = {"worst_index": None}
+"""The fields of `Measure` on the worst element where there is none."""
 
 
 def measure(actual: torch.Tensor, expected: torch.Tensor) -> Measure:
@@ -111,10 +66,12 @@ def _result(tally: Tally, a: torch.Tensor, e: torch.Tensor, shape: tuple[int, ..
         rms=Real(math.sqrt(total(tally.squares) / max(1, elements))),
         max_rel=Real(tally.max_rel),
         max_ulp=tally.max_ulp,
+        bound_ratio=None,
+        magnitude=Real(0.0),
         flipped_bits=tally.flipped,
         first_byte=None if tally.first is None else tally.first * size,
         last_byte=None if tally.last is None else tally.last * size,
-        **({} if worst is None else describe_worst(worst // parts, shape, a[worst], e[worst], e[worst])),
+        **(NO_WORST if worst is None else describe_worst(worst // parts, shape, a[worst], e[worst], e[worst])),
     )
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
 
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import CHUNK, Chunk, exact_chunks
-from consistency.numerics.distance import Measure, describe_worst
+from consistency.numerics.distance import NO_WORST, describe_worst
 from consistency.numerics.dtype import bit_patterns
 from consistency.numerics.kernels.numpy_distance import numbers_of, square_sum
 from consistency.numerics.kernels.tally import is_worse, worse
+from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.steps import Steps
 
@@ -41,7 +41,7 @@ class ErrorTally:
         self._max_abs = self._max_rel = self._sum = self._squares = self._magnitude = 0.0
         self._max_ulp: int | None = 0
         self._ratio: float | None = None
-        self._worst: tuple[float, dict[str, Any]] = (0.0, {})
+        self._worst = (0.0, NO_WORST)
 
     def add(self, chunk: Chunk) -> None:
         """Add a chunk; its arrays are left as they are."""

@@ -26,9 +26,9 @@ import torch
 
 from consistency.numerics.bound import TF32_ROUNDOFF, gamma
 from consistency.numerics.chunks import exact_chunks
-from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
 from consistency.numerics.error import measure_chunks
+from consistency.numerics.measure import Measure
 
 ULPS = {"exp": 3.0, "log": 3.0, "tanh": 5.0, "sin": 4.0, "cos": 4.0, "sqrt": 3.0, "rsqrt": 2.0, "/": 2.5}
 """Largest error of a library function, in units in the last place.

@@ -17,8 +17,9 @@ from consistency.errors import InputError
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved
 from consistency.numerics.digest import as_bytes
-from consistency.numerics.distance import Measure, measure
+from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
+from consistency.numerics.measure import Measure
 
 
 def as_tensor(raw: np.ndarray, shape: tuple[int, ...], dtype: str) -> torch.Tensor:

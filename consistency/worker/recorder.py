@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from consistency.capture.folder import blob_key
 from consistency.capture.json_codec import encode_json
 from consistency.capture.names import TOLERANCE
-from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
+from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.case.tolerance import Override, choose
 from consistency.errors import CaptureError
@@ -28,8 +28,9 @@ from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.diagnosis_computed import diagnose_computed
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import TensorDigest, as_bytes, differing_blocks, digest
-from consistency.numerics.distance import Measure, measure
+from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
+from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule, passes
 from consistency.numerics.words import Word
@@ -199,7 +200,7 @@ class Recorder:
             TensorRecord(
                 **common,
                 status="outside",
-                measure=None if found is None else TensorMeasure.of(found),
+                measure=found,
                 diagnosis=diagnosis.word,
                 evidence={
                     **evidence,
@@ -417,12 +418,9 @@ class Recorder:
         )
 
 
-def _written(found: Measure | None, *, whole: bool) -> TensorMeasure | None:
+def _written(found: Measure | None, *, whole: bool) -> Measure | None:
     """Return a measure as it is written; a tensor within its own bound needs no worst values."""
-    if found is None:
-        return None
-    measured = TensorMeasure.of(found)
-    return measured if whole else measured.without_values()
+    return found if found is None or whole else found.without_values()
 
 
 def pack_blocks(found: TensorDigest) -> str:

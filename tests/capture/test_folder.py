@@ -23,12 +23,13 @@ from consistency.capture.folder import (
 )
 from consistency.capture.json_codec import encode_json
 from consistency.capture.reader import read_capture, read_records
-from consistency.capture.records import SettingChange, TensorMeasure, TensorRecord, WorkerInfo, read_record
+from consistency.capture.records import SettingChange, TensorRecord, WorkerInfo, read_record
 from consistency.capture.writer import CaptureWriter, write_json
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Level
 from consistency.errors import CaptureError
+from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 
@@ -37,8 +38,8 @@ BLOB = "ab" * 32
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
-def make_measure(**changes: Any) -> TensorMeasure:
-    plain = TensorMeasure(
+def make_measure(**changes: Any) -> Measure:
+    plain = Measure(
         elements=6,
         mismatched=2,
         max_abs=Real("nan"),
@@ -158,17 +159,27 @@ def test_what_is_not_finite_survives(tmp_path: Path) -> None:
     assert found.reference_error == math.inf
 
 
-def test_a_measure_of_the_numerics_has_every_field_of_the_written_one(tmp_path: Path) -> None:
+def test_a_measure_of_the_numerics_survives_a_capture(tmp_path: Path) -> None:
     import torch
 
     from consistency.numerics import distance
 
     found = distance.measure(torch.tensor([1.0, math.nan]), torch.tensor([2.0, 1.0]))
-    written = TensorMeasure.of(found)
-    assert repr(written.max_abs) == repr(found.max_abs)
-    assert (written.elements, written.mismatched, written.worst_index) == (2, 2, (1,))
-    back = read_capture(write_capture(tmp_path / "c", make_record(measure=written))).workers[0].records[0].measure
-    assert repr(back) == repr(written)
+    assert (found.elements, found.mismatched, found.worst_index) == (2, 2, (1,))
+    back = read_capture(write_capture(tmp_path / "c", make_record(measure=found))).workers[0].records[0].measure
+    assert repr(back) == repr(found)
+
+
+def test_every_measure_is_written_even_where_it_is_zero() -> None:
+    import torch
+
+    from consistency.numerics import distance
+
+    found = distance.measure(torch.ones(2), torch.ones(2))
+    assert json.loads(encode_json(found)) == {
+        "elements": 2, "mismatched": 0, "max_abs": 0.0, "mean_abs": 0.0, "rms": 0.0, "max_rel": 0.0, "max_ulp": 0,
+        "bound_ratio": None, "worst_index": None, "magnitude": 0.0,
+    }  # fmt: skip
 
 
 def test_defaults_are_left_out_of_a_line() -> None:

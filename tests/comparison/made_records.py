@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from consistency.capture.reader import read_capture
-from consistency.capture.records import TensorMeasure, TensorRecord
+from consistency.capture.records import TensorRecord
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding
+from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 
@@ -17,7 +18,7 @@ def digest(text: str) -> str:
     return text.encode().hex().ljust(32, "0")
 
 
-def measured(**changes: Any) -> TensorMeasure:
+def measured(**changes: Any) -> Measure:
     fields: dict[str, Any] = {
         "elements": 4, "mismatched": 2, "max_abs": Real(1e-7), "mean_abs": Real(1e-8), "rms": Real(1e-8),
         "max_rel": Real(1e-6), "max_ulp": 3, "bound_ratio": Real(0.5), "worst_index": (0, 1),
@@ -25,7 +26,7 @@ def measured(**changes: Any) -> TensorMeasure:
         "worst_expected_bits": "0x2", "flipped_bits": {}, "first_byte": None, "last_byte": None,
         "magnitude": Real(1.0),
     }  # fmt: skip
-    return TensorMeasure(**{**fields, **changes})
+    return Measure(**{**fields, **changes})
 
 
 def moved(held: str = "file", file: str = "file", tensor: str = "lora_B", **changes: Any) -> TensorRecord:

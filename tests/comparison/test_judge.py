@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from consistency.capture.records import TensorMeasure
+from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from tests.comparison.made_records import compared, computed, measured, only_row
 from tests.conftest import MakeCapture
 
 
 def relative(bits: str, error: float, own: float, dtype: str = "float32", shape: tuple[int, ...] = (2**14, 2)) -> Any:
-    measure: TensorMeasure = measured(bound_ratio=None, max_abs=Real(error))
+    measure: Measure = measured(bound_ratio=None, max_abs=Real(error))
     return computed(
         bits, stage="merged", rule="relative", status="measured", measure=measure, diagnosis=None, dtype=dtype,
         shape=shape, reference_error=Real(own),

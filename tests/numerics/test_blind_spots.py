@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,8 +15,9 @@ from _pytest.mark import ParameterSet
 from benchmarks.blind_spots import PAGE, SET, our_word, replaced, table_of_words
 from consistency.errors import StructureError
 from consistency.numerics.digest import digest
-from consistency.numerics.distance import Measure, measure
+from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
+from consistency.numerics.measure import Measure
 from tests.numerics.perturbations import ALL, EQUAL, FLOATS, HARMLESS, PERTURBATIONS, STRUCTURE, Perturbation, cases
 from tests.numerics.references import bits_of
 
@@ -207,7 +209,7 @@ def without_nan(actual: torch.Tensor, expected: torch.Tensor) -> Measure:
 
 def as_numbers(actual: torch.Tensor, expected: torch.Tensor) -> Measure:
     found = measure(actual, expected)
-    return dataclasses.replace(found, mismatched=int(torch.count_nonzero(actual != expected)))
+    return msgspec.structs.replace(found, mismatched=int(torch.count_nonzero(actual != expected)))
 
 
 @pytest.mark.parametrize(
@@ -216,12 +218,12 @@ def as_numbers(actual: torch.Tensor, expected: torch.Tensor) -> Measure:
         (without_nan, "max_abs", {"NaN for a number", "a number for NaN"}),
         (as_numbers, "elements", {"−0 for +0", "nothing; a NaN in both"}),
         (
-            lambda a, e: dataclasses.replace(measure(a, e), worst_index=(0, 0)),
+            lambda a, e: msgspec.structs.replace(measure(a, e), worst_index=(0, 0)),
             "worst",
             {"nothing", "one element 1 ULP off", "×4"},
         ),
-        (lambda a, e: dataclasses.replace(measure(a, e), flipped_bits={}), "bits", {"one sign flipped"}),
-        (lambda a, e: dataclasses.replace(measure(a, e), max_ulp=2), "ulp", {"all elements 1 ULP off"}),
+        (lambda a, e: msgspec.structs.replace(measure(a, e), flipped_bits={}), "bits", {"one sign flipped"}),
+        (lambda a, e: msgspec.structs.replace(measure(a, e), max_ulp=2), "ulp", {"all elements 1 ULP off"}),
     ],
     ids=["NaN", "elements", "worst", "bits", "ulp"],
 )

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from consistency.numerics.bound import Allowance, UserAllowance, delta_allowance, gamma, merged_allowance
 from consistency.numerics.chunks import CHUNK, low_rank_chunks
-from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
 from consistency.numerics.error import measure_against_exact, measure_chunks
 from consistency.numerics.independent_errors import independent_rows
+from consistency.numerics.measure import Measure
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 RANKS = (1, 2, 3, 8, 16, 64, 128, 256)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,9 +16,9 @@ from consistency.numerics.bound import Allowance, UserAllowance, delta_allowance
 from consistency.numerics.chunks import exact_chunks, low_rank_chunks
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.diagnosis_computed import diagnose_computed
-from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import bit_patterns
 from consistency.numerics.error import measure_against_exact, measure_chunks
+from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 
@@ -214,16 +215,19 @@ def test_one_element_a_few_times_outside_is_no_flipped_bit(seed: int, factor: fl
     assert found.word in ("unknown", "accumulation-order")
 
 
+def measured(ratio: float | None) -> Measure:
+    found = measure_against_exact(torch.ones(4), torch.ones(4, dtype=torch.float64))
+    return msgspec.structs.replace(found, mismatched=1, bound_ratio=None if ratio is None else Real(ratio))
+
+
 def test_inside_the_bound_is_accumulation_order() -> None:
     for ratio in (0.0, 0.5, 1.0):
-        found = Measure(elements=4, mismatched=1, bound_ratio=Real(ratio))
-        assert diagnose_computed(found) == Diagnosis(word=Word.ACCUMULATION_ORDER)
+        assert diagnose_computed(measured(ratio)) == Diagnosis(word=Word.ACCUMULATION_ORDER)
 
 
 def test_outside_the_bound_or_without_one_is_unknown() -> None:
     for ratio in (1.0000001, 1e9, math.nan, None):
-        found = Measure(elements=4, mismatched=1, bound_ratio=None if ratio is None else Real(ratio))
-        assert diagnose_computed(found) == Diagnosis(word=Word.UNKNOWN)
+        assert diagnose_computed(measured(ratio)) == Diagnosis(word=Word.UNKNOWN)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from consistency.capture.folder import unpack_blocks
 from consistency.capture.reader import read_records
-from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
+from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.errors import CaptureError
 from consistency.numerics.bound import UserAllowance
@@ -38,10 +38,9 @@ def recorded(folder: Path, actual: torch.Tensor, *, status: RecordStatus, measur
     assert back.digest == digest(actual).value
     assert (back.measure is not None) is measured
     if found is not None:
-        whole = TensorMeasure.of(found)
         # what is inside its bound has no values to show
-        assert back.measure == (whole if status == "outside" else whole.without_values())
-        assert whole.without_values() != whole
+        assert back.measure == (found if status == "outside" else found.without_values())
+        assert found.without_values() != found
     return back
 
 

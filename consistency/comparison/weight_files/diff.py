@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from consistency.capture.names import adapter_place
-from consistency.capture.records import TensorMeasure
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.result import (
     NO_DIFFERENCE,
@@ -173,9 +172,8 @@ class _Comparer:
         )
         # formats that torch does not know, and formats that pack several elements into a few bytes
         unit = {} if found.elements == actual.elements else {"unit": "bytes"}
-        measured = TensorMeasure.of(found)
-        evidence = {**measured.evidence(), **diagnosis.evidence, **unit}
-        return row(status="outside", diagnosis=diagnosis.word, evidence=evidence).with_measure(measured)
+        evidence = {**found.evidence(), **diagnosis.evidence, **unit}
+        return row(status="outside", diagnosis=diagnosis.word, evidence=evidence).with_measure(found)
 
     def _holder(self, tensor: StoredTensor) -> str | None:
         """Return the name of another tensor of the reference that has the same bytes."""

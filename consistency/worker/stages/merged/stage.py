@@ -22,10 +22,10 @@ from consistency.errors import first_line
 from consistency.numerics.bound import Allowance
 from consistency.numerics.chunks import Chunk, exact_chunks, low_rank_chunks
 from consistency.numerics.digest import TensorDigest, digest
-from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.error import measure_against_exact, measure_chunks
 from consistency.numerics.exact import Float64Mode
+from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule, passes
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import NO_MERGE, adapted_layers, merged, weight_of

@@ -19,9 +19,9 @@ from consistency.case.stages import Level
 from consistency.errors import first_line
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import digest
-from consistency.numerics.distance import Measure
 from consistency.numerics.dtype import named
 from consistency.numerics.error import measure_against_exact
+from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic, Tracked, measure_tracked
 from consistency.worker.out_of_memory import is_out_of_memory

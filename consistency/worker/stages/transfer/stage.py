@@ -23,14 +23,15 @@ from consistency.capture.names import (
     large_copy,
     pair_name,
 )
-from consistency.capture.records import RecordStatus, TensorMeasure, TensorRecord
+from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Level, Stage
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved
 from consistency.numerics.digest import as_bytes, combine
-from consistency.numerics.distance import Measure, measure
+from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
+from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.worker.memory.host_memory import free_bytes
@@ -221,7 +222,7 @@ class _Look:
                 TensorRecord(
                     **common,
                     status="outside",
-                    measure=TensorMeasure.of(seen),
+                    measure=seen,
                     diagnosis=diagnosis.word,
                     evidence=evidence,
                     blob=self._record.keep(held) if keep else None,

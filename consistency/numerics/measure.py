@@ -1,0 +1,75 @@
+"""How far a tensor is from its reference, as the numerics return it and records state it. No torch here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from consistency.numerics.real import Real
+
+
+# `gc=False`: decoded JSON holds no cycles, and a fleet has millions of these for the collector to walk in vain
+class Measure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """How far a tensor is from its reference. Raw numbers; rounding happens where they are shown.
+
+    Attributes
+    ----------
+    elements, mismatched : int
+        All elements, and those whose bits differ from the reference (an exact one is first rounded to the dtype).
+    max_abs, mean_abs, rms : float
+        Of the difference, in the tensors' own unit, in float64. NaN where one side alone is NaN.
+    max_rel : float
+        Largest difference over the magnitude of the reference; infinite where that is zero or the difference infinite.
+    max_ulp : int or None
+        In units in the last place of the dtype; None where it is not defined (NaN on one side, no float).
+    bound_ratio : float or None
+        Largest difference over what is allowed for that element; None for a bitwise rule.
+    worst_index : tuple of int or None
+        Index of the element that is worst by `bound_ratio`, or by difference; None where all bits are equal.
+    worst_actual_bits, worst_expected_bits : str or None
+        Hexadecimal, most significant digit first.
+    flipped_bits : dict of int to int
+        For a bitwise comparison: how many elements differ in that bit; 0 is the least significant.
+    first_byte, last_byte : int or None
+        Offsets of the first and the last element that differs, in bytes from the start of the tensor.
+    magnitude : float
+        Largest finite magnitude of an exact reference; not taken where bits are compared.
+    """
+
+    elements: int
+    mismatched: int
+    max_abs: Real
+    mean_abs: Real
+    rms: Real
+    max_rel: Real
+    max_ulp: int | None
+    bound_ratio: Real | None
+    worst_index: tuple[int, ...] | None
+    worst_actual: Real | None = None
+    worst_expected: Real | None = None
+    worst_actual_bits: str | None = None
+    worst_expected_bits: str | None = None
+    flipped_bits: dict[int, int] = {}
+    first_byte: int | None = None
+    last_byte: int | None = None
+    magnitude: Real
+
+    def without_values(self) -> Measure:
+        """Return it without the worst element's values: a third of its size, and shown only of mismatches."""
+        return msgspec.structs.replace(
+            self, worst_actual=None, worst_expected=None, worst_actual_bits=None, worst_expected_bits=None
+        )
+
+    def evidence(self) -> dict[str, Any]:
+        """Return what a row shows of a bitwise difference: the worst element, flipped bits, the range of bytes."""
+        found: dict[str, Any] = {
+            "actual": self.worst_actual,
+            "expected": self.worst_expected,
+            "actual_bits": self.worst_actual_bits,
+            "expected_bits": self.worst_expected_bits,
+            "flipped_bits": self.flipped_bits or None,
+            "first_byte": self.first_byte,
+            "last_byte": self.last_byte,
+        }
+        return {name: value for name, value in found.items() if value is not None}
