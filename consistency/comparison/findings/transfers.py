@@ -36,7 +36,7 @@ _ORDER = (DIRECT, STRIDED, CASTING, OVERLAPPED)
 _MOST_PAIRS, _MOST_DETAILS = 4, 5
 
 _DELIVER = {
-    Word.NEVER_WRITTEN: "deliver nothing: what was there before is still there",
+    Word.NEVER_WRITTEN: "deliver nothing: the destination is never written",
     Word.ZEROS: "deliver zeros",
     Word.STALE: "deliver the bytes of an earlier copy",
     Word.SWAPPED: "deliver the bytes of another copy that was under way",
@@ -48,7 +48,7 @@ _DELIVER = {
 _ONLY = {
     STRIDED: "when they are strided",
     CASTING: "when they cast",
-    OVERLAPPED: "beside running work",
+    OVERLAPPED: "under load",
     HOST_STAGED: "by way of the host",
     CHAIN: "by way of a third device",
 }

@@ -100,7 +100,7 @@ _ROWS: tuple[Fault, ...] = (
     Fault(name="transfer-corrupt", plant="transfer:corrupt", expected="bit-flip", stages=_TRANSFER, case="C1"),
     Fault(
         name="transfer-stale-beside-work", plant="transfer:stale_under_load", expected="stale", stages=_TRANSFER,
-        case="C1", words="only beside running work",
+        case="C1", words="only under load",
     ),
     Fault(name="base-bit-flip", plant="base:one_bit", expected="bit-flip", stages=_BASE),
     Fault(name="base-through-bfloat16", plant="base:through_bfloat16", expected="rounded-to-bf16", stages=_BASE),

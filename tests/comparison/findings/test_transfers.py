@@ -50,8 +50,8 @@ def test_one_sentence_says_which_copies_are_wrong_and_which_are_fine(make_captur
     assert error.kind == "never-written"
     assert error.workers == ("cuda:1", "cuda:3")
     assert error.message.startswith(
-        "transfer · cuda:1, cuda:3 · copies cuda:0→cuda:1 and cuda:0→cuda:3 deliver nothing: what was there before is "
-        "still there; cuda:0→cuda:2 and 9 others are fine"
+        "transfer · cuda:1, cuda:3 · copies cuda:0→cuda:1 and cuda:0→cuda:3 deliver nothing: the destination is "
+        "never written; cuda:0→cuda:2 and 9 others are fine"
     )
     (matrix,) = matrices(found.tensors)
     assert set(matrix.wrong) == set(TWO)
@@ -75,7 +75,7 @@ def test_a_chain_that_leads_over_a_wrong_pair_is_no_fault_of_its_own(make_captur
 
 def test_copies_that_fail_beside_work_alone(make_capture: MakeCapture) -> None:
     (error,) = errors(compared(make_capture, {("cuda:0", "cuda:1"): {OVERLAPPED: "stale"}}))
-    assert "deliver the bytes of an earlier copy, but only beside running work" in error.message
+    assert "deliver the bytes of an earlier copy, but only under load" in error.message
 
 
 def test_what_explains_it(make_capture: MakeCapture) -> None:
