@@ -24,7 +24,7 @@ from consistency.launch.change import Change
 from consistency.launch.engine import Limits
 from consistency.launch.environment import torch_device, worker_environment
 from consistency.launch.plan import WorkerPlan
-from consistency.worker.protocol import CANNOT_WRITE, TOLD_FILE, Event, EventReader, Job, Told
+from consistency.worker.protocol import CANNOT_WRITE, STATE_FILE, Event, EventReader, Job, WorkerState
 
 POLL_S = 0.05
 DUMP_GRACE_S = 2.0  # faulthandler writes its stacks in milliseconds, unless the process is stopped or swapping
@@ -152,15 +152,15 @@ class WorkerProcess:
         """Return what identifies the worker: its device as discovered, what it reported, and how it ended."""
         device = {name: getattr(self.plan.info, name) for name in DeviceIdentity.__struct_fields__}
         try:
-            told = msgspec.structs.asdict(decode_json((self.folder / TOLD_FILE).read_bytes(), Told))
+            state = msgspec.structs.asdict(decode_json((self.folder / STATE_FILE).read_bytes(), WorkerState))
         except (OSError, msgspec.MsgspecError):
-            told = {}
-        environment = told.get("environment", {})
+            state = {}
+        environment = state.get("environment", {})
         device["uuid"] = device["uuid"] or environment.get("device_uuid")
         device["simulated"] = device["simulated"] or bool(environment.get("simulated"))
         return WorkerInfo(
             **device,
-            **told,
+            **state,
             name=self.plan.name,
             load_path=self.plan.load_path,
             status=ended.status,
@@ -176,7 +176,7 @@ class WorkerProcess:
             with suppress(OSError):
                 self.process.stdin.close()
         self.log.close()
-        for name in ("job.json", TOLD_FILE, "stack.txt", *(("log.txt",) if status == "ok" else ())):
+        for name in ("job.json", STATE_FILE, "stack.txt", *(("log.txt",) if status == "ok" else ())):
             (self.folder / name).unlink(missing_ok=True)
         if status == "ok":
             self.reader.drop("step")

@@ -47,23 +47,16 @@ def main(path: Path) -> int:
             run(job, events)
             events.done()
         except BaseException as error:  # nothing may pass here: the parent reports the error
-            events.failed({**_told(error), "trace": traceback.format_exc(limit=40)})
+            events.failed({**_described(error), "trace": traceback.format_exc(limit=40)})
             return 2 if isinstance(error, ConsistencyError) else 3
     except OSError:
         return CANNOT_WRITE
     return 0
 
 
-def _told(error: BaseException) -> dict[str, str | None]:
+def _described(error: BaseException) -> dict[str, str | None]:
     if isinstance(error, ConsistencyError):
-        return {
-            "kind": type(error).__name__,
-            "what": error.what,
-            "where": error.where,
-            "got": error.got,
-            "wanted": error.wanted,
-            "hint": error.hint,
-        }
+        return {"kind": type(error).__name__, **error.parts}
     if is_out_of_memory(error):
         return {"kind": "OutOfMemory", "what": "out of memory"}
     return {"kind": type(error).__name__, "what": f"{type(error).__name__}: {error}"}

@@ -44,7 +44,7 @@ def in_force() -> dict[str, Any]:
 
 
 def changed(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are not as asked for, with the value in force."""
+    """Return the settings that are not as requested, with the value in force."""
     now = in_force()
     return {name: now[name] for name, value in asked.items() if name in now and now[name] != value}
 
@@ -57,8 +57,6 @@ def deterministic(*, threads: int | None = None, seed: int = SEED, **overrides: 
     ----------
     threads : int, optional
         Threads per operation; None leaves the number as it is.
-    seed : int
-        For Python, NumPy and torch.
     **overrides
         Settings by name that differ from the pinned ones.
 
@@ -71,7 +69,7 @@ def deterministic(*, threads: int | None = None, seed: int = SEED, **overrides: 
     if unknown:
         raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}")
     before = in_force()
-    asked = {**pinned(), **overrides}
+    asked = pinned() | overrides
     asked["threads"] = before["threads"] if threads is None else threads
     with _generators_kept():
         try:
@@ -82,9 +80,11 @@ def deterministic(*, threads: int | None = None, seed: int = SEED, **overrides: 
             _apply(before)
 
 
-def restore(asked: Mapping[str, Any], changed_settings: Mapping[str, Any]) -> None:
-    """Set the settings that were found changed back to what was asked for."""
-    _apply({name: asked[name] for name in changed_settings})
+def restore(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Set back every setting that is not as requested; return what `changed` returned before."""
+    found = changed(asked)
+    _apply({name: asked[name] for name in found})
+    return found
 
 
 def seed_all(seed: int = SEED) -> None:
@@ -137,16 +137,19 @@ def _initialized_accelerator() -> Any:
     return module if initialized is not None and initialized() and hasattr(module, "get_rng_state") else None
 
 
-def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+_Access = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+def _attribute(owner: Any, name: str) -> _Access:
     return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
 
 
-def _sdpa(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _sdpa(name: str) -> _Access:
     backends = torch.backends.cuda  # despite the name these switches choose the CPU's SDPA kernel too
     return getattr(backends, f"{name}_sdp_enabled"), getattr(backends, f"enable_{name}_sdp")
 
 
-def _environment(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _environment(name: str) -> _Access:
     def write(value: Any) -> None:
         if value is None:
             os.environ.pop(name, None)
@@ -156,7 +159,7 @@ def _environment(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return (lambda: os.environ.get(name)), write
 
 
-def _algorithms() -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _algorithms() -> _Access:
     # "warn" rather than "error": an operation without a deterministic version is a note in the report, not a crash
     names = {0: "off", 1: "warn", 2: "error"}
 
@@ -172,7 +175,7 @@ def _precision_write(value: Any) -> None:
         torch.set_float32_matmul_precision(value)
 
 
-def _reduction(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _reduction(name: str) -> _Access:
     def read() -> bool:
         value = getattr(torch.backends.cuda.matmul, name)
         return bool(value[0]) if isinstance(value, tuple) else bool(value)
@@ -180,27 +183,23 @@ def _reduction(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return read, (lambda value: setattr(torch.backends.cuda.matmul, name, value))
 
 
-def _settings() -> tuple[Setting, ...]:
-    def make(name: str, value: Any, access: tuple[Callable[[], Any], Callable[[Any], None]]) -> Setting:
-        return Setting(name=name, pinned=value, read=access[0], write=access[1])
-
-    return (
-        make("float32_matmul_precision", "highest", (torch.get_float32_matmul_precision, _precision_write)),
-        make("matmul_allow_tf32", False, _attribute(torch.backends.cuda.matmul, "allow_tf32")),
-        make("cudnn_allow_tf32", False, _attribute(torch.backends.cudnn, "allow_tf32")),
-        make("fp16_reduced_precision_reduction", False, _reduction("allow_fp16_reduced_precision_reduction")),
-        make("bf16_reduced_precision_reduction", False, _reduction("allow_bf16_reduced_precision_reduction")),
-        make("cudnn_enabled", True, _attribute(torch.backends.cudnn, "enabled")),
-        make("cudnn_deterministic", True, _attribute(torch.backends.cudnn, "deterministic")),
-        make("cudnn_benchmark", False, _attribute(torch.backends.cudnn, "benchmark")),
-        make("deterministic_algorithms", "warn", _algorithms()),
-        make("cublas_workspace_config", CUBLAS_WORKSPACE_CONFIG, _environment("CUBLAS_WORKSPACE_CONFIG")),
-        make("sdpa_math", True, _sdpa("math")),
-        make("sdpa_flash", False, _sdpa("flash")),
-        make("sdpa_mem_efficient", False, _sdpa("mem_efficient")),
-        make("sdpa_cudnn", False, _sdpa("cudnn")),
-        make("threads", 1, (torch.get_num_threads, torch.set_num_threads)),
+_SETTINGS = tuple(
+    Setting(name=name, pinned=value, read=read, write=write)
+    for name, value, (read, write) in (
+        ("float32_matmul_precision", "highest", (torch.get_float32_matmul_precision, _precision_write)),
+        ("matmul_allow_tf32", False, _attribute(torch.backends.cuda.matmul, "allow_tf32")),
+        ("cudnn_allow_tf32", False, _attribute(torch.backends.cudnn, "allow_tf32")),
+        ("fp16_reduced_precision_reduction", False, _reduction("allow_fp16_reduced_precision_reduction")),
+        ("bf16_reduced_precision_reduction", False, _reduction("allow_bf16_reduced_precision_reduction")),
+        ("cudnn_enabled", True, _attribute(torch.backends.cudnn, "enabled")),
+        ("cudnn_deterministic", True, _attribute(torch.backends.cudnn, "deterministic")),
+        ("cudnn_benchmark", False, _attribute(torch.backends.cudnn, "benchmark")),
+        ("deterministic_algorithms", "warn", _algorithms()),
+        ("cublas_workspace_config", CUBLAS_WORKSPACE_CONFIG, _environment("CUBLAS_WORKSPACE_CONFIG")),
+        ("sdpa_math", True, _sdpa("math")),
+        ("sdpa_flash", False, _sdpa("flash")),
+        ("sdpa_mem_efficient", False, _sdpa("mem_efficient")),
+        ("sdpa_cudnn", False, _sdpa("cudnn")),
+        ("threads", 1, (torch.get_num_threads, torch.set_num_threads)),
     )
-
-
-_SETTINGS = _settings()
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +13,10 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.records import SettingChange, StageMemory
+from consistency.capture.writer import write_whole
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
+from consistency.errors import CaptureError
 
 EventKind = Literal["stage", "step", "wait", "done", "failed"]
 
@@ -29,8 +32,8 @@ REFERENCE_LOST = "reference.lost"
 CANNOT_WRITE = 4
 """Exit status of a worker whose disk is full, so that it could not write an event."""
 
-TOLD_FILE = "told.json"
-"""Name of the file in which a worker describes itself."""
+STATE_FILE = "state.json"
+"""Name of the file with a worker's `WorkerState`."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road", "alternative_paths": "side_roads"}):
@@ -38,22 +41,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
 
     Attributes
     ----------
-    case : Case
     name : str
         The device as the user wrote it: `cuda:1@tf32`.
     device : str
         The device as torch numbers it in this worker: `cuda:0` where only one is visible.
-    load_path : str
     alternative_paths : tuple of LoadPath
-        Those that the stage `adapter` checks besides it.
+        Those that the stage `adapter` checks besides `load_path`.
     folder, blobs, scratch : str
         The worker's own folder, the capture's tensors, and a folder shared with the other workers of this run.
     settings : dict
         Determinism settings of the device's variant that differ from the pinned ones.
     makes_reference : bool
         Whether this worker computes the float64 activations for all.
-    threads : int
-    parent_pid : int
     fault : str or None
         A fault to plant, of `consistency.worker.faults`.
     autocast_adapter_dtype : bool
@@ -76,13 +75,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
     autocast_adapter_dtype: bool = True
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's description of itself; rewritten after every stage."""
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a `WorkerInfo` that only the worker knows; rewritten after every stage."""
 
-    environment: dict[str, Any]
-    asked: dict[str, Any]
-    in_force: dict[str, Any]
-    kernel_key: str
+    environment: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
+    in_force: dict[str, Any] = {}
+    kernel_key: str = ""
     changes: tuple[SettingChange, ...] = ()
     inputs_digest: str | None = None
     stages_done: tuple[str, ...] = ()
@@ -160,14 +159,6 @@ class EventReader:
 
     def drop(self, kind: EventKind) -> None:
         """Remove the events of a kind from the file, once its writer has ended."""
-        try:
+        with suppress(OSError, msgspec.MsgspecError, CaptureError):  # the longer file does no harm
             lines = self._path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if decode_json(line, Event).kind != kind]
-        except (OSError, msgspec.MsgspecError):
-            return  # the longer file does no harm
-        partial = self._path.with_name(self._path.name + ".tmp")
-        try:
-            partial.write_bytes(b"".join(kept))
-            os.replace(partial, self._path)
-        except OSError:
-            partial.unlink(missing_ok=True)
+            write_whole(self._path, [line for line in lines if decode_json(line, Event).kind != kind])

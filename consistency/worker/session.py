@@ -28,7 +28,7 @@ from consistency.worker.model.id_checks import KernelAssertedError
 from consistency.worker.model.inputs import digest_of, fixed_inputs
 from consistency.worker.model.loading import expected_adapter, load_adapter, load_base
 from consistency.worker.model.weight_files import WeightFiles
-from consistency.worker.protocol import TOLD_FILE, EventLog, Job, Told
+from consistency.worker.protocol import STATE_FILE, EventLog, Job, WorkerState
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages import base
 from consistency.worker.stages.context import Context, Machine
@@ -41,19 +41,13 @@ class Session:
         self._job = job
         self._events = events
         self._asked = asked
-        self._path = Path(job.folder) / TOLD_FILE
         self._placement = Placement(torch.device(job.device))
         self._placement.look("import")
         self._memory = StageMemoryLog(torch.device(job.device))
-        self._told = Told(
-            environment=environment.describe(torch.device(job.device)),
-            asked=asked,
-            in_force=determinism.in_force(),
-            kernel_key="",
-        )
-        key = environment.kernel_key(self._told.environment, self._told.in_force)
-        self._told = msgspec.structs.replace(self._told, kernel_key=key)
-        self._save()
+        described, in_force = environment.describe(torch.device(job.device)), determinism.in_force()
+        key = environment.kernel_key(described, in_force)
+        self._state = WorkerState(environment=described, asked=asked, in_force=in_force, kernel_key=key)
+        self._update()
 
     def run(self) -> None:
         job, case = self._job, self._job.case
@@ -79,13 +73,9 @@ class Session:
                     self._run(spec, context or machine)
                 except KernelAssertedError as lost:
                     record.fact(
-                        stage=spec.stage,
-                        layer=WHOLE_MODEL,
-                        tensor="kernels",
-                        status="outside",
-                        diagnosis=Word.IDS_CHANGED,
-                        reason=str(lost),
-                    )
+                        stage=spec.stage, layer=WHOLE_MODEL, tensor="kernels", status="outside",
+                        diagnosis=Word.IDS_CHANGED, reason=str(lost),
+                    )  # fmt: skip
                     for later in specs[number + 1 :]:
                         _skip(record, later, "an earlier kernel assertion took the device's context with it")
                     return
@@ -94,7 +84,7 @@ class Session:
         self._begin(spec.stage)
         pkgutil.resolve_name(spec.worker)(context)
         self._check(spec.stage)
-        self._update(stages_done=(*self._told.stages_done, spec.stage))
+        self._update(stages_done=(*self._state.stages_done, spec.stage))
 
     def _load(self, machine: Machine, specs: list[StageSpec]) -> Context:
         """Load base and adapter; the stage `base` runs in between."""
@@ -102,7 +92,7 @@ class Session:
         self._begin("load base")
         loaded = load_base(case, job.device)
         self._update(
-            environment={**self._told.environment, "dtype": loaded.dtype, "model_class": type(loaded.model).__name__}
+            environment={**self._state.environment, "dtype": loaded.dtype, "model_class": type(loaded.model).__name__}
         )
         self._check("load base")
         context = Context(
@@ -140,34 +130,25 @@ class Session:
         self._events.stage(stage)
 
     def _check(self, stage: str) -> None:
-        """Note settings that another library has changed since they were set, and set them again.
-
-        Note the memory that the stage took, and the other devices that it touched.
-        """
+        """Record the memory that a stage took, the other devices it touched, and settings it changed; restore these."""
         self._placement.look(stage)
         taken = self._memory.end(stage)
-        found = determinism.changed(self._asked)
         changes = tuple(
             SettingChange(setting=name, asked=self._asked[name], in_force=value, stage=stage)
-            for name, value in found.items()
+            for name, value in determinism.restore(self._asked).items()
         )
-        if changes:
-            determinism.restore(self._asked, found)
         # the digest's kernel is tried on the first large tensor, so its outcome is known only now
-        described = {**self._told.environment, **environment.digest_kernel(torch.device(self._job.device))}
+        described = {**self._state.environment, **environment.digest_kernel(torch.device(self._job.device))}
         self._update(
             environment=described,
-            changes=(*self._told.changes, *changes),
+            changes=(*self._state.changes, *changes),
             peak_bytes=self._memory.peak_bytes,
-            stage_memory=(*self._told.stage_memory, taken),
+            stage_memory=(*self._state.stage_memory, taken),
         )
 
     def _update(self, **values: Any) -> None:
-        self._told = msgspec.structs.replace(self._told, **values)
-        self._save()
-
-    def _save(self) -> None:
-        write_json(self._path, self._told)
+        self._state = msgspec.structs.replace(self._state, **values)
+        write_json(Path(self._job.folder) / STATE_FILE, self._state)
 
 
 def _skip(record: Recorder, spec: StageSpec, reason: str) -> None:
@@ -199,13 +180,10 @@ def run(job: Job, events: EventLog) -> None:
         transformers.logging.disable_progress_bar()
     if torch.get_num_interop_threads() != 1:  # torch takes this once in the life of a process
         torch.set_num_interop_threads(1)
-    with _fault(job.fault), determinism.deterministic(threads=job.threads, **job.settings) as asked:
+    planted: AbstractContextManager[None] = nullcontext()
+    if job.fault is not None:
+        from consistency.worker.faults import plant
+
+        planted = plant(job.fault)
+    with planted, determinism.deterministic(threads=job.threads, **job.settings) as asked:
         Session(job, events, asked).run()
-
-
-def _fault(name: str | None) -> AbstractContextManager[None]:
-    if name is None:
-        return nullcontext()
-    from consistency.worker.faults import plant
-
-    return plant(name)

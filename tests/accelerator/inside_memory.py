@@ -22,7 +22,7 @@ from consistency.case.preflight import prepare_case
 from consistency.case.stages import Stage
 from consistency.worker import session
 from consistency.worker.memory.placement import Placement
-from consistency.worker.protocol import TOLD_FILE, EventLog, Job, Told
+from consistency.worker.protocol import STATE_FILE, EventLog, Job, WorkerState
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # what PEFT and transformers say is not ours to mend
 
@@ -42,10 +42,10 @@ def _untouched() -> Iterator[None]:
 
 
 @pytest.fixture
-def look(tmp_path: Path) -> Callable[..., tuple[Facts, Told]]:
+def look(tmp_path: Path) -> Callable[..., tuple[Facts, WorkerState]]:
     number = itertools.count()
 
-    def run(fault: str | None = None, *, device: str = "npu:1") -> tuple[Facts, Told]:
+    def run(fault: str | None = None, *, device: str = "npu:1") -> tuple[Facts, WorkerState]:
         folder = tmp_path / str(next(number))
         folder.mkdir()
         job = Job(
@@ -57,7 +57,7 @@ def look(tmp_path: Path) -> Callable[..., tuple[Facts, Told]]:
             session.run(job, events)
         lines = (folder / "records.jsonl").read_bytes().splitlines()
         records = [decode_json(line, TensorRecord) for line in lines]
-        return {(r.layer, r.tensor): r for r in records}, decode_json((folder / TOLD_FILE).read_bytes(), Told)
+        return {(r.layer, r.tensor): r for r in records}, decode_json((folder / STATE_FILE).read_bytes(), WorkerState)
 
     return run
 
@@ -66,7 +66,7 @@ def outside(facts: Facts) -> set[tuple[str, str, str | None]]:
     return {(*key, r.diagnosis) for key, r in facts.items() if r.status == "outside"}
 
 
-def test_peft_goes_through_device_0_and_the_call_is_told(look: Callable[..., tuple[Facts, Told]]) -> None:
+def test_peft_goes_through_device_0_and_the_call_is_told(look: Callable[..., tuple[Facts, WorkerState]]) -> None:
     facts, told = look()
     assert outside(facts) == set()
     touched = facts["npu:0", "allocated"]
@@ -118,7 +118,7 @@ def test_where_peft_goes_straight_to_the_device_no_other_is_touched(device: str,
         ("merge-third-copy", {("merge_peak", "third-copy")}),
     ],
 )
-def test_faults(look: Callable[..., tuple[Facts, Told]], fault: str, told: set[tuple[str, str]]) -> None:
+def test_faults(look: Callable[..., tuple[Facts, WorkerState]], fault: str, told: set[tuple[str, str]]) -> None:
     facts, _ = look(fault)
     found = outside(facts)
     assert {(tensor, word) for _, tensor, word in found} == told

@@ -127,7 +127,7 @@ def test_a_setting_that_is_flipped_in_mid_run_is_seen_and_restored(name: str) ->
         if name != "matmul_allow_tf32":  # set alone, torch calls its own precision unreadable
             assert seen[name] == OTHER[name]
             assert set(seen) <= {name, "matmul_allow_tf32"}  # the precision moves that switch with it
-        restore(asked, seen)
+        assert restore(asked) == seen
         assert changed(asked) == {}
         turn_by_hand(name)
     assert in_force() == before

@@ -54,9 +54,7 @@ def free_bytes(device: Any) -> int | None:
 def _field(path: str, field: str) -> int | None:
     """Return a field of a /proc file in bytes, which counts in units of 1024; None on other systems."""
     try:
-        for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith(field):
-                return int(line.split()[1]) * 1024
+        lines = Path(path).read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
-        pass
-    return None
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,14 +31,9 @@ from consistency.worker.model.merging import restored, weight_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergePeak:
-    """Bytes that a merge of one layer allocated.
+    """Bytes that a merge of one layer allocated: `before_mark` in computing the delta, `after_mark` in adding it.
 
-    Attributes
-    ----------
-    seen : Peaks
-        `before_mark` is the part that computes the delta, `after_mark` the one that adds it.
-    allowed : Peaks or None
-        None where no limit is derived for this method's merge.
+    `allowed` is None where no limit is derived for this method's merge.
     """
 
     seen: Peaks
@@ -57,9 +53,14 @@ def measure_merge(layer: Any, meter: PeakMeter, *, safe: bool) -> MergePeak:
 
     The layer is left as it was, to the bit.
     """
+
+    def merge(mark: Mark) -> None:
+        with _marking_delta(layer, mark):
+            layer.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
+
     for _ in range(2):
         with restored(layer):
-            seen = meter.measure(lambda mark: _merge(layer, mark, safe=safe))
+            seen = meter.measure(merge)
     return MergePeak(seen=seen, allowed=_allowed(layer, meter, safe=safe) if is_plain(layer) else None)
 
 
@@ -70,11 +71,6 @@ def is_plain(layer: Any) -> bool:
     known = (lora.Linear, lora.Embedding, lora._ConvNd)
     of_lora = type(layer).__module__ == lora.__name__ and isinstance(layer, known)
     return of_lora and not getattr(layer, "lora_variant", None)
-
-
-def _merge(layer: Any, mark: Mark, *, safe: bool) -> None:
-    with _marking_delta(layer, mark):
-        layer.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
 
 
 @contextmanager
@@ -103,7 +99,7 @@ def _allowed(layer: Any, meter: PeakMeter, *, safe: bool) -> Peaks:
     frugal = []
     for cast in (False, True):  # PEFT casts the delta before some additions, and leaves it to the sum in others
         with restored(layer):
-            frugal.append(meter.measure(lambda mark, cast=cast: _frugal_merge(layer, mark, safe=safe, cast=cast)))  # type: ignore[misc]
+            frugal.append(meter.measure(partial(_frugal_merge, layer, safe=safe, cast=cast)))
     return Peaks(
         before_mark=max(peaks.before_mark for peaks in frugal),
         after_mark=max(peaks.after_mark for peaks in frugal) + slack,

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from consistency.worker.memory.placement import Allocator
+from consistency.worker.memory.placement import Allocator, Figures
 
 Mark = Callable[[], None]
 Action = Callable[[Mark], None]
@@ -77,11 +77,7 @@ class ProfilerMeter:
 class AllocatorMeter:
     """An accelerator: the counters of its allocator, reset at the beginning and at the mark.
 
-    Parameters
-    ----------
-    device : torch.device
-    before_reset : callable
-        Called before the peak, which others read too, is reset.
+    `before_reset` is called before the peak, which others read too, is reset.
     """
 
     def __init__(self, device: torch.device, before_reset: Callable[[], None]) -> None:
@@ -90,28 +86,26 @@ class AllocatorMeter:
         self._allocator = Allocator(device.type)
 
     def measure(self, action: Action) -> Peaks:
-        before = self._allocated()
+        before = self._figures().allocated or 0
         peaks = []
 
+        def reset() -> None:
+            self._before_reset()
+            self._allocator.reset_peak(self._device)
+
         def mark() -> None:
-            peaks.append(self._peak() - before)
-            self._reset()
+            peaks.append((self._figures().peak_allocated or 0) - before)
+            reset()
 
         with _no_collection():
-            self._reset()
+            reset()
             action(mark)
-            peaks.append(self._peak() - before)
-        return Peaks(before_mark=peaks[0], after_mark=max(peaks[1:], default=0), kept=self._allocated() - before)
+            last = self._figures()
+        peaks.append((last.peak_allocated or 0) - before)
+        return Peaks(before_mark=peaks[0], after_mark=max(peaks[1:], default=0), kept=(last.allocated or 0) - before)
 
-    def _reset(self) -> None:
-        self._before_reset()
-        self._allocator.reset_peak(self._device)
-
-    def _allocated(self) -> int:
-        return self._allocator.figures(self._device).allocated or 0
-
-    def _peak(self) -> int:
-        return self._allocator.figures(self._device).peak_allocated or 0
+    def _figures(self) -> Figures:
+        return self._allocator.figures(self._device)
 
 
 def meter_of(device: torch.device, *, before_reset: Callable[[], None]) -> PeakMeter | None:

@@ -10,13 +10,7 @@ from consistency.worker.memory.placement import Allocator
 
 
 class StageMemoryLog:
-    """Reset the marks when a stage begins, and read them when it ends.
-
-    Parameters
-    ----------
-    device : torch.device
-        The worker's own.
-    """
+    """Reset the high-water marks when a stage begins, and read them when it ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -16,7 +16,7 @@ import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,13 +47,7 @@ class Figures:
 
 
 class Allocator:
-    """The allocator of an accelerator's backend, by the functions that torch's own backends have in common.
-
-    Parameters
-    ----------
-    kind : str
-        Device type: `cuda`, `xpu`, `npu`.
-    """
+    """The allocator of an accelerator's backend, by the functions that torch's own backends have in common."""
 
     def __init__(self, kind: str) -> None:
         self._module: Any = torch.get_device_module(kind)
@@ -70,8 +64,6 @@ class Allocator:
         return all(hasattr(self._module, name) for name in needed)
 
     def figures(self, device: torch.device) -> Figures:
-        if not self.in_use:
-            return Figures(allocated=0, peak_allocated=0, reserved=0, peak_reserved=0)
         return Figures(
             allocated=self._count("memory_allocated", device),
             peak_allocated=self._count("max_memory_allocated", device),
@@ -84,20 +76,17 @@ class Allocator:
             self._module.reset_peak_memory_stats(device)
 
     def _count(self, name: str, device: torch.device) -> int | None:
+        if not self.in_use:
+            return 0
         count = getattr(self._module, name, None)
         return None if count is None else int(count(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSeen:
-    """Whether this process has a context on a device.
+    """Whether this process has a context on a device; `exists` is None where that is unknown, for the `reason`.
 
-    Attributes
-    ----------
-    exists : bool or None
-        None where that is unknown, for the `reason`.
-    used_bytes : int or None
-        Memory of the process on the device by NVML, including the context, which torch's counters leave out.
+    `used_bytes` is its memory on the device by NVML, including the context, which torch's counters leave out.
     """
 
     exists: bool | None
@@ -110,19 +99,11 @@ class Contexts:
     """Contexts of this process, by the CUDA driver and by NVML.
 
     NVML lists processes by the PIDs of its own side of a container, which may belong to other processes here. So it is
-    trusted only where it lists this process on the device that it certainly uses.
-
-    Parameters
-    ----------
-    own : torch.device
-        The device that this process uses.
-    nvml : module, optional
-        Replaces pynvml.
+    trusted only where it lists this process on `own`, the device that it certainly uses.
     """
 
-    def __init__(self, own: torch.device, *, nvml: ModuleType | None = None) -> None:
+    def __init__(self, own: torch.device) -> None:
         self._own = own
-        self._nvml = nvml
 
     def look(self, device: torch.device) -> ContextSeen:
         if not backend_of(device.type).shows_contexts:
@@ -130,35 +111,20 @@ class Contexts:
         if not torch.cuda.is_initialized():
             return ContextSeen(exists=False, seen_by="torch, which has not initialized CUDA")
         by_driver = _has_primary_context(device)
-        listed, used = self._listed(_uuid(device))
+        uuid, own = _uuid(device), _uuid(self._own)
+        listed, used = listed_by_nvml(uuid, own=own, pid=os.getpid()) if uuid and own else (None, None)
         if listed is not None:
             return ContextSeen(exists=listed or bool(by_driver), seen_by="NVML", used_bytes=used)
         if by_driver is not None:
             return ContextSeen(exists=by_driver, seen_by="the driver")
         return ContextSeen(exists=None, reason="NVML does not list this process even on its own device")
 
-    def _listed(self, uuid: str | None) -> tuple[bool | None, int | None]:
-        own = _uuid(self._own)
-        if uuid is None or own is None:
-            return None, None
-        return listed_by_nvml(uuid, own=own, pid=os.getpid(), nvml=self._nvml)
-
 
 def listed_by_nvml(uuid: str, *, own: str, pid: int, nvml: ModuleType | None = None) -> tuple[bool | None, int | None]:
-    """Ask NVML whether a process is on a device, and how much memory it has there.
+    """Ask NVML whether a process is on a device, None where it does not know, and how many bytes it has there.
 
-    Parameters
-    ----------
-    uuid : str
-        Of the device, as NVML writes it.
-    own : str
-        Of a device that the process certainly uses: where NVML does not list it there, its PIDs are not ours.
-
-    Returns
-    -------
-    listed : bool or None
-        None where NVML does not know.
-    used_bytes : int or None
+    `own` is the UUID of a device that the process certainly uses: where NVML does not list it there, its PIDs are not
+    ours.
     """
     try:
         import pynvml
@@ -217,15 +183,7 @@ class Call:
 
 
 class Placement:
-    """Check the other devices after every step, and note the first step that touched each.
-
-    Parameters
-    ----------
-    own : torch.device
-        The device that this process is to use.
-    contexts : Contexts, optional
-        Replaces the real ones.
-    """
+    """Check the devices other than a process's own after every step, and note the first step that touched each."""
 
     def __init__(self, own: torch.device, *, contexts: Contexts | None = None) -> None:
         self.own = own
@@ -243,9 +201,8 @@ class Placement:
                 self._start_again(device)
                 continue
             figures = self.figures(device)
-            moved = {"allocated": figures.peak_allocated, "reserved": figures.peak_reserved}
-            for name, value in moved.items():
-                if value:
+            for name, moved in (("allocated", figures.peak_allocated), ("reserved", figures.peak_reserved)):
+                if moved:
                     self._touches.setdefault((device, name), step)
             if (device, "context") not in self._touches and self.context(device).exists:
                 self._touches[device, "context"] = step
@@ -253,12 +210,12 @@ class Placement:
     def figures(self, device: torch.device) -> Figures:
         """Return the counters of a device, less what stages that use other devices on purpose left there."""
         now, before = Allocator(device.type).figures(device), self._before.get(device, Figures())
-        return Figures(
-            allocated=_over(now.allocated, before.allocated),
-            peak_allocated=_over(now.peak_allocated, before.allocated),
-            reserved=_over(now.reserved, before.reserved),
-            peak_reserved=_over(now.peak_reserved, before.reserved),
-        )
+
+        def over(name: str) -> int | None:
+            count, left = getattr(now, name), getattr(before, name.removeprefix("peak_"))
+            return None if count is None else max(0, count - (left or 0))
+
+        return Figures(**{field.name: over(field.name) for field in fields(Figures)})
 
     def context(self, device: torch.device) -> ContextSeen:
         """Return whether there is a context; one that was opened on purpose hides any other."""
@@ -286,10 +243,6 @@ class Placement:
             yield
 
 
-def _over(now: int | None, before: int | None) -> int | None:
-    return None if now is None else max(0, now - (before or 0))
-
-
 class _FirstCall(TorchDispatchMode):
     """Inspect the result of every operation, and change nothing."""
 
@@ -304,7 +257,7 @@ class _FirstCall(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if len(self._calls) < len(self._devices):
             for leaf in tree_iter(result):
-                if isinstance(leaf, torch.Tensor) and leaf.device in self._devices and leaf.device not in self._calls:
+                if isinstance(leaf, torch.Tensor) and leaf.device in self._devices - self._calls.keys():
                     frames = library_frames(traceback.extract_stack())
                     self._calls[leaf.device] = Call(operation=str(func), frames=frames)
         return result

@@ -21,7 +21,7 @@ from consistency.numerics.kernels.numpy_digest import BLOCK_BYTES, ROW_BYTES
 from consistency.worker import determinism, environment
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
-from consistency.worker.protocol import Told
+from consistency.worker.protocol import WorkerState
 from consistency.worker.session import Session
 
 WORDS = ROW_BYTES // 8
@@ -255,15 +255,14 @@ def test_the_environment_of_a_cpu_worker_does_not_speak_of_it() -> None:
 def test_a_worker_tells_what_became_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     untried = {"torch": "2", "digest_kernel": triton_digest.state(CUDA)}
     session = Session.__new__(Session)
-    session._job = SimpleNamespace(device="cuda:0")  # type: ignore[assignment]
+    session._job = SimpleNamespace(device="cuda:0", folder=str(tmp_path))  # type: ignore[assignment]
     session._asked = {}
-    session._path = tmp_path / "told.json"
     session._placement = Placement(torch.device("cpu"))
     session._memory = StageMemoryLog(torch.device("cpu"))
-    session._told = Told(environment=untried, asked={}, in_force={}, kernel_key="")
+    session._state = WorkerState(environment=untried)
     triton_digest._states[CUDA] = triton_digest.FUSED
     session._check("base")
-    assert session._told.environment == {"torch": "2", "digest_kernel": "fused"}
+    assert session._state.environment == {"torch": "2", "digest_kernel": "fused"}
 
 
 def test_devices_are_the_same_program_whichever_path_they_took() -> None:

@@ -65,7 +65,7 @@ def test_the_host_has_no_more_to_give_than_it_has() -> None:
 
 
 def test_a_system_without_proc_reports_its_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_told", lambda *_: None)
+    monkeypatch.setattr(host_memory, "_field", lambda *_: None)
     unit = 1 if sys.platform == "darwin" else 1024
     least = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     assert least <= host_memory.peak_bytes() <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
