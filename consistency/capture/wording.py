@@ -1,4 +1,4 @@
-"""How the reasons in a capture, the findings of a comparison and the reports count things and list them."""
+"""Counts, lists and sizes in the sentences of captures, findings and reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def shortened(names: Sequence[str], most: int = MOST_NAMES) -> list[str]:
 
 
 def some(names: Sequence[str], most: int = MOST_NAMES) -> str:
-    """Join names, at most `most` of them: `a, b, c`, or `a, b and 3 more`."""
+    """Join names, each once and at most `most` of them: `a, b, c`, or `a, b and 3 more`."""
+    names = tuple(dict.fromkeys(names))
     texts = shortened(names, most)
     return ", ".join(texts) if len(names) <= most else f"{', '.join(texts[:-1])} {texts[-1]}"
 

@@ -47,7 +47,7 @@ def test_findings_name_the_road_and_no_device_that_is_well(faulty: RunOnDouble) 
     moved = [f for f in errors if f.message.startswith("adapter")]
     assert {f.kind for f in moved} == {"zeros", "fresh-init"}
     for finding in moved:
-        assert "when all devices are visible, and the right bytes when alone" in finding.message
+        assert "when all devices are visible, and correct when isolated" in finding.message
         assert "peer copies 0→1 and 0→3 drop data; 0→2 is fine" in finding.message
     computed = [f for f in errors if f.message.startswith(("merged", "forward"))]
     assert computed

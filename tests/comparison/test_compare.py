@@ -350,7 +350,7 @@ def test_wrong_only_when_shared_is_the_copy(make_capture: MakeCapture) -> None:
     assert found.load_paths == ("isolated", "shared")
     (finding,) = errors(found)
     assert finding.message.endswith(
-        "when all devices are visible, and the right bytes when alone: peer copies 0→1 drop data"
+        "when all devices are visible, and correct when isolated: peer copies 0→1 drop data"
     )
     shared_tensor = next(t for t in found.tensors if t.load_path == "shared")
     assert shared_tensor.classes == (("cpu",), ("cuda:1",)), "the reference worker stands in every road"

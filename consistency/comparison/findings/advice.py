@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from consistency.capture.names import HOST
-from consistency.comparison.findings.transfer_causes import arrow
+from consistency.capture.wording import counted
+from consistency.comparison.findings.transfer_causes import arrow, boot
 from consistency.comparison.findings.transfers import Matrix, matrices
-from consistency.comparison.result import Comparison, Finding
+from consistency.comparison.result import Comparison
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
 from consistency.devices.host.nvml import REMAP_FAILED, REMAP_PENDING
@@ -19,24 +20,14 @@ from consistency.devices.host.nvml import REMAP_FAILED, REMAP_PENDING
 MOST_ADVICE = 8
 
 _SLOW = 4
-"""A pair is slow below one part in four of the median of its kind: a link of x4 in a slot of x16. Copies of other
-workers run beside it, which has been seen to halve it."""
+"""A pair is slow below a quarter of the median of its kind: a link of x4 in a slot of x16. Other workers copy at the
+same time, which has been seen to halve the speed."""
 
-_FEW_PAIRS = 3  # a median of fewer says nothing
+_FEW_PAIRS = 3  # a median of fewer means nothing
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to fix.
-
-    Attributes
-    ----------
-    what : str
-        What is wrong or could go wrong, in one sentence.
-    mend : str or None
-        What to do about it.
-    urgent : bool
-        Whether something is wrong already.
-    """
+    """A fault or a risk in one sentence, and the fix; `urgent` where something is wrong already."""
 
     what: str
     mend: str | None = None
@@ -45,7 +36,11 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 def advise(comparison: Comparison) -> tuple[Advice, ...]:
     """Return what to fix, present faults before risks."""
-    found = [*(_of_finding(f) for f in comparison.findings if f.severity != "note")]
+    found = [
+        Advice(what=finding.message, mend=finding.next, urgent=finding.severity == "error")
+        for finding in comparison.findings
+        if finding.severity != "note"
+    ]
     for host_facts in comparison.hosts:
         found += _of_host(host_facts, comparison)
     if not comparison.simulated:
@@ -56,9 +51,8 @@ def advise(comparison: Comparison) -> tuple[Advice, ...]:
 
 
 def about(host_facts: HostFacts) -> Iterator[str]:
-    """Yield what is known of a machine, a line per kind of fact."""
-    up = "" if host_facts.uptime_s is None else f", up {host_facts.uptime_s / 3600:.1f} h"
-    yield f"{host_facts.host}: kernel {host_facts.kernel}, boot {host_facts.boot_id or 'unknown'}{up}"
+    """Yield what is known of a host, a line per kind of fact."""
+    yield f"{host_facts.host}: kernel {host_facts.kernel}, {boot(host_facts)}"
     options = f" ({' '.join(host_facts.iommu_options)})" if host_facts.iommu_options else ""
     yield f"IOMMU: {host_facts.iommu or 'unknown'}{options}"
     for gpu in host_facts.gpus:
@@ -69,7 +63,8 @@ def about(host_facts: HostFacts) -> Iterator[str]:
             parts.append(f"peer access {link.peer}")
         yield f"{link.a} and {link.b}: {', '.join(parts) or 'unknown'}"
     if host_facts.log:
-        yield f"kernel's log: {len(host_facts.log)} lines of {LOGGED} since boot, the last: {host_facts.log[-1]}"
+        lines = counted(len(host_facts.log), "line")
+        yield f"kernel log: {lines} of {LOGGED} since boot, the last: {host_facts.log[-1]}"
     for name, why in host_facts.unread.items():
         yield f"{name}: {why}"
 
@@ -97,40 +92,28 @@ def as_table(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _of_finding(finding: Finding) -> Advice:
-    return Advice(what=finding.message, mend=finding.next, urgent=finding.severity == "error")
-
-
 def _of_host(host_facts: HostFacts, comparison: Comparison) -> Iterator[Advice]:
     for gpu in host_facts.gpus:
         if gpu.counters.get(REMAP_FAILED):
-            yield Advice(what=f"{gpu.name} has bad memory rows and none left to put in their place", mend="replace it")
+            yield Advice(what=f"{gpu.name} has bad memory rows and no spare rows left", mend="replace it")
         elif gpu.counters.get(REMAP_PENDING):
-            yield Advice(
-                what=f"{gpu.name} waits for a reset to put good memory rows in the place of bad ones", mend="reset it"
-            )
+            yield Advice(what=f"{gpu.name} waits for a reset to remap bad memory rows", mend="reset it")
         lost = gpu.counters.get("ecc uncorrected, since boot", 0)
-        if lost and not gpu.after:  # a counter that rose while we looked is a finding
-            yield Advice(
-                what=f"{gpu.name} has lost data {lost} times since boot (uncorrected ECC errors)",
-                mend="have it tested: dcgmi diag -r 3",
-            )
+        if lost and not gpu.after:  # a counter that rose during the run is a finding
+            what = f"{gpu.name} has lost data {lost} times since boot (uncorrected ECC errors)"
+            yield Advice(what=what, mend="test it: dcgmi diag -r 3")
         if gpu.lanes_lost is not None:
-            has, made_for = gpu.lanes_lost
-            yield Advice(
-                what=f"{gpu.name} has {has} PCIe lanes; it and its slot are made for {made_for}",
-                mend="reseat it, and check its riser", urgent=False,
-            )  # fmt: skip
+            has, supported = gpu.lanes_lost
+            what = f"{gpu.name} has {has} PCIe lanes; it and its slot support {supported}"
+            yield Advice(what=what, mend="reseat it, and check its riser", urgent=False)
     if host_facts.log and not host_facts.new_log:
-        yield Advice(
-            what=f"the kernel wrote {len(host_facts.log)} lines of {LOGGED} since boot",
-            mend=f"check them: {host_facts.log[-1]}", urgent=False,
-        )  # fmt: skip
+        what = f"the kernel logged {counted(len(host_facts.log), 'line')} of {LOGGED} since boot"
+        yield Advice(what=what, mend=f"check them: {host_facts.log[-1]}", urgent=False)
     translated = [gpu.name for gpu in host_facts.gpus if gpu.is_translated]
     if len(host_facts.gpus) > 1 and translated and comparison.verdict == "consistent":
         yield Advice(
-            what=f"the IOMMU translates what {', '.join(translated)} write to one another; it went well this time",
-            mend="iommu=pt on the kernel's command line takes that out of the way",
+            what=f"the IOMMU translates peer writes of {', '.join(translated)}; no copy was wrong in this run",
+            mend="boot with iommu=pt on the kernel's command line to bypass it",
             urgent=False,
         )
 
@@ -147,10 +130,10 @@ def _slow(matrix: Matrix) -> Iterator[Advice]:
         median = statistics.median(speeds.values())
         slow = [pair for pair, speed in speeds.items() if speed < median / _SLOW]
         if slow:
-            told = ", ".join(f"{arrow(pair)} {speeds[pair]:.3g} GB/s" for pair in slow[:4])
+            named = ", ".join(f"{arrow(pair)} {speeds[pair]:.3g} GB/s" for pair in slow[:4])
             yield Advice(
-                what=f"slow beside others of its kind, which make {median:.3g} GB/s: {told}",
-                mend="check its link: width, speed, and the way that nvidia-smi topo -m shows",
+                what=f"slow, the median of its kind is {median:.3g} GB/s: {named}",
+                mend="check its link: width, speed, and its path in nvidia-smi topo -m",
                 urgent=False,
             )
 

@@ -95,7 +95,7 @@ def find_causes(
             kind=cause.word,
             severity="warning" if software else "error",
             message=(
-                f"{cause.stage} · {names(cause.workers)} · {_what(cause, group, total)}{cause.verdict.where}"
+                f"{cause.stage} · {some(cause.workers)} · {_what(cause, group, total)}{cause.verdict.where}"
                 f"{_why(cause, group, same, software=software)}{_origin(cause, group, moved)}"
             ),
             workers=cause.workers,
@@ -202,8 +202,3 @@ def _origin(cause: _Cause, group: _Group, moved: Set[tuple[str, str]]) -> str:
     if computed and all((path, worker) in moved for path in group.load_paths for worker in cause.workers):
         text += ": caused by the wrong bytes above"
     return text
-
-
-def names(labels: Iterable[str]) -> str:
-    """Name workers in a sentence, six at most."""
-    return some(tuple(dict.fromkeys(labels)))

@@ -10,11 +10,11 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from consistency.capture.wording import counted
+from consistency.capture.wording import counted, some
 from consistency.case.builtin import builtin_name
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import MOVES_WEIGHTS, Level, Stage, requested
-from consistency.comparison.findings.causes import find_causes, names
+from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.host import find_host_problems
 from consistency.comparison.findings.load_paths import find_casts
 from consistency.comparison.findings.placement import find_device_use
@@ -73,7 +73,7 @@ def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         yield Finding(
             kind="lost-worker" if status == "lost" else "failed-worker",
             severity="error",
-            message=f"{names([_place(p) for p in lost])} {verb}: {reason}",
+            message=f"{some([_place(p) for p in lost])} {verb}: {reason}",
             workers=tuple(p.label for p in lost),
             detail=tuple((stack or "").splitlines()[-12:]),
         )
@@ -87,7 +87,7 @@ def _software(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             if name in p.info.environment:
                 values.setdefault(str(p.info.environment[name]), []).append(p.label)
         if len(values) > 1:
-            text = "; ".join(f"{value}: {names(labels)}" for value, labels in values.items())
+            text = "; ".join(f"{value}: {some(labels)}" for value, labels in values.items())
             yield Finding(kind=ENVIRONMENT, severity="warning", message=f"{name} differs between workers: {text}")
 
 
@@ -102,7 +102,7 @@ def _inputs(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         yield Finding(
             kind="inputs",
             severity="error",
-            message=f"forward · {names(workers)} had different inputs than {names(first)}: outputs cannot be compared",
+            message=f"forward · {some(workers)} had different inputs than {some(first)}: outputs cannot be compared",
             workers=workers,
             next="give the same --inputs, --level and base to every capture",
         )
@@ -122,7 +122,7 @@ def _settings(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         yield Finding(
             kind=kind,
             severity="warning",
-            message=f"{text} on {names(labels)}; {asked} was requested",
+            message=f"{text} on {some(labels)}; {asked} was requested",
             workers=tuple(labels),
         )
 
@@ -156,7 +156,7 @@ def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
             kind="not-repeatable",
             severity="error",
             message=(
-                f"{stage} · {names(workers)} · {counted(len(same), 'tensor')} changed bitwise on a repeat run on the "
+                f"{stage} · {some(workers)} · {counted(len(same), 'tensor')} changed bitwise on a repeat run on the "
                 "same device"
             ),
             workers=tuple(workers),
@@ -184,7 +184,7 @@ def _same_program(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCo
                     kind="same-model",
                     severity="error",
                     message=(
-                        f"{stage} · {names(labels)} are the same model with the same software, but differ bitwise "
+                        f"{stage} · {some(labels)} are the same model with the same software, but differ bitwise "
                         f"in {counted(len(differing), 'tensor')}"
                     ),
                     workers=labels,
@@ -212,7 +212,7 @@ def _skipped(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
         yield Finding(
             kind="skipped",
             severity="note",
-            message=f"{stage} · {what} skipped on {names(list(by_worker))}: {reason}",
+            message=f"{stage} · {what} skipped on {some(list(by_worker))}: {reason}",
             workers=tuple(by_worker),
             tensors=tuple(where),
         )

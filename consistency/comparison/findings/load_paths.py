@@ -68,9 +68,7 @@ def judge_load_paths(
         load_path.main is LoadPath.SHARED for load_path in bad
     )
     if stage != "adapter":
-        text = (
-            " when all devices are visible, and the right ones when alone" if alone else f" on load path {_names(bad)}"
-        )
+        text = " when all devices are visible, and correct when isolated" if alone else f" on load path {_names(bad)}"
         return Verdict(where=text, why="a copy between devices" if alone else "")
     return _by_option(word, bad, right) or (_alone(bad, right) if alone else _by_device(bad, right))
 
@@ -90,7 +88,7 @@ def _by_option(word: Word, bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict 
     if all(load_path.low_memory and load_path.without_low_memory in right for load_path in bad):
         rounded = word in _ROUNDED
         return Verdict(
-            where=" with low_cpu_mem_usage=True, and the right bytes without",
+            where=" with low_cpu_mem_usage=True, and correct without",
             why="a dtype conversion while loading" if rounded else "an effect of low_cpu_mem_usage=True",
         )
     of_other = [load_path for load_path in right if load_path.by_transformers]
@@ -99,23 +97,23 @@ def _by_option(word: Word, bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict 
     ):
         if all(not load_path.by_transformers for load_path in right):
             return Verdict(
-                where=" with transformers' load_adapter, and the right bytes with PEFT's", why="transformers' loader"
+                where=" with transformers' load_adapter, and correct with PEFT's", why="transformers' loader"
             )
     elif of_other and len(of_other) == len(right) and {b.main for b in bad} <= {r.main for r in of_other}:
-        return Verdict(where=" with PEFT's loader, and the right bytes with transformers'", why="PEFT's loader")
+        return Verdict(where=" with PEFT's loader, and correct with transformers'", why="PEFT's loader")
     return None
 
 
 def _alone(bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict:
     """Interpret bytes that are right on a device alone and wrong when other devices are visible."""
     beside = [load_path for load_path in right if load_path.main is LoadPath.SHARED and not load_path.chooses_device]
-    text = " when all devices are visible, and the right bytes when alone"
+    text = " when all devices are visible, and correct when isolated"
     if all(load_path.chooses_device for load_path in bad):
         told = sorted({f"torch_device={load_path.torch_device}" for load_path in beside if load_path.torch_device})
         told += ["transformers' loader"] if any(load_path.by_transformers for load_path in beside) else []
         also = f" or with {' or '.join(told)}" if told else ""
         return Verdict(where=text + also, why="", hops=True)
-    return Verdict(where=text, why="an effect of the other visible devices, not only of copies by way of device 0")
+    return Verdict(where=text, why="an effect of the other visible devices, not only of copies through device 0")
 
 
 def _by_device(bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict:
@@ -123,18 +121,18 @@ def _by_device(bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict:
         told = sorted({f"torch_device={load_path.torch_device}" for load_path in right if load_path.torch_device})
         with_it = " or ".join(told) or "transformers' loader"
         return Verdict(
-            where=f" where PEFT chooses the device, and the right bytes with {with_it}",
-            why="copies by way of the device that PEFT chooses",
+            where=f" where PEFT chooses the device, and correct with {with_it}",
+            why="copies through the device that PEFT chooses",
             hops=all(load_path.main is LoadPath.SHARED for load_path in bad),
         )
     if all(load_path.torch_device != "cpu" and not load_path.by_transformers for load_path in bad) and all(
         load_path.torch_device == "cpu" or load_path.by_transformers for load_path in right
     ):
         return Verdict(
-            where=" where the file is read directly onto the device, and the right bytes when staged through the host",
+            where=" where the file is read directly onto the device, and correct when staged through the host",
             why="the copy from the file to the device",
         )
-    return Verdict(where=f" on load path {_names(bad)}, and the right bytes on {_names(right)}")
+    return Verdict(where=f" on load path {_names(bad)}, and correct on {_names(right)}")
 
 
 def copies(word: Word, workers: Sequence[str], fine: Iterable[str]) -> str:
@@ -151,7 +149,7 @@ def copies(word: Word, workers: Sequence[str], fine: Iterable[str]) -> str:
     does = "drop data" if word in _NOT_ARRIVED else "change data"
     targets = [_index(label) for label in workers]
     if None in targets or 0 in targets:
-        return f"copies by way of device 0 {does}"
+        return f"copies through device 0 {does}"
     unhurt = sorted({index for index in map(_index, fine) if index} - set(targets))
     text = f"peer copies {listed([f'0→{index}' for index in dict.fromkeys(targets)])} {does}"
     verb = "is" if len(unhurt) == 1 else "are"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from consistency.comparison.findings.causes import names
+from consistency.capture.wording import size, some
 from consistency.comparison.result import BAD, Finding, Row, TensorComparison
 from consistency.numerics.words import Word
 
@@ -50,7 +50,7 @@ def find_device_use(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
             kind=Word.TOUCHED,
             severity="error" if bad else "warning",
             message=(
-                f"memory · {names(workers)} · {_STEPS.get(step, f'the step {step}')} {_what(group, device)}{where}"
+                f"memory · {some(workers)} · {_STEPS.get(step, f'the step {step}')} {_what(group, device)}{where}"
                 + (f": give {advice}" if advice else "")
             ),
             workers=workers,
@@ -66,8 +66,8 @@ def _what(group: _Use, device: str) -> str:
         return f"opened a context on {device}"
     most = max(peaks, key=lambda evidence: _number(evidence.get("peak_bytes")))
     kept = max(_number(evidence.get("resident_bytes")) for evidence in peaks)
-    text = f"allocated {size(most.get('peak_bytes'))} on {device}"
-    return f"{text}, of which {size(kept)} stay there" if kept else f"{text} and released it"
+    text = f"allocated {as_size(most.get('peak_bytes'))} on {device}"
+    return f"{text}, of which {as_size(kept)} stay there" if kept else f"{text} and released it"
 
 
 def _advice(workers: Sequence[str]) -> str:
@@ -81,11 +81,11 @@ def _detail(rows: Mapping[str, Row]) -> Iterable[str]:
         evidence = row.evidence
         parts = [name]
         if "peak_bytes" in evidence:
-            parts.append(f"{size(evidence['peak_bytes'])} at peak, {size(evidence.get('resident_bytes'))} now")
+            parts.append(f"{as_size(evidence['peak_bytes'])} at peak, {as_size(evidence.get('resident_bytes'))} now")
         if "used_bytes" in evidence:
-            parts.append(f"{size(evidence['used_bytes'])} by NVML")
+            parts.append(f"{as_size(evidence['used_bytes'])} by NVML")
         if "passing_bytes" in evidence:
-            parts.append(f"an adapter that passes through takes {size(evidence['passing_bytes'])} at most")
+            parts.append(f"an adapter that passes through takes {as_size(evidence['passing_bytes'])} at most")
         yield " · ".join(parts)
     calls = next((row.evidence for row in rows.values() if "first_operation" in row.evidence), None)
     if calls is not None:
@@ -95,14 +95,9 @@ def _detail(rows: Mapping[str, Row]) -> Iterable[str]:
         )
 
 
-def size(value: Any) -> str:
-    """Write a number of bytes for people; evidence of another type is shown as it is."""
-    if not isinstance(value, int):
-        return str(value)
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= unit:
-            return f"{value / unit:.1f} {name}"
-    return f"{value} bytes"
+def as_size(value: Any) -> str:
+    """Write a number of bytes; evidence of another type is shown as it is."""
+    return size(value) if isinstance(value, int) else str(value)
 
 
 def _number(value: Any) -> int:

@@ -1,8 +1,8 @@
-"""What of a machine explains that copies between its devices go wrong, and what mends it."""
+"""Host facts -> why copies between its devices may be wrong, and the fix."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from consistency.capture.names import HOST
@@ -19,35 +19,29 @@ _MOST_NAMES, _MOST_LOG = 4, 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """What explains that copies go wrong, and what mends it."""
+    """A likely cause of wrong copies, and its fix."""
 
     text: str
-    mend: str | None = None
+    fix: str | None = None
 
 
 def reasons(
     host_facts: HostFacts | None, pairs: Sequence[Pair], *, no_peer_access: Sequence[Pair] = ()
 ) -> list[Reason]:
-    """Return what of a machine explains that copies of these pairs go wrong."""
+    """Return what the facts of a host can explain of wrong copies between these pairs."""
     found: list[Reason] = []
-    between = [pair for pair in pairs if HOST not in pair and pair[0] != pair[1]]
-    gpus = [
-        gpu
-        for name in dict.fromkeys(name for pair in pairs for name in pair)
-        if host_facts and (gpu := host_facts.gpu(name))
-    ]
-    if host_facts is not None and between:
-        found += _addresses(host_facts, gpus)
-        found += _redirected(gpus)
+    names = dict.fromkeys(name for pair in pairs for name in pair)
+    gpus = [gpu for name in names if host_facts and (gpu := host_facts.gpu(name))]
+    if host_facts is not None and any(HOST not in pair and pair[0] != pair[1] for pair in pairs):
+        found += [*_addresses(host_facts, gpus), *_redirected(gpus)]
     if no_peer_access:
-        found.append(
-            Reason(text=f"there is no peer access {listed([arrow(pair) for pair in no_peer_access[:_MOST_NAMES]])}")
-        )
+        found.append(Reason(text=f"no peer access {listed([arrow(pair) for pair in no_peer_access[:_MOST_NAMES]])}"))
     for gpu in gpus:
         if gpu.after:
-            found.append(Reason(text=f"on {gpu.name} {_counters(gpu.after)} rose", mend=f"have {gpu.name} tested"))
+            risen = listed([f"{name} (now {value})" for name, value in gpu.after.items()])
+            found.append(Reason(text=f"{risen} rose on {gpu.name}", fix=f"have {gpu.name} tested"))
     if host_facts is not None and host_facts.log:
-        found.append(Reason(text=f"the kernel wrote {counted(len(host_facts.log), 'line')} of {LOGGED} since boot"))
+        found.append(Reason(text=f"the kernel logged {counted(len(host_facts.log), 'line')} of {LOGGED} since boot"))
     return found
 
 
@@ -58,7 +52,7 @@ def _addresses(host_facts: HostFacts, gpus: Sequence[Gpu]) -> Iterator[Reason]:
         given = " ".join(host_facts.iommu_options) or "no iommu=pt"
         yield Reason(
             text=f"the IOMMU translates (group type {kinds}; {given})",
-            mend="boot with iommu=pt on the kernel's command line, then: consistency doctor",
+            fix="boot with iommu=pt on the kernel's command line, then: consistency doctor",
         )
 
 
@@ -66,28 +60,26 @@ def _redirected(gpus: Sequence[Gpu]) -> Iterator[Reason]:
     bridges = sorted({bridge for gpu in gpus for bridge, on in gpu.acs.items() if REDIRECTS & set(on)})
     if bridges:
         yield Reason(
-            text=f"ACS sends peer traffic up to the root at {listed(bridges[:_MOST_NAMES])}",
-            mend="switch ACS off on the bridges above the GPUs (in the firmware, or with setpci), then: "
-            "consistency doctor",
+            text=f"ACS redirects peer traffic through the root complex at {listed(bridges[:_MOST_NAMES])}",
+            fix="disable ACS on the bridges above the GPUs (in the firmware, or with setpci), then: consistency doctor",
         )
 
 
 def about(host_facts: HostFacts | None) -> Iterator[str]:
-    """Say what else is known of the machine, and what could not be read."""
+    """Yield what else is known of a host, and what could not be read."""
     if host_facts is None:
         return
     if host_facts.boot_id is not None:
-        up = "" if host_facts.uptime_s is None else f", up {host_facts.uptime_s / 3600:.1f} h"
-        yield (
-            f"boot {host_facts.boot_id}{up}: a reboot may hide it; keep this capture and compare it with one from after"
-        )
+        yield f"{boot(host_facts)}: a reboot may hide the fault; keep this capture and compare it with a later one"
     yield from (f"kernel: {line}" for line in host_facts.log[-_MOST_LOG:])
     if host_facts.unread:
-        yield "not known: " + "; ".join(f"{name} ({why})" for name, why in host_facts.unread.items())
+        yield "unknown: " + "; ".join(f"{name} ({why})" for name, why in host_facts.unread.items())
 
 
-def _counters(risen: Mapping[str, int]) -> str:
-    return listed([f"{name} (now {value})" for name, value in risen.items()])
+def boot(host_facts: HostFacts) -> str:
+    """Return the boot of a host and its uptime: `boot 5f2c, up 3.1 h`."""
+    up = "" if host_facts.uptime_s is None else f", up {host_facts.uptime_s / 3600:.1f} h"
+    return f"boot {host_facts.boot_id or 'unknown'}{up}"
 
 
 def arrow(pair: Pair) -> str:

@@ -1,7 +1,4 @@
-"""Rows of the stage `transfer` -> a matrix of pairs, one sentence per kind of fault, and what explains it.
-
-*copies cuda:0→cuda:1 and cuda:0→cuda:3 deliver nothing; cuda:0→cuda:2 is fine; the IOMMU translates (no iommu=pt).*
-"""
+"""Rows of the stage `transfer` -> a matrix of device pairs, one finding per kind of fault, and its likely cause."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ from consistency.capture.names import (
 )
 from consistency.capture.wording import listed, some
 from consistency.case.stages import Stage
-from consistency.comparison.findings.causes import names
 from consistency.comparison.findings.details import describe
 from consistency.comparison.findings.transfer_causes import Pair, about, arrow, reasons
 from consistency.comparison.result import BAD, Finding, Row, TensorComparison
@@ -49,8 +45,8 @@ _ONLY = {
     STRIDED: "when they are strided",
     CASTING: "when they cast",
     OVERLAPPED: "under load",
-    HOST_STAGED: "by way of the host",
-    CHAIN: "by way of a third device",
+    HOST_STAGED: "when staged through the host",
+    CHAIN: "through a third device",
 }
 
 _WORKER = re.compile(r"^(?:(?P<home>.*):)?(?P<device>[a-z][a-z0-9_]*(?::\d+)?)(?:@.*)?$", re.DOTALL)
@@ -59,20 +55,18 @@ _WORKER = re.compile(r"^(?:(?P<home>.*):)?(?P<device>[a-z][a-z0-9_]*(?::\d+)?)(?
 
 @dataclass(slots=True)
 class Cell:
-    """What was seen of one ordered pair of devices.
+    """The copies of one ordered pair of devices, by kind.
 
     Attributes
     ----------
-    kinds : dict of str to None
-        Kinds of copy with a row, in order.
     tried : set of str
-        Those with a result.
+        Kinds with a result.
     skipped : dict of str to str
-        Those without one, and why.
+        Kinds without one, and why.
     wrong : dict of str to list
-        By kind, the tensor and the rows of the workers on which it goes wrong.
+        By kind, the tensor and the rows of the workers with wrong bytes.
     explained : set of str
-        Kinds that go wrong because one of their hops does, which is reported as that pair.
+        Kinds that are wrong because one of their hops is: that pair is reported.
     speeds : dict of str to float
         GB/s of the largest copy by kind, where it was measured.
     no_peer_access : bool
@@ -89,27 +83,24 @@ class Cell:
 
     @property
     def gb_per_s(self) -> float | None:
-        """Return the speed of the largest direct copy."""
         return self.speeds.get(DIRECT)
 
     @property
     def own(self) -> list[str]:
-        """Return the kinds that go wrong here and on none of their hops, the plainest first."""
+        """Return the kinds that are wrong here and on none of their hops, the plainest first."""
         kinds = [kind for kind in self.wrong if kind not in self.explained]
         return sorted(kinds, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else len(_ORDER))
 
     @property
     def plain(self) -> list[str]:
-        """Return those of them that this pair's own worker reports, or all where it reports none."""
+        """Return the kinds of `own` that this pair's own worker reports, or all where it reports none."""
         return [kind for kind in self.own if kind not in (FILLING, READING)] or self.own
 
     @property
     def word(self) -> Word:
-        """Return the diagnosis of the plainest kind that goes wrong."""
         return self.word_of(self.plain[0])
 
     def word_of(self, kind: str) -> Word:
-        """Return the diagnosis of a kind that goes wrong."""
         row = self.wrong[kind][0][1]
         return row.diagnosis or Word(row.status)
 
@@ -120,17 +111,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """All pairs of one machine.
-
-    Attributes
-    ----------
-    home : str
-        Name of the capture, empty where there is one.
-    places : tuple of str
-        The host first.
-    cells : dict
-        By source and destination.
-    """
+    """All pairs of one machine; `home` names its capture where there are several, `places` begins with the host."""
 
     home: str
     places: tuple[str, ...]
@@ -142,7 +123,7 @@ class Matrix:
 
 
 def matrices(tensors: Iterable[TensorComparison]) -> list[Matrix]:
-    """Gather the rows of the stage `transfer`, of all roads, by machine and pair."""
+    """Gather the rows of the stage `transfer`, of all load paths, by machine and pair."""
     homes: dict[str, dict[Pair, Cell]] = {}
     vias: dict[tuple[str, Pair, str], str] = {}
     for tensor in tensors:
@@ -160,7 +141,8 @@ def matrices(tensors: Iterable[TensorComparison]) -> list[Matrix]:
         hops = [cells.get(hop) for hop in ((source, via), (via, destination))]
         if any(hop is not None and set(hop.wrong) - set(_STAGED) for hop in hops):
             cells[source, destination].explained.add(kind)
-    return [Matrix(home=home, places=_places(cells), cells=cells) for home, cells in homes.items()]
+    places = {home: sorted({name for pair in cells for name in pair}, key=_by_number) for home, cells in homes.items()}
+    return [Matrix(home=home, places=tuple(places[home]), cells=cells) for home, cells in homes.items()]
 
 
 def home_of(worker: str) -> str:
@@ -184,19 +166,15 @@ def _take(cell: Cell, tensor: TensorComparison, row: Row) -> None:
     cell.no_peer_access = cell.no_peer_access or row.evidence.get("peer_access") is False
 
 
-def _places(cells: Iterable[Pair]) -> tuple[str, ...]:
-    return tuple(sorted({name for pair in cells for name in pair}, key=_by_number))
-
-
 def _by_number(name: str) -> tuple[bool, str, int]:
     """Order devices: the host first, and `cuda:2` before `cuda:10`."""
     kind, _, index = name.rpartition(":")
     return (name != HOST, kind or name, int(index) if index.isdigit() else 0)
 
 
-def find_transfer(participants: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
-    """Say of each machine which copies go wrong, which do not, and what explains it."""
-    hosts = {home_of(p.label): p.capture.manifest.host_facts for p in participants}
+def find_transfer(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
+    """Report for each machine which copies are wrong, which are fine, and the likely cause."""
+    hosts = {home_of(p.label): p.capture.manifest.host_facts for p in compared}
     for matrix in matrices(tensors):
         by_word: dict[Word, list[Pair]] = {}
         for pair in matrix.wrong:
@@ -209,44 +187,43 @@ def _finding(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: Host
     cells = matrix.cells
     seen = [entry for pair in pairs for kind in cells[pair].plain for entry in cells[pair].wrong[kind]]
     workers = tuple(sorted({row.worker for _, row in seen}, key=_by_number))
-    # what goes wrong for one of its hops does belongs to the finding of that hop
+    # a copy that is wrong because one of its hops is belongs to the finding of that hop
     for pair, cell in cells.items():
         for kind in cell.explained & set(cell.wrong):
             via = cell.wrong[kind][0][1].evidence.get("via")
             if (pair[0], via) in pairs or (via, pair[1]) in pairs:
                 seen += cell.wrong[kind]
     why = reasons(host_facts, pairs, no_peer_access=[pair for pair in pairs if cells[pair].no_peer_access])
-    parts = [f"{_copies(pairs)} {_DELIVER.get(word, f'deliver wrong bytes ({word})')}{_when(cells, pairs)}"]
-    parts += [text for text in (_fine(matrix, pairs),) if text]
-    parts += [reason.text for reason in why]
+    parts = [f"copies {_arrows(pairs)} {_DELIVER.get(word, f'deliver wrong bytes ({word})')}{_when(cells, pairs)}"]
+    parts += [*_fine(matrix, pairs), *(reason.text for reason in why)]
     return Finding(
         kind=word,
         severity="error",
-        message=f"{Stage.TRANSFER} · {names(workers)} · {'; '.join(parts)}",
+        message=f"{Stage.TRANSFER} · {some(workers)} · {'; '.join(parts)}",
         workers=workers,
         tensors=tuple(dict.fromkeys(tensor.name for tensor, _ in seen)),
         detail=(*(_describe(*entry) for entry in seen[:_MOST_DETAILS]), *about(host_facts)),
         next=next(
-            (reason.mend for reason in why if reason.mend), "consistency doctor --out DIR, before and after a reboot"
+            (reason.fix for reason in why if reason.fix), "consistency doctor --out DIR, before and after a reboot"
         ),
     )
 
 
-def _copies(pairs: Sequence[Pair]) -> str:
+def _arrows(pairs: Sequence[Pair]) -> str:
     texts = [arrow(pair) for pair in pairs]
-    return f"copies {listed(texts) if len(texts) <= _MOST_PAIRS else some(texts, _MOST_PAIRS)}"
+    return listed(texts) if len(texts) <= _MOST_PAIRS else some(texts, _MOST_PAIRS)
 
 
 def _when(cells: Mapping[Pair, Cell], pairs: Sequence[Pair]) -> str:
-    """Say where only some kinds of copy go wrong."""
+    """Name the kinds of copy that are wrong, where plain ones are not."""
     kinds = [set(cells[pair].own) for pair in pairs]
     if any(found - set(_ONLY) for found in kinds):
         return ""
     return ", but only " + listed([_ONLY[kind] for kind in _ONLY if any(kind in found for found in kinds)])
 
 
-def _fine(matrix: Matrix, pairs: Sequence[Pair]) -> str:
-    """Say which pairs of the same kind are fine: those between devices, from the same sources first."""
+def _fine(matrix: Matrix, pairs: Sequence[Pair]) -> Iterator[str]:
+    """Name the pairs of the same kind that are fine: those between devices, from the same sources first."""
     between = any(HOST not in pair for pair in pairs)
     fine = [
         pair
@@ -254,11 +231,10 @@ def _fine(matrix: Matrix, pairs: Sequence[Pair]) -> str:
         if cell.is_fine and pair[0] != pair[1] and (HOST not in pair) == between
     ]
     fine.sort(key=lambda pair: pair[0] not in {source for source, _ in pairs})
-    if not fine:
-        return ""
     if len(fine) > _MOST_PAIRS:
-        return f"{arrow(fine[0])} and {len(fine) - 1} others are fine"
-    return f"{listed([arrow(pair) for pair in fine])} {'is' if len(fine) == 1 else 'are'} fine"
+        yield f"{arrow(fine[0])} and {len(fine) - 1} others are fine"
+    elif fine:
+        yield f"{_arrows(fine)} {'is' if len(fine) == 1 else 'are'} fine"
 
 
 def _describe(tensor: TensorComparison, row: Row) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from consistency.comparison.findings.causes import names
+from consistency.capture.wording import some
 from consistency.comparison.history.store import History, RunRecord, Table, WorkerRecord, digest_of
 from consistency.comparison.result import Finding
 
@@ -82,7 +82,7 @@ def find_drift(history: History, run: RunRecord, tables: dict[str, bytes]) -> Dr
             stages[worker.device, worker.load_path] = tuple(differing)
             findings.append(_finding(worker, max(others[stage][1] for stage in differing), differing, table))
     for versions, labels in changed.items():
-        message = f"{names(labels)}: software or settings changed since the previous run{versions}; bits not compared"
+        message = f"{some(labels)}: software or settings changed since the previous run{versions}; bits not compared"
         findings.append(Finding(kind="software", severity="note", message=message, workers=tuple(labels)))
     return Drift(findings=tuple(findings), stages=stages)
 

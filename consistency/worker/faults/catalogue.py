@@ -69,13 +69,13 @@ _ROWS: tuple[Fault, ...] = (
     Fault(name="adapter-old-bytes", plant="adapter:old_bytes", expected="stale", stages=_ADAPTER, case="C1"),
     Fault(
         name="road-copies-dropped", plant="load_paths:no_b", expected="zeros", stages=_ADAPTER, case="C1",
-        words="the right bytes with torch_device=cpu: copies by way of the device",
+        words="correct with torch_device=cpu: copies through the device",
         load_paths=(LoadPath.ISOLATED, LoadPath.ISOLATED_CPU, LoadPath.ISOLATED_LOW_MEMORY),
     ),
     Fault(
         name="road-low-memory-rounds", plant="load_paths:through_bfloat16", expected="rounded-to-bf16",
         stages=_ADAPTER, case="C1",
-        words="with low_cpu_mem_usage=True, and the right bytes without: a dtype conversion while loading",
+        words="with low_cpu_mem_usage=True, and correct without: a dtype conversion while loading",
     ),
     Fault(
         name="road-transformers-zeros", plant="load_paths:zeros", expected="zeros", stages=_ADAPTER, case="C1",

@@ -81,7 +81,7 @@ def test_wrong_only_by_way_of_device_0_is_the_copy_between_devices(make_capture:
     finding = only_error(found)
     assert finding.message == (
         "adapter · cuda:1, cuda:3 · zeros where the file is nonzero in 2 of 2 lora_B tensors when all devices are "
-        "visible, and the right bytes when alone or with torch_device=cpu: "
+        "visible, and correct when isolated or with torch_device=cpu: "
         "peer copies 0→1 and 0→3 drop data; 0→2 is fine"
     )
     assert (finding.kind, finding.workers) == ("zeros", ("cuda:1", "cuda:3"))
@@ -106,14 +106,14 @@ def test_wrong_with_low_cpu_mem_usage_alone(make_capture: MakeCapture, word: str
     wrong = on(BOTH, STANDARD, {"isolated+low-memory": word, "shared+low-memory": word})
     finding = only_error(seen(make_capture, {"cpu": CPU, "cuda:0": on(BOTH, STANDARD), "cuda:1": wrong}))
     assert (finding.kind, finding.workers) == (word, ("cuda:1",))
-    assert finding.message.endswith(f"with low_cpu_mem_usage=True, and the right bytes without: {why}")
+    assert finding.message.endswith(f"with low_cpu_mem_usage=True, and correct without: {why}")
 
 
 def test_wrong_with_one_loader_is_the_loader(make_capture: MakeCapture) -> None:
     sides = ("", "cpu", "target", "transformers")
     theirs = on(BOTH, sides, {"isolated+transformers": "zeros", "shared+transformers": "zeros"})
     finding = only_error(seen(make_capture, {"cpu": CPU, "cuda:1": theirs}))
-    assert finding.message.endswith("with transformers' load_adapter, and the right bytes with PEFT's: "
+    assert finding.message.endswith("with transformers' load_adapter, and correct with PEFT's: "
                                     "transformers' loader")  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def test_wrong_with_peft_alone_is_pefts_loader(make_capture: MakeCapture) -> Non
     sides = ("", "cpu", "target", "transformers")
     wrong = {load_path: "zeros" for load_path in on(BOTH, sides) if "transformers" not in load_path}
     finding = only_error(seen(make_capture, {"cpu": CPU, "cuda:1": on(BOTH, sides, wrong)}))
-    assert finding.message.endswith("with PEFT's loader, and the right bytes with transformers': PEFT's loader")
+    assert finding.message.endswith("with PEFT's loader, and correct with transformers': PEFT's loader")
 
 
 def test_what_the_cpu_does_too_to_the_bit_is_the_softwares_doing(make_capture: MakeCapture) -> None:
@@ -174,16 +174,16 @@ def test_two_causes_stay_two_findings(make_capture: MakeCapture) -> None:
     ("wrong", "taken", "text"),
     [
         ({"isolated", "isolated+low-memory"}, {"isolated", "isolated+low-memory", "isolated+cpu"},
-         "where PEFT chooses the device, and the right bytes with torch_device=cpu: copies by way of the device that"),
+         "where PEFT chooses the device, and correct with torch_device=cpu: copies through the device that"),
         ({"isolated", "isolated+target"}, {"isolated", "isolated+target", "isolated+cpu"},
-         "directly onto the device, and the right bytes when staged through the host: the copy from the file"),
+         "directly onto the device, and correct when staged through the host: the copy from the file"),
         ({"shared", "shared+cpu"}, {"isolated", "shared", "shared+cpu"},
-         "and the right bytes when alone: an effect of the other visible devices"),
-        ({"shared"}, {"shared", "shared+target"}, "where PEFT chooses the device, and the right bytes with torch_d"),
-        ({"isolated"}, {"isolated", "isolated+low-memory"}, "on load path isolated, and the right bytes on isolated+l"),
+         "and correct when isolated: an effect of the other visible devices"),
+        ({"shared"}, {"shared", "shared+target"}, "where PEFT chooses the device, and correct with torch_d"),
+        ({"isolated"}, {"isolated", "isolated+low-memory"}, "on load path isolated, and correct on isolated+l"),
         ({"isolated"}, {"isolated"}, "on load path isolated"),
         ({"a-later-road"}, {"a-later-road", "isolated"}, "on load path a-later-road"),
-        ({"shared+low-memory"}, {"isolated", "shared", "shared+low-memory"}, "with low_cpu_mem_usage=True, and the"),
+        ({"shared+low-memory"}, {"isolated", "shared", "shared+low-memory"}, "with low_cpu_mem_usage=True, and corr"),
     ],
 )  # fmt: skip
 def test_what_the_roads_say(wrong: set[str], taken: set[str], text: str) -> None:
@@ -195,7 +195,7 @@ def test_what_the_roads_say(wrong: set[str], taken: set[str], text: str) -> None
 def test_one_wrong_road_of_all_is_never_blamed_on_the_device(wrong: str) -> None:
     found = judge_load_paths(Word.ZEROS, {wrong}, EVERY)
     assert "its memory" not in found.why
-    assert "right bytes" in found.where
+    assert "and correct " in found.where
 
 
 def test_copies_are_named_by_their_ends() -> None:
@@ -203,8 +203,8 @@ def test_copies_are_named_by_their_ends() -> None:
     assert copies(Word.BIT_FLIP, ["cuda:1@tf32", "cuda:3"], ["cuda:0", "cpu", "cuda:2", "cuda:4"]) == (
         "peer copies 0→1 and 0→3 change data; 0→2 and 0→4 are fine"
     )
-    assert copies(Word.STALE, ["cuda:0", "cuda:1"], []) == "copies by way of device 0 drop data"
-    assert copies(Word.STALE, ["mps"], []) == "copies by way of device 0 drop data"
+    assert copies(Word.STALE, ["cuda:0", "cuda:1"], []) == "copies through device 0 drop data"
+    assert copies(Word.STALE, ["mps"], []) == "copies through device 0 drop data"
 
 
 def cast(load_path: str) -> TensorRecord:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from consistency.capture.records import TensorRecord
-from consistency.comparison.findings.placement import size
+from consistency.comparison.findings.placement import as_size
 from consistency.comparison.result import Finding
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
@@ -45,7 +45,7 @@ def test_what_passes_through_is_a_warning_that_says_how_to_avoid_it(make_capture
     )
     assert finding.next == "PeftModel.from_pretrained(model, adapter, torch_device='cuda:1')"
     assert finding.detail == (
-        "allocated · 1.3 MiB at peak, 0 bytes now · an adapter that passes through takes 3.0 MiB at most",
+        "allocated · 1.3 MiB at peak, 0 B now · an adapter that passes through takes 3.0 MiB at most",
         "first: aten._to_copy.default in safetensors/torch.py:360 load_file",
     )
 
@@ -140,7 +140,7 @@ def test_adapter_tensors_elsewhere_are_counted_in_layers(make_capture: MakeCaptu
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0 bytes"), (1536, "1.5 KiB"), (MIB, "1.0 MiB"), (3 << 30, "3.0 GiB"), ("?", "?")]
+    ("value", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (MIB, "1.0 MiB"), (3 << 30, "3.0 GiB"), ("?", "?")]
 )
 def test_sizes_are_for_people(value: Any, text: str) -> None:
-    assert size(value) == text
+    assert as_size(value) == text

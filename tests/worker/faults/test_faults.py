@@ -60,10 +60,10 @@ NEED_RELOAD = {"adapter-copy-dropped-later"}
 ALTERNATIVE_PATHS = (LoadPath.ISOLATED_CPU, LoadPath.ISOLATED_LOW_MEMORY, LoadPath.ISOLATED_TRANSFORMERS)
 # fault: what the roads say of it
 BY_LOAD_PATH = {
-    "road-copies-dropped": "the right bytes with torch_device=cpu: copies by way of the device that PEFT chooses",
-    "road-low-memory-rounds": "with low_cpu_mem_usage=True, and the right bytes without: a dtype conversion",
-    "road-transformers-zeros": "and the right bytes with PEFT's: transformers' loader",
-    "adapter-zeros": "with PEFT's loader, and the right bytes with transformers': PEFT's loader",
+    "road-copies-dropped": "correct with torch_device=cpu: copies through the device that PEFT chooses",
+    "road-low-memory-rounds": "with low_cpu_mem_usage=True, and correct without: a dtype conversion",
+    "road-transformers-zeros": "and correct with PEFT's: transformers' loader",
+    "adapter-zeros": "with PEFT's loader, and correct with transformers': PEFT's loader",
 }
 
 
