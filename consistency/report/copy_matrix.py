@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rich.text import Text
 
@@ -53,6 +53,19 @@ def shown_places(matrix: Matrix) -> tuple[str, ...]:
 def cell_mark(cell: Cell | None) -> str:
     """Return `=`, `✗` or `–`."""
     return "–" if cell is None or not (cell.tried or cell.own) else "✗" if cell.own else "="
+
+
+def copies(cell: Cell) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each kind of copy, its mark, its speed, and its diagnosis or why it was not tried."""
+    for kind in cell.kinds:
+        if kind in cell.own:
+            mark, word = "✗", str(cell.word_of(kind))
+        elif kind in cell.wrong:
+            mark, word = "–", "wrong on one of its hops"
+        else:
+            mark, word = ("=", "") if kind in cell.tried else ("–", cell.skipped[kind])
+        speed = cell.speeds.get(kind)
+        yield kind, mark, "" if speed is None else f"{speed:.3g} GB/s", word
 
 
 def _cell(write: Writer, cell: Cell | None) -> Text:

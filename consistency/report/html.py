@@ -1,9 +1,9 @@
 """`report.html`: one file that opens from disk, without network, and shows where devices diverge.
 
-All text is rendered here, so that it can be read without JavaScript; only the heat map is drawn by the page's script,
-from data in the page (`page/cells.py`). Every name may come from a stranger's model, adapter or capture: the template
-escapes all of them, the script sets text and never markup, and a content security policy lets nothing run but that
-script, and nothing be fetched.
+All text is in the page and needs no JavaScript; only the heat map is drawn by the page's script, from data in the
+page (`page/cells.py`). Every name may come from a stranger's model, adapter or capture: each value that the template
+shows is put on one line and escaped, the script sets text and never markup, and a content security policy allows
+nothing but that script, and no request.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ import msgspec
 from markupsafe import Markup
 
 from consistency.capture.version import __version__
+from consistency.capture.wording import shortened, size, some
 from consistency.case.load_path import is_alternative
+from consistency.comparison.findings.transfers import matrices
 from consistency.comparison.result import Comparison
+from consistency.report.copy_matrix import cell_mark, copies
 from consistency.report.formats import View
-from consistency.report.page import agreement, cells, distributions, environments, memory, overview, transfers
-from consistency.report.page.labels import KEY
-from consistency.report.sentences import LEGEND, alternative_path_texts, divergence_texts, sentence
+from consistency.report.page import agreement, cells, distributions, environments, memory
+from consistency.report.page.labels import KEY, letter
+from consistency.report.sentences import LEGEND, alternative_path_texts, cell_text, divergence_texts, facts, sentence
 from consistency.report.summary import Groups, all_groups, stages
 from consistency.report.text import one_line
+
+_MOST_FINDINGS = 100  # more than a person reads; `report.json` holds all
+_MOST_TENSORS = 200  # names of tensors below a finding
+_MOST_CLASSES = 8  # boxes of a partition
 
 _VERDICTS = {"consistent": "✓", "inconsistent": "✗", "incomplete": "!"}
 
@@ -40,60 +47,62 @@ def render(comparison: Comparison, view: View) -> Iterator[bytes]:
 
 
 def as_html(comparison: Comparison, found: Groups | None = None) -> str:
-    """Return the page.
-
-    Parameters
-    ----------
-    comparison : Comparison
-    found : mapping of str to sequence of Group, optional
-        Where they are known already.
-    """
+    """Return the page; `found` is `summary.groups` by load path, where they are known."""
     found = all_groups(comparison) if found is None else found
-    columns = stages(comparison)
     script, style = _part("page.js"), _part("style.css")
     parted, ways_left_out = agreement.partitions(comparison.tensors)
     by_load_path = {
         load_path: cells.columns(comparison, load_path, found[load_path]) for load_path in comparison.load_paths
     }
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
+    environment.filters.update(letter=letter, shortened=shortened, size=size, some=some)
+    environment.filters["reference_first"] = lambda names: sorted(names, key=lambda name: name != comparison.reference)
     return environment.from_string(_part("template.html")).render(
         agreement=parted,
         bits=distributions.bits(comparison.tensors),
-        case=one_line(comparison.case),
+        case=comparison.case,
+        cell_mark=cell_mark,
+        cell_text=cell_text,
+        copies=copies,
         data=Markup(_data(comparison, by_load_path)),  # escaped for a script element, which is not HTML
         environments=environments.environments(comparison.workers),
-        facts=overview.facts(comparison),
-        findings=overview.finding_texts(comparison.findings, notes=False),
-        divergences=[one_line(text) for text in divergence_texts(comparison)],
-        groups={
-            load_path: overview.group_texts(found[load_path], columns, comparison.reference)
-            for load_path in comparison.load_paths
-            if not is_alternative(load_path)
-        },
-        alternative_paths=[one_line(text) for _, text in alternative_path_texts(comparison)],
+        facts=facts(comparison),
+        findings=[finding for finding in comparison.findings if finding.severity != "note"],
+        divergences=list(divergence_texts(comparison)),
+        groups={path: found[path] for path in comparison.load_paths if not is_alternative(path)},
+        alternative_paths=[text for _, text in alternative_path_texts(comparison)],
         key=KEY,
-        left_out=overview.left_out(comparison),
         mark=_VERDICTS[comparison.verdict],
         legend=LEGEND,
-        matrices=transfers.matrix_texts(comparison.tensors),
-        not_looked_at=[one_line(text) for text in comparison.not_looked_at],
-        notes=overview.finding_texts(comparison.findings, notes=True),
+        line_feed=Markup("\n"),
+        matrices=matrices(comparison.tensors),
+        most_classes=_MOST_CLASSES,
+        most_findings=_MOST_FINDINGS,
+        most_tensors=_MOST_TENSORS,
+        not_looked_at=comparison.not_looked_at,
+        notes=[finding for finding in comparison.findings if finding.severity == "note"],
         ratios=distributions.ratios(comparison.tensors),
-        reference=one_line(comparison.reference or ""),
+        reference=comparison.reference,
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        sentence=one_line(sentence(comparison)),
+        sentence=sentence(comparison),
         shortened=any(column.stands_for != 1 for some in by_load_path.values() for column in some),
         simulated=comparison.simulated,
-        stages=[one_line(stage) for stage in columns],
+        stages=stages(comparison),
+        status_of={"=": "equal", "✗": "outside", "–": "skipped"},
         style=Markup(style),
         tool=__version__,
         verdict=comparison.verdict,
         ways_left_out=ways_left_out,
         workers=memory.workers(comparison),
     )
+
+
+def _shown(value: object) -> object:
+    """Return a value as the template shows it: a line feed in a stranger's name could forge a line."""
+    return one_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _part(name: str) -> str:
@@ -109,18 +118,7 @@ def _data(comparison: Comparison, by_load_path: Mapping[str, Sequence[cells.Colu
             one_line(load_path): [[one_line(column.label), column.stands_for] for column in some]
             for load_path, some in by_load_path.items()
         },
-        "sections": [
-            {
-                "loadPath": one_line(section.load_path),
-                "stage": one_line(section.stage),
-                "total": section.total,
-                "bad": section.bad,
-                "unlike": section.unlike,
-                "leftOut": section.left_out,
-                "rows": section.rows,
-            }
-            for section in sections
-        ],
+        "sections": sections,
         "strings": strings.all,
         "key": KEY,
     }

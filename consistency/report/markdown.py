@@ -14,8 +14,7 @@ from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.comparison.result import BAD, PLANTED, Comparison, Finding, TensorComparison, WorkerSummary
 from consistency.report.formats import View
-from consistency.report.page.overview import facts
-from consistency.report.sentences import cell_text, divergence_texts, sentence
+from consistency.report.sentences import cell_text, divergence_texts, facts, sentence
 from consistency.report.summary import Groups, all_groups, class_text, stages
 from consistency.report.text import one_line
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from consistency.capture.wording import counted, some
+from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.result import BAD, Comparison, Divergence
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
@@ -63,6 +64,16 @@ def cell_text(stage: str, cell: Cell | None) -> CellText:
     if "equal" in cell.counts or "within" in cell.counts:
         return CellText(kind="equal", mark="=", text="", spoken="bitwise equal")
     return CellText(kind="skipped", mark="–", text="skipped", spoken="skipped")
+
+
+def facts(comparison: Comparison) -> list[str]:
+    """Return what was checked, in a few words each."""
+    found = [comparison.dtype, counted(len(comparison.workers), "worker"), counted(len(comparison.tensors), "tensor")]
+    mains = [load_path for load_path in comparison.load_paths if not is_alternative(load_path)]
+    sides = len(comparison.load_paths) - len(mains)
+    found += [f"load paths {' and '.join(mains)}" if len(mains) > 1 else ""]
+    found += [counted(sides, "alternative load path") if sides else ""]
+    return [text for text in (*found, f"level {comparison.level}") if text]
 
 
 def sentence(comparison: Comparison) -> str:

@@ -13,8 +13,10 @@ with what is empty at its end left off; status is a place in `labels.KEY`, diagn
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from consistency.capture.wording import some
 from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
@@ -23,7 +25,7 @@ from consistency.report.summary import Group, badness, stage_order
 from consistency.report.text import one_line
 
 MOST_COLUMNS = 64
-"""Workers of a road that get a column each; above it the lines of the table of groups do."""
+"""Workers of a load path that get a column each; above it the lines of the table of groups do."""
 
 MOST_VARIANTS = 128_000
 """2000 tensors on 64 devices of which no two agree: at some 36 bytes each below 5 MB."""
@@ -39,33 +41,15 @@ _STATUS = {status: place for place, (status, _, _) in enumerate(KEY)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One worker, or many that are shown as one.
-
-    Attributes
-    ----------
-    label : str
-    workers : tuple of str
-        Those of which rows are looked at.
-    stands_for : int
-        Workers, of which this many more need not be looked at: their bits and statuses are the same.
-    """
+    """One worker, or many that are shown as one: the rows of `workers` are read, for `stands_for` workers in all."""
 
     label: str
     workers: tuple[str, ...]
     stands_for: int
 
 
-@dataclass(slots=True, kw_only=True)
-class Section:
-    """One stage on one road.
-
-    Attributes
-    ----------
-    rows : list
-        Tensors as the module's docstring says.
-    left_out : int
-        Tensors for which there was no room.
-    """
+class Section(msgspec.Struct, kw_only=True, rename="camel"):
+    """One stage on one load path; `rows` are tensors as above, `left_out` those for which there was no room."""
 
     load_path: str
     stage: str
@@ -73,7 +57,7 @@ class Section:
     bad: int = 0
     unlike: int = 0
     left_out: int = 0
-    rows: list[list[Any]] = field(default_factory=list)
+    rows: list[list[Any]] = []
 
 
 class Strings:
@@ -92,13 +76,13 @@ class Strings:
 
 
 def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> list[Column]:
-    """Return the heat map's columns on a road: its workers, or, of many, the lines of the groups."""
+    """Return the heat map's columns on a load path: its workers, or, of many, the lines of the groups."""
     here = {worker.name: worker for worker in comparison.workers if worker.load_path == load_path}
     if len(here) <= MOST_COLUMNS:
         seen = dict.fromkeys(
             row.worker for tensor in comparison.tensors if tensor.load_path == load_path for row in tensor.rows
         )
-        # a reference file has no rows, and a reference worker may have them on a road that it did not take
+        # a reference file has no rows, and a reference worker may have them on a load path that it did not take
         names = [name for name, worker in here.items() if name in seen or worker.status != "ok"]
         names += [name for name in seen if name not in here]
         return [Column(label=name, workers=(name,), stands_for=1) for name in names]
@@ -106,22 +90,25 @@ def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> 
     for group in groups:
         for line in group.lines:
             label = some(line.workers, 2) if line.kinds == 1 else f"{len(line.workers)} others"
-            looked_at = line.workers[:1] if line.kinds == 1 else line.workers
+            read = line.workers[:1] if line.kinds == 1 else line.workers
             label = f"{group.architecture}: {label}"
-            found.append(Column(label=label, workers=looked_at, stands_for=len(line.workers)))
+            found.append(Column(label=label, workers=read, stands_for=len(line.workers)))
     return found
 
 
 def sections(comparison: Comparison, by_load_path: Mapping[str, Sequence[Column]], strings: Strings) -> list[Section]:
-    """Return what is drawn of every stage on every road, the stages in the order in which numbers depend on another."""
+    """Return what is drawn of every stage on every load path, in the order of `Stage`."""
     found: dict[tuple[str, str], Section] = {}
     kept: list[tuple[int, int, Section, list[Any]]] = []
-    places = {load_path: _places(drawn) for load_path, drawn in by_load_path.items()}
+    places = {
+        load_path: {name: place for place, column in enumerate(drawn) for name in column.workers}
+        for load_path, drawn in by_load_path.items()
+    }
     for number, tensor in enumerate(comparison.tensors):
         key = (tensor.load_path, tensor.stage)
         section = found.get(key)
         if section is None:
-            section = found[key] = Section(load_path=tensor.load_path, stage=tensor.stage)
+            section = found[key] = Section(load_path=one_line(key[0]), stage=one_line(key[1]))
         section.total += 1
         entry, rank = _entry(tensor, by_load_path[tensor.load_path], places[tensor.load_path], strings)
         section.bad += rank == 0
@@ -132,18 +119,15 @@ def sections(comparison: Comparison, by_load_path: Mapping[str, Sequence[Column]
         section.rows.append(entry)
     for section in found.values():
         section.left_out = section.total - len(section.rows)
-    return sorted(found.values(), key=lambda s: (comparison.load_paths.index(s.load_path), stage_order(s.stage)))
+    ordered = sorted(found, key=lambda key: (comparison.load_paths.index(key[0]), stage_order(key[1])))
+    return [found[key] for key in ordered]
 
 
 _BAD, _UNLIKE, _ALIKE = range(3)
 
 
-def _places(drawn: Sequence[Column]) -> dict[str, int]:
-    return {name: place for place, column in enumerate(drawn) for name in column.workers}
-
-
 def _shorten(kept: list[tuple[int, int, Section, list[Any]]]) -> None:
-    """Where not all have room, keep what is bad before what is not alike before what is; the order stays."""
+    """Where there is no room for all, keep mismatches before differing tensors before equal ones; the order stays."""
     cost = sum(len(entry[5]) for *_, entry in kept if len(entry) > 5)
     if len(kept) <= MOST_TENSORS and cost <= MOST_VARIANTS:
         return
@@ -163,15 +147,10 @@ def _entry(
     """Return a tensor as it is written, and how much it matters."""
     shape = "×".join(map(str, tensor.shape)) or "scalar"
     entry: list[Any] = [strings.place(text) for text in (tensor.layer, tensor.tensor, shape, tensor.dtype, tensor.rule)]
-    rank = _ALIKE
-    if len(tensor.classes) > 1:
-        rank = _UNLIKE
+    rank = _UNLIKE if len(tensor.classes) > 1 else _ALIKE
     if tensor.is_equal and len(tensor.rows) >= sum(column.stands_for for column in drawn):
         return entry, rank
-    if len(tensor.classes) > 1:
-        classes = {name: number for number, names in enumerate(tensor.classes) for name in names}
-    else:
-        classes = {}
+    classes = {name: number for number, names in enumerate(tensor.classes) for name in names}
     statuses = {row.status for row in tensor.rows}
     if statuses & BAD:
         rank = _BAD

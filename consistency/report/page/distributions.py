@@ -1,4 +1,4 @@
-"""Histograms: which bits differ, and how much of what is allowed is used."""
+"""Histograms: error/tolerance by stage, and differing bits by dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from consistency.comparison.result import TensorComparison
-from consistency.report.text import one_line
 
 _TENTHS = tuple(i / 10 for i in range(1, 11))
 _ABOVE = (2.0, 10.0, 100.0, math.inf)
@@ -28,13 +27,7 @@ _WIDEST = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bin:
-    """Rows whose share of the bound lies in a range.
-
-    Attributes
-    ----------
-    share : float
-        Of the fullest bin of the histogram, for the length of its bar.
-    """
+    """Rows whose error/tolerance is in a range; `share` is relative to the fullest bin, for the length of its bar."""
 
     label: str
     count: int
@@ -44,7 +37,7 @@ class Bin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratios:
-    """How much of what is allowed the rows of a stage use."""
+    """Error/tolerance of the rows of a stage."""
 
     stage: str
     rows: int
@@ -73,14 +66,12 @@ class Bits:
 
 
 def ratios(tensors: Iterable[TensorComparison]) -> list[Ratios]:
-    """Count, by stage, the rows whose worst difference uses a tenth, two tenths … of what is allowed."""
+    """Count the rows of each stage by error/tolerance, in tenths up to 1."""
     edges = (*_TENTHS, *_ABOVE)
     counts: dict[str, list[int]] = {}
     seen: dict[str, int] = {}
     for tensor in tensors:
-        found = Counter(
-            row.bound_ratio for row in tensor.rows
-        )  # a fleet has millions of rows, and few ratios per tensor
+        found = Counter(row.bound_ratio for row in tensor.rows)  # millions of rows in a fleet, few ratios per tensor
         del found[None]
         if not found:
             continue
@@ -89,7 +80,7 @@ def ratios(tensors: Iterable[TensorComparison]) -> list[Ratios]:
         for ratio, count in found.items():
             into[_bin(float(ratio or 0), edges)] += count
     return [
-        Ratios(stage=one_line(stage), rows=sum(some), tensors=seen[stage], bins=tuple(_bins(some)))
+        Ratios(stage=stage, rows=sum(some), tensors=seen[stage], bins=tuple(_bins(some)))
         for stage, some in counts.items()
     ]
 
@@ -108,12 +99,12 @@ def _bins(counts: Sequence[int]) -> Iterable[Bin]:
     most = max(counts)
     for place, (label, count) in enumerate(zip(labels, counts, strict=True)):
         outside = place >= len(_TENTHS)
-        if count or not outside:  # what is outside is shown where there is some
+        if count or not outside:  # bins above 1 are shown only where they have rows
             yield Bin(label=label, count=count, share=count / most, outside=outside)
 
 
 def bits(tensors: Iterable[TensorComparison]) -> list[Bits]:
-    """Count, by dtype, in how many elements each bit differed, over all rows that know."""
+    """Count, by dtype, in how many elements each bit differed, over all rows that recorded it."""
     counts: dict[str, list[int]] = {}
     seen: dict[str, list[int]] = {}
     for tensor in tensors:
@@ -131,7 +122,7 @@ def bits(tensors: Iterable[TensorComparison]) -> list[Bits]:
             of[0] += 1
             of[1] += rows
     return [
-        Bits(dtype=one_line(dtype), tensors=seen[dtype][0], rows=seen[dtype][1], bits=tuple(_bits(dtype, some)))
+        Bits(dtype=dtype, tensors=seen[dtype][0], rows=seen[dtype][1], bits=tuple(_bits(dtype, some)))
         for dtype, some in counts.items()
         if any(some)
     ]

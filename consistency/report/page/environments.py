@@ -1,4 +1,4 @@
-"""Environments side by side, what differs first."""
+"""Environments side by side, differing settings first."""
 
 from __future__ import annotations
 
@@ -6,75 +6,58 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from consistency.capture.wording import shortened
 from consistency.comparison.result import WorkerSummary
 from consistency.report.page.labels import letter
-from consistency.report.text import one_line
 
 MOST_COLUMNS = 12
 """Distinct environments side by side: a screen's width."""
 
-_ABSENT = "not there"
+_ABSENT = "missing"
 
 _IDENTITY = frozenset({"device_uuid", "variables.CUDA_VISIBLE_DEVICES"})
-"""What names a device differs on each of them by design, and would give each a column; the table of workers has it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
-    """What an environment says of a setting; equal values of a line have equal letters."""
-
-    text: str
-    letter: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One setting in all environments; `letter` is empty where all say the same."""
-
-    name: str
-    values: tuple[Value, ...]
+"""Identifies a device, so it would give each one a column; the table of workers has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environments:
-    """Workers with the same environment share a column.
+    """Settings line by line; workers with the same environment share a column.
 
     Attributes
     ----------
-    columns : tuple of tuple of str
+    columns : list of list of str
         Names of workers.
-    same : tuple of Line
-        With one value each.
+    differing : list of tuple
+        Name of a setting and, by column, letter and text; equal values of a line have equal letters.
+    same : list of tuple of str
+        Name of a setting and its only value.
     left_out : int
         Workers of environments for which there is no column.
     """
 
-    columns: tuple[tuple[str, ...], ...]
-    differing: tuple[Line, ...]
-    same: tuple[Line, ...]
+    columns: list[list[str]]
+    differing: list[tuple[str, list[tuple[str, str]]]]
+    same: list[tuple[str, str]]
     left_out: int
 
 
 def environments(workers: Sequence[WorkerSummary]) -> Environments:
-    """Line the workers' environments up, setting by setting."""
-    alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    """Compare the workers' environments, setting by setting."""
+    equal: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for worker in workers:
-        alike.setdefault(tuple(flat(worker)), []).append(worker.name)
-    chosen = [(dict(found), names) for found, names in alike.items()][:MOST_COLUMNS]
+        equal.setdefault(tuple(flat(worker)), []).append(worker.name)
+    chosen = [(dict(found), names) for found, names in equal.items()][:MOST_COLUMNS]
     differing, same = [], []
     for name in dict.fromkeys(name for found, _ in chosen for name in found):
         texts = [found.get(name, _ABSENT) for found, _ in chosen]
-        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-        if len(numbers) > 1:
-            values = tuple(Value(text=one_line(text), letter=letter(numbers[text])) for text in texts)
-            differing.append(Line(name=one_line(name), values=values))
+        letters = {text: letter(number) for number, text in enumerate(dict.fromkeys(texts))}
+        if len(letters) > 1:
+            differing.append((name, [(letters[text], text) for text in texts]))
         else:
-            same.append(Line(name=one_line(name), values=(Value(text=one_line(texts[0]), letter=""),)))
+            same.append((name, texts[0]))
     return Environments(
-        columns=tuple(tuple(map(one_line, shortened(list(dict.fromkeys(names))))) for _, names in chosen),
-        differing=tuple(differing),
-        same=tuple(same),
+        columns=[list(dict.fromkeys(names)) for _, names in chosen],
+        differing=differing,
+        same=same,
         left_out=len(workers) - sum(len(names) for _, names in chosen),
     )
 

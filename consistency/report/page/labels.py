@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from consistency.capture.json_codec import json_number
 
 KEY = (
     ("equal", "=", "bitwise equal to the reference"),
@@ -30,8 +30,4 @@ def letter(number: int) -> str:
 
 def digits(value: float | None) -> float | str | None:
     """Return a number to three digits, NaN and infinities as words: JSON has none."""
-    if value is None:
-        return None
-    if not math.isfinite(value):
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    return float(f"{value:.3g}")
+    return None if value is None else json_number(float(f"{value:.3g}"))
