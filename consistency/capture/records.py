@@ -115,13 +115,14 @@ class TensorRecord(
         return (self.stage, self.layer, self.tensor)
 
 
-_IN_EVIDENCE = {
+IN_EVIDENCE = {
     "tolerance": TOLERANCE,
     "cast": CAST_ON_THE_WAY,
     "name_in_file": "name_in_file",
     "buffer": "buffer",
     "unsupported": UNSUPPORTED,
 }
+"""Fields that decide a verdict, and the keys under which a report's evidence states them too."""
 
 
 def read_record(line: bytes) -> TensorRecord:
@@ -130,7 +131,7 @@ def read_record(line: bytes) -> TensorRecord:
     Captures of earlier versions state in `evidence` alone what has a field now.
     """
     record = decode_json(line, TensorRecord)
-    for field, name in _IN_EVIDENCE.items():
+    for field, name in IN_EVIDENCE.items():
         if name in record.evidence and not getattr(record, field):
             kind = type(getattr(record, field))
             msgspec.structs.force_setattr(record, field, kind(record.evidence[name]))

@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 
 from consistency.capture.folder import blob_key
 from consistency.capture.json_codec import encode_json
-from consistency.capture.names import TOLERANCE
-from consistency.capture.records import RecordStatus, TensorRecord
+from consistency.capture.records import IN_EVIDENCE, RecordStatus, TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.case.tolerance import Override, choose
 from consistency.errors import CaptureError
@@ -43,14 +42,10 @@ PEER_KEEP_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UserTolerance:
-    """The override that applies to a tensor."""
+class UserTolerance(UserAllowance):
+    """The override that applies to a tensor, and how the command line states it."""
 
-    override: Override
-
-    @property
-    def allowance(self) -> UserAllowance:
-        return UserAllowance(atol=self.override.atol, rtol=self.override.rtol)
+    stated: str
 
 
 class Recorder:
@@ -103,7 +98,7 @@ class Recorder:
     def tolerance(self, *, stage: str, layer: str, dtype: torch.dtype) -> UserTolerance | None:
         """Return what the user allows for a tensor, None where the derived rules apply."""
         found = choose(self._tolerance, stage=stage, layer=layer, dtype=name_of(dtype))
-        return None if found is None else UserTolerance(override=found)
+        return None if found is None else UserTolerance(atol=found.atol, rtol=found.rtol, stated=str(found))
 
     @contextmanager
     def on_load_path(self, load_path: LoadPath) -> Iterator[None]:
@@ -115,10 +110,14 @@ class Recorder:
             self._load_path = ""
 
     def write(self, record: TensorRecord) -> None:
+        """Append a record. Readers of a report find in its evidence what it states in fields of their own."""
         self._order += 1
-        line = encode_json(msgspec.structs.replace(record, order=self._order, load_path=self._load_path)) + b"\n"
+        stated = {key: getattr(record, field) for field, key in IN_EVIDENCE.items() if getattr(record, field)}
+        whole = msgspec.structs.replace(
+            record, order=self._order, load_path=self._load_path, evidence=stated | record.evidence
+        )
         try:
-            os.write(self._file.fileno(), line)
+            os.write(self._file.fileno(), encode_json(whole) + b"\n")
         except OSError as error:
             raise CaptureError("cannot write the records", where=self._file.name, got=error) from error
 
@@ -140,22 +139,23 @@ class Recorder:
 
     def moved(
         self,
-        *,
         stage: str,
         layer: str,
         tensor: str,
+        *,
         actual: torch.Tensor,
         expected: torch.Tensor,
         known: Known | None = None,
         keep: bool = False,
         repeats: tuple[str, ...] = (),
         evidence: Mapping[str, Any] | None = None,
+        cast: str = "",
+        name_in_file: str = "",
     ) -> TensorDigest:
         """Compare a tensor whose bytes were only moved with the bytes in the file, and record the result.
 
         Parameters
         ----------
-        stage, layer, tensor : str
         actual : torch.Tensor
             On its device; it is copied to the host only where it differs, or where `keep` asks.
         expected : torch.Tensor
@@ -164,145 +164,89 @@ class Recorder:
             What else the tensor could hold.
         keep : bool
             Store both tensors, so that captures made apart can be compared element by element.
+        cast, name_in_file : str
+            See `TensorRecord`.
         """
         here, reference = digest(actual), digest(expected)
-        common: dict[str, Any] = {
-            "stage": stage,
-            "layer": layer,
-            "tensor": tensor,
-            "shape": tuple(actual.shape),
-            "dtype": name_of(actual.dtype),
-            "rule": "bitwise",
-            "digest": here.value,
-            "blocks": pack_blocks(here),
-            "reference": "file",
-            "reference_digest": reference.value,
-            "repeats": repeats,
-        }
-        evidence = dict(evidence or {})
+        row = TensorRecord(
+            stage=stage,
+            layer=layer,
+            tensor=tensor,
+            shape=tuple(actual.shape),
+            dtype=name_of(actual.dtype),
+            digest=here.value,
+            blocks=pack_blocks(here),
+            reference="file",
+            reference_digest=reference.value,
+            repeats=repeats,
+            evidence=dict(evidence or {}),
+            cast=cast,
+            name_in_file=name_in_file,
+        )
         if here.value == reference.value:
             blob = self.keep(actual) if keep else None
-            self.write(TensorRecord(**common, status="equal", blob=blob, reference_blob=blob, evidence=evidence))
+            self.write(msgspec.structs.replace(row, blob=blob, reference_blob=blob))
             return here
         host = actual.detach().to("cpu")
-        structure = diagnose_structure(host, expected)
-        found = None
-        if structure is None:
+        found, diagnosis = None, diagnose_structure(host, expected)
+        if diagnosis is None:
             found = measure(host, expected)
             diagnosis = diagnose_moved(host, expected, found, known=known)
             if found.mismatched == 0:
                 # the digest on the device and the bytes on the host disagree: the read-back changed the tensor
                 diagnosis = dataclasses.replace(diagnosis, word=Word.UNKNOWN, evidence={"digest_only": True})
-        else:
-            diagnosis = structure
-        small = host.nbytes <= KEEP_BYTES
-        self.write(
-            TensorRecord(
-                **common,
-                status="outside",
-                measure=found,
-                diagnosis=diagnosis.word,
-                evidence={
-                    **evidence,
-                    **diagnosis.evidence,
-                    "blocks": differing_blocks(here.blocks, reference.blocks)[:64],
-                },
-                blob=self.keep(host) if keep or small else None,
-                reference_blob=self.keep(expected) if keep or small else None,
-            )
+        self.differs(
+            row,
+            host,
+            expected,
+            found,
+            diagnosis,
+            evidence={"blocks": differing_blocks(here.blocks, reference.blocks)[:64]},
+            keep=keep or host.nbytes <= KEEP_BYTES,
         )
         return here
 
-    def judged(
+    def differs(
         self,
-        *,
-        stage: str,
-        layer: str,
-        tensor: str,
+        row: TensorRecord,
         actual: torch.Tensor,
-        digests: Sequence[TensorDigest],
+        expected: torch.Tensor,
         found: Measure | None,
-        rule: Rule,
-        chunks: Chunks,
-        tolerance: UserTolerance | None = None,
-        bound_ratio: float | None = None,
-        in_tf32: Callable[[], Measure] | None = None,
-        reference_error: float | None = None,
-        reference_samples: int | None = None,
-        outside: Callable[[], Mapping[str, Any]] = dict,
-        unjudged: RecordStatus = "measured",
-        reason: str | None = None,
-        exact: torch.Tensor | None = None,
-        ingredients: Mapping[str, torch.Tensor] | None = None,
+        diagnosis: Diagnosis,
+        *,
+        evidence: Mapping[str, Any],
+        keep: bool,
     ) -> None:
-        """Judge a computed tensor by its measure, name the difference, and record both.
-
-        Parameters
-        ----------
-        found : Measure or None
-            Against the exact value, by the user's tolerance where there is one; None where no exact value is known, so
-            that only other workers can judge.
-        rule : Rule
-            What judges the tensor where no tolerance does.
-        chunks : callable
-            Yields the tensor with its exact value; called only where it is outside its rule.
-        bound_ratio : float, optional
-            Error over allowance, where the measure has none.
-        in_tf32 : callable, optional
-            Gives the measure by the bound of TF32 products, where these could have been used.
-        outside : callable, optional
-            Gives further evidence of a tensor outside its rule.
-        unjudged : str
-            Status where nothing here can judge it.
-        reason : str, optional
-            Why there is no exact value.
-        """
-        share = bound_ratio if found is None or bound_ratio is not None else found.bound_ratio
-        status = unjudged
-        cause: Diagnosis | None = None
-        evidence: dict[str, Any] = {}
-        if found is not None and tolerance is not None:
-            evidence[TOLERANCE] = str(tolerance.override)
-        if found is not None and share is not None:
-            status = "within" if passes(share) else "outside"
-            if status == "outside":
-                cause = diagnose_computed(found, chunks, in_tf32=in_tf32 if tolerance is None else None)
-                evidence |= {**cause.evidence, **outside()}
-            elif tolerance is None:  # within a tolerance that nobody derived, nothing is known of the cause
-                cause = Diagnosis(word=Word.ACCUMULATION_ORDER)
-            if float(found.max_abs) == 0 and found.mismatched == 0:
-                status = "equal"
-        self.computed(
-            stage=stage,
-            layer=layer,
-            tensor=tensor,
-            actual=actual,
-            rule=Rule.PEER if found is None else Rule.USER if tolerance is not None else rule,
-            found=found,
-            status=status,
-            diagnosis=None if cause is None else cause.word,
-            digests=digests,
-            reference_error=reference_error,
-            reference_samples=reference_samples,
-            keep=self._keep,
-            evidence=evidence,
-            reason=reason,
-            exact=exact,
-            ingredients=ingredients,
+        """Complete and write the row of moved bytes that differ from the expected ones."""
+        self.write(
+            msgspec.structs.replace(
+                row,
+                status="outside",
+                measure=found,
+                diagnosis=diagnosis.word,
+                evidence={**row.evidence, **diagnosis.evidence, **evidence},
+                blob=self.keep(actual) if keep else None,
+                reference_blob=self.keep(expected) if keep else None,
+            )
         )
 
     def computed(
         self,
-        *,
         stage: str,
         layer: str,
         tensor: str,
+        *,
         actual: torch.Tensor,
-        rule: str,
-        found: Measure | None,
-        status: RecordStatus,
-        diagnosis: Word | None,
         digests: Sequence[TensorDigest],
+        found: Measure | None = None,
+        rule: Rule = Rule.PEER,
+        status: RecordStatus = "measured",
+        diagnosis: Word | None = None,
+        chunks: Chunks | None = None,
+        tolerance: UserTolerance | None = None,
+        bound_ratio: float | None = None,
+        in_tf32: Callable[[], Measure] | None = None,
+        outside: Callable[[], Mapping[str, Any]] = dict,
         reference_error: float | None = None,
         reference_samples: int | None = None,
         keep: bool = False,
@@ -310,17 +254,58 @@ class Recorder:
         reason: str | None = None,
         exact: torch.Tensor | None = None,
         ingredients: Mapping[str, torch.Tensor] | None = None,
+        buffer: bool = False,
     ) -> None:
-        """Record a tensor that a device computed, with its measure against the exact value.
+        """Judge a tensor that a device computed by its measure, name the difference, and record both.
 
-        `digests` holds one digest per run on this device, the first run first; `reason` is why it is skipped. Where
-        it is outside its rule, `exact` and `ingredients`, on the CPU, are kept: a reproducer is made of them.
+        Parameters
+        ----------
+        digests : sequence of TensorDigest
+            One per run on this device, the first run first.
+        found : Measure or None
+            Against the exact value, by the user's tolerance where there is one; None where no exact value is known, so
+            that only other workers can judge.
+        rule : Rule
+            What judges the tensor where no tolerance does.
+        status, diagnosis
+            Of a tensor that is not judged here.
+        chunks : callable, optional
+            Yields the tensor with its exact value; called only where it is outside its rule. None where the tensor is
+            not judged here.
+        bound_ratio : float, optional
+            Error over allowance, where the measure has none.
+        in_tf32 : callable, optional
+            Gives the measure by the bound of TF32 products, where these could have been used.
+        outside : callable, optional
+            Gives further evidence of a tensor outside its rule.
+        reason : str, optional
+            Why it is skipped, or has no exact value.
+        exact, ingredients
+            On the CPU; kept where the tensor is outside its rule, for a reproducer.
         """
-        worth_keeping = status == "outside" and actual.nbytes <= KEEP_BYTES
-        more = {"exact": exact, **(ingredients or {})} if worth_keeping else {}
-        kept = {name: self.keep(t) for name, t in more.items() if t is not None and t.nbytes <= KEEP_BYTES}
-        # blocks locate bitwise differences; after a sum in another order all blocks differ
-        blockwise = status == "outside" or found is None
+        cause = None if diagnosis is None else Diagnosis(word=diagnosis)
+        more: Mapping[str, Any] = {}
+        share = found.bound_ratio if found is not None and bound_ratio is None else bound_ratio
+        if found is not None and chunks is not None and share is not None:
+            status = "within" if passes(share) else "outside"
+            if status == "outside":
+                cause = diagnose_computed(found, chunks, in_tf32=in_tf32 if tolerance is None else None)
+                more = {**cause.evidence, **outside()}
+            elif tolerance is None:  # within a tolerance that nobody derived, nothing is known of the cause
+                cause = Diagnosis(word=Word.ACCUMULATION_ORDER)
+            if float(found.max_abs) == 0 and found.mismatched == 0:
+                status = "equal"
+        failed = status == "outside"
+        worth_keeping = failed and actual.nbytes <= KEEP_BYTES
+        parts = {"exact": exact, **(ingredients or {})} if worth_keeping else {}
+        kept = {name: self.keep(t) for name, t in parts.items() if t is not None and t.nbytes <= KEEP_BYTES}
+        if found is None:
+            rule = Rule.PEER
+        elif tolerance is not None:
+            rule = Rule.USER
+        measured = found
+        if measured is not None and rule == Rule.BOUND and not failed:
+            measured = measured.without_values()
         self.write(
             TensorRecord(
                 stage=stage,
@@ -331,27 +316,30 @@ class Recorder:
                 rule=rule,
                 status=status,
                 digest=digests[0].value,
-                blocks=pack_blocks(digests[0]) if blockwise else "",
-                reference="float64" if found is not None else None,
+                # blocks locate bitwise differences; after a sum in another order all blocks differ
+                blocks=pack_blocks(digests[0]) if failed or found is None else "",
+                reference=None if found is None else "float64",
                 reference_error=None if reference_error is None else Real(reference_error),
                 reference_samples=reference_samples,
-                measure=_written(found, whole=status == "outside" or rule != Rule.BOUND),
-                diagnosis=diagnosis,
-                evidence=dict(evidence or {}),
+                measure=measured,
+                diagnosis=None if cause is None else cause.word,
+                evidence={**(evidence or {}), **more},
                 reason=reason,
-                blob=self.keep(actual) if keep or worth_keeping else None,
+                blob=self.keep(actual) if keep or worth_keeping or (self._keep and chunks is not None) else None,
                 reference_blob=kept.pop("exact", None),
                 repeats=tuple(d.value for d in digests[1:]),
                 ingredients=kept,
+                tolerance=tolerance.stated if found is not None and tolerance is not None else "",
+                buffer=buffer,
             )
         )
 
     def fact(
         self,
-        *,
         stage: str,
         layer: str,
         tensor: str,
+        *,
         status: RecordStatus,
         diagnosis: Word | None = None,
         share: float | None = None,
@@ -367,8 +355,6 @@ class Recorder:
         status : str
             `equal` where it matches exactly, `within` where it stays below a limit, `outside` where neither holds;
             `skipped` with a `reason`.
-        diagnosis : Word, optional
-            Names what is wrong.
         share : float, optional
             Measured over allowed.
         evidence : mapping, optional
@@ -390,16 +376,17 @@ class Recorder:
 
     def absent(
         self,
-        *,
         stage: str,
         layer: str,
         tensor: str,
+        *,
         status: RecordStatus,
         reason: str,
-        rule: str = "bitwise",
-        shape: tuple[int, ...] = (),
+        rule: Rule = Rule.BITWISE,
+        shape: Sequence[int] = (),
         dtype: str = "",
         evidence: Mapping[str, Any] | None = None,
+        unsupported: bool = False,
     ) -> None:
         """Record a tensor that could not be checked: missing, unexpected, skipped or blocked, and why."""
         self.write(
@@ -407,24 +394,18 @@ class Recorder:
                 stage=stage,
                 layer=layer,
                 tensor=tensor,
-                shape=shape,
+                shape=tuple(shape),
                 dtype=dtype,
                 rule=rule,
                 status=status,
                 diagnosis=Word(status) if status in ("missing", "unexpected") else None,
                 reason=reason,
                 evidence=dict(evidence or {}),
+                unsupported=unsupported,
             )
         )
 
 
-def _written(found: Measure | None, *, whole: bool) -> Measure | None:
-    """Return a measure as it is written; a tensor within its own bound needs no worst values."""
-    return found if found is None or whole else found.without_values()
-
-
 def pack_blocks(found: TensorDigest) -> str:
     """Write block digests as 16 hexadecimal digits each; a single block has the tensor's own digest."""
-    if len(found.blocks) < 2:
-        return ""
-    return "".join(f"{b:016x}" for b in found.blocks)
+    return "" if len(found.blocks) < 2 else "".join(f"{block:016x}" for block in found.blocks)

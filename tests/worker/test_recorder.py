@@ -12,13 +12,16 @@ import torch
 from safetensors.torch import load_file
 
 from consistency.capture.folder import unpack_blocks
+from consistency.capture.json_codec import decode_json
 from consistency.capture.reader import read_records
 from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.case.load_path import LoadPath
+from consistency.case.tolerance import Override
 from consistency.errors import CaptureError
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.digest import digest
 from consistency.numerics.error import measure_against_exact
+from consistency.numerics.rules import Rule
 from consistency.worker import recorder as recorder_module
 from consistency.worker.recorder import Recorder
 
@@ -31,8 +34,8 @@ def recorded(folder: Path, actual: torch.Tensor, *, status: RecordStatus, measur
     found = measure_against_exact(actual, EXACT, UserAllowance(atol=1e-3, rtol=0.0)) if measured else None
     with Recorder(folder, blobs) as record:
         record.computed(
-            stage="merged", layer="layers.0", tensor="weight", actual=actual, rule="bound", found=found, status=status,
-            diagnosis=None, digests=[digest(actual)],
+            stage="merged", layer="layers.0", tensor="weight", actual=actual, rule=Rule.BOUND, found=found, status=status,
+            digests=[digest(actual)],
         )  # fmt: skip
     (back,) = read_records(folder / "records.jsonl")
     assert back.digest == digest(actual).value
@@ -160,6 +163,29 @@ def test_a_fact_has_a_share_of_its_limit(tmp_path: Path, record: Recorder) -> No
     (back,) = read_records(tmp_path / "records.jsonl")
     assert (back.rule, back.status, back.limit_ratio, back.evidence) == ("limit", "within", 0.25, {"peak_bytes": 5})
     assert back.diagnosis is None
+
+
+def test_what_decides_a_verdict_is_a_field_of_the_record_and_stands_in_the_evidence(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    tensor = torch.arange(8.0)
+    with Recorder(tmp_path, tmp_path / "blobs", tolerance=(Override(atol=0.5, rtol=0.0),)) as record:
+        record.moved(**WEIGHT, actual=tensor, expected=tensor, cast="bfloat16", name_in_file="norm.weight")
+        record.computed(**WEIGHT, actual=tensor, digests=[digest(tensor)], buffer=True, evidence={"buffer": "why"})
+        record.absent(**WEIGHT, status="skipped", reason="", unsupported=True)
+        tolerance = record.tolerance(stage="merged", layer="layers.0", dtype=tensor.dtype)
+        found = measure_against_exact(tensor, tensor.double() + 0.25, tolerance)
+        record.computed(
+            **WEIGHT, actual=tensor, digests=[digest(tensor)], found=found, tolerance=tolerance, chunks=tuple
+        )
+    # not `read_record`, which takes a missing field from the evidence
+    lines = (tmp_path / "records.jsonl").read_bytes().splitlines()
+    moved, buffer, absent, judged = (decode_json(line, TensorRecord) for line in lines)
+    assert (moved.cast, moved.name_in_file) == ("bfloat16", "norm.weight")
+    assert moved.evidence == {"cast_on_the_way": "bfloat16", "name_in_file": "norm.weight"}
+    assert (buffer.buffer, buffer.evidence) == (True, {"buffer": "why"})
+    assert (absent.unsupported, absent.evidence) == (True, {"unsupported": True})
+    assert (judged.rule, judged.status, judged.tolerance) == ("user", "within", "atol=0.5,rtol=0.0")
+    assert judged.evidence == {"tolerance": "atol=0.5,rtol=0.0"}
 
 
 def test_records_have_their_order_and_the_load_path_that_they_were_seen_on(tmp_path: Path, record: Recorder) -> None:

@@ -34,36 +34,35 @@ def run(context: Context) -> None:
         context.events.step(name, done, len(base.tensors))
         expected = base.expected(name)
         evidence = {}
-        if base.file_names.get(name, name) != name:
-            evidence["name_in_file"] = base.file_names[name]
         if name in base.not_in_file:
             evidence["not_in_file"] = "no file holds it: " + (
                 "values made from its name" if expected is not None else "initialised by transformers"
             )
         if expected is not None:
+            in_file = base.file_names.get(name, name)
             found[name] = record.moved(
-                stage="base", layer=layer, tensor=part, actual=tensor, expected=expected, evidence=evidence
-            )
+                "base", layer, part, actual=tensor, expected=expected, evidence=evidence,
+                name_in_file="" if in_file == name else in_file,
+            )  # fmt: skip
             continue
         found[name] = digest(tensor)
         table = exact.get(name)
         computed = table is not None and tensor.dtype in UNIT_ROUNDOFF and table.shape == tensor.shape
         host = tensor.detach().to("cpu")
         measure = measure_against_exact(host, table) if computed and table is not None else None
-        on_cpu = context.device.type == "cpu"
+        on_cpu, buffer = context.device.type == "cpu", name not in base.persistent
         record.computed(
-            stage="base",
-            layer=layer,
-            tensor=part,
+            "base",
+            layer,
+            part,
             actual=host,
-            rule=Rule.RELATIVE if computed else Rule.PEER,
+            rule=Rule.RELATIVE,
             found=measure,
-            status="measured",
-            diagnosis=None,
             digests=[found[name]],
             reference_error=float(measure.max_abs) if measure is not None and on_cpu else None,
             keep=tensor.nbytes <= PEER_KEEP_BYTES,
-            evidence=evidence | ({} if name in base.persistent else {"buffer": "not in the state dict"}),
+            buffer=buffer,
+            evidence=evidence | ({"buffer": "not in the state dict"} if buffer else {}),
         )
 
 
@@ -86,13 +85,10 @@ def look_again(context: Context, changed: Mapping[str, TensorDigest]) -> None:
         if not record.wants("base", layer):
             continue
         record.computed(
-            stage="base",
-            layer=layer,
-            tensor=f"{part}_after_adapter",
+            "base",
+            layer,
+            f"{part}_after_adapter",
             actual=tensor.detach().to("cpu") if tensor.nbytes <= PEER_KEEP_BYTES else tensor,
-            rule=Rule.PEER,
-            found=None,
-            status="measured",
             diagnosis=Word.RECOMPUTED,
             digests=[after],
             keep=tensor.nbytes <= PEER_KEEP_BYTES,

@@ -21,20 +21,19 @@ from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import RecordStatus
 from consistency.errors import first_line
 from consistency.numerics.digest import TensorDigest, digest
-from consistency.numerics.error import measure_against_exact
 from consistency.numerics.exact import in_float64
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.rules import Rule
-from consistency.worker.model.float64_reference import Reference, publish, wait_for
+from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.model.float64_reference import Reference, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.merging import NO_MERGE, adapted_layers
 from consistency.worker.model.running import Activations, activations, is_of_the_model, refusal, unbounded
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.input_checks import inputs_fit
-from consistency.worker.stages.relative_rule import Truth, record_relative
+from consistency.worker.stages.relative_rule import publish_errors, record_relative
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,10 @@ def run(context: Context) -> None:
     for mode, outputs in found.outputs.items():
         for name, tensor in outputs.items():
             if context.record.wants("forward", name):
-                _judge(context, mode, name, tensor, found.digests[mode, name], answer)
+                record_relative(
+                    context, "forward", name, mode, actual=tensor, digests=found.digests[mode, name], reference=answer,
+                    name=f"{mode}::{name}", exact_name=_exact(f"{mode}::{name}"), mode=_exact(mode),
+                )  # fmt: skip
 
 
 def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *, exact: Exact | None) -> Passes:
@@ -136,15 +138,10 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
 
 
 def _publish(context: Context, found: Passes, exact: Exact) -> Reference:
-    """Share the exact activations and the CPU's own errors with all workers."""
-    errors, samples = {}, {}
-    for mode, outputs in found.outputs.items():
-        for name, tensor in outputs.items():
-            truth = exact.outputs.get(_exact_name(mode, name))
-            if truth is not None and truth.shape == tensor.shape:
-                errors[f"{mode}::{name}"] = float(measure_against_exact(tensor, truth).max_abs)
-                samples[f"{mode}::{name}"] = independent_rows(tensor, truth)
-    return publish(context.scratch, exact.outputs, errors=errors, samples=samples, failures=exact.failures)
+    on_cpu = {f"{mode}::{name}": tensor for mode, outputs in found.outputs.items() for name, tensor in outputs.items()}
+    return publish_errors(
+        context, on_cpu, exact.outputs, samples=independent_rows, failures=exact.failures, exact_name=_exact
+    )
 
 
 def _modes(context: Context) -> list[str]:
@@ -169,35 +166,11 @@ def _merge(model: Any) -> str:
     return ""
 
 
-def _judge(
-    context: Context, mode: str, name: str, tensor: torch.Tensor, digests: list[TensorDigest], reference: Reference
-) -> None:
-    record_relative(
-        context.record,
-        stage="forward",
-        layer=name,
-        tensor=mode,
-        actual=tensor,
-        digests=digests,
-        truth=Truth(
-            exact=reference.read(_exact_name(mode, name)),
-            error=reference.errors.get(f"{mode}::{name}"),
-            samples=reference.samples.get(f"{mode}::{name}", 1),
-            why_not=reference.failures.get(_exact_mode(mode)),
-        ),
-    )
-
-
-def _exact_mode(mode: str) -> str:
-    return ON if mode == MERGED else mode
-
-
-def _exact_name(mode: str, name: str) -> str:
-    return f"{_exact_mode(mode)}::{name}"
+def _exact(name: str) -> str:
+    """Return the mode, or the mode and name, of the float64 pass that serves it."""
+    return ON + name.removeprefix(MERGED) if name.startswith(MERGED) else name
 
 
 def _not_run(context: Context, modes: list[str], status: RecordStatus, reason: str) -> None:
     for mode in modes:
-        context.record.absent(
-            stage="forward", layer=WHOLE_MODEL, tensor=mode, status=status, reason=reason, rule=Rule.RELATIVE
-        )
+        context.record.absent("forward", WHOLE_MODEL, mode, status=status, reason=reason, rule=Rule.RELATIVE)

@@ -81,7 +81,7 @@ def _allocations(record: Recorder, found: Placement, device: torch.device, passi
     ):
         if peak is None:
             record.fact(
-                stage="memory", layer=str(device), tensor=counter, status="skipped",
+                "memory", str(device), counter, status="skipped",
                 reason=f"torch.{device.type} counts no peak of {counter} bytes",
             )  # fmt: skip
             continue
@@ -92,9 +92,9 @@ def _allocations(record: Recorder, found: Placement, device: torch.device, passi
             status = "within" if passed_through else "outside"
             evidence.update(_when(found, device, counter), passing_bytes=passing_bytes)
         record.fact(
-            stage="memory",
-            layer=str(device),
-            tensor=counter,
+            "memory",
+            str(device),
+            counter,
             status=status,
             diagnosis=Word.TOUCHED if peak else None,
             share=share if peak and counter == "allocated" and is_gone else None,
@@ -105,7 +105,7 @@ def _allocations(record: Recorder, found: Placement, device: torch.device, passi
 def _context(record: Recorder, found: Placement, device: torch.device) -> None:
     seen = found.context(device)
     if seen.exists is None:
-        record.fact(stage="memory", layer=str(device), tensor="context", status="skipped", reason=seen.reason)
+        record.fact("memory", str(device), "context", status="skipped", reason=seen.reason)
         return
     evidence: dict[str, Any] = {"seen_by": seen.seen_by}
     if seen.used_bytes is not None:
@@ -113,9 +113,9 @@ def _context(record: Recorder, found: Placement, device: torch.device) -> None:
     if seen.exists:
         evidence.update(_when(found, device, "context"))
     record.fact(
-        stage="memory",
-        layer=str(device),
-        tensor="context",
+        "memory",
+        str(device),
+        "context",
         # a context stays until the process ends, with or without bytes, which have rows of their own
         status="within" if seen.exists else "equal",
         diagnosis=Word.TOUCHED if seen.exists else None,
@@ -145,9 +145,9 @@ def placement(context: Context) -> None:
             continue
         wrong = {part: device for part, device in parts.items() if device != own}
         context.record.fact(
-            stage="memory",
-            layer=layer,
-            tensor=PLACEMENT,
+            "memory",
+            layer,
+            PLACEMENT,
             status="outside" if wrong else "equal",
             diagnosis=Word.WRONG_DEVICE if wrong else None,
             evidence={"got": wrong, "wanted": own} if wrong else {"devices": sorted(set(parts.values()))},
@@ -177,7 +177,7 @@ def _merge_peak(
     tensor = SAFE_MERGE_PEAK if safe else MERGE_PEAK
     if meter is None:
         context.record.fact(
-            stage="memory", layer=place, tensor=tensor, status="skipped",
+            "memory", place, tensor, status="skipped",
             reason=f"torch.{context.device.type} counts no peak of allocated bytes",
         )  # fmt: skip
         return
@@ -189,7 +189,7 @@ def _merge_peak(
         if is_out_of_memory(failure):
             raise
         context.record.fact(
-            stage="memory", layer=place, tensor=tensor, status="skipped",
+            "memory", place, tensor, status="skipped",
             reason=f"PEFT does not merge this layer: {first_line(failure)}",
         )  # fmt: skip
         return
@@ -199,14 +199,14 @@ def _merge_peak(
     share = found.share
     if share is None:
         context.record.fact(
-            stage="memory", layer=place, tensor=tensor, status="skipped", evidence=evidence,
+            "memory", place, tensor, status="skipped", evidence=evidence,
             reason=f"no limit is derived for the merge of {_kind(layer)}: figures alone",
         )  # fmt: skip
         return
     context.record.fact(
-        stage="memory",
-        layer=place,
-        tensor=tensor,
+        "memory",
+        place,
+        tensor,
         status="within" if passes(share) else "outside",
         diagnosis=None if passes(share) else Word.THIRD_COPY,
         share=share,

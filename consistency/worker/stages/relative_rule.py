@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -13,68 +12,76 @@ from consistency.numerics.digest import TensorDigest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.rules import Rule, Verdict, judge_relative
-from consistency.worker.recorder import Recorder
+from consistency.worker.model.float64_reference import Reference, publish
+from consistency.worker.protocol import REFERENCE_FILE
+from consistency.worker.stages.context import Context
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Truth:
-    """The reference of a tensor.
-
-    Attributes
-    ----------
-    exact : torch.Tensor or None
-        Float64, on the CPU.
-    error : float or None
-        The CPU's own largest error in the tested dtype.
-    samples : int
-        How many independent errors that is the largest of.
-    why_not : str or None
-        Why there is no exact value.
-    """
-
-    exact: torch.Tensor | None
-    error: float | None
-    samples: int
-    why_not: str | None
+def publish_errors(
+    context: Context,
+    on_cpu: Mapping[str, torch.Tensor],
+    exact: dict[str, torch.Tensor],
+    *,
+    samples: Callable[[torch.Tensor, torch.Tensor], int],
+    failures: dict[str, str],
+    exact_name: Callable[[str], str] = str,
+    file: str = REFERENCE_FILE,
+) -> Reference:
+    """Share exact tensors and the CPU's own errors with all workers; `samples` counts the independent errors."""
+    pairs = {name: (tensor, exact.get(exact_name(name))) for name, tensor in on_cpu.items()}
+    known = {name: (own, truth) for name, (own, truth) in pairs.items() if truth is not None}
+    known = {name: (own, truth) for name, (own, truth) in known.items() if own.shape == truth.shape}
+    return publish(
+        context.scratch,
+        exact,
+        errors={name: float(measure_against_exact(*pair).max_abs) for name, pair in known.items()},
+        samples={name: samples(*pair) for name, pair in known.items()},
+        failures=failures,
+        file=file,
+    )
 
 
 def record_relative(
-    record: Recorder,
-    *,
+    context: Context,
     stage: str,
     layer: str,
     tensor: str,
+    *,
     actual: torch.Tensor,
     digests: Sequence[TensorDigest],
-    truth: Truth,
+    reference: Reference,
+    name: str,
+    exact_name: str,
+    mode: str,
 ) -> None:
-    """Record a tensor by the `relative` rule or the user's tolerance; without an exact value by the other workers."""
-    exact, error = truth.exact, truth.error
-    tolerance = record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
+    """Record a tensor by the `relative` rule or the user's tolerance; without an exact value by the other workers.
+
+    Parameters
+    ----------
+    name, exact_name, mode : str
+        Under which `reference` has the CPU's own error, the exact tensor, and the reason why there is none.
+    """
+    exact, error = reference.read(exact_name), reference.errors.get(name)
+    tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
     known = exact is not None and exact.shape == actual.shape and actual.dtype in UNIT_ROUNDOFF
     if exact is None or not known or (error is None and tolerance is None):
-        record.judged(
-            stage=stage, layer=layer, tensor=tensor, actual=actual, digests=digests, found=None, rule=Rule.PEER,
-            chunks=tuple, reason=truth.why_not,
-        )  # fmt: skip
+        context.record.computed(
+            stage, layer, tensor, actual=actual, digests=digests, chunks=tuple, reason=reference.failures.get(mode)
+        )
         return
+    found, samples = measure_against_exact(actual, exact, tolerance), reference.samples.get(name, 1)
     verdict: Verdict | None = None
-    limit: float | UserAllowance
-    if tolerance is not None:
-        limit = tolerance.allowance
-        found = measure_against_exact(actual, exact, limit)
-    else:
+    if tolerance is None:
         assert error is not None
-        found = measure_against_exact(actual, exact)
         verdict = judge_relative(
             float(found.max_abs), found.mismatched, float(found.magnitude), name_of(actual.dtype),
-            reference_error=error, samples=truth.samples,
+            reference_error=error, samples=samples,
         )  # fmt: skip
-        limit = verdict.allowed
-    record.judged(
-        stage=stage,
-        layer=layer,
-        tensor=tensor,
+    limit: float | UserAllowance | None = tolerance if verdict is None else verdict.allowed
+    context.record.computed(
+        stage,
+        layer,
+        tensor,
         actual=actual,
         digests=digests,
         found=found,
@@ -84,6 +91,6 @@ def record_relative(
         chunks=lambda: exact_chunks(actual, exact, limit),
         outside=lambda: {} if verdict is None else {"allowed": verdict.allowed},
         reference_error=error,
-        reference_samples=None if verdict is None else truth.samples,
+        reference_samples=None if verdict is None else samples,
         exact=exact,
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from consistency.capture.names import CAST_ON_THE_WAY, LOADED_AGAIN, SETTINGS_LAYER, adapter_place, module_place
+from consistency.capture.names import LOADED_AGAIN, SETTINGS_LAYER, adapter_place, module_place
 from consistency.case.load_path import LoadPath
 from consistency.errors import first_line
 from consistency.numerics.diagnosis_moved import Known
@@ -94,9 +94,7 @@ def _by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[s
 def skip(context: Context, reason: str) -> None:
     """Record why the adapter cannot be loaded again."""
     if context.record.wants("adapter", SETTINGS_LAYER):
-        context.record.absent(
-            stage="adapter", layer=SETTINGS_LAYER, tensor=LOADED_AGAIN, status="skipped", reason=reason
-        )
+        context.record.absent("adapter", SETTINGS_LAYER, LOADED_AGAIN, status="skipped", reason=reason)
 
 
 def _look(
@@ -104,27 +102,28 @@ def _look(
 ) -> None:
     """Compare every tensor that this load path has loaded with the adapter's file."""
     if context.record.wants("adapter", SETTINGS_LAYER):
-        context.record.fact(stage="adapter", layer=SETTINGS_LAYER, tensor=LOADED_AGAIN, status="equal")
+        context.record.fact("adapter", SETTINGS_LAYER, LOADED_AGAIN, status="equal")
     for name, (key, tensor) in context.expected.items():
         layer, part = adapter_place(key)
         actual = state.get(name)
         if actual is None or not context.record.wants("adapter", layer):
             # unknown keys are reported for the default load path; transformers renames some modules
             continue
-        expected = tensor.to(actual.dtype)
+        expected, cast = tensor.to(actual.dtype), ""
         evidence = {} if actual.dtype == tensor.dtype else {"dtype_in_file": name_of(tensor.dtype)}
         if load_path.low_memory and digest(actual).value != digest(expected).value:
             # PEFT casts the parameter to the dtype of the base first, and then to its own
             way = getattr(torch, context.base.dtype, actual.dtype)
             through = tensor.to(way).to(actual.dtype)
             if digest(actual).value == digest(through).value:
-                expected, evidence = through, {**evidence, CAST_ON_THE_WAY: context.base.dtype}
+                expected, cast = through, context.base.dtype
         context.record.moved(
-            stage="adapter",
-            layer=layer,
-            tensor=part,
+            "adapter",
+            layer,
+            part,
             actual=actual,
             expected=expected,
+            cast=cast,
             known=Known(
                 poison=POISON.get(actual.element_size()),
                 swapped=functools.partial(file_of_another, by_digest, digest(expected).value),

@@ -10,10 +10,9 @@ import torch
 from consistency.capture.names import LOADED_AGAIN, SETTINGS_LAYER
 from consistency.errors import first_line
 from consistency.numerics.digest import digest
-from consistency.numerics.rules import Rule
+from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE
 from consistency.worker.model.poison import as_it_was, poison
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.adapter.load_paths import skip
 from consistency.worker.stages.context import Context
 
@@ -59,8 +58,5 @@ def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
                 found[name] = Loads(digests=(*before.digests, value), wrong=wrong)
     if context.record.wants("adapter", SETTINGS_LAYER):
         done = torch.ones((), dtype=torch.uint8)
-        context.record.computed(
-            stage="adapter", layer=SETTINGS_LAYER, tensor=LOADED_AGAIN, actual=done, rule=Rule.PEER, found=None,
-            status="measured", diagnosis=None, digests=[digest(done)],
-        )  # fmt: skip
+        context.record.computed("adapter", SETTINGS_LAYER, LOADED_AGAIN, actual=done, digests=[digest(done)])
     return found

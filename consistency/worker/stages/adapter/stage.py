@@ -17,7 +17,6 @@ from consistency.capture.names import RANK_AND_SCALING, SETTINGS_LAYER, adapter_
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
-from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.poison import POISON
@@ -44,14 +43,14 @@ def run(context: Context) -> None:
         actual = state.get(name)
         if actual is None:
             record.absent(
-                stage="adapter", layer=layer, tensor=part, status="unexpected", shape=tuple(tensor.shape),
+                "adapter", layer, part, status="unexpected", shape=tensor.shape,
                 dtype=name_of(tensor.dtype), reason="in the file, but the model has no such parameter",
                 evidence={"parameter": name},
             )  # fmt: skip
             continue
         if actual.is_meta:
             record.absent(
-                stage="adapter", layer=layer, tensor=part, status="missing", shape=tuple(actual.shape),
+                "adapter", layer, part, status="missing", shape=actual.shape,
                 dtype=name_of(actual.dtype), reason="on the device meta: its bytes never arrived",
             )  # fmt: skip
             continue
@@ -70,16 +69,9 @@ def run(context: Context) -> None:
                 stale=functools.partial(stale_bytes, context.base.tensors),
             )
         record.moved(
-            stage="adapter",
-            layer=layer,
-            tensor=part,
-            actual=actual,
-            expected=expected,
-            known=known,
-            keep=True,
-            repeats=loads.digests,
+            "adapter", layer, part, actual=actual, expected=expected, known=known, keep=True, repeats=loads.digests,
             evidence=evidence,
-        )
+        )  # fmt: skip
     missing = _missing(context, state)
     _made_on_loading(context, state, missing)
     if record.wants("adapter", SETTINGS_LAYER):
@@ -105,7 +97,7 @@ def _missing(context: Context, state: dict[str, Any]) -> set[str]:
         layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
         if context.record.wants("adapter", layer):
             context.record.absent(
-                stage="adapter", layer=layer, tensor=part, status="missing", shape=tuple(tensor.shape),
+                "adapter", layer, part, status="missing", shape=tensor.shape,
                 dtype=name_of(tensor.dtype), reason="in the model, but not in the adapter's file",
             )  # fmt: skip
     return found
@@ -126,13 +118,10 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
         if not strided or tensor.data_ptr() in known or not record.wants("adapter", layer):
             continue
         record.computed(
-            stage="adapter",
-            layer=layer,
-            tensor=part,
+            "adapter",
+            layer,
+            part,
             actual=tensor,
-            rule=Rule.PEER,
-            found=None,
-            status="measured",
             diagnosis=Word.RECOMPUTED,
             digests=[digest(tensor)],
             keep=tensor.nbytes <= PEER_KEEP_BYTES,
@@ -160,12 +149,10 @@ def _settings(context: Context) -> None:
     raw = json.dumps(table, sort_keys=True).encode()
     tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     context.record.computed(
-        stage="adapter",
-        layer=SETTINGS_LAYER,
-        tensor=RANK_AND_SCALING,
+        "adapter",
+        SETTINGS_LAYER,
+        RANK_AND_SCALING,
         actual=tensor,
-        rule=Rule.PEER,
-        found=None,
         status="outside" if inactive else "measured",
         diagnosis=Word.INACTIVE if inactive else None,
         digests=[digest(tensor)],

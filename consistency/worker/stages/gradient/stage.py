@@ -24,22 +24,21 @@ import torch
 from consistency.capture.names import ADAPTER_ON, GRADIENT, UPDATED, WHOLE_MODEL, adapter_place
 from consistency.capture.records import RecordStatus
 from consistency.errors import first_line
-from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF
-from consistency.numerics.error import measure_against_exact
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.independent_errors import independent_lines
 from consistency.numerics.rules import Rule
-from consistency.numerics.running_error import Arithmetic, measure_tracked
-from consistency.worker.model.float64_reference import Reference, publish, wait_for
+from consistency.numerics.running_error import Arithmetic
+from consistency.worker.model.float64_reference import Reference, wait_for
 from consistency.worker.model.inputs import SEED, fixed_inputs
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import activations, is_of_the_model, outputs, refusal, unbounded
 from consistency.worker.protocol import GRADIENT_FILE
 from consistency.worker.stages import adamw
+from consistency.worker.stages.bound_rule import record_bounded
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.relative_rule import Truth, record_relative
+from consistency.worker.stages.relative_rule import publish_errors, record_relative
 
 Tensors = dict[str, torch.Tensor]
 
@@ -231,15 +230,11 @@ def _refusal(context: Context, model: torch.nn.Module, inputs: Tensors, error: E
 
 
 def _publish(context: Context, found: Backward) -> Reference:
-    """Share the exact gradients and the CPU's own errors with all workers."""
-    errors, samples = {}, {}
-    for name, tensor in found.gradients.items():
-        truth = found.exact.get(name)
-        if truth is not None and truth.shape == tensor.shape:
-            errors[name] = float(measure_against_exact(tensor, truth).max_abs)
-            samples[name] = independent_lines(tensor, truth)
-    failures = {ADAPTER_ON: found.refused or found.failure} if found.refused or found.failure else {}
-    return publish(context.scratch, found.exact, errors=errors, samples=samples, failures=failures, file=GRADIENT_FILE)
+    failure = found.refused or found.failure
+    return publish_errors(
+        context, found.gradients, found.exact, samples=independent_lines,
+        failures={ADAPTER_ON: failure} if failure else {}, file=GRADIENT_FILE,
+    )  # fmt: skip
 
 
 def _judge(context: Context, name: str, layer: str, tensor: str, found: Backward, reference: Reference) -> None:
@@ -247,24 +242,14 @@ def _judge(context: Context, name: str, layer: str, tensor: str, found: Backward
     if gradient is None:
         for what in (GRADIENT, UPDATED):
             context.record.absent(
-                stage="gradient", layer=layer, tensor=f"{tensor}.{what}", status="skipped", rule=Rule.RELATIVE,
+                "gradient", layer, f"{tensor}.{what}", status="skipped", rule=Rule.RELATIVE,
                 reason="no output of the model depends on it",
             )  # fmt: skip
         return
     record_relative(
-        context.record,
-        stage="gradient",
-        layer=layer,
-        tensor=f"{tensor}.{GRADIENT}",
-        actual=gradient,
-        digests=found.digests[name],
-        truth=Truth(
-            exact=reference.read(name),
-            error=reference.errors.get(name),
-            samples=reference.samples.get(name, 1),
-            why_not=reference.failures.get(ADAPTER_ON),
-        ),
-    )
+        context, "gradient", layer, f"{tensor}.{GRADIENT}", actual=gradient, digests=found.digests[name],
+        reference=reference, name=name, exact_name=name, mode=ADAPTER_ON,
+    )  # fmt: skip
     _step(context, name, layer, f"{tensor}.{UPDATED}", gradient)
 
 
@@ -273,7 +258,7 @@ def _step(context: Context, name: str, layer: str, tensor: str, gradient: torch.
     parameter = context.model.get_parameter(name)
     if parameter.dtype not in UNIT_ROUNDOFF or not bool(torch.isfinite(gradient).all()):
         context.record.absent(
-            stage="gradient", layer=layer, tensor=tensor, status="skipped", rule=Rule.BOUND,
+            "gradient", layer, tensor, status="skipped", rule=Rule.BOUND,
             reason=f"no bound for the step of a {parameter.dtype} parameter, or by a gradient that is not finite",
         )  # fmt: skip
         return
@@ -283,27 +268,11 @@ def _step(context: Context, name: str, layer: str, tensor: str, gradient: torch.
     actual, before = results[0].to("cpu"), parameter.detach().to("cpu")
     by = Arithmetic.of(parameter.dtype)
     exact = adamw.exact_step(*(by.known(t.to(torch.float64).numpy()) for t in (before, gradient)))
-    tolerance = context.record.tolerance(stage="gradient", layer=layer, dtype=actual.dtype)
-    value, allowed = torch.from_numpy(exact.value), torch.from_numpy(exact.allowed)
-    limit = tolerance.allowance if tolerance else allowed
-    context.record.judged(
-        stage="gradient",
-        layer=layer,
-        tensor=tensor,
-        actual=actual,
+    record_bounded(
+        context.record, "gradient", layer, tensor, actual=actual, exact=exact, base=before,
         digests=[digest(result) for result in results],
-        found=measure_against_exact(actual, value, tolerance.allowance)
-        if tolerance
-        else measure_tracked(actual, exact),
-        rule=Rule.BOUND,
-        tolerance=tolerance,
-        chunks=lambda: exact_chunks(actual, value, limit, base=before),
-        exact=value,
-        ingredients={} if tolerance else {"allowed": allowed},
-    )
+    )  # fmt: skip
 
 
 def _not_run(context: Context, status: RecordStatus, reason: str) -> None:
-    context.record.absent(
-        stage="gradient", layer=WHOLE_MODEL, tensor=ADAPTER_ON, status=status, reason=reason, rule=Rule.RELATIVE
-    )
+    context.record.absent("gradient", WHOLE_MODEL, ADAPTER_ON, status=status, reason=reason, rule=Rule.RELATIVE)

@@ -68,7 +68,7 @@ def allowance_of(
 ) -> Allowance | UserAllowance:
     """Return the allowed error of a delta (`roundings` 0) or a merged weight; `tf32`: as if products ran in TF32."""
     if tolerance is not None:
-        return tolerance.allowance
+        return tolerance
     # bfloat16 and float16 products on an accelerator run on matrix units, which truncate when they accumulate
     on_units = tensor.device.type != "cpu"
     delta = delta_allowance(

@@ -85,15 +85,15 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
             if is_out_of_memory(failure):
                 raise
             record.absent(
-                stage="merged", layer=place, tensor=tensor, rule=derived, status="skipped",
+                "merged", place, tensor, rule=derived, status="skipped",
                 reason=f"PEFT does not merge this layer: {first_line(failure)}",
             )  # fmt: skip
             continue
         seen = (here, found, error)
-        record.judged(
-            stage="merged",
-            layer=place,
-            tensor=tensor,
+        record.computed(
+            "merged",
+            place,
+            tensor,
             actual=host,
             digests=[here, *again],
             found=found,
@@ -121,7 +121,7 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, r
         if is_out_of_memory(failure):
             raise
         context.record.absent(
-            stage="merged", layer=place, tensor=DELTA, rule=Rule.BOUND, status="skipped",
+            "merged", place, DELTA, rule=Rule.BOUND, status="skipped",
             reason=f"PEFT gives no delta of this layer: {first_line(failure)}",
         )  # fmt: skip
         return
@@ -129,16 +129,16 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, r
     tolerance = context.record.tolerance(stage="merged", layer=place, dtype=delta.dtype)
     if low_rank is not None and delta.shape == (low_rank.left.shape[0], low_rank.right.shape[1]):
         found = _judge(delta, truth, tolerance, safe=None)
-    context.record.judged(
-        stage="merged",
-        layer=place,
-        tensor=DELTA,
+    context.record.computed(
+        "merged",
+        place,
+        DELTA,
         actual=delta,
         digests=[digest(delta), *again],
         found=found,
         rule=Rule.BOUND,
         tolerance=tolerance,
-        unjudged="skipped",
+        status="skipped",
         reason=None if found is not None else "this method's delta has no closed form: its merged weight is judged",
         ingredients=_ingredients(truth),
         **_outside(delta, truth, tolerance, safe=None),
@@ -192,7 +192,7 @@ def _judge(weight: torch.Tensor, truth: Truth, tolerance: UserTolerance | None, 
         return measure_chunks(weight, low_rank_chunks(weight.to("cpu"), **_factors(truth), allowance=allowance))
     if truth.exact is None or truth.exact.shape != weight.shape:
         return None
-    return measure_against_exact(weight.to("cpu"), truth.exact, tolerance.allowance if tolerance else None)
+    return measure_against_exact(weight.to("cpu"), truth.exact, tolerance)
 
 
 def _copy_from_files(context: Context, name: str, layer: Any) -> Any:
@@ -242,7 +242,7 @@ def _outside(
         def exact() -> Iterator[Chunk]:
             assert truth.exact is not None  # a ratio without factors is one by the user's own tolerance
             assert tolerance is not None
-            return exact_chunks(tensor.to("cpu"), truth.exact, tolerance.allowance)
+            return exact_chunks(tensor.to("cpu"), truth.exact, tolerance)
 
         return {"chunks": exact}
     allowed = allowance_of(low_rank, tolerance, tensor, roundings=roundings)

@@ -13,20 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from consistency.capture.names import UNSUPPORTED
 from consistency.capture.records import RecordStatus
 from consistency.case.stages import Level
 from consistency.errors import first_line
-from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import named
-from consistency.numerics.error import measure_against_exact
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic, Tracked, measure_tracked
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.protocol import EventLog
 from consistency.worker.recorder import Recorder
+from consistency.worker.stages.bound_rule import record_bounded
 from consistency.worker.stages.context import Machine
 from consistency.worker.stages.operators.table import Operation, operations
 
@@ -107,27 +105,12 @@ def _look(trials: Trials, record: Recorder, operation: Operation, dtype: str) ->
         reason = f"the result has shape {tuple(actual.shape)}, wanted {exact.value.shape}"
         _absent(record, operation, dtype, "missing", reason)
         return
-    tolerance = record.tolerance(stage=_STAGE, layer=operation.name, dtype=actual.dtype)
-    value, allowed = torch.from_numpy(exact.value), torch.from_numpy(exact.allowed)
-    limit = tolerance.allowance if tolerance else allowed
-    record.judged(
-        stage=_STAGE,
-        layer=operation.name,
-        tensor=f"{dtype} {operation.size}",
-        actual=actual,
+    tf32 = operation.multiplies and dtype == "float32"
+    record_bounded(
+        record, _STAGE, operation.name, operation.row(dtype), actual=actual, exact=exact,
         digests=[digest(result) for result in results],
-        found=measure_against_exact(actual, value, tolerance.allowance)
-        if tolerance
-        else measure_tracked(actual, exact),
-        rule=Rule.BOUND,
-        tolerance=tolerance,
-        chunks=lambda: exact_chunks(actual, value, limit),
-        in_tf32=(lambda: _in_tf32(trials, operation, host, actual))
-        if operation.multiplies and dtype == "float32"
-        else None,
-        exact=value,
-        ingredients={} if tolerance else {"allowed": allowed},
-    )
+        in_tf32=(lambda: _in_tf32(trials, operation, host, actual)) if tf32 else None,
+    )  # fmt: skip
 
 
 def _given(values: np.ndarray, dtype: str) -> torch.Tensor:
@@ -174,12 +157,6 @@ def _composed(device: torch.device, operation: Operation, dtype: str) -> str:
 
 def _absent(record: Recorder, operation: Operation, dtype: str, status: RecordStatus, reason: str) -> None:
     record.absent(
-        stage=_STAGE,
-        layer=operation.name,
-        tensor=f"{dtype} {operation.size}",
-        status=status,
-        reason=reason,
-        rule=Rule.BOUND,
-        dtype=dtype,
-        evidence={UNSUPPORTED: True} if status == "skipped" else None,
-    )
+        _STAGE, operation.name, operation.row(dtype), status=status, reason=reason, rule=Rule.BOUND, dtype=dtype,
+        unsupported=status == "skipped",
+    )  # fmt: skip

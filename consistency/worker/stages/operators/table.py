@@ -108,6 +108,10 @@ class Operation:
     multiplies: bool = False
     kernel: str | None = None
 
+    def row(self, dtype: str) -> str:
+        """Return the name of its row in reports."""
+        return f"{dtype} {self.size}"
+
     def inputs(self) -> Arrays:
         """Return the inputs, which do not depend on the other operations."""
         return self.draw(np.random.Generator(np.random.PCG64([SEED, zlib.crc32(f"{self.name} {self.size}".encode())])))

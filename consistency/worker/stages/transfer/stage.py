@@ -191,7 +191,7 @@ class _Look:
 
     def _absent(self, name: str, kind: str, status: RecordStatus, reason: str, evidence: dict[str, Any]) -> None:
         self._record.absent(
-            stage=Stage.TRANSFER, layer=name, tensor=kind, status=status, reason=reason, dtype="uint8",
+            Stage.TRANSFER, name, kind, status=status, reason=reason, dtype="uint8",
             shape=(sum(evidence.get("bytes", ())),), evidence=evidence,
         )  # fmt: skip
 

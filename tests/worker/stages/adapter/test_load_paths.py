@@ -113,6 +113,7 @@ def test_peft_casts_through_the_dtype_of_the_base_with_low_cpu_mem_usage_alone(t
     for load_path in (LoadPath.ISOLATED, *SIDES):
         here = [r for r in taken[0] if r.rule == "bitwise" and (r.load_path or "isolated") == load_path]
         through = {r.evidence.get(CAST_ON_THE_WAY) for r in here}
+        assert {r.cast or None for r in here} == through
         dtypes = {r.dtype for r in here}
         if load_path.by_transformers:
             assert (through, dtypes) == ({None}, {"bfloat16"})

@@ -83,7 +83,7 @@ def test_what_there_is_no_kernel_for_is_told_from_what_fails(
     found = look(tmp_path, only=("operators::exp",))
     assert {r.status for r in found.values()} == {status}
     assert all(str(error) in (r.reason or "") for r in found.values())
-    assert all((UNSUPPORTED in r.evidence) is (status == "skipped") for r in found.values())
+    assert all((UNSUPPORTED in r.evidence) is r.unsupported is (status == "skipped") for r in found.values())
 
 
 def test_a_result_of_another_shape_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

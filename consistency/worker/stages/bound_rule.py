@@ -1,0 +1,46 @@
+"""The `bound` rule of `operators` and of the optimizer's step: each element within its running error bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from consistency.numerics.chunks import exact_chunks
+from consistency.numerics.digest import TensorDigest
+from consistency.numerics.measure import Measure
+from consistency.numerics.error import measure_against_exact
+from consistency.numerics.rules import Rule
+from consistency.numerics.running_error import Tracked, measure_tracked
+from consistency.worker.recorder import Recorder
+
+
+def record_bounded(
+    record: Recorder,
+    stage: str,
+    layer: str,
+    tensor: str,
+    *,
+    actual: torch.Tensor,
+    exact: Tracked,
+    digests: Sequence[TensorDigest],
+    base: torch.Tensor | None = None,
+    in_tf32: Callable[[], Measure] | None = None,
+) -> None:
+    """Record a tensor on the CPU by its exact value's bound, or by the user's tolerance around the same value."""
+    tolerance = record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
+    value, allowed = torch.from_numpy(exact.value), torch.from_numpy(exact.allowed)
+    record.computed(
+        stage,
+        layer,
+        tensor,
+        actual=actual,
+        digests=digests,
+        found=measure_against_exact(actual, value, tolerance) if tolerance else measure_tracked(actual, exact),
+        rule=Rule.BOUND,
+        tolerance=tolerance,
+        chunks=lambda: exact_chunks(actual, value, tolerance or allowed, base=base),
+        in_tf32=in_tf32,
+        exact=value,
+        ingredients={} if tolerance else {"allowed": allowed},
+    )
