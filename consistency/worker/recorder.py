@@ -303,9 +303,8 @@ class Recorder:
             rule = Rule.PEER
         elif tolerance is not None:
             rule = Rule.USER
-        measured = found
-        if measured is not None and rule == Rule.BOUND and not failed:
-            measured = measured.without_values()
+        if found is not None and rule == Rule.BOUND and not failed:
+            found = found.without_values()
         self.write(
             TensorRecord(
                 stage=stage,
@@ -321,7 +320,7 @@ class Recorder:
                 reference=None if found is None else "float64",
                 reference_error=None if reference_error is None else Real(reference_error),
                 reference_samples=reference_samples,
-                measure=measured,
+                measure=found,
                 diagnosis=None if cause is None else cause.word,
                 evidence={**(evidence or {}), **more},
                 reason=reason,

@@ -34,8 +34,8 @@ def recorded(folder: Path, actual: torch.Tensor, *, status: RecordStatus, measur
     found = measure_against_exact(actual, EXACT, UserAllowance(atol=1e-3, rtol=0.0)) if measured else None
     with Recorder(folder, blobs) as record:
         record.computed(
-            stage="merged", layer="layers.0", tensor="weight", actual=actual, rule=Rule.BOUND, found=found, status=status,
-            digests=[digest(actual)],
+            stage="merged", layer="layers.0", tensor="weight", actual=actual, rule=Rule.BOUND, found=found,
+            status=status, digests=[digest(actual)],
         )  # fmt: skip
     (back,) = read_records(folder / "records.jsonl")
     assert back.digest == digest(actual).value

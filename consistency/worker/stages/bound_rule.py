@@ -8,8 +8,8 @@ import torch
 
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest
-from consistency.numerics.measure import Measure
 from consistency.numerics.error import measure_against_exact
+from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Tracked, measure_tracked
 from consistency.worker.recorder import Recorder

@@ -24,13 +24,13 @@ from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.exact import in_float64
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.rules import Rule
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.model.float64_reference import Reference, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.merging import NO_MERGE, adapted_layers
 from consistency.worker.model.running import Activations, activations, is_of_the_model, refusal, unbounded
+from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.relative_rule import publish_errors, record_relative

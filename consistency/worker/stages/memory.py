@@ -5,6 +5,7 @@ Its rows are facts with a limit, not tensors. `devices` needs neither base nor a
 
 from __future__ import annotations
 
+import functools
 import gc
 from typing import Any
 
@@ -80,10 +81,8 @@ def _allocations(record: Recorder, found: Placement, device: torch.device, passi
         ("reserved", figures.peak_reserved, figures.reserved),
     ):
         if peak is None:
-            record.fact(
-                "memory", str(device), counter, status="skipped",
-                reason=f"torch.{device.type} counts no peak of {counter} bytes",
-            )  # fmt: skip
+            reason = f"torch.{device.type} counts no peak of {counter} bytes"
+            record.fact("memory", str(device), counter, status="skipped", reason=reason)
             continue
         evidence: dict[str, Any] = {"peak_bytes": peak, "resident_bytes": now}
         status: RecordStatus = "equal"
@@ -92,14 +91,9 @@ def _allocations(record: Recorder, found: Placement, device: torch.device, passi
             status = "within" if passed_through else "outside"
             evidence.update(_when(found, device, counter), passing_bytes=passing_bytes)
         record.fact(
-            "memory",
-            str(device),
-            counter,
-            status=status,
-            diagnosis=Word.TOUCHED if peak else None,
-            share=share if peak and counter == "allocated" and is_gone else None,
-            evidence=evidence,
-        )
+            "memory", str(device), counter, status=status, diagnosis=Word.TOUCHED if peak else None,
+            share=share if peak and counter == "allocated" and is_gone else None, evidence=evidence,
+        )  # fmt: skip
 
 
 def _context(record: Recorder, found: Placement, device: torch.device) -> None:
@@ -112,15 +106,10 @@ def _context(record: Recorder, found: Placement, device: torch.device) -> None:
         evidence["used_bytes"] = seen.used_bytes
     if seen.exists:
         evidence.update(_when(found, device, "context"))
-    record.fact(
-        "memory",
-        str(device),
-        "context",
-        # a context stays until the process ends, with or without bytes, which have rows of their own
-        status="within" if seen.exists else "equal",
-        diagnosis=Word.TOUCHED if seen.exists else None,
-        evidence=evidence,
-    )
+    # a context stays until the process ends, with or without bytes, which have rows of their own
+    status: RecordStatus = "within" if seen.exists else "equal"
+    word = Word.TOUCHED if seen.exists else None
+    record.fact("memory", str(device), "context", status=status, diagnosis=word, evidence=evidence)
 
 
 def _when(found: Placement, device: torch.device, counter: str) -> dict[str, Any]:
@@ -145,13 +134,10 @@ def placement(context: Context) -> None:
             continue
         wrong = {part: device for part, device in parts.items() if device != own}
         context.record.fact(
-            "memory",
-            layer,
-            PLACEMENT,
-            status="outside" if wrong else "equal",
+            "memory", layer, PLACEMENT, status="outside" if wrong else "equal",
             diagnosis=Word.WRONG_DEVICE if wrong else None,
             evidence={"got": wrong, "wanted": own} if wrong else {"devices": sorted(set(parts.values()))},
-        )
+        )  # fmt: skip
 
 
 def _merge_peaks(context: Context) -> None:
@@ -174,12 +160,9 @@ def _merge_peaks(context: Context) -> None:
 def _merge_peak(
     context: Context, place: str, layer: Any, meter: PeakMeter | None, *, safe: bool, model_bytes: int
 ) -> None:
-    tensor = SAFE_MERGE_PEAK if safe else MERGE_PEAK
+    fact = functools.partial(context.record.fact, "memory", place, SAFE_MERGE_PEAK if safe else MERGE_PEAK)
     if meter is None:
-        context.record.fact(
-            "memory", place, tensor, status="skipped",
-            reason=f"torch.{context.device.type} counts no peak of allocated bytes",
-        )  # fmt: skip
+        fact(status="skipped", reason=f"torch.{context.device.type} counts no peak of allocated bytes")
         return
     context.memory.keep()
     before = resident_bytes() if reset_peak() else None
@@ -188,30 +171,18 @@ def _merge_peak(
     except NO_MERGE as failure:
         if is_out_of_memory(failure):
             raise
-        context.record.fact(
-            "memory", place, tensor, status="skipped",
-            reason=f"PEFT does not merge this layer: {first_line(failure)}",
-        )  # fmt: skip
+        fact(status="skipped", reason=f"PEFT does not merge this layer: {first_line(failure)}")
         return
     evidence = _figures(found, layer_bytes=weight_of(layer).nbytes, model_bytes=model_bytes)
     if before is not None and context.device.type == "cpu":
         evidence["process_peak_bytes"] = peak_bytes() - before
-    share = found.share
-    if share is None:
-        context.record.fact(
-            "memory", place, tensor, status="skipped", evidence=evidence,
-            reason=f"no limit is derived for the merge of {_kind(layer)}: figures alone",
-        )  # fmt: skip
-        return
-    context.record.fact(
-        "memory",
-        place,
-        tensor,
-        status="within" if passes(share) else "outside",
-        diagnosis=None if passes(share) else Word.THIRD_COPY,
-        share=share,
-        evidence=evidence,
-    )
+    if found.share is None:
+        reason = f"no limit is derived for the merge of {_kind(layer)}: figures alone"
+        fact(status="skipped", evidence=evidence, reason=reason)
+    elif passes(found.share):
+        fact(status="within", share=found.share, evidence=evidence)
+    else:
+        fact(status="outside", diagnosis=Word.THIRD_COPY, share=found.share, evidence=evidence)
 
 
 def _figures(found: MergePeak, *, layer_bytes: int, model_bytes: int) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from consistency.capture.names import WHOLE_MODEL
+from consistency.capture.records import RecordStatus
 from consistency.errors import InputError, first_line
-from consistency.numerics.rules import Rule
 from consistency.worker.model.loading import load_base
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.context import Context
@@ -29,7 +29,8 @@ def run(context: Context) -> None:
     """Wrap the base, check it, and record every check."""
     case = context.job.case
     if case.wrapper is None:
-        _skip(context, WHOLE_MODEL, "everything", "no wrapper is given: --wrapper python:package.module:function")
+        reason = "no wrapper is given: --wrapper python:package.module:function"
+        context.record.fact(STAGE, WHOLE_MODEL, "everything", status="skipped", reason=reason)
         return
     plain = load_base(case, context.job.device).model
     wrapped = wrap(case.wrapper, plain)
@@ -70,24 +71,16 @@ def record(context: Context, report: WrapperReport) -> None:
         seen[finding.check] += 1
         name = finding.where if finding.check == "reach" else f"{finding.check} {seen[finding.check]}"
         context.record.fact(
-            stage=STAGE,
-            layer=WRAPPER,
-            tensor=name,
-            status="outside",
-            diagnosis=finding.kind,
+            STAGE, WRAPPER, name, status="outside", diagnosis=finding.kind, reason=finding.sentence,
             evidence={"got": finding.got, "wanted": finding.wanted, "hint": finding.hint},
-            reason=finding.sentence,
-        )
-    failed = {finding.check for finding in report.findings}
+        )  # fmt: skip
     for check, figures in report.figures.items():
-        if check not in failed:
-            status: Any = "within" if check == "training_step" else "equal"
+        if check not in seen:
             share = figures["peak_bytes"] / figures["allowed_bytes"] if check == "training_step" else None
-            context.record.fact(
-                stage=STAGE, layer=WRAPPER, tensor=check, status=status, share=share, evidence=dict(figures)
-            )
+            status: RecordStatus = "equal" if share is None else "within"
+            context.record.fact(STAGE, WRAPPER, check, status=status, share=share, evidence=dict(figures))
     for check, reason in report.skipped.items():
-        _skip(context, WRAPPER, check, reason)
+        context.record.fact(STAGE, WRAPPER, check, status="skipped", reason=reason)
 
 
 def _adapter(folder: str | None) -> Any:
@@ -98,7 +91,3 @@ def _adapter(folder: str | None) -> Any:
     found = PeftConfig.from_pretrained(folder)
     found.inference_mode = False  # it is trained here
     return found
-
-
-def _skip(context: Context, layer: str, tensor: str, reason: str) -> None:
-    context.record.absent(stage=STAGE, layer=layer, tensor=tensor, status="skipped", reason=reason, rule=Rule.LIMIT)

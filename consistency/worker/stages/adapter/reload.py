@@ -10,9 +10,9 @@ import torch
 from consistency.capture.names import LOADED_AGAIN, SETTINGS_LAYER
 from consistency.errors import first_line
 from consistency.numerics.digest import digest
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE
 from consistency.worker.model.poison import as_it_was, poison
+from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.adapter.load_paths import skip
 from consistency.worker.stages.context import Context
 

@@ -15,6 +15,7 @@ import functools
 import gc
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from consistency.capture.names import WHOLE_MODEL
+from consistency.capture.records import RecordStatus
 from consistency.errors import InputError, first_line
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
@@ -30,7 +32,7 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.exact import in_float64
 from consistency.numerics.independent_errors import independent_rows
-from consistency.numerics.rules import Rule, Verdict, judge_relative
+from consistency.numerics.rules import Verdict, judge_relative
 from consistency.numerics.words import Word
 from consistency.worker.memory.host_memory import available_bytes
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost, is_kernel_assert
@@ -114,6 +116,13 @@ def _answer(context: Context, way: Layout, inputs: Inputs, make: Callable[[], to
     """Load, run and release the model; record why there is no answer where there is none."""
     moves = Moves(given=inputs, by_host=way.by_host)
     model = None
+
+    def record(word: Word | None, reason: str | None, evidence: Mapping[str, Any]) -> None:
+        context.record.fact(
+            STAGE, way.name, ON_THE_WAY, status="outside" if word else "equal", diagnosis=word, reason=reason,
+            evidence={"moves": moves.count, "devices": sorted(moves.devices), **evidence},
+        )  # fmt: skip
+
     try:
         model = make()
         laid_out = getattr(model, "hf_device_map", None) or getattr(_base_of(model), "hf_device_map", None)
@@ -125,91 +134,62 @@ def _answer(context: Context, way: Layout, inputs: Inputs, make: Callable[[], to
             moved = {name: moves.move(name, tensor, _door(model)) for name, tensor in inputs.items()}
             tensors = _outputs(model, moved)
     except ChangedInTransferError as change:
-        _record_way(context, way, moves, "outside", change.word, change.sentence, change.evidence)
+        record(change.word, change.sentence, change.evidence)
         return None
     except Exception as error:  # model code of any kind, and three libraries under it, may raise anything
-        if is_kernel_assert(error):
-            _record_assert(context, way, moves, inputs, error)
-            return None
-        if is_out_of_memory(error):
+        if is_kernel_assert(error):  # ids are within every table on the CPU, or the stage would have ended before
+            sentence = asserted(inputs, context.device, error)
+            if context_is_lost(error):
+                raise KernelAssertedError(sentence) from error  # the session records it
+            record(Word.IDS_CHANGED, sentence, {"inputs": sorted(inputs)})
+        elif is_out_of_memory(error):
             _skip(context, way.name, "no memory for another copy of the model")
-            return None
-        if way.own:
+        elif way.own:
             raise InputError(
                 "the model cannot be laid out by this device map",
                 where=context.job.case.device_map,
                 got=first_line(error),
             ) from error
-        if way.name == PINNED:
+        elif way.name == PINNED:
             _skip(context, way.name, f"the model does not run on the inputs: {first_line(error)}")
         elif model is None or way.offloads:
             _skip(context, way.name, f"the model cannot use this layout: {first_line(error)}")
         else:
             reason = f"the model does not run in this layout, and does on one device: {first_line(error)}"
-            _record_way(context, way, moves, "outside", Word.DOES_NOT_RUN, reason, {})
+            record(Word.DOES_NOT_RUN, reason, {})
         return None
     finally:
         model = None
         gc.collect()  # hooks and modules hold each other
-    _record_way(context, way, moves, "equal", None, None, {"places": _counted(places)})
+    record(None, None, {"places": dict(Counter(map(str, places.values())))})
     return Answer(tensors=tensors, moves=moves, places=places)
 
 
-def _record_way(
-    context: Context, way: Layout, moves: Moves, status: Any, word: Word | None, reason: str | None, evidence: Any
-) -> None:
-    context.record.fact(
-        stage=STAGE,
-        layer=way.name,
-        tensor=ON_THE_WAY,
-        status=status,
-        diagnosis=word,
-        evidence={"moves": moves.count, "devices": sorted(moves.devices), **evidence},
-        reason=reason,
-    )
-
-
-def _record_assert(context: Context, way: Layout, moves: Moves, inputs: Inputs, error: Exception) -> None:
-    """Record a kernel's assertion: ids within every table on the CPU, or the stage would have ended before."""
-    sentence = asserted(inputs, context.device, error)
-    if context_is_lost(error):
-        raise KernelAssertedError(sentence) from error  # the session records it
-    _record_way(context, way, moves, "outside", Word.IDS_CHANGED, sentence, {"inputs": sorted(inputs)})
-
-
 def _judge(context: Context, way: Layout, found: Answer, pinned: Answer, exact: _Exact) -> None:
-    exactly = same_model(context.device, found.places)
+    exactly = same_model(context.device, found.places) and context.device.type != "cpu"
     for name, expected in pinned.tensors.items():
         actual = found.tensors.get(name)
+        status: RecordStatus = "outside"
+        word: Word | None = Word.OTHER_ANSWER
+        share = None
         if actual is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
-            got = None if actual is None else [name_of(actual.dtype), *actual.shape]
-            _record_answer(context, way, name, "outside", Word.SHAPE, {"got": got}, None)
+            word = Word.SHAPE
+            evidence: dict[str, Any] = {"got": None if actual is None else [name_of(actual.dtype), *actual.shape]}
         elif digest(actual).value == digest(expected).value:
-            _record_answer(context, way, name, "equal", None, {}, None)
-        elif exactly and context.device.type != "cpu":
-            _record_answer(context, way, name, "outside", Word.OTHER_ANSWER, _difference(actual, expected), None)
+            status, word, evidence = "equal", None, {}
         else:
-            # the CPU's libraries may sum in another order where a weight begins at another address
-            verdict = _verdict(name, actual, exact)
-            if verdict is None:
-                _skip(context, way.name, "differs bitwise, and no float64 value is known", tensor=name)
-                continue
-            word = Word.OTHER_ANSWER if verdict.status == "outside" else Word.ACCUMULATION_ORDER
-            _record_answer(context, way, name, verdict.status, word, _difference(actual, expected), verdict.ratio)
-
-
-def _record_answer(
-    context: Context, way: Layout, name: str, status: Any, word: Word | None, evidence: Any, share: float | None
-) -> None:
-    context.record.fact(
-        stage=STAGE,
-        layer=way.name,
-        tensor=name,
-        status=status,
-        diagnosis=word,
-        share=share,
-        evidence={"reference": PINNED, **evidence},
-    )
+            evidence = _difference(actual, expected)
+            if not exactly:  # the CPU's libraries may sum in another order where a weight begins at another address
+                verdict = _verdict(name, actual, exact)
+                if verdict is None:
+                    _skip(context, way.name, "differs bitwise, and no float64 value is known", tensor=name)
+                    continue
+                status, share = verdict.status, verdict.ratio
+                word = Word.OTHER_ANSWER if status == "outside" else Word.ACCUMULATION_ORDER
+        context.record.fact(
+            STAGE, way.name, name, status=status, diagnosis=word, share=share,
+            evidence={"reference": PINNED, **evidence},
+        )  # fmt: skip
 
 
 def _verdict(name: str, actual: torch.Tensor, exact: _Exact) -> Verdict | None:
@@ -262,11 +242,6 @@ def _config(model: Any) -> Any:
     return getattr(_base_of(model), "config", None)
 
 
-def _counted(places: Mapping[str, Any]) -> dict[str, int]:
-    values = [str(place) for place in places.values()]
-    return {place: values.count(place) for place in dict.fromkeys(values)}
-
-
 def _no_room(context: Context) -> str:
     """Return why another copy of the base does not fit besides the one that the other stages hold."""
     wanted = int(_ROOM * sum(t.nbytes for t in context.base.tensors.values()))
@@ -283,4 +258,4 @@ def _no_room(context: Context) -> str:
 
 
 def _skip(context: Context, layer: str, reason: str, *, tensor: str = "everything") -> None:
-    context.record.absent(stage=STAGE, layer=layer, tensor=tensor, status="skipped", reason=reason, rule=Rule.LIMIT)
+    context.record.fact(STAGE, layer, tensor, status="skipped", reason=reason)

@@ -32,7 +32,6 @@ from consistency.numerics.digest import as_bytes, combine
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
 from consistency.numerics.measure import Measure
-from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.worker.memory.host_memory import free_bytes
 from consistency.worker.out_of_memory import is_out_of_memory
@@ -47,11 +46,8 @@ KIB, MIB = 2**10, 2**20
 # 3 bytes fill no word and 4097 no page; drivers switch copy methods somewhere between 64 KiB and 1 MiB
 _SMALL = (3, 4097, 64 * KIB, MIB)
 
-SIZES: dict[Level, tuple[int, ...]] = {
-    Level.QUICK: _SMALL,
-    Level.STANDARD: (*_SMALL, 16 * MIB),
-    Level.THOROUGH: (*_SMALL, 16 * MIB),
-}
+_MORE = (*_SMALL, 16 * MIB)
+SIZES: dict[Level, tuple[int, ...]] = {Level.QUICK: _SMALL, Level.STANDARD: _MORE, Level.THOROUGH: _MORE}
 """Bytes of the direct copies of each pair. They follow from the level alone, so that captures can be compared."""
 
 LARGE: tuple[int, ...] = (256 * MIB, 1024 * MIB)
@@ -199,38 +195,27 @@ class _Look:
         """Record the copies of one kind as one tensor, their bytes concatenated."""
         total = sum(evidence["bytes"])
         evidence["read_back"] = next((d.read_back for d in found if d.read_back != BOTH_AGREE), BOTH_AGREE)
-        common: dict[str, Any] = {
-            "stage": Stage.TRANSFER.value,
-            "layer": name,
-            "tensor": kind,
-            "shape": (total,),
-            "dtype": "uint8",
-            "rule": Rule.BITWISE.value,
-            "digest": combine("uint8", (total,), tuple(b for d in found for b in d.seen.blocks)).value,
-            "reference": "payload",
-            "reference_digest": combine("uint8", (total,), tuple(b for d in found for b in d.wanted.blocks)).value,
-        }
+        row = TensorRecord(
+            stage=Stage.TRANSFER,
+            layer=name,
+            tensor=kind,
+            shape=(total,),
+            dtype="uint8",
+            digest=combine("uint8", (total,), tuple(b for d in found for b in d.seen.blocks)).value,
+            reference="payload",
+            reference_digest=combine("uint8", (total,), tuple(b for d in found for b in d.wanted.blocks)).value,
+            evidence=evidence,
+        )
         wrong = [delivery for delivery in found if delivery.wrong]
         if wrong:
             self._broken.add(name)
             held, right = _what_differs(wrong[0])
             seen = measure(held, right)
             diagnosis = self._diagnose(wrong[0].payload, held, right, seen, [d.payload for d in found])
-            evidence.update(diagnosis.evidence, copy=wrong[0].payload.name, wrong_copies=len(wrong), copies=len(found))
-            keep = held.nbytes <= _KEEP_BYTES
-            self._record.write(
-                TensorRecord(
-                    **common,
-                    status="outside",
-                    measure=seen,
-                    diagnosis=diagnosis.word,
-                    evidence=evidence,
-                    blob=self._record.keep(held) if keep else None,
-                    reference_blob=self._record.keep(right) if keep else None,
-                )
-            )
+            where = {"copy": wrong[0].payload.name, "wrong_copies": len(wrong), "copies": len(found)}
+            self._record.differs(row, held, right, seen, diagnosis, evidence=where, keep=held.nbytes <= _KEEP_BYTES)
         else:
-            self._record.write(TensorRecord(**common, status="equal", evidence=evidence))
+            self._record.write(row)
         sent = [(d.payload.name, d.payload.put(d.payload.expected)) for d in found if d.payload.bytes <= MIB]
         self._sent = [*self._sent, *sent][-_REMEMBERED:]
 
