@@ -15,7 +15,7 @@ from pathlib import Path
 from consistency.capture.json_codec import encode_json
 from consistency.comparison.history.drift import find_drift
 from consistency.comparison.history.store import SCHEMA, History, RunRecord, WorkerRecord
-from consistency.report.history import device_rows, night_rows
+from consistency.report.history import device_rows, run_rows
 
 STAGES = ("transfer", "operators", "base", "adapter", "merged", "forward", "gradient")
 
@@ -65,7 +65,7 @@ def main() -> None:
         latest, tables = make(history, options.runs, options.devices)
         size = sum(file.stat().st_size for file in Path(scratch).rglob("*.json"))
         print(f"{options.runs} runs, {options.devices} devices, {size / 2**20:.1f} MiB")
-        print(f"list every run           {best(lambda: night_rows(history, 0)):.2f} s")
+        print(f"list every run           {best(lambda: run_rows(history, 0)):.2f} s")
         print(f"one device over time     {best(lambda: device_rows(history, 'cuda:0', 0)):.2f} s")
         print(f"drift of a new run       {best(lambda: find_drift(history, latest, tables)):.2f} s")
 

@@ -97,7 +97,7 @@ def test_one_token_is_too_little_to_judge_by(cli: Cli, tmp_path: Path) -> None:
         "--out", tmp_path / "out",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "the CPU's error is the largest of one independent number" in done.stdout
+    assert "the CPU's error is the largest of one sample" in done.stdout
     found = read(tmp_path / "out")["tensors"]
     statuses = {(t["layer"] == "hidden_states.0", t["rows"][0]["status"]) for t in found}
     assert statuses == {(True, "equal"), (False, "skipped")}

@@ -51,9 +51,8 @@ class TensorRecord(
         Number of independent errors of which that one is the largest, where it is not one per element.
     measure : Measure or None
         None where the bits are equal.
-    diagnosis : Word or None
     evidence : dict
-        What the diagnosis rests on.
+        Data behind the diagnosis.
     reason : str or None
         Why a tensor was skipped or blocked.
     blob : str or None

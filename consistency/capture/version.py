@@ -1,4 +1,4 @@
-"""The version of this package: it stands in every capture and report."""
+"""The version of this package: it is in every capture and report."""
 
 from __future__ import annotations
 

@@ -43,13 +43,9 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
     Parameters
     ----------
     captures : sequence of Capture
+        One or more; `UsageError` where there is none.
     unread : sequence of str
         Why captures could not be read at all.
-
-    Raises
-    ------
-    UsageError
-        There is no capture.
     """
     if not captures:
         raise UsageError("no capture to compare", wanted="one folder or more")
@@ -62,7 +58,8 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         tensors += _compare_load_path(load_path, *on_load_path(workers, reference, load_path))
     first = captures[0].manifest.case
     damage = (*unread, *(text for capture in captures for text in capture.damage))
-    findings = find(workers, reference, tensors, damage=damage)
+    hosts = tuple(facts for capture in captures if (facts := capture.manifest.host_facts) is not None)
+    findings = find(workers, reference, tensors, hosts=hosts, damage=damage)
     return Comparison(
         case=first.name,
         base=first.base,
@@ -78,17 +75,17 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         findings=findings,
         first_divergence=_first(tensors, _bad),
         first_other_bits=_first(tensors, functools.partial(_other_bits, reference)),
-        not_looked_at=(*first.not_looked_at(), *_load_paths_left_out(first, load_paths)),
+        not_looked_at=(*first.not_looked_at(), *_load_paths_not_checked(first, load_paths)),
         simulated=any(p.info.simulated for p in workers),
-        hosts=tuple(host_facts for capture in captures if (host_facts := capture.manifest.host_facts) is not None),
+        hosts=hosts,
     )
 
 
-def _load_paths_left_out(case: Case, taken: Sequence[str]) -> Iterable[str]:
-    """Name the alternative paths that were not taken, where there was an adapter to take them with."""
+def _load_paths_not_checked(case: Case, taken: Sequence[str]) -> Iterable[str]:
+    """Name the alternative paths that were not checked, where there is an adapter to load."""
     if case.adapter is None or Stage.ADAPTER not in case.stages:
         return
-    left = [f"+{side}" for side in SIDES if not any(load_path.partition("+")[2] == side for load_path in taken)]
+    left = [f"+{side}" for side in SIDES if side not in {load_path.partition("+")[2] for load_path in taken}]
     if left:
         yield "the adapter's alternative load paths" if len(left) == len(SIDES) else f"the load paths {' '.join(left)}"
 
@@ -106,8 +103,7 @@ def _compare_load_path(
     for member in (reference, *members):
         for key, record in member.records.items():
             order.setdefault(key, record.order)
-    numbers: dict[bytes, int] = {}
-    kinds = [numbers.setdefault(member.kind(), len(numbers)) for member in members]
+    kinds = [member.kind() for member in members]
     equal: dict[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]] = {}  # one tuple for all tensors of a stage
     for key in sorted(order, key=lambda k: (_STAGE_ORDER.get(k[0], len(_STAGE_ORDER)), order[k])):
         record = reference.records.get(key) or next(m.records[key] for m in members if key in m.records)
@@ -130,13 +126,13 @@ def _compare_load_path(
 
 
 def _judge_all(
-    members: Sequence[ComparedWorker], kinds: Sequence[int], reference: ComparedWorker, key: Key, *, expected: bool
+    members: Sequence[ComparedWorker], kinds: Sequence[bytes], reference: ComparedWorker, key: Key, *, expected: bool
 ) -> tuple[Row, ...]:
     """Judge each worker's record of a tensor; of workers of one kind that share a record, one is judged for all.
 
     A record is `expected` of every worker, unless it is a fact: the other workers have other devices.
     """
-    judged: dict[tuple[int, int], Row] = {}
+    judged: dict[tuple[int, bytes], Row] = {}
     rows = []
     for member, kind in zip(members, kinds, strict=True):
         record = member.records.get(key)
@@ -144,9 +140,9 @@ def _judge_all(
             if expected and _should_have(member, reference, key):
                 rows.append(judge(member, reference, key))
             continue
-        alike = judged.get((id(record), kind))
-        if alike is not None:
-            rows.append(msgspec.structs.replace(alike, worker=member.label))
+        known = judged.get((id(record), kind))
+        if known is not None:
+            rows.append(msgspec.structs.replace(known, worker=member.label))
             continue
         row = judge(member, reference, key)
         if row.unread is not True:  # another capture may still have the stored tensor that this one has lost
@@ -156,16 +152,16 @@ def _judge_all(
 
 
 def _should_have(member: ComparedWorker, reference: ComparedWorker, key: Key) -> bool:
-    """Tell whether a worker should have a record of a tensor: its case has the stage, at the same level."""
+    """Return whether a worker should have a record of a tensor: its case has the stage, at the same level."""
     if key[0] == Stage.TRANSFER:  # each worker records the copies into its own device
         return False
-    if key[1] == WHOLE_MODEL or not member.could_have_seen(key):  # a stage that others skipped as a whole
+    if key[1] == WHOLE_MODEL or not member.could_have(key):  # a stage that others skipped as a whole
         return False
     return member.capture is reference.capture or member.case.level == reference.case.level
 
 
 def _classes(members: Sequence[ComparedWorker], reference: ComparedWorker, key: Key) -> tuple[tuple[str, ...], ...]:
-    """Group the workers that saw the tensor by its digest, the reference's class first."""
+    """Group the workers that recorded the tensor by its digest, the reference's class first."""
     classes: dict[str | None, list[str]] = {}
     own = reference.records.get(key)
     if own is not None and own.digest is not None:
@@ -178,7 +174,7 @@ def _classes(members: Sequence[ComparedWorker], reference: ComparedWorker, key: 
 
 
 def _bits(record: TensorRecord) -> str | None:
-    """Return what workers that agree have in common: their bits; of copies, that they arrived as sent."""
+    """Return what makes workers agree: the digest; for copies, that they arrived as sent."""
     return PAYLOAD if record.stage == Stage.TRANSFER and is_as_sent(record) else record.digest
 
 
@@ -213,13 +209,9 @@ def _first(
         for row in tensor.rows:
             if row.worker in names and (row.worker, tensor.load_path) not in found:
                 found[row.worker, tensor.load_path] = Divergence(
-                    worker=row.worker,
-                    load_path=tensor.load_path,
-                    stage=tensor.stage,
-                    layer=tensor.layer,
-                    tensor=tensor.tensor,
-                    status=row.status,
-                )
+                    worker=row.worker, load_path=tensor.load_path, stage=tensor.stage, layer=tensor.layer,
+                    tensor=tensor.tensor, status=row.status,
+                )  # fmt: skip
     on_default = {worker for worker, load_path in found if not is_alternative(load_path)}
     return tuple(
         d for (worker, load_path), d in found.items() if not is_alternative(load_path) or worker not in on_default

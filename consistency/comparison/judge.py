@@ -97,12 +97,12 @@ def _moved(
     if expected is not None and expected.reference_digest is not None and not casts:
         right = expected.reference_digest
     if record.digest == right and record.status == "outside" and record.reference_digest not in (None, right):
-        # not what its own file holds, but what another capture's file held: bytes of an earlier run
+        # its bytes differ from its own file and equal another capture's file: bytes of an earlier run
         return _measured(
             subject, record, record.measure, status="outside", reference=FILE, diagnosis=Word.STALE,
-            more={"holds": f"what the file of {reference.label} holds, not what its own does"},
+            more={"holds": f"the bytes of {reference.label}'s file, not those of its own"},
         )  # fmt: skip
-    if record.digest == right and right is not None:  # a capture from elsewhere may lack both: that is no agreement
+    if record.digest == right and right is not None:  # a capture made elsewhere may lack both: no agreement
         return _equal(subject, record, reference=FILE)
     if record.reference_digest == right:
         return _measured(subject, record, record.measure, status="outside", reference=FILE)
@@ -122,46 +122,39 @@ def _moved(
 
 
 def _sent(subject: ComparedWorker, record: TensorRecord) -> Row:
-    """Judge copies between devices: the worker made what they had to deliver, so no other worker is involved."""
+    """Judge copies between devices: the worker made the payload itself, so no other worker is involved."""
     if record.status == "equal" and is_as_sent(record):
         return _equal(subject, record, reference=PAYLOAD)
     return _measured(subject, record, record.measure, status="outside", reference=PAYLOAD)
 
 
 def is_as_sent(record: TensorRecord) -> bool:
-    """Tell whether copies delivered what was sent; how much that is differs from level to level."""
+    """Return whether copies delivered what was sent; the amount differs from level to level."""
     return record.digest is not None and record.digest == record.reference_digest
 
 
 def _relative(
     subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
 ) -> Row:
-    """Judge an error against float64 by the reference worker's own in the same tensor and dtype.
+    """Judge an error against float64 by the reference worker's own error in the same tensor and dtype.
 
-    A table of the base that has the reference worker's very bits, and is right, is `equal`. Where the allowance is as
-    wide as the tensor is large, being inside it says nothing: `skipped`.
+    A table of the base that is within tolerance and bitwise equal to the reference worker's is `equal`. Where the
+    tolerance is as large as the values of the tensor, passing means nothing: `skipped`.
     """
     found = record.measure
     if found is None:
         return _equal(subject, record, reference=FLOAT64)
     own = record.reference_error
     if (own is None or subject.is_cpu) and reference.is_cpu and expected is not None and expected.measure is not None:
-        # a CPU's own error must not be what excuses it
+        # a CPU's own error must not excuse it
         own = expected.measure.max_abs if expected.dtype == record.dtype else None
+    reason = None
     if own is None:
-        return Row(
-            worker=subject.label,
-            reference=None,
-            status="skipped",
-            reason="the error of a CPU in this dtype is not known: no CPU took part",
-        )
-    if record.dtype == "float16" and not math.isfinite(own):  # the other dtypes hold whatever a model makes
-        return Row(
-            worker=subject.label,
-            reference=None,
-            status="skipped",
-            reason="the CPU's own numbers overflow float16, which ends at 65504: there is no error to compare with",
-        )
+        reason = "the error of a CPU in this dtype is unknown: no CPU took part"
+    elif record.dtype == "float16" and not math.isfinite(own):  # the range of the other dtypes suffices for any model
+        reason = "the CPU's own values overflow float16 (largest value 65504): there is no error to compare with"
+    if own is None or reason is not None:
+        return Row(worker=subject.label, reference=None, status="skipped", reason=reason)
     samples = record.reference_samples or math.prod(record.shape)
     share, allowed, judged = judge_relative(
         float(found.max_abs), found.mismatched, float(found.magnitude), record.dtype,
@@ -183,11 +176,11 @@ def _relative(
 
 
 def _idle(dtype: str, samples: int, own: float, magnitude: float) -> str:
-    """Say why an allowance is so wide that a tensor of zeros would pass; no figure of one tensor, so that it groups."""
-    if relative_allowance(own, magnitude, dtype) < magnitude:  # it is luck that makes it so wide
-        numbers = "one independent number" if samples == 1 else "few independent numbers"
+    """Return why a tolerance would let a tensor of zeros pass, without figures of one tensor: equal reasons group."""
+    if relative_allowance(own, magnitude, dtype) < magnitude:  # the error factor makes it so wide
         return (
-            f"the CPU's error is the largest of {numbers}: what luck allows beside it would let a tensor of zeros pass"
+            f"the CPU's error is the largest of {'one sample' if samples == 1 else 'few samples'}: the error factor "
+            "for so few would let a tensor of zeros pass"
         )
     return f"the CPU's own error in {dtype} is so large that twice that would let a tensor of zeros pass"
 
@@ -300,7 +293,7 @@ def _repeated(record: TensorRecord) -> bool | None:
 
 
 def _status(record: TensorRecord) -> Status:
-    # a worker's own `measured` means that only others could tell, and none of the rules above found a way
+    # `measured`: only a comparison with other workers could decide, and no rule above made one
     if record.status == "measured":
         return "skipped"
     measure = record.measure

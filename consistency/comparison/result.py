@@ -44,10 +44,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a
 
     Attributes
     ----------
-    worker : str
     reference : str or None
         `file`, `float64`, the name of another worker, or None where there is nothing to compare with.
-    status : str
     elements, mismatched : int or None
         None where nothing was measured.
     max_abs, mean_abs, max_rel, rms : float or None
@@ -56,14 +54,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a
         In units in the last place of the dtype.
     bound_ratio : float or None
         Worst difference over what is allowed; None for a bitwise rule.
-    worst_index : tuple of int or None
-    diagnosis : Word or None
     evidence : dict
-        What the diagnosis rests on; for a difference in bits, both values and both bit patterns.
+        Data behind the diagnosis; for a difference in bits, both values and both bit patterns.
     reason : str or None
         Why it was skipped or blocked.
     repeated : bool or None
-        Whether repeat runs on the same device gave the same bits; None where there was one run.
+        Whether repeat runs on the same device were bitwise equal; None where there was one run.
     cast, name_in_file : str, optional
         As in `TensorRecord`.
     own_file : bool, optional
@@ -159,17 +155,16 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths": "
         Only an `error` makes the verdict inconsistent.
     message : str
         One sentence.
-    workers : tuple of str
     tensors : tuple of str
         `stage::layer.tensor`.
     detail : tuple of str
-        More than the sentence: the worst element, the signal, the stack.
+        Such as the worst element, the signal, the stack.
     next : str or None
-        What to type or do next.
+        The next command or action.
     state : str or None
         Digest of the bits concerned; different bits are a different finding.
     accepted : str or None
-        Where a baseline accepts it: what its severity was, when, and why.
+        Where a baseline accepts it: its original severity, when, and why.
     load_paths : tuple of str
         The load paths with mismatches.
     """
@@ -187,13 +182,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths": "
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
-    """The first tensor, in the model's order, at which a worker diverges.
-
-    Attributes
-    ----------
-    status : str
-        Of that tensor: `within` where only the bits differ.
-    """
+    """The first tensor, in the model's order, at which a worker diverges; `within` where only the bits differ."""
 
     worker: str
     load_path: str
@@ -208,10 +197,6 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths"
 
     Attributes
     ----------
-    case : str
-        Name of the case.
-    reference : str or None
-        The reference worker.
     first_divergence : tuple of Divergence
         Per worker, its first mismatch.
     first_other_bits : tuple of Divergence
@@ -219,7 +204,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths"
     not_looked_at : tuple of str
         What the level and the options excluded.
     captures : tuple of str
-        Folders that were compared, where they do not lie beside the report.
+        Folders that were compared, where they are not beside the report.
     hosts : tuple of HostFacts
         One per capture that records its own.
     """
@@ -251,11 +236,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths"
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return findings in report order: different software first, as it may explain the rest, then by severity."""
-
-    def weight(finding: Finding) -> tuple[bool, int]:
-        return (finding.kind != ENVIRONMENT or finding.severity == "note", _WEIGHT[finding.severity])
-
-    return tuple(sorted(findings, key=weight))
+    return tuple(sorted(findings, key=lambda f: (f.kind != ENVIRONMENT or f.severity == "note", _WEIGHT[f.severity])))
 
 
 def with_findings(comparison: Comparison, findings: Iterable[Finding]) -> Comparison:
@@ -266,7 +247,7 @@ def with_findings(comparison: Comparison, findings: Iterable[Finding]) -> Compar
 
 
 def verdict_of(findings: Iterable[Finding], *, incomplete: bool = False) -> Verdict:
-    """Return the verdict that findings amount to; no finding makes up for what could not be checked."""
+    """Return the verdict of findings; `incomplete` where part could not be checked, regardless of them."""
     if incomplete:
         return "incomplete"
     return "inconsistent" if any(finding.severity == "error" for finding in findings) else "consistent"

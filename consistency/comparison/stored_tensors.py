@@ -25,9 +25,8 @@ class StoredDifference:
         None where either was not stored or could not be read, or where their structure differs.
     word : Word or None
         None where nothing was compared.
-    evidence : dict
     unread : bool
-        One of them was stored, and cannot be read.
+        One of them was stored and cannot be read.
     """
 
     measure: Measure | None = None

@@ -27,8 +27,6 @@ class ComparedWorker:
     ----------
     label : str
         Its name in the comparison: the device, with the capture's folder before it where two captures have that device.
-    capture : Capture
-    info : WorkerInfo
     records : dict
         By stage, layer and tensor, in the model's order.
     sides : dict
@@ -68,7 +66,7 @@ class ComparedWorker:
         return (self.info.architecture, self.info.model, self.info.kernel_key)
 
     def kind(self) -> bytes:
-        """Return everything of a worker that `judge` may use beside its record and its stored tensors.
+        """Return everything that `judge` may use of a worker other than its record and its stored tensors.
 
         Of two workers of one kind with equal records only one is judged.
         """
@@ -88,19 +86,20 @@ class ComparedWorker:
 
     @property
     def gave_up(self) -> bool:
-        """Tell whether this worker could not take its alternative path: no tensor is expected of it there."""
+        """Return whether this worker could not take its alternative path: no tensor is expected of it there."""
         record = self.records.get(("adapter", SETTINGS_LAYER, LOADED_AGAIN))
         return is_alternative(self.load_path) and record is not None and record.status == "skipped"
 
-    def could_have_seen(self, key: Key) -> bool:
-        """Tell whether this worker's own case asked for a tensor that it has no record of."""
-        case, stage = self.case, key[0]
-        return stage in case.stages and not case.only and not self.gave_up
+    def could_have(self, key: Key) -> bool:
+        """Return whether this worker's own case requested a tensor that it has no record of."""
+        return key[0] in self.case.stages and not self.case.only and not self.gave_up
 
 
 def gather(captures: Sequence[Capture]) -> tuple[ComparedWorker, ...]:
     """Return the workers of all captures under distinct names."""
-    labels = _labels([_home(capture.folder) for capture in captures])
+    folders = [capture.folder.resolve() for capture in captures]
+    # a run writes its capture to `captures/` below the folder that the user named
+    labels = _labels([folder.parent if folder.name == "captures" else folder for folder in folders])
     keys: dict[Key, Key] = {}  # one tuple per tensor for all workers
     seen = Counter((worker.info.name, worker.info.load_path) for capture in captures for worker in capture.workers)
     prefixed = any(count > 1 for count in seen.values())
@@ -150,8 +149,8 @@ def on_load_path(
             members.append(view)
             here = view if p is reference else here
     if here is None:
-        beside = load_path.removeprefix(main_path(load_path))
-        elsewhere = next((side for side in reference.sides if side.removeprefix(main_path(side)) == beside), None)
+        option = load_path.removeprefix(main_path(load_path))
+        elsewhere = next((side for side in reference.sides if side.removeprefix(main_path(side)) == option), None)
         here = None if elsewhere is None else reference.on(elsewhere)
         if here is not None:
             members.insert(0, here)
@@ -168,12 +167,6 @@ def choose_reference(workers: Sequence[ComparedWorker]) -> ComparedWorker | None
     plain = [p for p in first if p.info.name == "cpu"]
     cpus = [p for p in first if p.is_cpu]
     return (plain or cpus or first)[0]
-
-
-def _home(folder: Path) -> Path:
-    """Return the folder that a user gave: a run writes its capture to `captures/`."""
-    folder = folder.resolve()
-    return folder.parent if folder.name == "captures" else folder
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:

@@ -20,7 +20,7 @@ PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow
 
 _STYLES = {"consistent": "bold green", "inconsistent": "bold red", "incomplete": "bold yellow"}
 _PLAIN = str.maketrans({"·": "-", "×": "x", "–": "-", "…": "...", "→": "->", "✗": "x", "≤": "<="})
-"""What stands for a character where the output's encoding has none of them."""
+"""Replacements where the output's encoding lacks a character."""
 
 _GAPS = (4, 2)  # blanks between the columns of a grid: the second where the first does not fit
 
@@ -148,7 +148,7 @@ class Writer:
 
 
 def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
-    """Return the places of columns that fit beside one another, at least one at a time."""
+    """Return the places of columns that fit side by side, at least one at a time."""
     blocks: list[list[int]] = [[]]
     for place, width in enumerate(widths):
         if blocks[-1] and sum(widths[i] for i in blocks[-1]) + width > room:

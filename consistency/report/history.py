@@ -16,7 +16,7 @@ from consistency.report.text import clean
 _MOST_FINDING = 100  # characters of a finding in a line
 
 
-class NightRow(msgspec.Struct, frozen=True, kw_only=True):
+class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     """One run."""
 
     at: str
@@ -52,25 +52,23 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": 
     change: str
 
 
-def night_rows(history: History, last: int) -> list[NightRow]:
+def run_rows(history: History, last: int) -> list[RunRow]:
     """Return the last runs, the latest first; all of them where `last` is 0."""
     names = history.names()
-    rows = []
-    for night in history.runs(names[:last] if last else names):
-        rows.append(
-            NightRow(
-                at=night.at,
-                host=night.host,
-                case=night.case,
-                verdict=night.verdict,
-                devices=len({worker.device for worker in night.workers}),
-                lost=sum(worker.status != "ok" for worker in night.workers),
-                drifted=tuple(dict.fromkeys(worker.name for worker in night.workers if worker.drift)),
-                versions=night.versions,
-                findings=night.findings,
-            )
+    return [
+        RunRow(
+            at=run.at,
+            host=run.host,
+            case=run.case,
+            verdict=run.verdict,
+            devices=len({worker.device for worker in run.workers}),
+            lost=sum(worker.status != "ok" for worker in run.workers),
+            drifted=tuple(dict.fromkeys(worker.name for worker in run.workers if worker.drift)),
+            versions=run.versions,
+            findings=run.findings,
         )
-    return rows
+        for run in history.runs(names[:last] if last else names)
+    ]
 
 
 def device_rows(history: History, device: str, last: int) -> list[DeviceRow]:
@@ -85,8 +83,8 @@ def device_rows(history: History, device: str, last: int) -> list[DeviceRow]:
     before: dict[tuple[str, str], WorkerRecord] = {}
     letters: dict[tuple[str, str, str], dict[str, str]] = {}
     known: set[str] = set()
-    for night in reversed(list(history.runs())):
-        for worker in night.workers:
+    for run in reversed(list(history.runs())):
+        for worker in run.workers:
             known.add(worker.device)
             if device not in (worker.device, worker.name):
                 continue
@@ -96,8 +94,8 @@ def device_rows(history: History, device: str, last: int) -> list[DeviceRow]:
                 seen = letters.setdefault((*key, stage), {})
                 bits[stage] = seen.setdefault(digest, _letter(len(seen)))
             row = DeviceRow(
-                at=night.at, host=night.host, name=worker.name, device=worker.device, load_path=worker.load_path,
-                status=worker.status, case=night.case, bits=bits, change=_change(before.get(key), worker),
+                at=run.at, host=run.host, name=worker.name, device=worker.device, load_path=worker.load_path,
+                status=worker.status, case=run.case, bits=bits, change=_change(before.get(key), worker),
             )  # fmt: skip
             rows.append(row)
             before[key] = worker
@@ -108,7 +106,7 @@ def device_rows(history: History, device: str, last: int) -> list[DeviceRow]:
     return rows[-last:] if last else rows
 
 
-def print_nights(rows: list[NightRow], console: Console) -> None:
+def print_runs(rows: list[RunRow], console: Console) -> None:
     """Print one line per run."""
     titles = ("run", "host", "case", "verdict", "devices", "drift", "torch", "first finding")
     cells = [

@@ -27,37 +27,26 @@ def as_junit(comparison: Comparison, *, elapsed_s: float = 0.0) -> ElementTree.E
         for row in tensor.rows:
             seen.setdefault((tensor.load_path, row.worker, tensor.stage), set()).add(row.status)
     suite = ElementTree.Element("testsuite", name=_text(f"consistency {comparison.case}"), time=f"{elapsed_s:.3f}")
-    failures = errors = skipped = 0
     wrong = [finding for finding in comparison.findings if finding.severity == "error"]
     for (load_path, worker, stage), statuses in seen.items():
         name = worker if len(comparison.load_paths) < 2 else f"{worker} ({load_path})"
-        place = _text(f"{comparison.case}.{stage}")
-        case = ElementTree.SubElement(suite, "testcase", classname=place, name=_text(name))
         about = [finding for finding in wrong if worker in finding.workers and _of(finding, stage)]
+        case = _case(suite, f"{comparison.case}.{stage}", name)
         if about:
-            failures += 1
-            failure = ElementTree.SubElement(case, "failure", message=_text(about[0].message), type=about[0].kind)
-            failure.text = _text("\n".join(_lines(about)))
+            _result(case, "failure", about[0].message, about[0].kind, _lines(about))
         elif statuses <= {"skipped"}:
-            skipped += 1
-            ElementTree.SubElement(case, "skipped", message="no tensor of this stage could be compared")
+            _result(case, "skipped", "no tensor of this stage could be compared")
         elif "blocked" in statuses:
-            errors += 1
-            ElementTree.SubElement(case, "error", message="the worker was lost before this stage", type="blocked")
+            _result(case, "error", "the worker was lost before this stage", "blocked")
     for lost in (worker for worker in comparison.workers if worker.status != "ok"):
-        errors += 1
-        case = ElementTree.SubElement(suite, "testcase", classname=_text(comparison.case), name=_text(lost.name))
-        error = ElementTree.SubElement(case, "error", message=_text(lost.reason or lost.status), type=lost.status)
-        error.text = _text(lost.stack or "")
-    for finding in (f for f in wrong if not f.tensors and f.kind not in _TOLD):
-        failures += 1
-        case = ElementTree.SubElement(suite, "testcase", classname=_text(comparison.case), name=_text(finding.kind))
-        failure = ElementTree.SubElement(case, "failure", message=_text(finding.message), type=finding.kind)
-        failure.text = _text("\n".join(_lines([finding])))
+        case = _case(suite, comparison.case, lost.name)
+        _result(case, "error", lost.reason or lost.status, lost.status, [lost.stack or ""])
+    for finding in (f for f in wrong if not f.tensors and f.kind not in _ERRORS):
+        case = _case(suite, comparison.case, finding.kind)
+        _result(case, "failure", finding.message, finding.kind, _lines([finding]))
     suite.set("tests", str(len(suite)))
-    suite.set("failures", str(failures))
-    suite.set("errors", str(errors))
-    suite.set("skipped", str(skipped))
+    for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        suite.set(name, str(len(suite.findall(f"*/{tag}"))))
     if comparison.simulated:
         properties = ElementTree.Element("properties")
         ElementTree.SubElement(properties, "property", name="simulated", value="true")
@@ -65,7 +54,19 @@ def as_junit(comparison: Comparison, *, elapsed_s: float = 0.0) -> ElementTree.E
     return suite
 
 
-_TOLD = frozenset({"lost-worker", "failed-worker"})
+_ERRORS = frozenset({"lost-worker", "failed-worker"})  # kinds of findings that are errors of the workers' own cases
+
+
+def _case(suite: ElementTree.Element, place: str, name: str) -> ElementTree.Element:
+    return ElementTree.SubElement(suite, "testcase", classname=_text(place), name=_text(name))
+
+
+def _result(
+    case: ElementTree.Element, tag: str, message: str, kind: str | None = None, lines: Iterable[str] = ()
+) -> None:
+    attributes = {"message": _text(message)} | ({} if kind is None else {"type": kind})
+    found = ElementTree.SubElement(case, tag, attributes)
+    found.text = _text("\n".join(lines))
 
 
 def _of(finding: Finding, stage: str) -> bool:

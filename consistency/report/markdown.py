@@ -130,8 +130,8 @@ def _details(comparison: Comparison) -> list[str]:
     """Return the evidence of the findings, what to type next, the first mismatches, and where workers diverge."""
     lines = []
     for number, finding in enumerate(_to_act_on(comparison)[:_FINDINGS], start=1):
-        said = [f"{number}. {finding.detail[0]}"] if finding.detail else []
-        lines += [*said, f"{number}. next: {finding.next}"] if finding.next else said
+        lines += [f"{number}. {text}" for text in finding.detail[:1]]
+        lines += [f"{number}. next: {finding.next}"] if finding.next else []
     bad = [tensor for tensor in comparison.tensors if any(row.status in BAD for row in tensor.rows)]
     if bad:
         lines.append(f"mismatch in {counted(len(bad), 'tensor')}, first:")
@@ -156,7 +156,7 @@ def _environment(comparison: Comparison) -> list[str]:
         ("cuDNN version", "cudnn"),
         ("CPU capability", "cpu_capability"),
     )
-    lines = [f"{title}: {_said(workers, name)}" for title, name in named]
+    lines = [f"{title}: {_values(workers, name)}" for title, name in named]
     drivers = dict.fromkeys(worker.driver for worker in workers if worker.driver)
     lines.append(f"Nvidia driver version: {'; '.join(map(str, drivers)) or 'N/A'}")
     devices = dict.fromkeys(
@@ -166,16 +166,16 @@ def _environment(comparison: Comparison) -> list[str]:
     lines += list(devices)[:_DEVICES]
     if len(devices) > _DEVICES:
         lines.append(f"and {len(devices) - _DEVICES} more devices")
-    lines += [f"[pip3] {name}=={_said(workers, name)}" for name in _LIBRARIES]
+    lines += [f"[pip3] {name}=={_values(workers, name)}" for name in _LIBRARIES]
     return _folded("Environment", lines)
 
 
-def _said(workers: Sequence[WorkerSummary], name: str) -> str:
+def _values(workers: Sequence[WorkerSummary], name: str) -> str:
     """Return the value of a name in the environments; where they differ, each with its workers."""
-    said: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for worker in workers:
         value = worker.environment.get(name)
-        said.setdefault("N/A" if value is None else str(value), []).append(worker.name)
-    if len(said) == 1:
-        return next(iter(said))
-    return "; ".join(f"{value} ({some(names, 4)})" for value, names in said.items()) or "N/A"
+        found.setdefault("N/A" if value is None else str(value), []).append(worker.name)
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{value} ({some(names, 4)})" for value, names in found.items()) or "N/A"

@@ -10,7 +10,7 @@ from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.result import BAD, Comparison, Divergence
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
-from consistency.report.summary import Cell, alternative_paths, divergences, worst_ratio
+from consistency.report.summary import Cell, divergences, worst_ratio
 from consistency.report.text import one_line
 
 LEGEND = (
@@ -37,7 +37,7 @@ class CellText:
     spoken : str
         The whole cell in words, for a screen reader.
     place : str
-        The layer at which a mismatch begins, where the order of layers says something.
+        The layer at which a mismatch begins, where the order of layers matters.
     """
 
     kind: str
@@ -127,17 +127,23 @@ def _worst_error(comparison: Comparison) -> str:
 
 def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     """Yield how the alternative load paths ended, each with its kind of cell; those without a mismatch in one line."""
-    found = alternative_paths(comparison)
-    equal = [path.load_path for path in found if not path.bad and not path.skipped]
+    equal, others = [], []
+    for path in filter(is_alternative, comparison.load_paths):
+        tensors = [tensor for tensor in comparison.tensors if tensor.load_path == path]
+        bad = [{row.worker: None for row in tensor.rows if row.status in BAD} for tensor in tensors]
+        workers = [name for names in bad for name in names]
+        if workers:
+            text = f"load path {path}: ✗ {sum(map(bool, bad))}/{len(tensors)} on {some(workers)}"
+            others.append(("outside", text))
+        elif any(row.status not in ("skipped", "blocked") for tensor in tensors for row in tensor.rows):
+            equal.append(path)
+        else:
+            others.append(("skipped", f"load path {path}: skipped"))
     if equal:
         names = f" ({', '.join(equal)})" if len(equal) <= _MOST_LOAD_PATHS else ""
         every = "all " if len(equal) > 1 else ""
         yield "equal", f"{counted(len(equal), 'more load path')} checked, {every}equal{names}"
-    for path in found:
-        if path.bad:
-            yield "outside", f"load path {path.load_path}: ✗ {path.bad}/{path.total} on {some(path.workers)}"
-        elif path.skipped:
-            yield "skipped", f"load path {path.load_path}: skipped"
+    yield from others
 
 
 def divergence_texts(comparison: Comparison) -> Iterator[str]:

@@ -82,17 +82,6 @@ Groups = Mapping[str, Sequence[Group]]
 """By load path."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlternativePath:
-    """How an alternative load path ended: workers and tensors with a mismatch, or skipped by all."""
-
-    load_path: str
-    workers: tuple[str, ...]
-    bad: int
-    total: int
-    skipped: bool
-
-
 def stages(comparison: Comparison) -> list[str]:
     """Return the stages that were checked, in order; those that this version does not know come last."""
     return sorted(dict.fromkeys(tensor.stage for tensor in comparison.tensors), key=stage_order)
@@ -116,41 +105,23 @@ def groups(comparison: Comparison, load_path: str) -> list[Group]:
     tensors = [tensor for tensor in comparison.tensors if tensor.load_path == load_path]
     signatures = _signatures(tensors)
     models: dict[str, list[str]] = {}
-    alike: dict[str, dict[int, list[str]]] = {}
+    same: dict[str, dict[int, list[str]]] = {}
     took = {row.worker for tensor in tensors for row in tensor.rows} if is_alternative(load_path) else set()
     here = {w.name: w.model for w in comparison.workers if w.load_path == load_path or w.name in took}
     for architecture in comparison.architectures:
         for name in architecture.workers:
             if name in here:
                 models.setdefault(architecture.name, []).append(here[name])
-                alike.setdefault(architecture.name, {}).setdefault(signatures.get(name, 0), []).append(name)
-    cells = _cells(tensors, {workers[0] for lines in alike.values() for workers in lines.values()})
+                same.setdefault(architecture.name, {}).setdefault(signatures.get(name, 0), []).append(name)
+    cells = _cells(tensors, {workers[0] for lines in same.values() for workers in lines.values()})
     found = []
-    for title, lines in alike.items():
+    for title, lines in same.items():
         full = [Line(workers=tuple(names), cells=cells.get(names[0], {})) for names in lines.values()]
         found.append(
             Group(
                 architecture=title,
                 models=tuple(dict.fromkeys(models[title])),
                 lines=_shortened(full, comparison.reference),
-            )
-        )
-    return found
-
-
-def alternative_paths(comparison: Comparison) -> list[AlternativePath]:
-    """Return how every alternative load path ended."""
-    found = []
-    for load_path in comparison.load_paths:
-        if not is_alternative(load_path):
-            continue
-        tensors = [tensor for tensor in comparison.tensors if tensor.load_path == load_path]
-        bad = [tensor for tensor in tensors if any(row.status in BAD for row in tensor.rows)]
-        workers = dict.fromkeys(row.worker for tensor in bad for row in tensor.rows if row.status in BAD)
-        looked = any(row.status not in ("skipped", "blocked") for tensor in tensors for row in tensor.rows)
-        found.append(
-            AlternativePath(
-                load_path=load_path, workers=tuple(workers), bad=len(bad), total=len(tensors), skipped=not looked
             )
         )
     return found
@@ -218,10 +189,10 @@ def class_text(classes: Sequence[Sequence[str]]) -> str:
 
 def divergences(found: Sequence[Divergence]) -> list[tuple[Divergence, tuple[str, ...]]]:
     """Gather workers that diverge at the same tensor: one of them, and all their names."""
-    alike: dict[tuple[str, ...], list[Divergence]] = {}
+    same: dict[tuple[str, ...], list[Divergence]] = {}
     for one in found:
-        alike.setdefault((one.load_path, one.stage, one.layer, one.tensor, one.status), []).append(one)
-    return [(ones[0], tuple(one.worker for one in ones)) for ones in alike.values()]
+        same.setdefault((one.load_path, one.stage, one.layer, one.tensor, one.status), []).append(one)
+    return [(ones[0], tuple(one.worker for one in ones)) for ones in same.values()]
 
 
 def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:

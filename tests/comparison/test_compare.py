@@ -124,7 +124,7 @@ def test_an_allowance_that_zeros_would_pass_judges_nothing(make_capture: MakeCap
     assert only_row(found, "cpu").status == "skipped"
     (note,) = found.findings
     assert (note.severity, note.kind) == ("note", "skipped")
-    assert "the CPU's error is the largest of one independent number" in note.message
+    assert "the CPU's error is the largest of one sample" in note.message
     assert "on cpu, cuda:0" in note.message
 
 
@@ -371,7 +371,7 @@ def test_bytes_of_an_earlier_run_are_stale(make_capture: MakeCapture) -> None:
     found = compared(first, second)
     row = next(r for r in found.tensors[0].rows if r.worker.endswith("cuda:0"))
     assert (row.status, row.diagnosis) == ("outside", "stale")
-    assert row.evidence["holds"] == "what the file of first:cpu holds, not what its own does"
+    assert row.evidence["holds"] == "the bytes of first:cpu's file, not those of its own"
     assert only_row(found, "first:cpu").status == "equal"
     right = only_row(found, "second:cpu")
     assert (right.status, right.diagnosis) != ("outside", "stale")

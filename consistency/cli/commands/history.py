@@ -18,7 +18,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     history.add_argument("--device", metavar="NAME", help="one device over time: its UUID, or its name")
     history.add_argument("--last", type=int, default=30, metavar="N", help="runs to show (default: 30; 0: all)")
     history.add_argument("--sql", metavar="QUERY", help="query by DuckDB (pip install 'peft-consistency[history]'), "
-                         "of the tables nights and workers")  # fmt: skip
+                         "of the tables runs and workers")  # fmt: skip
     history.add_argument("--json", action="store_true", help="print JSON")
 
     baseline = command("baseline", _baseline, "accept findings of a report, so that only new ones fail a run")
@@ -33,7 +33,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _history(parsed: argparse.Namespace) -> int:
     from consistency.comparison.history.store import History
     from consistency.report.console import make_console
-    from consistency.report.history import DeviceRow, NightRow, device_rows, night_rows, print_device, print_nights
+    from consistency.report.history import DeviceRow, RunRow, device_rows, print_device, print_runs, run_rows
 
     history = History(parsed.history)
     if parsed.sql:
@@ -42,10 +42,10 @@ def _history(parsed: argparse.Namespace) -> int:
         print_json(query(history, parsed.sql))
         return 0
     console = make_console()
-    rows: list[NightRow] | list[DeviceRow]
+    rows: list[RunRow] | list[DeviceRow]
     if parsed.device is None:
-        rows = nights = night_rows(history, parsed.last)
-        show = functools.partial(print_nights, nights, console)
+        rows = runs = run_rows(history, parsed.last)
+        show = functools.partial(print_runs, runs, console)
     else:
         rows = devices = device_rows(history, parsed.device, parsed.last)
         show = functools.partial(print_device, devices, parsed.device, console)

@@ -32,7 +32,8 @@ def find(
     reference: ComparedWorker | None,
     tensors: Sequence[TensorComparison],
     *,
-    damage: Sequence[str] = (),
+    hosts: Sequence[HostFacts],
+    damage: Sequence[str],
 ) -> tuple[Finding, ...]:
     """Return everything to act on, most severe first."""
     found = [
@@ -49,26 +50,28 @@ def find(
         *find_casts(tensors),
         *_not_repeatable(tensors),
         *_same_program(compared, tensors),
-        *find_host_problems(_hosts(compared), workers=[p.label for p in compared]),
+        *find_host_problems(hosts, workers=[p.label for p in compared]),
         *_settings(compared),
         *find_tolerances(compared),
-        *_planted(compared),
+        # so that the report of a drill is not mistaken for one of a real fault
+        *(
+            Finding(
+                kind=PLANTED, severity="note", workers=(p.label,),
+                message=f"the fault {p.info.planted} was planted in {p.label} on purpose",
+            )
+            for p in compared if p.info.planted is not None
+        ),
         *_skipped(tensors),
-    ]
+    ]  # fmt: skip
     return in_order(found)
 
 
-def _hosts(compared: Sequence[ComparedWorker]) -> list[HostFacts]:
-    captures = {id(p.capture): p.capture for p in compared}
-    return [host_facts for capture in captures.values() if (host_facts := capture.manifest.host_facts) is not None]
-
-
 def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    alike: dict[tuple[str, str | None, str | None], list[ComparedWorker]] = {}
+    same: dict[tuple[str, str | None, str | None], list[ComparedWorker]] = {}
     for p in compared:
         if p.info.status != "ok":
-            alike.setdefault((p.info.status, p.info.reason, p.info.stack), []).append(p)
-    for (status, reason, stack), lost in alike.items():
+            same.setdefault((p.info.status, p.info.reason, p.info.stack), []).append(p)
+    for (status, reason, stack), lost in same.items():
         verb = "failed" if status != "lost" else "was lost" if len(lost) == 1 else "were lost"
         yield Finding(
             kind="lost-worker" if status == "lost" else "failed-worker",
@@ -80,7 +83,7 @@ def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
 
 
 def _software(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    """Report different software first: captures from other versions are compared all the same."""
+    """Report different software; such captures are compared nevertheless."""
     for name in _SOFTWARE:
         values: dict[str, list[str]] = {}
         for p in compared:
@@ -127,18 +130,6 @@ def _settings(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         )
 
 
-def _planted(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    """Report planted faults, so that the report of a drill is not mistaken for one of a real fault."""
-    for p in compared:
-        if p.info.planted is not None:
-            yield Finding(
-                kind=PLANTED,
-                severity="note",
-                message=f"the fault {p.info.planted} was planted in {p.label} on purpose",
-                workers=(p.label,),
-            )
-
-
 def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     found: dict[tuple[str, str], list[str]] = {}
     for tensor in tensors:
@@ -148,10 +139,10 @@ def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
             reported = tensor.stage == Stage.ADAPTER and row.status in BAD
             if row.repeated is False and not reported:
                 found.setdefault((row.worker, tensor.stage), []).append(tensor.name)
-    alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    by_tensors: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (worker, stage), where in found.items():
-        alike.setdefault((stage, tuple(where)), []).append(worker)
-    for (stage, same), workers in alike.items():
+        by_tensors.setdefault((stage, tuple(where)), []).append(worker)
+    for (stage, same), workers in by_tensors.items():
         yield Finding(
             kind="not-repeatable",
             severity="error",

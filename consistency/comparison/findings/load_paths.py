@@ -1,4 +1,4 @@
-"""The load paths on which bytes are wrong and right -> the cause: copy path, device, loader or dtype."""
+"""Load paths with wrong and with correct bytes -> the cause: copy path, device, loader or dtype."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ DTYPE_ON_THE_WAY = "dtype-on-the-way"
 """Kind of the finding that a load path casts the tensors."""
 
 _LABEL = re.compile(r"(?:^|:)(?P<type>[a-z]+)(?::(?P<index>\d+))?(?:@.*)?$")
+_WHEN_SHARED = " when all devices are visible, and correct when isolated"
+_BY_TRANSFORMERS = "transformers' loader"
 _ROUNDED = frozenset({Word.ROUNDED_TO_BF16, Word.ROUNDED_TO_FP16, Word.ROUNDED_TO_TF32, Word.DTYPE})
 _NOT_ARRIVED = frozenset({Word.ZEROS, Word.NEVER_WRITTEN, Word.FRESH_INIT, Word.STALE})
 
@@ -27,7 +29,7 @@ class Verdict:
     Attributes
     ----------
     where : str
-        The load paths with wrong and with right bytes, as it follows "zeros in 128 of 128 lora_B tensors".
+        The load paths with wrong and with correct bytes, to follow "zeros in 128 of 128 lora_B tensors".
     why : str
         The cause, where the load paths identify it.
     hops : bool
@@ -46,8 +48,6 @@ def judge_load_paths(
 
     Parameters
     ----------
-    word : Word
-        Diagnosis of the difference.
     wrong, taken : set of str
         Load paths on which one tensor of one worker is wrong, and all on which it was checked.
     stage : str
@@ -64,17 +64,16 @@ def judge_load_paths(
         return Verdict(where=f" on load path {_names(bad)}" if many else "")
     if not right:
         return _on_every(seen)
-    alone = any(load_path.main is LoadPath.ISOLATED for load_path in right) and all(
-        load_path.main is LoadPath.SHARED for load_path in bad
-    )
-    if stage != "adapter":
-        text = " when all devices are visible, and correct when isolated" if alone else f" on load path {_names(bad)}"
-        return Verdict(where=text, why="a copy between devices" if alone else "")
-    return _by_option(word, bad, right) or (_alone(bad, right) if alone else _by_device(bad, right))
+    isolated = any(path.main is LoadPath.ISOLATED for path in right) and all(p.main is LoadPath.SHARED for p in bad)
+    if stage == "adapter":
+        return _by_option(word, bad, right) or (_when_shared(bad, right) if isolated else _by_device(bad, right))
+    if isolated:
+        return Verdict(where=_WHEN_SHARED, why="a copy between devices")
+    return Verdict(where=f" on load path {_names(bad)}")
 
 
 def _on_every(seen: Set[LoadPath]) -> Verdict:
-    # alone there is no copy from another device, and through the host or by another loader no reading onto it
+    # isolated, no copy comes from another device; staged through the host or with another loader, none from the file
     elsewhere = any(load_path.torch_device == "cpu" or load_path.by_transformers for load_path in seen)
     if elsewhere and any(load_path.main is LoadPath.ISOLATED for load_path in seen):
         return Verdict(
@@ -96,32 +95,27 @@ def _by_option(word: Word, bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict 
         load_path.main in {b.main for b in bad} for load_path in right
     ):
         if all(not load_path.by_transformers for load_path in right):
-            return Verdict(
-                where=" with transformers' load_adapter, and correct with PEFT's", why="transformers' loader"
-            )
+            return Verdict(where=" with transformers' load_adapter, and correct with PEFT's", why=_BY_TRANSFORMERS)
     elif of_other and len(of_other) == len(right) and {b.main for b in bad} <= {r.main for r in of_other}:
         return Verdict(where=" with PEFT's loader, and correct with transformers'", why="PEFT's loader")
     return None
 
 
-def _alone(bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict:
-    """Interpret bytes that are right on a device alone and wrong when other devices are visible."""
-    beside = [load_path for load_path in right if load_path.main is LoadPath.SHARED and not load_path.chooses_device]
-    text = " when all devices are visible, and correct when isolated"
+def _when_shared(bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict:
+    """Interpret bytes that are correct on an isolated device and wrong when other devices are visible."""
     if all(load_path.chooses_device for load_path in bad):
-        told = sorted({f"torch_device={load_path.torch_device}" for load_path in beside if load_path.torch_device})
-        told += ["transformers' loader"] if any(load_path.by_transformers for load_path in beside) else []
-        also = f" or with {' or '.join(told)}" if told else ""
-        return Verdict(where=text + also, why="", hops=True)
-    return Verdict(where=text, why="an effect of the other visible devices, not only of copies through device 0")
+        shared = [path for path in right if path.main is LoadPath.SHARED and not path.chooses_device]
+        options = _devices(shared)
+        options += [_BY_TRANSFORMERS] if any(load_path.by_transformers for load_path in shared) else []
+        return Verdict(where=_WHEN_SHARED + (f" or with {' or '.join(options)}" if options else ""), hops=True)
+    return Verdict(where=_WHEN_SHARED, why="an effect of other visible devices, not only of copies through device 0")
 
 
 def _by_device(bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict:
     if all(load_path.chooses_device for load_path in bad) and not any(load_path.chooses_device for load_path in right):
-        told = sorted({f"torch_device={load_path.torch_device}" for load_path in right if load_path.torch_device})
-        with_it = " or ".join(told) or "transformers' loader"
+        options = " or ".join(_devices(right)) or _BY_TRANSFORMERS
         return Verdict(
-            where=f" where PEFT chooses the device, and correct with {with_it}",
+            where=f" where PEFT chooses the device, and correct with {options}",
             why="copies through the device that PEFT chooses",
             hops=all(load_path.main is LoadPath.SHARED for load_path in bad),
         )
@@ -136,16 +130,7 @@ def _by_device(bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict:
 
 
 def copies(word: Word, workers: Sequence[str], fine: Iterable[str]) -> str:
-    """Name the copies between devices that went wrong, and those that did not.
-
-    Parameters
-    ----------
-    word : Word
-    workers : sequence of str
-        Labels of the workers whose bytes came by way of device 0 and are wrong.
-    fine : iterable of str
-        Labels of those whose bytes came the same way and are right.
-    """
+    """Name the wrong and the correct copies: to `workers` and to `fine`, all through device 0."""
     does = "drop data" if word in _NOT_ARRIVED else "change data"
     targets = [_index(label) for label in workers]
     if None in targets or 0 in targets:
@@ -157,14 +142,9 @@ def copies(word: Word, workers: Sequence[str], fine: Iterable[str]) -> str:
 
 
 def is_software(tensors: Iterable[TensorComparison], workers: Sequence[str]) -> bool:
-    """Tell whether software is at fault on alternative paths: the CPU is wrong too, and all workers bitwise equally.
+    """Return whether software is at fault for tensors that are wrong on these workers.
 
-    Parameters
-    ----------
-    tensors : iterable of TensorComparison
-        What is wrong, on every load path where it is.
-    workers : sequence of str
-        Those on which it is.
+    It is on alternative paths where the CPU is wrong too, and all workers are bitwise equal.
     """
     if len(workers) < 2 or not any(_type(label) == "cpu" for label in workers):
         return False
@@ -243,6 +223,10 @@ def find_casts(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
             tensors=tuple(t.name for t in first),
             load_paths=tuple(by_load_path),
         )
+
+
+def _devices(load_paths: Iterable[LoadPath]) -> list[str]:
+    return sorted({f"torch_device={path.torch_device}" for path in load_paths if path.torch_device})
 
 
 def _names(load_paths: Iterable[LoadPath]) -> str:

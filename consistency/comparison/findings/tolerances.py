@@ -14,7 +14,7 @@ KIND = "tolerance"
 
 
 def find_tolerances(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    """Report how many tensors each tolerance judged, and captures that had different ones."""
+    """Report how many tensors each tolerance judged, and captures with different tolerances."""
     yield from _others(compared)
     yield from _applied(compared)
     for override in dict.fromkeys(o for p in compared for o in p.case.tolerance):
@@ -68,13 +68,13 @@ def _idle(override: Override, compared: Sequence[ComparedWorker]) -> Iterable[Fi
 
 def _others(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     """Report captures made with different tolerances: every row is judged by those of its own capture."""
-    by_given: dict[tuple[Override, ...], list[str]] = {}
+    by_tolerance: dict[tuple[Override, ...], list[str]] = {}
     for p in compared:
-        by_given.setdefault(p.case.tolerance, []).append(p.label)
-    if len(by_given) > 1:
+        by_tolerance.setdefault(p.case.tolerance, []).append(p.label)
+    if len(by_tolerance) > 1:
         text = "; ".join(
-            f"{', '.join(dict.fromkeys(labels))}: {' and '.join(map(str, given)) or 'none'}"
-            for given, labels in by_given.items()
+            f"{', '.join(dict.fromkeys(labels))}: {' and '.join(map(str, tolerance)) or 'none'}"
+            for tolerance, labels in by_tolerance.items()
         )
         yield Finding(
             kind=KIND,

@@ -178,7 +178,7 @@ def test_two_causes_stay_two_findings(make_capture: MakeCapture) -> None:
         ({"isolated", "isolated+target"}, {"isolated", "isolated+target", "isolated+cpu"},
          "directly onto the device, and correct when staged through the host: the copy from the file"),
         ({"shared", "shared+cpu"}, {"isolated", "shared", "shared+cpu"},
-         "and correct when isolated: an effect of the other visible devices"),
+         "and correct when isolated: an effect of other visible devices"),
         ({"shared"}, {"shared", "shared+target"}, "where PEFT chooses the device, and correct with torch_d"),
         ({"isolated"}, {"isolated", "isolated+low-memory"}, "on load path isolated, and correct on isolated+l"),
         ({"isolated"}, {"isolated"}, "on load path isolated"),

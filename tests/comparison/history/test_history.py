@@ -20,7 +20,7 @@ from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History, WorkerRecord
 from consistency.comparison.result import Comparison, Finding
 from consistency.errors import CaptureError, UsageError
-from consistency.report.history import device_rows, night_rows
+from consistency.report.history import device_rows, run_rows
 from consistency.workflows.pipeline import compare_captures
 from tests.conftest import MakeCapture
 
@@ -175,7 +175,7 @@ def test_rows_for_people(run: Run, tmp_path: Path) -> None:
     run({"cuda:0": "m"})
     run({"cuda:0": "x"})
     history = History(str(tmp_path / "history"))
-    verdicts = sorted(row.verdict for row in night_rows(history, 0))
+    verdicts = sorted(row.verdict for row in run_rows(history, 0))
     assert verdicts == ["consistent", "inconsistent"]
     rows = device_rows(history, "GPU-cuda:0", 0)
     assert {row.bits["base"] for row in rows} == {"A"}
