@@ -27,7 +27,6 @@ class Reference:
 
     Attributes
     ----------
-    path : Path
     errors : dict
         The CPU's own largest error, by mode and name.
     samples : dict
@@ -40,6 +39,12 @@ class Reference:
     errors: dict[str, float]
     samples: dict[str, int]
     failures: dict[str, str]
+
+    @classmethod
+    def of(cls, path: Path) -> Reference:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            tables = {name: json.loads(text) for name, text in file.metadata().items()}
+        return cls(path=path, errors=tables["errors"], samples=tables["draws"], failures=tables["failures"])
 
     def read(self, name: str) -> torch.Tensor | None:
         """Return an exact tensor on the CPU; None where the reference has none of that name."""
@@ -62,26 +67,23 @@ def publish(
 ) -> Reference:
     """Write the reference atomically, so that a worker that finds it can read it."""
     partial = scratch / f"{file}.tmp"
-    told = {"errors": errors, "draws": samples, "failures": failures}
+    tables = {"errors": errors, "draws": samples, "failures": failures}
     save_file(
         {name: t.contiguous().clone() for name, t in exact.items()},
         partial,
-        metadata={name: json.dumps(table) for name, table in told.items()},
+        metadata={name: json.dumps(table) for name, table in tables.items()},
     )
     os.replace(partial, scratch / file)
-    return Reference(path=scratch / file, errors=errors, samples=samples, failures=failures)
+    return Reference.of(scratch / file)
 
 
 def wait_for(scratch: Path, events: EventLog, file: str = REFERENCE_FILE) -> Reference | str:
     """Return the reference once it exists, or the reason why it never will."""
     noted = 0.0
+    path, lost = scratch / file, scratch / REFERENCE_LOST
     while True:
-        path = scratch / file
         if path.exists():
-            with safe_open(path, framework="pt", device="cpu") as opened:
-                told = {name: json.loads(text) for name, text in opened.metadata().items()}
-            return Reference(path=path, errors=told["errors"], samples=told["draws"], failures=told["failures"])
-        lost = scratch / REFERENCE_LOST
+            return Reference.of(path)
         if lost.exists():
             return f"no float64 reference: {lost.read_text(encoding='utf-8')}"
         if time.monotonic() - noted > NOTE_EVERY_S:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,6 @@ class Tables:
 
     Attributes
     ----------
-    vocabulary : int or None
-        In the config.
     embedding_rows : int or None
         Of the input embeddings in use: an adapter can bring larger ones.
     head_rows : int or None
@@ -47,10 +45,11 @@ class Tables:
     @classmethod
     def of(cls, model: torch.nn.Module, folder: str | None = None) -> Tables:
         """Read them from a model, and from its folder."""
-        text, several = _text_config(model)
+        config, text = getattr(model, "config", None), text_config(model)
+        several = any(getattr(config, f"{kind}_config", None) is not None for kind in ("vision", "audio", "speech"))
         # a multimodal model gives its images ids that no table of words holds
-        rows = None if several else _rows(_ask(model, "get_input_embeddings"))
-        head = _rows(_ask(model, "get_output_embeddings"))
+        rows = None if several else _rows(ask(model, "get_input_embeddings"))
+        head = _rows(ask(model, "get_output_embeddings"))
         if head is None and _classifies(model):
             head = getattr(text, "num_labels", None)
         vocabulary = getattr(text, "vocab_size", None)
@@ -69,22 +68,12 @@ class Tables:
 
     def figures(self) -> dict[str, int]:
         """Return what is known, by name."""
-        names = ("vocabulary", "embedding_rows", "head_rows", "tokenizer_length")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: count for name, count in asdict(self).items() if count is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdCheck:
-    """The outcome for one input.
-
-    Attributes
-    ----------
-    name : str
-    word : Word or None
-        None where all of it is inside.
-    sentence : str or None
-    evidence : dict
-    """
+    """The outcome for one input; `word` is None where every id is inside its table."""
 
     name: str
     word: Word | None = None
@@ -106,7 +95,9 @@ def look(inputs: Mapping[str, torch.Tensor], tables: Tables) -> list[IdCheck]:
 def _look_at(name: str, tensor: torch.Tensor, rows: int, tables: Tables) -> IdCheck:
     chosen = tensor if name != LABELS else tensor[tensor != IGNORE_INDEX]
     evidence: dict[str, Any] = dict(tables.figures())
+    kind, one, word = ("ids", "id", Word.IDS_PAST_VOCABULARY)
     if name == LABELS:
+        kind, one, word = ("labels", "label", Word.LABELS_PAST_VOCABULARY)
         evidence["ignored"] = int(tensor.numel() - chosen.numel())
     if not chosen.numel():
         return IdCheck(name=name, evidence=evidence)
@@ -118,23 +109,17 @@ def _look_at(name: str, tensor: torch.Tensor, rows: int, tables: Tables) -> IdCh
     if name == LABELS:
         wrong &= tensor != IGNORE_INDEX
     first = tuple(int(i) for i in wrong.nonzero()[0])
-    kind, word = ("labels", Word.LABELS_PAST_VOCABULARY) if name == LABELS else ("ids", Word.IDS_PAST_VOCABULARY)
-    sentence = f"{kind} past the vocabulary: {_extreme(kind, smallest, largest, rows)}, {_known(name, tables)}"
+    extreme = f"largest {one} {largest}" if largest >= rows else f"smallest {one} {smallest}"
+    sentence = f"{kind} past the vocabulary: {extreme}, {_known(name, tables)}"
     sentence += f"; the first of {int(wrong.sum())} is {int(tensor[first])} at {name}{list(first)}"
     evidence |= {"first": list(first), "wrong": int(wrong.sum()), "elements": tensor.numel()}
     return IdCheck(name=name, word=word, sentence=sentence, evidence=evidence)
 
 
-def _extreme(kind: str, smallest: int, largest: int, rows: int) -> str:
-    one = "label" if kind == "labels" else "id"
-    return f"largest {one} {largest}" if largest >= rows else f"smallest {one} {smallest}"
-
-
 def _known(name: str, tables: Tables) -> str:
-    own = f"head has {tables.head_rows} rows" if name == LABELS else f"embedding has {tables.embedding_rows} rows"
-    parts = [own]
+    parts = [f"embedding has {tables.embedding_rows} rows"]
     if name == LABELS:
-        parts.append(f"ignore index is {IGNORE_INDEX}")
+        parts = [f"head has {tables.head_rows} rows", f"ignore index is {IGNORE_INDEX}"]
     if tables.vocabulary is not None:
         parts.append(f"the config's vocab_size is {tables.vocabulary}")
     if tables.tokenizer_length is not None:
@@ -184,21 +169,20 @@ def asserted(inputs: Mapping[str, torch.Tensor], device: torch.device, error: Ba
     )
 
 
-def _text_config(model: torch.nn.Module) -> tuple[Any, bool]:
-    """Return the text config, and whether the model has other kinds of input too."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    others = any(getattr(config, f"{kind}_config", None) is not None for kind in ("vision", "audio", "speech"))
-    return text, others
+def text_config(model: torch.nn.Module) -> Any:
+    """Return the config of a model's text part, which in a multimodal model is a part of its own."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _classifies(model: torch.nn.Module) -> bool:
     several = getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
-    names = [type(m).__name__ for m in (model, _ask(model, "get_base_model")) if m is not None]
+    names = [type(m).__name__ for m in (model, ask(model, "get_base_model")) if m is not None]
     return not several and any(name.endswith("Classification") for name in names)
 
 
-def _ask(model: torch.nn.Module, method: str) -> Any:
+def ask(model: torch.nn.Module, method: str) -> Any:
+    """Return what a model's method answers; None where the model has no answer."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError, TypeError):  # a user's own model, or one without text

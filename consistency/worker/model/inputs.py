@@ -14,7 +14,7 @@ import torch
 
 from consistency.case.case import Case
 from consistency.errors import InputError
-from consistency.worker.model.id_checks import IGNORE_INDEX, LABELS, Tables
+from consistency.worker.model.id_checks import IGNORE_INDEX, LABELS, Tables, ask, text_config
 
 SEED = 2520
 
@@ -31,7 +31,7 @@ def made_inputs(model: torch.nn.Module, *, sequences: int, tokens: int) -> tuple
     config = getattr(model, "config", None)
     if config is None:
         return None, "the model has no config to make inputs from: give --inputs FILE.safetensors"
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     generator = np.random.Generator(np.random.PCG64(SEED))
     name = getattr(model, "main_input_name", "input_ids")
     if name == "pixel_values":
@@ -63,16 +63,13 @@ def with_labels(inputs: dict[str, torch.Tensor], model: torch.nn.Module) -> dict
     """
     ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     rows, wanted = Tables.of(model).head_rows, inspect.signature(model.forward).parameters
-    if LABELS in inputs or ids is None or rows is None or LABELS not in wanted or _answers_once(model):
+    if LABELS in inputs or ids is None or rows is None or LABELS not in wanted:
+        return inputs
+    if ask(model, "get_output_embeddings") is None:  # one answer for a whole text
         return inputs
     labels = ids % rows
     labels[:, 0] = IGNORE_INDEX
     return {**inputs, LABELS: labels}
-
-
-def _answers_once(model: torch.nn.Module) -> bool:
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    return output is None
 
 
 def _has_two_encoders(model: torch.nn.Module) -> bool:

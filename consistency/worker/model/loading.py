@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,6 @@ class LoadedBase:
 
     Attributes
     ----------
-    model : torch.nn.Module
     files : WeightFiles or None
         None for a model made by a factory.
     tensors : mapping of str to torch.Tensor
@@ -73,7 +73,7 @@ class LoadedBase:
     @property
     def dtype(self) -> str:
         """Return the dtype of most of the model's elements."""
-        elements: Counter[str] = Counter()
+        elements = Counter[str]()
         for tensor in self.tensors.values():
             if tensor.is_floating_point():
                 elements[name_of(tensor.dtype)] += tensor.numel()
@@ -105,13 +105,9 @@ def load_base(case: Case, device: str, *, device_map: str | Mapping[str, Any] | 
     # a tensor in no file has no name there, even where a name looks similar (`classifier.dense`, `lm_head.dense`)
     filled = {name: tensor for name, tensor in tensors.items() if name not in missing}
     names = {} if files is None else file_names(filled, files)
+    persistent = frozenset(model.state_dict(keep_vars=True))
     return LoadedBase(
-        model=model,
-        files=files,
-        tensors=tensors,
-        file_names=names,
-        not_in_file=missing,
-        persistent=frozenset(model.state_dict(keep_vars=True)),
+        model=model, files=files, tensors=tensors, file_names=names, not_in_file=missing, persistent=persistent
     )
 
 
@@ -127,23 +123,28 @@ def load_adapter(
 
     assert case.adapter is not None
     looking = nullcontext() if initial is None else _looking_at_initial_values(base, initial)
-    try:
-        with looking:
-            model = PeftModel.from_pretrained(
-                base.model, case.adapter, adapter_name=ADAPTER_NAME, autocast_adapter_dtype=autocast
-            )
-    except UNUSABLE as error:
-        if is_out_of_memory(error):
-            raise
-        raise InputError(
-            "PEFT cannot load this adapter onto this base",
-            where=case.adapter,
-            got=f"{type(error).__name__}: {_first_lines(error)}",
-            hint=f"is it for {case.base}?",
-        ) from error
+    problem, hint = "PEFT cannot load this adapter onto this base", f"is it for {case.base}?"
+    with _as_input_error(UNUSABLE, problem, where=case.adapter, hint=hint), looking:
+        model = PeftModel.from_pretrained(
+            base.model, case.adapter, adapter_name=ADAPTER_NAME, autocast_adapter_dtype=autocast
+        )
     assert isinstance(model, torch.nn.Module)
     model.eval()
     return model
+
+
+@contextmanager
+def _as_input_error(
+    kinds: tuple[type[Exception], ...], what: str, *, where: object, hint: str | None = None
+) -> Iterator[None]:
+    """Raise errors of these kinds as the user's, except memory that ran out."""
+    try:
+        yield
+    except kinds as error:
+        if is_out_of_memory(error):
+            raise
+        lines = " ".join([line for line in str(error).strip().splitlines() if line.strip()][:3])[:600]
+        raise InputError(what, where=where, got=f"{type(error).__name__}: {lines}", hint=hint) from error
 
 
 def load_model(case: Case, device: str, *, device_map: str | Mapping[str, Any] | None = None) -> torch.nn.Module:
@@ -230,14 +231,9 @@ def _from_folder(
 ) -> tuple[torch.nn.Module, frozenset[str]]:
     from transformers import AutoConfig
 
-    try:
+    of_config = (ValueError, KeyError, TypeError, OSError)
+    with _as_input_error(of_config, "transformers cannot use this config", where=Path(case.base) / "config.json"):
         config = AutoConfig.from_pretrained(case.base, trust_remote_code=case.trust_remote_code)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise InputError(
-            "transformers cannot use this config",
-            where=Path(case.base) / "config.json",
-            got=_first_lines(error),
-        ) from error
     auto = auto_class(config, case)
     arguments: dict[str, Any] = {
         "dtype": case.dtype if case.dtype == "auto" else getattr(torch, case.dtype),
@@ -252,26 +248,14 @@ def _from_folder(
     wanted = labels(config, case)
     if wanted is not None:
         arguments.update(num_labels=wanted, ignore_mismatched_sizes=True)
-    try:
+    with _as_input_error(UNUSABLE, f"transformers cannot load this base as {auto.__name__}", where=case.base):
         model, info = auto.from_pretrained(case.base, **arguments)
-    except UNUSABLE as error:
-        if is_out_of_memory(error):
-            raise
-        raise InputError(
-            f"transformers cannot load this base as {auto.__name__}",
-            where=case.base,
-            got=f"{type(error).__name__}: {_first_lines(error)}",
-        ) from error
     mismatched = {name: (found, shape) for name, found, shape in info.get("mismatched_keys") or ()}
     anew = {name for name in mismatched if wanted is not None and HEAD.search(name)}
     for name in sorted(set(mismatched) - anew):
-        found, shape = mismatched[name]
-        raise InputError(
-            "a weight of the base does not have the shape that its config implies",
-            where=f"{name} in {case.base}",
-            got=tuple(found),
-            wanted=tuple(shape),
-        )
+        found, shape = map(tuple, mismatched[name])
+        problem = "a weight of the base does not have the shape that its config implies"
+        raise InputError(problem, where=f"{name} in {case.base}", got=found, wanted=shape)
     return model, frozenset(info.get("missing_keys") or ()) | anew
 
 
@@ -282,14 +266,9 @@ def _from_factory(text: str, device: str) -> torch.nn.Module:
         factory = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise InputError("cannot import the model factory", where=f"python:{text}", got=error) from error
-    try:
+    # a user's own function may raise anything, and is theirs to fix
+    with _as_input_error((Exception,), "the model factory failed", where=f"python:{text}"):
         model = factory()
-    except Exception as error:  # a user's own function may raise anything, and is theirs to fix
-        if is_out_of_memory(error):
-            raise
-        raise InputError(
-            "the model factory failed", where=f"python:{text}", got=f"{type(error).__name__}: {_first_lines(error)}"
-        ) from error
     if not isinstance(model, torch.nn.Module):
         raise InputError(
             "the factory does not return a module", where=f"python:{text}", got=type(model).__name__, wanted="Module"
@@ -302,11 +281,8 @@ def _tensors(model: torch.nn.Module, files: WeightFiles | None) -> dict[str, tor
     in_file = set() if files is None else set(files.names())
     chosen: dict[tuple[int, torch.Size, torch.dtype], str] = {}
     found: dict[str, torch.Tensor] = {}
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in named:
+    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, tensor in chain.from_iterable(named):
         identity = (tensor.data_ptr(), tensor.shape, tensor.dtype)
         if tensor.numel() and identity in chosen:
             first = chosen[identity]
@@ -317,8 +293,3 @@ def _tensors(model: torch.nn.Module, files: WeightFiles | None) -> dict[str, tor
         chosen[identity] = name
         found[name] = tensor
     return found
-
-
-def _first_lines(error: BaseException) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return " ".join(lines[:3])[:600] or type(error).__name__

@@ -8,6 +8,7 @@ import torch
 
 from consistency.case.case import Case
 from consistency.errors import InputError, first_line
+from consistency.worker.model.id_checks import text_config
 from consistency.worker.out_of_memory import is_out_of_memory
 
 Activations = dict[str, torch.Tensor]
@@ -31,7 +32,7 @@ def refusal(case: Case, error: Exception) -> str:
     return f"the model does not run on inputs made from its config: {first_line(error)}: give --inputs FILE.safetensors"
 
 
-def activations(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def activations(model: torch.nn.Module, inputs: Activations) -> Activations:
     """Run the model and return its hidden states and outputs on the CPU, in order, by name.
 
     Names are `hidden_states.0` (the embeddings) onwards, with `encoder_` or `decoder_` before them where the model has
@@ -74,11 +75,8 @@ def _extras(model: torch.nn.Module) -> dict[str, Any]:
 
 def unbounded(model: torch.nn.Module) -> str:
     """Return why no bound on errors covers a model, nothing where one does."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    text = text_config(model)
     for count in ("num_local_experts", "num_experts", "n_routed_experts"):
         if (getattr(text, count, None) or 0) > 1:
-            return (
-                "a mixture of experts: a rounding can send a token to another expert, which no bound on errors covers"
-            )
+            return "a mixture of experts: rounding can send a token to another expert, which no bound on errors covers"
     return ""

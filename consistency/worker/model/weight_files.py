@@ -23,13 +23,8 @@ memory. Small compared with a model; large compared with the cost of opening a f
 class WeightFiles:
     """Tensors of a folder's weight files, read one at a time and memory-mapped.
 
-    Unused pages are released: besides the tensors in use, `MAPPED_BYTES` stay resident.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    allow_pickle : bool
-        Read a pickle, with `weights_only=True`, where there is no safetensors file.
+    Unused pages are released: besides the tensors in use, `MAPPED_BYTES` stay resident. With `allow_pickle` a pickle is
+    read, with `weights_only=True`, where there is no safetensors file.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, allow_pickle: bool = False) -> None:
@@ -45,14 +40,15 @@ class WeightFiles:
 
     @classmethod
     def of_base(cls, folder: str, *, allow_pickle: bool) -> WeightFiles:
-        found = read_checkpoint(Path(folder), stem="model", pickle_stem="pytorch_model", allow_pickle=allow_pickle)
-        return cls(found, allow_pickle=allow_pickle)
+        return cls._of(folder, "model", "pytorch_model", allow_pickle=allow_pickle)
 
     @classmethod
     def of_adapter(cls, folder: str, *, allow_pickle: bool) -> WeightFiles:
-        found = read_checkpoint(
-            Path(folder), stem="adapter_model", pickle_stem="adapter_model", allow_pickle=allow_pickle
-        )
+        return cls._of(folder, "adapter_model", "adapter_model", allow_pickle=allow_pickle)
+
+    @classmethod
+    def _of(cls, folder: str, stem: str, pickle_stem: str, *, allow_pickle: bool) -> WeightFiles:
+        found = read_checkpoint(Path(folder), stem=stem, pickle_stem=pickle_stem, allow_pickle=allow_pickle)
         return cls(found, allow_pickle=allow_pickle)
 
     def names(self) -> Iterable[str]:

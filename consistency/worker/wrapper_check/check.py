@@ -12,6 +12,7 @@ import torch
 
 from consistency.capture.wording import some
 from consistency.errors import first_line
+from consistency.numerics.dtype import name_of
 from consistency.numerics.words import Word
 from consistency.worker.model.inputs import made_inputs, with_labels
 from consistency.worker.out_of_memory import is_out_of_memory
@@ -95,14 +96,14 @@ class _Look:
             self._look_at_step(config, inputs)
         else:
             self.skipped["training_step"] = "not requested"
-        return WrapperReport(
-            findings=tuple(self.findings), prefix=self.prefix, figures=self.figures, skipped=self.skipped
-        )
+        found = tuple(self.findings)
+        return WrapperReport(findings=found, prefix=self.prefix, figures=self.figures, skipped=self.skipped)
 
     def _add(self, check: str, kind: Word, what: str, *, where: str, got: Any, wanted: Any, hint: str) -> None:
-        self.findings.append(
-            WrapperFinding(check=check, kind=kind, what=what, where=where, got=str(got), wanted=str(wanted), hint=hint)
+        found = WrapperFinding(
+            check=check, kind=kind, what=what, where=where, got=str(got), wanted=str(wanted), hint=hint
         )
+        self.findings.append(found)
 
     def _look_at_storages(self) -> None:
         wrapped, plain = Held.by(self.wrapped), Held.by(self.plain)
@@ -116,17 +117,13 @@ class _Look:
                 hint="keep the model itself, not a copy of it or of its weights",
             )  # fmt: skip
         self.figures["storages"] = {"bytes": wrapped.nbytes, "bytes_plain": plain.nbytes}
-        other_dtypes = [
-            (name, tensor.dtype, wrapped.tensors[f"{self.prefix or ''}{name}"].dtype)
-            for name, tensor in plain.tensors.items()
-            if f"{self.prefix or ''}{name}" in wrapped.tensors
-            and wrapped.tensors[f"{self.prefix or ''}{name}"].dtype != tensor.dtype
-        ]
-        if other_dtypes:
-            name, wanted, got = other_dtypes[0]
+        pairs = [(name, wrapped.tensors.get(f"{self.prefix or ''}{name}"), t) for name, t in plain.tensors.items()]
+        changed = [(name, got, wanted) for name, got, wanted in pairs if got is not None and got.dtype != wanted.dtype]
+        if changed:
+            name, got, wanted = changed[0]
             self._add(
-                "dtypes", Word.DTYPE, f"{len(other_dtypes)} tensors change dtype through the wrapper", where=name,
-                got=str(got).removeprefix("torch."), wanted=str(wanted).removeprefix("torch."),
+                "dtypes", Word.DTYPE, f"{len(changed)} tensors change dtype through the wrapper", where=name,
+                got=name_of(got.dtype), wanted=name_of(wanted.dtype),
                 hint="wrap the model as it was loaded; `.to`, `.half` and `.float` on it undo a quantization",
             )  # fmt: skip
         self.figures["dtypes"] = {"bytes": wrapped.bytes_by_dtype, "bytes_plain": plain.bytes_by_dtype}
@@ -205,10 +202,13 @@ class _Look:
         if config is None:
             self.skipped["training_step"] = "no adapter to train"
             return
-        batch, reason = (dict(inputs), "") if inputs is not None else _batch(self.plain)
+        batch = inputs
         if batch is None:
-            self.skipped["training_step"] = reason
-            return
+            made, reason = made_inputs(self.plain, sequences=_SEQUENCES, tokens=_TOKENS)
+            if made is None:
+                self.skipped["training_step"] = reason
+                return
+            batch = with_labels(made, self.plain)
         try:
             plain = self._step(self.plain, config, batch)
         except Exception as error:
@@ -261,18 +261,13 @@ def _on_plain(plain: torch.nn.Module, adapter: Any) -> tuple[Any, Any]:
 
     if adapter is not None:
         return adapter, inject(plain, adapter)
-    first = LoraConfig()
-    found = _try(lambda: inject(plain, first))
+    config = LoraConfig()
+    found = _try(lambda: inject(plain, config))
     if found is not None:
-        return first, found
+        return config, found
     linear = {name.rpartition(".")[2] for name, part in plain.named_modules() if isinstance(part, torch.nn.Linear)}
-    second = LoraConfig(target_modules=sorted(linear))
-    return second, inject(plain, second)
-
-
-def _batch(plain: torch.nn.Module) -> tuple[dict[str, torch.Tensor] | None, str]:
-    batch, reason = made_inputs(plain, sequences=_SEQUENCES, tokens=_TOKENS)
-    return (None, reason) if batch is None else (with_labels(batch, plain), "")
+    config = LoraConfig(target_modules=sorted(linear))
+    return config, inject(plain, config)
 
 
 def _try(make: Callable[[], Any]) -> Any:

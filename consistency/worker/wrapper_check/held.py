@@ -28,14 +28,9 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The storages that a module keeps alive.
+    """The plain tensors that a module keeps alive by name, and the names on each storage, by device and address.
 
-    Attributes
-    ----------
-    tensors : dict
-        Every plain tensor by its name; a tensor of a subclass gives those that it is made of.
-    storages : dict
-        The names on each storage, by device and address.
+    A tensor of a subclass gives those that it is made of.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -43,7 +38,6 @@ class Held:
 
     @classmethod
     def by(cls, module: torch.nn.Module) -> Held:
-        """Walk a module."""
         tensors: dict[str, torch.Tensor] = {}
         storages: dict[Place, tuple[str, ...]] = {}
         for name, tensor in _walk("", module, set(), _DEPTH):
@@ -56,7 +50,6 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes all storages have together."""
         return sum(self.bytes_by_dtype.values())
 
     @property
@@ -87,13 +80,9 @@ def held_twice(wrapped: Held, plain: Held) -> list[tuple[str, str]]:
     """
     if set(wrapped.storages) <= set(plain.storages):
         return []
-    wanted = {key: len(names) for key, names in plain.by_content().items()}
-    return [
-        (names[0], other)
-        for key, names in wrapped.by_content().items()
-        if key in wanted
-        for other in names[wanted[key] :]
-    ]
+    wanted = plain.by_content()
+    found = {key: names for key, names in wrapped.by_content().items() if key in wanted}
+    return [(names[0], other) for key, names in found.items() for other in names[len(wanted[key]) :]]
 
 
 def _walk(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -102,31 +91,22 @@ def _walk(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[s
         return
     if depth == 0 or id(value) in seen:
         return
+    inside: dict[Any, Any] = {}
+    depth -= 1
     if isinstance(value, torch.nn.Module):
-        seen.add(id(value))
-        inside: dict[str, Any] = {**value._parameters, **value._buffers, **value._modules}
-        inside |= {key: held for key, held in vars(value).items() if key not in _MACHINERY and _may_hold(held)}
-        for key, held in inside.items():
-            # modules may be nested to any depth
-            yield from _walk(_join(name, key), held, seen, _DEPTH)
+        depth = _DEPTH  # modules may be nested to any depth
+        inside = {**value._parameters, **value._buffers, **value._modules}
+        inside |= {key: held for key, held in vars(value).items() if key not in _MACHINERY}
     elif isinstance(value, Mapping):
-        seen.add(id(value))
-        for key, held in value.items():
-            yield from _walk(_join(name, str(key)), held, seen, depth - 1)
+        inside = dict(value)
     elif isinstance(value, (list, tuple, set)):
-        seen.add(id(value))
-        for number, held in enumerate(value):
-            yield from _walk(_join(name, str(number)), held, seen, depth - 1)
+        inside = dict(enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # the state of a bitsandbytes layer
+        inside = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    if inside:
         seen.add(id(value))
-        for key in (f.name for f in dataclasses.fields(value)):
-            yield from _walk(_join(name, key), getattr(value, key, None), seen, depth - 1)
-
-
-def _may_hold(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, torch.nn.Module, Mapping, list, tuple, set)) or dataclasses.is_dataclass(
-        value
-    )
+    for key, held in inside.items():
+        yield from _walk(_join(name, str(key)), held, seen, depth)
 
 
 def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -37,30 +37,24 @@ def other_keys(wrapped: Mapping[str, Any], plain: Collection[str], prefix: str |
     names = set(wrapped)
     missing = [key for key in plain if prefix is None or prefix + key not in names]
     if missing:
-        yield WrapperFinding(
-            check="keys",
-            kind=Word.KEYS,
-            what=f"{len(missing)} of {len(plain)} keys of the model are not in the wrapper's state dict",
-            where=some(missing, _MOST_NAMED),
-            got="none" if len(missing) == len(plain) else f"{len(plain) - len(missing)} keys",
-            wanted=f"{len(plain)} keys behind one prefix",
-            hint=HINT,
-        )
+        what = f"{len(missing)} of {len(plain)} keys of the model are not in the wrapper's state dict"
+        got = "none" if len(missing) == len(plain) else f"{len(plain) - len(missing)} keys"
+        yield _finding(what, missing, got=got, wanted=f"{len(plain)} keys behind one prefix")
     if prefix is None:
         return
     expected = {prefix + key for key in plain}
     addresses = {_address(wrapped[name]) for name in expected & names} - {None}
     doubled = [name for name in wrapped if name not in expected and _address(wrapped[name]) in addresses]
     if doubled:
-        yield WrapperFinding(
-            check="keys",
-            kind=Word.KEYS,
-            what=f"{len(doubled)} keys of the model are in the wrapper's state dict a second time",
-            where=some(doubled, _MOST_NAMED),
-            got=f"{len(plain) + len(doubled)} keys",
-            wanted=f"{len(plain)} keys behind {prefix or 'no prefix'}",
-            hint=HINT,
-        )
+        what = f"{len(doubled)} keys of the model are in the wrapper's state dict a second time"
+        wanted = f"{len(plain)} keys behind {prefix or 'no prefix'}"
+        yield _finding(what, doubled, got=f"{len(plain) + len(doubled)} keys", wanted=wanted)
+
+
+def _finding(what: str, names: list[str], *, got: str, wanted: str) -> WrapperFinding:
+    return WrapperFinding(
+        check="keys", kind=Word.KEYS, what=what, where=some(names, _MOST_NAMED), got=got, wanted=wanted, hint=HINT
+    )
 
 
 def _address(value: Any) -> int | None:

@@ -17,14 +17,8 @@ Layers = dict[str, tuple[str, tuple[tuple[int, ...], ...]]]
 
 def copy_of(model: torch.nn.Module) -> torch.nn.Module:
     """Return a copy with new modules around the same tensors, which takes hardly any memory."""
-    memo: dict[int, Any] = {}
-    for part in model.modules():
-        for tensor in (*part._parameters.values(), *part._buffers.values()):
-            if tensor is not None:
-                memo[id(tensor)] = tensor
-    for tensor in Held.by(model).tensors.values():  # tensors in lists and in the states of quantized layers
-        memo[id(tensor)] = tensor
-    return copy.deepcopy(model, memo)
+    held = Held.by(model).tensors.values()  # tensors in lists and in the states of quantized layers too
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *held)})
 
 
 @contextlib.contextmanager
@@ -79,8 +73,7 @@ def inject_anyway(model: torch.nn.Module, config: Any) -> torch.nn.Module:
 
 def is_quantized(model: torch.nn.Module) -> bool:
     """Report whether `prepare_model_for_kbit_training` applies to a model."""
-    flags = ("is_loaded_in_8bit", "is_loaded_in_4bit", "is_quantized")
-    return any(getattr(model, flag, False) for flag in flags)
+    return any(getattr(model, flag, False) for flag in ("is_loaded_in_8bit", "is_loaded_in_4bit", "is_quantized"))
 
 
 def prepared(model: torch.nn.Module, *, quantized: bool) -> torch.nn.Module:

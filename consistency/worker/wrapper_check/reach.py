@@ -57,14 +57,9 @@ def hidden(wrapped: torch.nn.Module, plain: torch.nn.Module) -> Iterator[Wrapper
 
 def _finding(name: str, why: str, got: str, wanted: str) -> WrapperFinding:
     return WrapperFinding(
-        check="reach",
-        kind=Word.HIDDEN,
-        what=f"the wrapper hides {name}: {why}",
-        where=name,
-        got=got,
-        wanted=wanted,
-        hint=HINT,
-    )
+        check="reach", kind=Word.HIDDEN, what=f"the wrapper hides {name}: {why}", where=name,
+        got=got, wanted=wanted, hint=HINT,
+    )  # fmt: skip
 
 
 def _same(got: Any, wanted: Any) -> bool:
@@ -94,6 +89,4 @@ def _same_shape(got: Any, wanted: Any) -> bool:
 def _shown(value: Any) -> str:
     if value is None:
         return "nothing"
-    if isinstance(value, (bool, int, str, dict)):
-        return str(value)[:120]
-    return type(value).__name__
+    return str(value)[:120] if isinstance(value, (bool, int, str, dict)) else type(value).__name__

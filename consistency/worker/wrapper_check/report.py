@@ -17,7 +17,6 @@ class WrapperFinding:
     ----------
     check : str
         Which check found it: `reach`, `keys`, `adapter_layers`, `storages`, `dtypes` or `training_step`.
-    kind : Word
     what : str
         One sentence without a final stop.
     where : str
@@ -38,7 +37,6 @@ class WrapperFinding:
 
     @property
     def sentence(self) -> str:
-        """Return it in one line."""
         return f"{self.what} ({self.where}: got {self.got}, wanted {self.wanted})"
 
     def __str__(self) -> str:
@@ -51,7 +49,6 @@ class WrapperReport:
 
     Attributes
     ----------
-    findings : tuple of WrapperFinding
     prefix : str
         Prefix of the plain model's keys in the wrapper; None where the plain model is not inside it.
     figures : dict

@@ -13,15 +13,7 @@ from consistency.worker.memory.peak import meter_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Memory of one training step.
-
-    Attributes
-    ----------
-    peak_bytes : int
-        Over what was held before it.
-    output_bytes : int
-        Of what the model returned, counted in float32.
-    """
+    """Memory of one training step: its peak over what was held before, and the model's output counted in float32."""
 
     peak_bytes: int
     output_bytes: int
@@ -57,7 +49,7 @@ def training_step(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) ->
 
     def step() -> None:
         output = model(**moved)
-        sizes.append(_bytes_of(output))
+        sizes.append(sum(4 * t.numel() for t in _tensors(output)))
         _loss(output).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -78,15 +70,8 @@ def _loss(output: Any) -> torch.Tensor:
     return tensors[0].float().square().mean() if scalar is None else scalar
 
 
-def _bytes_of(output: Any) -> int:
-    return sum(4 * t.numel() for t in _tensors(output))
-
-
 def _tensors(output: Any) -> list[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         return [output]
-    if isinstance(output, Mapping):
-        return [t for value in output.values() for t in _tensors(value)]
-    if isinstance(output, (tuple, list)):
-        return [t for value in output for t in _tensors(value)]
-    return []
+    inside = output.values() if isinstance(output, Mapping) else output
+    return [t for value in inside for t in _tensors(value)] if isinstance(output, (Mapping, tuple, list)) else []
