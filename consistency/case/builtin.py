@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from consistency.errors import InputError
@@ -23,12 +24,9 @@ def builtin_folder(name: str) -> Path:
 def builtin_name(base: str, adapter: str | None) -> str | None:
     """Return the name of the built-in case in these folders, None if they are the user's."""
     for name in BUILTIN_CASES:
-        try:
-            folder = builtin_folder(name)
-        except InputError:
-            continue
-        if (base, adapter) == (str(folder / "base"), str(folder / "adapter")):
-            return name
+        with suppress(InputError):
+            if (base, adapter) == resolve(f"builtin:{name}", None):
+                return name
     return None
 
 

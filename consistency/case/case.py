@@ -15,34 +15,30 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Attributes
     ----------
-    name : str
-        Short name for titles and test items.
     base : str
         A folder, or `python:package.module:function`, a factory without arguments that returns a module. Empty where
         only the host is checked: every stage is then one of `MODEL_LESS`.
     adapter : str or None
-        A folder saved by PEFT; None checks the base alone.
+        None checks the base alone.
     dtype : str
         Dtype to load the base in; `auto` is the one that its config declares.
     load_paths : tuple of LoadPath or None
         None leaves the choice to the level and the devices: isolated, and shared too where there are several
         accelerators, each with the level's alternatives. An alternative includes its default path.
     inputs : str or None
-        A safetensors file with the model's keyword arguments; None generates them from the model's config.
+        None generates them from the model's config.
     repeat : int
         Runs of each computed stage on each device.
     only : tuple of str
         `stage::layer` prefixes to check; empty checks everything.
     keep : bool
-        Store every computed tensor in full, not only those with a finding.
+        Store every computed tensor, not only those with a finding.
     tolerance : tuple of Override
         Tolerances that replace the derived bounds; the last one that matches a tensor applies.
     wrapper : str or None
-        `python:package.module:function`, which takes the plain base and returns it wrapped.
+        A function that takes the plain base and returns it wrapped.
     device_map : str or None
         A further way to shard the base: `auto`, `balanced`, `sequential`, or a JSON file of module names to devices.
-    allow_pickle, trust_remote_code : bool
-        False unless requested.
     """
 
     name: str

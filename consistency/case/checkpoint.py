@@ -27,16 +27,7 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The weight files of one folder.
-
-    Attributes
-    ----------
-    folder : Path
-    files : tuple of Path
-    tensors : mapping of str to TensorHeader
-        Empty where the weights are a pickle, which has no header to read without loading it.
-    pickled : bool
-    """
+    """The weight files of one folder; those of a pickle show no `tensors`, because it has no header."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -65,15 +56,7 @@ def read_json(path: Path, *, needed: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def read_checkpoint(folder: Path, *, stem: str, pickle_stem: str, allow_pickle: bool) -> Checkpoint:
-    """Find and check the weight files of a folder.
-
-    Parameters
-    ----------
-    folder : Path
-    stem, pickle_stem : str
-        Names without ending of the safetensors and of the pickle: `model`, `pytorch_model`.
-    allow_pickle : bool
-        Accept a pickle where there is no safetensors file.
+    """Find and check the weight files of a folder; the stems are names without ending: `model`, `pytorch_model`.
 
     Raises
     ------
@@ -84,7 +67,7 @@ def read_checkpoint(folder: Path, *, stem: str, pickle_stem: str, allow_pickle: 
     if whole.exists():
         return Checkpoint(folder=folder, files=(whole,), tensors=read_header(whole))
     if index.exists():
-        return _sharded(folder, index)
+        return read_index(index, allow_pickle=allow_pickle)
     pickles = [p for p in (folder / f"{pickle_stem}.bin", folder / f"{pickle_stem}.bin.index.json") if p.exists()]
     if not pickles:
         raise InputError(f"no weights: neither {whole.name} nor an index of shards", where=folder, got=_listing(folder))
@@ -102,12 +85,25 @@ def read_index(index: Path, *, allow_pickle: bool) -> Checkpoint:
     InputError
         As `read_checkpoint` does, and where a tensor of the index is in no shard.
     """
-    files, _ = _shards(index.parent, index)
+    folder = index.parent
+    names = read_json(index, needed=("weight_map",))["weight_map"]
+    if not isinstance(names, dict) or not all(isinstance(v, str) and Path(v).name == v for v in names.values()):
+        raise InputError("weight_map must map tensor names to files of the same folder", where=index)
+    files = tuple(folder / name for name in sorted(set(names.values())))
+    for file in files:
+        if not file.exists():
+            raise InputError(f"a shard is missing: {file.name}", where=index, got=_listing(folder))
     pickles = [file for file in files if file.suffix != ".safetensors"]
-    if not pickles:
-        return _sharded(index.parent, index)
-    refuse_pickle(pickles[0], wanted=f"{pickles[0].stem}.safetensors", allow_pickle=allow_pickle)
-    return Checkpoint(folder=index.parent, files=files, tensors={}, pickled=True)
+    if pickles:
+        refuse_pickle(pickles[0], wanted=f"{pickles[0].stem}.safetensors", allow_pickle=allow_pickle)
+        return Checkpoint(folder=folder, files=files, tensors={}, pickled=True)
+    tensors = {name: header for file in files for name, header in read_header(file).items()}
+    lost = sorted(set(names) - set(tensors))
+    if lost:
+        raise InputError(
+            f"{len(lost)} tensors of the index are in no shard", where=index, got=lost[0], wanted=names[lost[0]]
+        )
+    return Checkpoint(folder=folder, files=files, tensors=tensors)
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
@@ -115,11 +111,11 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     refuse_lfs_pointer(path)
     try:
         with safe_open(path, framework="numpy") as file:
-            found = {}
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                part = file.get_slice(name)
-                found[name] = TensorHeader(name=name, shape=tuple(part.get_shape()), dtype=part.get_dtype(), file=path)
-            return found
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+            return {
+                name: TensorHeader(name=name, shape=tuple(part.get_shape()), dtype=part.get_dtype(), file=path)
+                for name, part in parts.items()
+            }
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(
             "the safetensors file is cut short or corrupt",
@@ -164,31 +160,6 @@ def refuse_lfs_pointer(path: Path) -> None:
             wanted=f"{size} bytes of weights",
             hint="run `git lfs install && git lfs pull` in that repository",
         )
-
-
-def _sharded(folder: Path, index: Path) -> Checkpoint:
-    files, names = _shards(folder, index)
-    tensors: dict[str, TensorHeader] = {}
-    for file in files:
-        tensors.update(read_header(file))
-    lost = sorted(set(names) - set(tensors))
-    if lost:
-        raise InputError(
-            f"{len(lost)} tensors of the index are in no shard", where=index, got=lost[0], wanted=names[lost[0]]
-        )
-    return Checkpoint(folder=folder, files=files, tensors=tensors)
-
-
-def _shards(folder: Path, index: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
-    """Return the files that an index names, and the file of each tensor."""
-    names = read_json(index, needed=("weight_map",))["weight_map"]
-    if not isinstance(names, dict) or not all(isinstance(v, str) and Path(v).name == v for v in names.values()):
-        raise InputError("weight_map must map tensor names to files of the same folder", where=index)
-    files = tuple(folder / name for name in sorted(set(names.values())))
-    for file in files:
-        if not file.exists():
-            raise InputError(f"a shard is missing: {file.name}", where=index, got=_listing(folder))
-    return files, names
 
 
 def _listing(folder: Path) -> str:

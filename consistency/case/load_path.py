@@ -57,16 +57,15 @@ class LoadPath(enum.StrEnum):
     @property
     def torch_device(self) -> TorchDevice | None:
         """Return the device that PEFT reads the file onto; None leaves it to PEFT."""
-        parts = self.side.split("+")
-        return "cpu" if "cpu" in parts else "target" if "target" in parts else None
+        return "cpu" if "+cpu" in self else "target" if "+target" in self else None
 
     @property
     def low_memory(self) -> bool:
-        return "low-memory" in self.side.split("+")
+        return "+low-memory" in self
 
     @property
     def by_transformers(self) -> bool:
-        return "transformers" in self.side.split("+")
+        return "+transformers" in self
 
     @property
     def chooses_device(self) -> bool:

@@ -162,9 +162,6 @@ def _device_map(text: str) -> str:
 
 
 def _case_name(base: str, adapter: str | None) -> str:
-    names = []
-    for text in (base, adapter):
-        if text is not None:
-            path = Path(text)
-            names.append(path.parent.name if path.name in ("base", "adapter") else path.name or text)
-    return names[0] if len(set(names)) == 1 else " + ".join(names)
+    paths = [Path(text) for text in (base, adapter) if text is not None]
+    names = [path.parent.name if path.name in ("base", "adapter") else path.name or str(path) for path in paths]
+    return " + ".join(dict.fromkeys(names))

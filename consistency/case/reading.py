@@ -25,24 +25,12 @@ _BY_NAME = {name: option for option in OPTIONS for name in (option.name, *option
 
 
 def make_options(table: Mapping[str, object], base: Options | None = None) -> Options:
-    """Parse options that are given by name in Python; `base` holds those that are not given.
-
-    Raises
-    ------
-    UsageError
-        An option is unknown, or its value cannot be used.
-    """
+    """Parse options that are given by name in Python; `base` holds those that are not given."""
     return dataclasses.replace(base or Options(), **_parse(table, where=str))
 
 
 def gather_options(config: str | Path | None, given: Mapping[str, object], edge: Edge) -> Options:
-    """Merge the options of a TOML file with those of a command line, which win; None stands for one not given.
-
-    Raises
-    ------
-    UsageError
-        As `read_options` and `make_options`.
-    """
+    """Merge the options of a TOML file with those of a command line, which win; None stands for one not given."""
     file = {} if config is None else read_options(Path(config))
     own = _parse({name: value for name, value in given.items() if value is not None}, where=edge.spell)
     # the last tolerance that matches applies: those of the command line follow those of the file

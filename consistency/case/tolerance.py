@@ -43,11 +43,6 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         every layer.
     dtype : str or None
         Of the tested tensor, not of its reference; None is every one.
-
-    Raises
-    ------
-    ValueError
-        A field has an invalid value; msgspec reports it with its place.
     """
 
     atol: float
@@ -128,15 +123,11 @@ def _take_apart(text: str) -> dict[str, object]:
             raise UsageError("a tolerance is made of name=value", where=text, got=part, wanted=_EXAMPLE)
         if name in table:
             raise UsageError(f"a tolerance with two of {name}", where=text, wanted=_EXAMPLE)
-        table[name] = _number(value, where=text, name=name) if name in ("atol", "rtol") else value
+        try:
+            table[name] = float(value) if name in ("atol", "rtol") else value
+        except ValueError:
+            raise UsageError(f"{name} is not a number", where=text, got=value, wanted="such as 1e-3") from None
     return table
-
-
-def _number(text: str, *, where: str, name: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(f"{name} is not a number", where=where, got=text, wanted="such as 1e-3") from None
 
 
 def _or(names: Sequence[str]) -> str:

@@ -23,8 +23,16 @@ def _devices(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print_json([{"name": info.spec.name, **{name: getattr(info, name) for name in _FIELDS}} for info in found])
     else:
-        from consistency.cli.devices import print_devices
-        from consistency.report.console import make_console
+        from consistency.capture.wording import size
+        from consistency.report.console import make_console, plain_cells, print_table, without_trailing_blanks
 
-        print_devices(found, make_console())
+        rows = [
+            plain_cells(
+                info.spec.name, info.architecture, f"{info.model} (simulated)" if info.simulated else info.model,
+                None if info.memory_bytes is None else size(info.memory_bytes), info.uuid, info.pci_bus_id, info.driver,
+            )
+            for info in found
+        ]  # fmt: skip
+        with without_trailing_blanks(console := make_console()):
+            print_table(console, ("device", "architecture", "model", "memory", "uuid", "PCI bus id", "driver"), rows)
     return 0

@@ -16,9 +16,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _drill(parsed: argparse.Namespace) -> int:
-    from consistency.cli.drill import print_drill
     from consistency.cli.progress import progress
-    from consistency.report.console import make_console
+    from consistency.report.console import make_console, plain_cells, print_table, without_trailing_blanks
     from consistency.workflows.drill import choose, drill
 
     with progress() as watch:
@@ -26,5 +25,14 @@ def _drill(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print_json(rows)
     else:
-        print_drill(rows, make_console())
+        cells = [
+            plain_cells(
+                row.fault, row.case, row.worker, row.expected, row.named or "nothing",
+                "found" if row.passed else "NOT NAMED" if row.found else "NOT FOUND", row.message,
+            )
+            for row in rows
+        ]  # fmt: skip
+        with without_trailing_blanks(console := make_console()):
+            print_table(console, ("fault", "case", "planted in", "expected", "named", "", "finding"), cells)
+            console.print(f"\n{sum(row.passed for row in rows)} of {len(rows)} planted faults found and named")
     return 0 if all(row.passed for row in rows) else 1
