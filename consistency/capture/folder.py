@@ -28,7 +28,6 @@ from consistency.errors import CaptureError
 SCHEMA = "consistency.capture/1"
 MANIFEST = "capture.json"
 _BLOB_NAME = re.compile(r"^[0-9a-f]{64}$")
-_SLUG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.@+-]{0,120}$")
 
 
 class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True, rename={"host_facts": "box"}):
@@ -73,11 +72,6 @@ def blob_name(name: str) -> str:
     if not _BLOB_NAME.fullmatch(name):
         raise CaptureError("not the name of a kept tensor", got=name)
     return name
-
-
-def is_slug(name: str) -> bool:
-    """Tell whether a name from a manifest can be a worker's folder; a capture from elsewhere must not name a path."""
-    return _SLUG.fullmatch(name) is not None
 
 
 def worker_slug(name: str, load_path: str) -> str:

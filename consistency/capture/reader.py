@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from consistency.capture.folder import MANIFEST, SCHEMA, Capture, CaptureManifest, WorkerCapture, capture_name, is_slug
+from consistency.capture.folder import MANIFEST, SCHEMA, Capture, CaptureManifest, WorkerCapture, capture_name
 from consistency.capture.json_codec import decode_json
 from consistency.capture.records import TensorRecord, WorkerInfo, read_record
 from consistency.errors import CaptureError
 
 T = TypeVar("T")
 
+_SLUG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.@+-]{0,120}$")
+"""What a worker's folder can be called; a capture from elsewhere must not name a path."""
+
 _REPEATED_TEXTS = (
-    "stage",
-    "layer",
-    "tensor",
-    "dtype",
-    "rule",
-    "reference",
-    "reference_digest",
-    "reason",
-    "load_path",
-)
+    "stage", "layer", "tensor", "dtype", "rule", "reference", "reference_digest", "reason", "load_path",
+)  # fmt: skip
 """Fields of a record whose text repeats in every line of a tensor, whatever its bits."""
 
 
@@ -56,13 +52,8 @@ class RecordPool:
 def read_capture(folder: Path, pool: RecordPool | None = None) -> Capture:
     """Read a capture, or the capture inside the folder of a run.
 
-    A worker whose files are damaged is left out and named in `damage`; the rest is read.
-
-    Parameters
-    ----------
-    folder : Path
-    pool : RecordPool, optional
-        One for all captures of a comparison: what is equal in them is decoded and kept once.
+    A worker whose files are damaged is left out and named in `damage`; the rest is read. Captures that are compared
+    share one `pool`: what is equal in them is decoded and kept once.
 
     Raises
     ------
@@ -80,7 +71,7 @@ def read_capture(folder: Path, pool: RecordPool | None = None) -> Capture:
     damage: list[str] = []
     for slug in dict.fromkeys(manifest.workers):
         try:
-            if not is_slug(slug):
+            if not _SLUG.fullmatch(slug):
                 raise CaptureError("not the name of a worker", got=slug)
             home = root / "workers" / slug
             info = _read(home / "worker.json", WorkerInfo)
@@ -103,7 +94,7 @@ def _unlisted(root: Path, manifest: CaptureManifest) -> Iterator[str]:
         return
     for info in sorted((root / "workers").glob("*/worker.json")):
         slug = info.parent.name
-        if is_slug(slug) and slug not in manifest.workers:
+        if _SLUG.fullmatch(slug) and slug not in manifest.workers:
             yield f"worker {slug}: {MANIFEST} does not name it"
 
 
@@ -117,12 +108,7 @@ def brief(error: CaptureError) -> str:
 def read_records(path: Path, pool: RecordPool | None = None, *, whole: bool = False) -> Iterator[TensorRecord]:
     """Yield the records of a worker.
 
-    Parameters
-    ----------
-    path : Path
-    pool : RecordPool, optional
-    whole : bool
-        The worker ended well, so its file is complete. Of a worker that died, a line that was cut short is left out.
+    The file of one that ended well has to be `whole`; of one that died, a line that was cut short is left out.
     """
     pool = pool or RecordPool()
     try:
@@ -145,18 +131,12 @@ def read_records(path: Path, pool: RecordPool | None = None, *, whole: bool = Fa
 
 def _refuse_doubles(records: Sequence[TensorRecord], path: Path) -> None:
     """Raise where a tensor was recorded twice: which of the two is valid is unknown."""
-    if len({(record.load_path, *record.key) for record in records}) == len(records):
-        return
-    first: dict[tuple[str, ...], int] = {}
+    lines: dict[tuple[str, ...], int] = {}
     for number, record in enumerate(records, start=1):
-        place = (record.load_path, *record.key)
-        if place in first:
-            raise CaptureError(
-                f"line {number} names the same tensor as line {first[place]}",
-                where=path,
-                got=f"{record.stage}::{record.layer}.{record.tensor}",
-            )
-        first[place] = number
+        first = lines.setdefault((record.load_path, *record.key), number)
+        if first != number:
+            got = f"{record.stage}::{record.layer}.{record.tensor}"
+            raise CaptureError(f"line {number} names the same tensor as line {first}", where=path, got=got)
 
 
 def _read(path: Path, kind: type[T], *, schema: bool = False) -> T:

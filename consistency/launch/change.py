@@ -15,16 +15,10 @@ class Change:
 
     Attributes
     ----------
-    name : str
-        For people.
     environment : mapping of str to str or None
         Variables by name; None removes one.
     settings : mapping of str to object
         Determinism settings by name.
-    threads : int or None
-        Threads per operation.
-    load_path : LoadPath or None
-        Another load path.
     autocast_adapter_dtype : bool or None
         PEFT's argument: off, the adapter takes the base's dtype instead of float32.
     """

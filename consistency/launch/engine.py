@@ -18,17 +18,7 @@ Watcher = Callable[[str, Event], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long a worker may take, in seconds.
-
-    Attributes
-    ----------
-    timeout_s : float or None
-        From its start to its end.
-    stall_s : float
-        Between two events.
-    threads : int or None
-        Threads per worker; None shares out the processors.
-    """
+    """How long a worker may take, in total and between two events; without `threads`, the processors are shared out."""
 
     timeout_s: float | None = None
     stall_s: float = 300.0
@@ -41,10 +31,8 @@ class Task:
 
     Attributes
     ----------
-    case : Case
     waves : sequence of sequence of WorkerPlan
         The workers of a host; a wave starts when the one before has ended.
-    limits : Limits
     faults : mapping of str to str
         Fault to plant (of `consistency.worker.faults`) by name of the device.
     """

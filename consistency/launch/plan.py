@@ -23,15 +23,10 @@ class WorkerPlan:
 
     Attributes
     ----------
-    info : DeviceInfo
     load_path : LoadPath
         The default load path that it is started for.
-    alternative_paths : tuple of LoadPath
-        Those that it takes in addition.
     makes_reference : bool
         Whether it computes the float64 activations for all workers.
-    change : Change or None
-        What differs from what its device and load path give it.
     """
 
     info: DeviceInfo
@@ -61,14 +56,11 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
     activations where there is one.
     """
     load_paths = case.load_paths or default_load_paths(devices, sides=case.plan.sides)
-    maker = _reference_maker(devices)
+    loads = case.adapter is not None and Stage.ADAPTER in case.stages
+    maker = min(devices, key=lambda info: (not info.spec.is_cpu, info.spec.is_cpu and info.spec.variant is not None))
     waves = []
     for number, main in enumerate(dict.fromkeys(load_path.main for load_path in load_paths)):
-        sides = (
-            tuple(load_path for load_path in load_paths if load_path.main is main and not load_path.is_main)
-            if _loads(case)
-            else ()
-        )
+        sides = tuple(path for path in load_paths if loads and path.main is main and not path.is_main)
         wave = [
             WorkerPlan(
                 info=info,
@@ -86,35 +78,15 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
 
 
 def default_load_paths(devices: Sequence[DeviceInfo], *, sides: Sequence[str] = ()) -> tuple[LoadPath, ...]:
-    """Return the load paths that separate a faulty copy from a faulty device.
+    """Return the load paths that separate a faulty copy from a faulty device, each with the alternatives `sides`.
 
     A worker that sees only its own device cannot hit a broken copy between devices; one accelerator has no such copy.
-
-    Parameters
-    ----------
-    devices : sequence of DeviceInfo
-    sides : sequence of str
-        Alternatives of each default load path.
     """
     accelerators = {(info.spec.type, info.spec.index) for info in devices if not info.spec.is_cpu}
     mains = (LoadPath.ISOLATED, LoadPath.SHARED) if len(accelerators) > 1 else (LoadPath.ISOLATED,)
-    return tuple(
-        load_path
-        for load_path in LoadPath
-        if load_path.main in mains and (load_path.is_main or load_path.side in sides)
-    )
-
-
-def _loads(case: Case) -> bool:
-    return case.adapter is not None and Stage.ADAPTER in case.stages
+    return tuple(path for path in LoadPath if path.main in mains and (path.is_main or path.side in sides))
 
 
 def _on_cpu(sides: Sequence[LoadPath], *, chosen: bool) -> tuple[LoadPath, ...]:
     """Return the alternatives for the CPU: naming the device there changes nothing, so only if it was chosen."""
     return tuple(load_path.beside(LoadPath.ISOLATED) for load_path in sides if chosen or load_path.torch_device is None)
-
-
-def _reference_maker(devices: Sequence[DeviceInfo]) -> DeviceInfo:
-    cpus = [info for info in devices if info.spec.is_cpu]
-    native = [info for info in cpus if info.spec.variant is None]
-    return (native or cpus or list(devices))[0]

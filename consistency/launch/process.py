@@ -15,7 +15,7 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json
 from consistency.capture.records import WorkerInfo, WorkerStatus
-from consistency.capture.writer import CaptureWriter, write_json
+from consistency.capture.writer import CaptureWriter, cannot_write, write_json
 from consistency.case.case import Case
 from consistency.devices.interpreter import python_command
 from consistency.devices.spec import DeviceIdentity
@@ -32,13 +32,7 @@ DUMP_GRACE_S = 2.0  # faulthandler writes its stacks in milliseconds, unless the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a worker ended.
-
-    Attributes
-    ----------
-    error : ConsistencyError or None
-        An error that concerns the whole run: the files are wrong, the disk is full.
-    """
+    """How a worker ended; `error` concerns the whole run: the files are wrong, the disk is full."""
 
     status: WorkerStatus
     reason: str | None = None
@@ -47,17 +41,7 @@ class Ended:
 
 @dataclass(slots=True, kw_only=True)
 class WorkerProcess:
-    """A worker's process.
-
-    Attributes
-    ----------
-    fault : str or None
-        The fault planted in it.
-    last : str
-        Its last event, for people.
-    failure : dict or None
-        The error that it reported.
-    """
+    """A worker's process; `last` is its last event for people, `failure` the error that it reported."""
 
     plan: WorkerPlan
     folder: Path
@@ -98,7 +82,7 @@ class WorkerProcess:
         try:
             log = (folder / "log.txt").open("wb")
         except OSError as error:
-            raise CaptureError("cannot write the capture", where=folder, got=error) from None
+            raise cannot_write(folder, error) from None
         before = _out_of_memory_kills()
         process = subprocess.Popen(
             [*python_command(), "consistency.worker", str(folder / "job.json")],

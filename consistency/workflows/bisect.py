@@ -36,15 +36,7 @@ NOT_SEEN = "the tensor was not recorded"
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a set of changes.
-
-    Attributes
-    ----------
-    changes : tuple of str
-    gone : bool
-        Whether the changes remove the difference.
-    detail : str
-    """
+    """The outcome of a set of changes: whether the difference is `gone` with them."""
 
     changes: tuple[str, ...]
     gone: bool
@@ -56,12 +48,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes
     ----------
-    tensor, worker, reference : str
     repeats : bool
         Whether the difference shows again when nothing is changed.
     explained_by : tuple of str
         The smallest set of changes found that removes it; empty where none does.
-    trials : tuple of Trial
     """
 
     tensor: str
@@ -84,13 +74,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The difference to be explained.
-
-    Attributes
-    ----------
-    bad : bool
-        The row fails its rule; otherwise it only differs bitwise from the reference worker.
-    """
+    """The difference to be explained; a row that is not `bad` only differs bitwise from the reference worker."""
 
     participant: ComparedWorker
     reference: ComparedWorker

@@ -18,11 +18,6 @@ def doctor_plan(options: Options) -> Plan:
     """Return the plan of a run of every stage that needs no model, at the level and on the devices of the options.
 
     Several accelerators are visible to one another, in one wave: alone with its device a worker sees no pair.
-
-    Raises
-    ------
-    UsageError
-        A device that this host does not have.
     """
     plan = plan_of(Case(name="doctor", base="", stages=MODEL_LESS, level=options.level), options)
     if LoadPath.SHARED not in default_load_paths(plan.devices):

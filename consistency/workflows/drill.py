@@ -33,11 +33,9 @@ class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
     worker : str
         Where it was planted.
     named : str or None
-        Kind of the first finding about that worker; None where there is none.
+        Kind of the first finding about that worker.
     found : bool
         Whether there is a finding about that worker, and none about another.
-    message : str
-        Of that finding.
     """
 
     fault: str
@@ -54,13 +52,7 @@ class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(only: Sequence[str]) -> tuple[Fault, ...]:
-    """Return these faults; where none is named, all that this machine has the devices for.
-
-    Raises
-    ------
-    UsageError
-        Unknown fault, or one that needs more devices than there are.
-    """
+    """Return these faults; where none is named, all that this host has the devices for."""
     for name in only:
         if name not in FAULTS:
             raise UsageError(f"unknown fault: {name}", where="--only", wanted=", ".join(FAULTS))
@@ -72,25 +64,8 @@ def choose(only: Sequence[str]) -> tuple[Fault, ...]:
     return possible
 
 
-def drill(
-    faults: Sequence[Fault],
-    *,
-    out: Path | None,
-    watch: Watcher,
-    replace: bool = False,
-) -> tuple[DrillRow, ...]:
-    """Run the built-in case once per fault; each run's report gets its own folder.
-
-    Parameters
-    ----------
-    faults : sequence of Fault
-    out : Path or None
-        `out/FAULT/` holds the run's report and captures; None keeps nothing.
-    watch : callable
-        Called with every event of every worker.
-    replace : bool
-        Overwrite an earlier drill's results.
-    """
+def drill(faults: Sequence[Fault], *, out: Path | None, watch: Watcher, replace: bool = False) -> tuple[DrillRow, ...]:
+    """Run the built-in case once per fault; `out/FAULT/` holds the run's report and captures."""
     rows = []
     for fault in faults:
         devices = _devices(two=fault.two_devices)

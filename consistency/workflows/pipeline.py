@@ -58,15 +58,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The result of a run.
-
-    Attributes
-    ----------
-    comparison : Comparison
-    folder : Path or None
-        Holds the files of the report and `captures/`; None where nothing was kept.
-    elapsed_s : float
-    """
+    """The result of a run; `folder` holds the files of the report and `captures/`, None where nothing was kept."""
 
     comparison: Comparison
     folder: Path | None
@@ -82,12 +74,7 @@ class Report:
 
 
 def prepare(options: Options) -> Plan:
-    """Check everything that can be checked before a worker starts.
-
-    Raises
-    ------
-    InputError, UsageError
-    """
+    """Check everything that can be checked before a worker starts."""
     return plan_of(prepare_case(options), options)
 
 
@@ -115,16 +102,15 @@ def capture_to(plan: Plan, target: str, *, watch: Watcher, replace: bool = False
     CaptureError
         There is something at the target and `replace` does not say to replace it, or it cannot be written.
     """
-    if not travels(target):
-        capture(plan, Path(target), watch=watch, replace=replace)
-        return read_capture(Path(target))
-    if not replace:
+    sent = travels(target)
+    if sent and not replace:
         refuse_to_replace(target)
     with tempfile.TemporaryDirectory(prefix="consistency-capture-") as scratch:
-        folder = Path(scratch) / "capture"
-        capture(plan, folder, watch=watch)
+        folder = Path(scratch, "capture") if sent else Path(target)
+        capture(plan, folder, watch=watch, replace=replace)
         found = read_capture(folder)
-        deliver(folder, target)
+        if sent:
+            deliver(folder, target)
     return found
 
 
@@ -141,11 +127,8 @@ def run(
 
     Parameters
     ----------
-    plan : Plan
     out : Path or None
         Folder for the files of the report and `captures/`; None keeps nothing.
-    watch : callable
-        Called with every event of every worker.
     replace : bool
         Overwrite what an earlier run left in `out`.
     history : History, optional
@@ -163,8 +146,7 @@ def run(
         elif baseline is not None:
             comparison = apply(baseline, comparison)
         elapsed_s = time.monotonic() - started
-        if out is not None:
-            _write_reports(comparison, folder)
+        _write_reports(comparison, out)
     return Report(comparison=comparison, folder=out, elapsed_s=elapsed_s)
 
 
@@ -175,17 +157,9 @@ def compare_folders(
     replace: bool = False,
     baseline: Baseline | None = None,
 ) -> Comparison:
-    """Compare captures that were made apart; write the report where `out` says.
+    """Compare captures that were made apart; write the report to `out`.
 
-    Parameters
-    ----------
-    given : sequence of Capture, str or Path
-        Captures that were read, or folders, ZIP files or URLs of captures or of the `--out` folders of runs.
-    out : Path or None
-    replace : bool
-        Overwrite what an earlier run left in `out`.
-    baseline : Baseline, optional
-        Accepted findings.
+    They are given read, or as folders, ZIP files or URLs of captures or of the `--out` folders of runs.
     """
     with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
         sources = [one if isinstance(one, Capture) else fetch(str(one), Path(scratch)) for one in given]
@@ -194,10 +168,9 @@ def compare_folders(
         comparison = msgspec.structs.replace(comparison, captures=tuple(map(_place, given)))
         if baseline is not None:
             comparison = apply(baseline, comparison)
-        if out is not None:
-            folders = [one.folder if isinstance(one, Capture) else one for one in sources]
-            with _output(out, replace=replace, reads=folders) as folder:
-                _write_reports(comparison, folder)
+        folders = [one.folder if isinstance(one, Capture) else one for one in sources]
+        with _output(out, replace=replace, reads=folders):
+            _write_reports(comparison, out)
     return comparison
 
 
@@ -223,13 +196,10 @@ def _read_captures(sources: Sequence[Capture | Path]) -> tuple[list[Capture], li
     errors: list[CaptureError] = []
     unread: list[str] = []
     for one in sources:
-        if isinstance(one, Capture):
-            found.append(one)
-            continue
         try:
-            found.append(read_capture(one, pool))
+            found.append(one if isinstance(one, Capture) else read_capture(one, pool))
         except CaptureError as error:
-            if not holds_capture(one):
+            if isinstance(one, Capture) or not holds_capture(one):
                 raise
             errors.append(error)
             unread.append(f"{capture_name(one)}: left out: {brief(error)}")
@@ -241,23 +211,15 @@ def _read_captures(sources: Sequence[Capture | Path]) -> tuple[list[Capture], li
 def diff_weights(
     actual: Path, expected: Path, out: Path | None, *, allow_pickle: bool = False, replace: bool = False
 ) -> Comparison:
-    """Compare two weight files or folders; write the report where `out` says."""
-    if out is None:
-        return diff(actual, expected, allow_pickle=allow_pickle)
-    with _output(out, replace=replace, reads=(actual, expected)) as folder:  # refused before any work
+    """Compare two weight files or folders; write the report to `out`."""
+    with _output(out, replace=replace, reads=(actual, expected)):  # refused before any work
         comparison = diff(actual, expected, allow_pickle=allow_pickle)
-        _write_reports(comparison, folder)
+        _write_reports(comparison, out)
     return comparison
 
 
 def compare_captures(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Comparison:
-    """Compare captures.
-
-    Parameters
-    ----------
-    captures : sequence of Capture
-    unread : sequence of str
-        One sentence for each capture that cannot be read.
+    """Compare captures; `unread` has one sentence for each of them that cannot be read.
 
     Raises
     ------
@@ -273,10 +235,11 @@ def compare_captures(captures: Sequence[Capture], *, unread: Sequence[str] = ())
     return comparison
 
 
-def _write_reports(comparison: Comparison, folder: Path) -> None:
-    view = View(groups=all_groups(comparison))
-    for row in formats(Chosen.OUT):
-        write_whole(folder / row.name, row.render(comparison, view))
+def _write_reports(comparison: Comparison, out: Path | None) -> None:
+    if out is not None:
+        view = View(groups=all_groups(comparison))
+        for row in formats(Chosen.OUT):
+            write_whole(out / row.name, row.render(comparison, view))
 
 
 @contextmanager
