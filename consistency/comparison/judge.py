@@ -156,10 +156,7 @@ def _relative(
     if own is None or reason is not None:
         return Row(worker=subject.label, reference=None, status="skipped", reason=reason)
     samples = record.reference_samples or math.prod(record.shape)
-    share, allowed, judged = judge_relative(
-        float(found.max_abs), found.mismatched, float(found.magnitude), record.dtype,
-        reference_error=float(own), samples=samples,
-    )  # fmt: skip
+    share, allowed, judged = judge_relative(found, record.dtype, reference_error=float(own), samples=samples)
     status: Status = judged
     diagnosis = record.diagnosis or (Word.ACCUMULATION_ORDER if status == "within" else None)
     if status == "outside" and diagnosis in (None, Word.ACCUMULATION_ORDER):

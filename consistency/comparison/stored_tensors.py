@@ -43,7 +43,7 @@ def compare_stored(actual: tuple[Capture, str | None], expected: tuple[Capture, 
     from consistency.numerics.distance import measure
 
     try:
-        a, e = _read(actual[0], actual[1]), _read(expected[0], expected[1])
+        a, e = read_stored(actual[0], actual[1]), read_stored(expected[0], expected[1])
     except CaptureError as error:
         return StoredDifference(evidence={"kept": error.what}, unread=True)
     structure = diagnose_structure(a, e)
@@ -54,7 +54,8 @@ def compare_stored(actual: tuple[Capture, str | None], expected: tuple[Capture, 
     return StoredDifference(measure=found, word=diagnosis.word, evidence=diagnosis.evidence)
 
 
-def _read(capture: Capture, name: str) -> torch.Tensor:
+def read_stored(capture: Capture, name: str) -> torch.Tensor:
+    """Read a tensor that a capture stored; raise `CaptureError` if it is damaged."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -20,13 +20,7 @@ _LOWEST_BITS = np.uint64(0x0101010101010101)
 
 
 class BitCount:
-    """Count set bits by position over words of `bits` bits.
-
-    Parameters
-    ----------
-    bits : int
-        8, 16, 32 or 64.
-    """
+    """Count set bits by position over words of `bits` bits: 8, 16, 32 or 64."""
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
@@ -38,20 +32,11 @@ class BitCount:
         """Count the bits of a contiguous integer array, `(n,)` of any width. It is taken over: do not use it again."""
         raw = words.view(np.uint8)
         if len(raw) <= _DIRECT_BYTES:
-            padded = np.zeros(-(-len(raw) // 8) * 8, np.uint8)
-            padded[: len(raw)] = raw
-            self._counts += _columns(padded.view(np.uint64))
+            self._counts += _columns(_padded(raw, -(-len(raw) // 8)))
             return
         for start in range(0, len(raw), 8 * _WORDS):
             part = raw[start : start + 8 * _WORDS]
-            if len(part) == 8 * _WORDS:
-                self._carry(part.view(np.uint64), 0)
-                continue
-            array = np.empty(_WORDS, np.uint64)
-            room = array.view(np.uint8)
-            room[: len(part)] = part
-            room[len(part) :] = 0
-            self._carry(array, 0)
+            self._carry(part.view(np.uint64) if len(part) == 8 * _WORDS else _padded(part, _WORDS))
 
     def result(self) -> dict[int, int]:
         """Return the count by bit position, 0 the least significant; positions that were never set are left out."""
@@ -63,13 +48,10 @@ class BitCount:
         by_bit = counts.reshape(-1, self.bits).sum(axis=0)
         return {bit: int(count) for bit, count in enumerate(by_bit) if count}
 
-    def _carry(self, array: np.ndarray, level: int) -> None:
-        """Add an array of bits of weight 2**level; it is taken over."""
-        while True:
-            if level == len(self._ones):
-                self._ones.append(array)
-                self._waiting.append(None)
-                return
+    def _carry(self, array: np.ndarray) -> None:
+        """Add an array of bits; it is taken over."""
+        level = 0
+        while level < len(self._ones):
             first = self._waiting[level]
             if first is None:
                 self._waiting[level] = array
@@ -83,6 +65,15 @@ class BitCount:
             np.bitwise_or(array, ones, out=array)
             self._ones[level], self._waiting[level] = first, None
             level += 1
+        self._ones.append(array)
+        self._waiting.append(None)
+
+
+def _padded(raw: np.ndarray, words: int) -> np.ndarray:
+    """Copy bytes into so many 64-bit words; the rest is zero."""
+    padded = np.zeros(words, np.uint64)
+    padded.view(np.uint8)[: len(raw)] = raw
+    return padded
 
 
 def _columns(words: np.ndarray) -> np.ndarray:

@@ -40,14 +40,8 @@ TF32_ROUNDOFF = 2.0**-10
 class Allowance:
     """The tolerance of an element: `product * D + weight * |W| + floor`.
 
-    Attributes
-    ----------
-    product : float
-        Coefficient of :math:`D`, the sum of magnitudes in the element's inner product.
-    weight : float
-        Coefficient of the magnitude of the base weight.
-    floor : float
-        Absolute part, from roundings to subnormals.
+    D is the sum of magnitudes in the element's inner product, W the base weight; `floor` is from roundings to
+    subnormals.
     """
 
     product: float
@@ -57,15 +51,7 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserAllowance:
-    """The tolerance of an element as set by the user: `atol + rtol * |exact|`.
-
-    Attributes
-    ----------
-    atol : float
-        In the tensor's own unit.
-    rtol : float
-        Fraction of the exact element's magnitude.
-    """
+    """The tolerance of an element as set by the user: `atol + rtol * |exact|`, `atol` in the tensor's own unit."""
 
     atol: float
     rtol: float
@@ -91,8 +77,6 @@ def delta_allowance(
 
     Parameters
     ----------
-    rank : int
-    scaling : float
     adapter : torch.dtype
         Dtype of the adapter's parameters on the device.
     truncating : bool

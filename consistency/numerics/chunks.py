@@ -74,10 +74,8 @@ def low_rank_chunks(
     left, right : torch.Tensor
         `(rows, rank)` and `(rank, columns)`: B and A, or the transposes of A and B where the layer stores its weight
         as (in, out).
-    scaling : float
     base : torch.Tensor or None
         `(rows, columns)`, the weight before the merge; None for a delta.
-    allowance : Allowance or UserAllowance
     """
     rows, columns = actual.shape
     scaled = left.detach().to(torch.float64).numpy() * scaling

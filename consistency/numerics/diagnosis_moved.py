@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -126,7 +125,7 @@ class _Pair:
         return first // self.number_bytes, last // self.number_bytes
 
     def chunks(self) -> Iterator[slice]:
-        yield from _slices(0, self.a.numel())
+        return _slices(0, self.a.numel())
 
     def differing(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the chunks that differ, and which of their elements do."""
@@ -150,9 +149,8 @@ def _never_written(pair: _Pair, poison: int | None) -> Diagnosis | None:
         return None
     if not all(bool(torch.all(pair.x[part][differs] == poison)) for part, differs in pair.differing()):
         return None
-    whole = pair.found.mismatched == pair.found.elements
     evidence = {"elements": pair.found.mismatched, "of": pair.found.elements}
-    if not whole:
+    if pair.found.mismatched < pair.found.elements:
         evidence |= byte_range(*pair.ends(), elements=pair.found.elements, size=pair.number_bytes)
     return Diagnosis(word=Word.NEVER_WRITTEN, evidence=evidence)
 
@@ -215,10 +213,8 @@ def _non_finite(pair: _Pair, *, alone: bool) -> Diagnosis | None:
 def _permuted(pair: _Pair) -> Diagnosis | None:
     if not _same_multiset(pair):
         return None
-    evidence: dict[str, Any] = {"of": "elements"}
     rows = _moved_rows(pair) if pair.actual.dim() > 1 else None
-    if rows is not None:
-        evidence = {"of": "rows", "rows": rows[:8], "count": len(rows)}
+    evidence = {"of": "elements"} if rows is None else {"of": "rows", "rows": rows[:8], "count": len(rows)}
     return Diagnosis(word=Word.PERMUTED, evidence=evidence)
 
 
@@ -252,16 +248,13 @@ def _moved_rows(pair: _Pair) -> list[int] | None:
     count = pair.actual.shape[0]
     x, y = pair.x.view(count, -1), pair.y.view(count, -1)
     step = max(1, _CHUNK // max(1, x.shape[1]))
-    moved: list[int] = []
-    got: list[str] = []
-    wanted: list[str] = []
-    for start in range(0, count, step):
-        part = slice(start, start + step)
-        for row in torch.nonzero(torch.any(x[part] != y[part], dim=1)).reshape(-1).tolist():
-            moved.append(start + row)
-            got.append(digest(x[start + row]).value)
-            wanted.append(digest(y[start + row]).value)
-    return moved if sorted(got) == sorted(wanted) else None
+    moved = [
+        start + row
+        for start in range(0, count, step)
+        for row in torch.nonzero(torch.any(x[start : start + step] != y[start : start + step], dim=1))[:, 0].tolist()
+    ]
+    got, wanted = (sorted(digest(side[row]).value for row in moved) for side in (x, y))
+    return moved if got == wanted else None
 
 
 def _rounded(pair: _Pair) -> Diagnosis | None:
@@ -272,13 +265,10 @@ def _rounded(pair: _Pair) -> Diagnosis | None:
         alive = [r for r in alive if torch.equal(bit_patterns(r(pair.e[part])), pair.x[part])]
         if not alive:
             return None
-    first = alive[0]
-    evidence: dict[str, Any] = {"rounding": first.how}
+    first, *others = alive
     # float16 has TF32's 10 mantissa bits: only values outside its exponent range distinguish the two
-    also = [r.word for r in alive[1:] if r.word != first.word]
-    if also:
-        evidence["also"] = also[0]
-    return Diagnosis(word=first.word, evidence=evidence)
+    also = [{"also": r.word} for r in others if r.word != first.word]
+    return Diagnosis(word=first.word, evidence={"rounding": first.how, **(also[0] if also else {})})
 
 
 def _wrong_scale(pair: _Pair) -> Diagnosis | None:

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from consistency.numerics.dtype import name_of
 from consistency.numerics.kernels import triton_digest, trust
 from consistency.numerics.kernels.compiled import DIGEST
 from consistency.numerics.kernels.numpy_digest import (
@@ -67,9 +68,7 @@ def digest(tensor: torch.Tensor) -> TensorDigest:
         Any shape, strides and dtype of whole bytes. It is not changed, and copied only if its elements are not
         contiguous in memory.
     """
-    blocks = block_digests(tensor)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return combine(dtype, tuple(tensor.shape), blocks)
+    return combine(name_of(tensor.dtype), tuple(tensor.shape), block_digests(tensor))
 
 
 def combine(dtype: str, shape: tuple[int, ...], blocks: tuple[int, ...]) -> TensorDigest:

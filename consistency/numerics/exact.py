@@ -19,17 +19,11 @@ from torch.utils._pytree import tree_map
 _NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 # these compare the dtypes of their operands before they reach the dispatcher, where Float64Mode would widen them
-_CHECKED_EARLY = frozenset(
-    {
-        torch.conv1d,
-        torch.conv2d,
-        torch.conv3d,
-        torch.conv_transpose1d,
-        torch.conv_transpose2d,
-        torch.conv_transpose3d,
-        torch.nn.functional.scaled_dot_product_attention,
-    }
-)
+_CHECKED_EARLY = frozenset((
+    torch.conv1d, torch.conv2d, torch.conv3d,
+    torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
+    torch.nn.functional.scaled_dot_product_attention,
+))  # fmt: skip
 
 
 class Float64Mode(TorchDispatchMode):
@@ -53,11 +47,7 @@ class Float64Mode(TorchDispatchMode):
         self._early.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in _NARROW:

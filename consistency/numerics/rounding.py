@@ -26,7 +26,7 @@ class Rounding:
         return self._apply(values)
 
     def is_narrower_than(self, dtype: torch.dtype) -> bool:
-        """Tell whether numbers of a dtype lose digits by it; TF32 and truncation are considered for float32 only.
+        """Return whether values of a dtype lose digits by it; TF32 and truncation are considered for float32 only.
 
         bfloat16 loses none in float16, except for a few very large or small values: that is no sign of a rounding.
         """

@@ -19,12 +19,9 @@ import functools
 import math
 from typing import Literal, NamedTuple
 
-UNIT_ROUNDOFF: dict[str, float] = {
-    "float64": 2.0**-53,
-    "float32": 2.0**-24,
-    "float16": 2.0**-11,
-    "bfloat16": 2.0**-8,
-}
+from consistency.numerics.measure import Measure
+
+UNIT_ROUNDOFF: dict[str, float] = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative error of one rounding to nearest: half the distance from 1 to the next number."""
 
 HALF_SMALLEST_SUBNORMAL: dict[str, float] = {
@@ -112,7 +109,6 @@ def relative_allowance(reference_error: float, magnitude: float, dtype: str, *, 
         Largest error of the CPU against float64 in this tensor and dtype.
     magnitude : float
         Largest magnitude of the exact tensor.
-    dtype : str
     samples : int
         Number of independent errors of which the CPU's is the largest.
     """
@@ -127,23 +123,11 @@ class Verdict(NamedTuple):
     status: Literal["equal", "within", "outside"]
 
 
-def judge_relative(
-    max_abs: float, mismatched: int, magnitude: float, dtype: str, *, reference_error: float, samples: int
-) -> Verdict:
-    """Judge a tensor's largest error against float64 by the CPU's own.
-
-    Parameters
-    ----------
-    max_abs : float
-        In the tensor's own unit.
-    mismatched : int
-        Elements that are not the exact ones, rounded to the dtype.
-    magnitude, dtype, reference_error, samples
-        See `relative_allowance`.
-    """
-    allowed = relative_allowance(reference_error, magnitude, dtype, samples=samples)
-    share = ratio(max_abs, allowed)
-    if share == 0 and mismatched == 0:
+def judge_relative(found: Measure, dtype: str, *, reference_error: float, samples: int) -> Verdict:
+    """Judge a tensor's largest error against float64 by the CPU's own; see `relative_allowance`."""
+    allowed = relative_allowance(reference_error, float(found.magnitude), dtype, samples=samples)
+    share = ratio(float(found.max_abs), allowed)
+    if share == 0 and found.mismatched == 0:
         return Verdict(share, allowed, "equal")
     return Verdict(share, allowed, "within" if passes(share) else "outside")
 

@@ -76,7 +76,6 @@ class Arithmetic:
 
         Parameters
         ----------
-        dtype : torch.dtype
         truncating : bool
             Whether bfloat16 and float16 are multiplied on units that truncate when they accumulate.
         tf32 : bool
@@ -109,15 +108,7 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracked:
-    """Exact values, and a bound on the error of a device.
-
-    Attributes
-    ----------
-    value, error : np.ndarray
-        Float64 of one shape.
-    by : Arithmetic
-        Of the device.
-    """
+    """Exact values, and a bound on the error of a device: float64 of one shape."""
 
     value: np.ndarray
     error: np.ndarray
@@ -130,10 +121,10 @@ class Tracked:
 
     def moved(self, move: Callable[[np.ndarray], np.ndarray]) -> Tracked:
         """Move elements: nothing is computed."""
-        return Tracked(value=move(self.value), error=move(self.error), by=self.by)
+        return self._with(move(self.value), move(self.error))
 
     def __neg__(self) -> Tracked:
-        return Tracked(value=-self.value, error=self.error, by=self.by)
+        return self._with(-self.value, self.error)
 
     def __add__(self, other: Tracked) -> Tracked:
         return self._rounded(self.value + other.value, self.error + other.error)
@@ -147,10 +138,7 @@ class Tracked:
 
     def __truediv__(self, other: Tracked) -> Tracked:
         value = self.value / other.value
-        least = np.abs(other.value) - other.error
-        error = np.divide(
-            self.error + np.abs(value) * other.error, least, out=np.full(np.shape(value), np.inf), where=least > 0
-        )
+        error = _over(self.error + np.abs(value) * other.error, np.abs(other.value) - other.error)
         return self._rounded(value, error, ulps=ULPS["/"])
 
     def exp(self) -> Tracked:
@@ -158,19 +146,16 @@ class Tracked:
         return self._rounded(value, value * np.expm1(np.minimum(self.error, 700.0)), ulps=ULPS["exp"])
 
     def log(self) -> Tracked:
-        least = self.value - self.error
-        error = np.divide(self.error, least, out=np.full(np.shape(self.value), np.inf), where=least > 0)
-        return self._rounded(np.log(self.value), error, ulps=ULPS["log"])
+        return self._rounded(np.log(self.value), _over(self.error, self.value - self.error), ulps=ULPS["log"])
 
     def sqrt(self) -> Tracked:
         value = np.sqrt(self.value)
         # the square roots of x and of x - e differ by no more than that of e, and near x by e over their sum
-        error = np.divide(self.error, value, out=np.full(np.shape(value), np.inf), where=value > 0)
-        return self._rounded(value, np.minimum(error, np.sqrt(self.error)), ulps=ULPS["sqrt"])
+        return self._rounded(value, np.minimum(_over(self.error, value), np.sqrt(self.error)), ulps=ULPS["sqrt"])
 
     def rsqrt(self) -> Tracked:
-        value, least = 1 / np.sqrt(self.value), self.value - self.error
-        most = np.divide(1, np.sqrt(np.maximum(least, 0)), out=np.full(np.shape(value), np.inf), where=least > 0)
+        value = 1 / np.sqrt(self.value)
+        most = _over(np.ones_like(value), np.sqrt(np.maximum(self.value - self.error, 0)))
         return self._rounded(value, most - value, ulps=ULPS["rsqrt"])
 
     def tanh(self) -> Tracked:
@@ -184,7 +169,7 @@ class Tracked:
 
     def erf(self) -> Tracked:
         value = np.reshape([math.erf(x) for x in self.value.ravel()], self.value.shape)
-        return Tracked(value=value, error=self.error * 2 / math.sqrt(math.pi) + ERF_UNITS * self.by.unit, by=self.by)
+        return self._with(value, self.error * 2 / math.sqrt(math.pi) + ERF_UNITS * self.by.unit)
 
     def max(self, *, axis: int = -1) -> Tracked:
         """Return the largest along an axis, which stays, with one element."""
@@ -192,17 +177,11 @@ class Tracked:
 
     def sum(self, *, axis: int = -1) -> Tracked:
         """Add up along an axis, which stays, with one element; in any order."""
-        size = np.abs(self.value) + self.error
-        error = self.error + gamma(self.value.shape[axis], self.by.unit) * size
-        return Tracked(
-            value=self.value.sum(axis=axis, keepdims=True), error=error.sum(axis=axis, keepdims=True), by=self.by
-        )
+        return self._added(lambda x: x.sum(axis=axis, keepdims=True), axis)
 
     def cumsum(self, *, axis: int = -1) -> Tracked:
         """Add up along an axis as far as each element; in any order."""
-        size = np.abs(self.value) + self.error
-        error = self.error + gamma(self.value.shape[axis], self.by.unit) * size
-        return Tracked(value=self.value.cumsum(axis=axis), error=error.cumsum(axis=axis), by=self.by)
+        return self._added(lambda x: x.cumsum(axis=axis), axis)
 
     def matmul(self, other: Tracked) -> Tracked:
         """Multiply matrices, or stacks of them."""
@@ -212,18 +191,31 @@ class Tracked:
         error = factor * np.matmul(mine, its) + terms * self.by.floor
         if self.error.any() or other.error.any():  # exact operands add no error
             error = error + np.matmul(mine, other.error) + np.matmul(self.error, np.abs(other.value))
-        return Tracked(value=np.matmul(self.value, other.value), error=error, by=self.by)
+        return self._with(np.matmul(self.value, other.value), error)
 
     def store(self) -> Tracked:
         """Round to the dtype, if it is narrower than the computation."""
-        by = self.by
-        error = self.error + by.stored * (np.abs(self.value) + self.error) + by.stored_floor
-        return Tracked(value=self.value, error=error, by=by)
+        error = self.error + self.by.stored * (np.abs(self.value) + self.error) + self.by.stored_floor
+        return self._with(self.value, error)
+
+    def _with(self, value: np.ndarray, error: np.ndarray) -> Tracked:
+        return Tracked(value=value, error=error, by=self.by)
+
+    def _added(self, add: Callable[[np.ndarray], np.ndarray], axis: int) -> Tracked:
+        size = np.abs(self.value) + self.error
+        return self._with(add(self.value), add(self.error + gamma(self.value.shape[axis], self.by.unit) * size))
 
     def _rounded(self, value: np.ndarray, error: np.ndarray, *, ulps: float = 0.5) -> Tracked:
         """Add the rounding of one step; a unit in the last place is at most two unit roundoffs of the value."""
         unit = 2 * ulps * self.by.unit
-        return Tracked(value=value, error=error + unit * (np.abs(value) + error) + 2 * ulps * self.by.floor, by=self.by)
+        return self._with(value, error + unit * (np.abs(value) + error) + 2 * ulps * self.by.floor)
+
+
+def _over(error: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """Divide an error by the smallest value of what it is relative to; infinite where that may be zero."""
+    found = np.full(np.shape(error + least), np.inf)
+    np.divide(error, least, out=found, where=least > 0)
+    return found
 
 
 def measure_tracked(actual: torch.Tensor, exact: Tracked) -> Measure:

@@ -26,12 +26,12 @@ def as_tensor(raw: np.ndarray, shape: tuple[int, ...], dtype: str) -> torch.Tens
     """View bytes as a tensor; as plain bytes, `(n,)` uint8, if torch has no such dtype."""
     known = getattr(torch, dtype, None)
     if not isinstance(known, torch.dtype):
-        return _bytes(raw)
+        return torch.from_numpy(raw)
     if not len(raw):
         return torch.empty(shape, dtype=known)
     # a file's tensors start at any address; torch reads elements only at multiples of their size
     size = known.itemsize // 2 if known.is_complex else known.itemsize
-    return _bytes(raw if raw.ctypes.data % size == 0 else _moved(raw)).view(known).reshape(shape)
+    return torch.from_numpy(raw if raw.ctypes.data % size == 0 else _moved(raw)).view(known).reshape(shape)
 
 
 @contextmanager
@@ -45,10 +45,6 @@ def views_of_files() -> Iterator[None]:
         yield
 
 
-def _bytes(raw: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(raw)
-
-
 def _moved(raw: np.ndarray) -> np.ndarray:
     """Copy bytes to an unnamed file, mapped into memory: a large tensor must not fill the memory."""
     with tempfile.TemporaryFile(prefix="consistency-diff-") as file:
@@ -58,23 +54,11 @@ def _moved(raw: np.ndarray) -> np.ndarray:
 
 
 def measure_stored(
-    actual: np.ndarray,
-    expected: np.ndarray,
-    *,
-    shape: tuple[int, ...],
-    dtype: str,
-    other: Callable[[], str | None],
+    actual: np.ndarray, expected: np.ndarray, *, shape: tuple[int, ...], dtype: str, other: Callable[[], str | None]
 ) -> tuple[Measure, Diagnosis]:
-    """Measure two stored tensors of one shape and dtype, and diagnose their difference.
+    """Measure two stored tensors of one shape and dtype, given as uint8, and diagnose their difference.
 
-    Parameters
-    ----------
-    actual, expected : np.ndarray
-        Their bytes, uint8.
-    shape : tuple of int
-    dtype : str
-    other : callable
-        Return the name of another stored tensor with the same bytes, if there is one.
+    `other` returns the name of another stored tensor with the same bytes as `actual`, if there is one.
     """
     a, e = as_tensor(actual, shape, dtype), as_tensor(expected, shape, dtype)
     found = measure(a, e)

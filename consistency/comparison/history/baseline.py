@@ -29,7 +29,6 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes
     ----------
-    kind : str
     devices : tuple of str
         By UUID, or host and name.
     tensors : tuple of str
@@ -38,8 +37,8 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Digest of the accepted bits, where different bits would be a new finding.
     message : str
         As it was reported.
-    reason, date : str
-        Why it was accepted, and on which day.
+    date : str
+        On which day it was accepted.
     """
 
     kind: str
@@ -98,7 +97,6 @@ def accept(
         The baseline; created if it does not exist.
     findings, workers
         Of the report.
-    reason : str
     numbers : sequence of int
         Which findings, from 1; by default all errors.
 
@@ -149,18 +147,13 @@ def apply(baseline: Baseline, comparison: Comparison) -> Comparison:
 def _weighed(baseline: Baseline, finding: Finding, devices: Mapping[str, str]) -> Finding:
     if finding.severity == "note" or finding.kind in UNSEEN:
         return finding
-    of_kind = [entry for entry in baseline.accepted if entry.kind == finding.kind]
+    fitting = [e for e in baseline.accepted if e.kind == finding.kind and finding.state in (e.state, None)]
     here = [devices.get(label, label) for label in finding.workers]
-    if finding.workers:
-        covering = [[entry for entry in of_kind if device in entry.devices] for device in here]
-    else:
-        covering = [[entry for entry in of_kind if not entry.devices]]
-    entries: list[Accepted] = []
-    for found in covering:
-        fitting = [entry for entry in found if entry.state == finding.state or finding.state is None]
-        if not fitting or not _covers(fitting, finding):
-            return finding
-        entries += fitting
+    covering = [[e for e in fitting if device in e.devices] for device in here]
+    covering = covering or [[e for e in fitting if not e.devices]]
+    if not all(_covers(found, finding) for found in covering):
+        return finding
+    entries = [entry for found in covering for entry in found]
     last = max(entries, key=lambda entry: entry.date)
     return msgspec.structs.replace(
         finding,

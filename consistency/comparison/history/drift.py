@@ -20,14 +20,9 @@ _MOST_DETAILS = 5
 
 @dataclass(slots=True, kw_only=True)
 class _Earlier:
-    """What earlier runs recorded of a device, with the same inputs.
+    """What earlier runs recorded of a device, with the same inputs; `software` and `versions` are the latest run's.
 
-    Attributes
-    ----------
-    software, versions
-        Of the latest run.
-    good : dict of str to (WorkerRecord, str)
-        By stage, the latest record with the same software in which it had not drifted, and its time.
+    `good` has, by stage, the latest record with the same software in which it had not drifted, and its time.
     """
 
     software: str
@@ -52,15 +47,7 @@ class Drift:
 
 
 def find_drift(history: History, run: RunRecord, tables: dict[str, bytes]) -> Drift:
-    """Compare a run with the earlier runs of a history.
-
-    Parameters
-    ----------
-    history : History
-        Without this run.
-    run, tables
-        As `store.record_of` returns them.
-    """
+    """Compare a run, as `store.record_of` returns it, with the earlier runs of a history."""
     findings: list[Finding] = []
     stages: dict[tuple[str, str], tuple[str, ...]] = {}
     changed: dict[str, list[str]] = {}

@@ -39,12 +39,8 @@ class WorkerRecord(
 
     Attributes
     ----------
-    name, load_path : str
     device : str
         Identity that outlives the run: the device's UUID, or host and name, with the kernel variant.
-    architecture, model : str
-    status : str
-        `ok`, `lost` or `failed`.
     software : str
         Digest of versions, kernels and settings: bits are compared only between equal software.
     inputs : str
@@ -90,13 +86,7 @@ Table = dict[str, str]
 
 
 class History:
-    """A history to read and append to.
-
-    Parameters
-    ----------
-    url : str
-        A folder, or a URL that fsspec knows.
-    """
+    """A history to read and append to: a folder, or a URL that fsspec knows."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -168,7 +158,8 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
     tables: dict[str, bytes] = {}
     workers = []
     for participant in gather(captures):
-        raw = encode_json(_table(participant))
+        records = sorted(participant.records.items())
+        raw = encode_json({tensor_name(*key): record.digest for key, record in records if record.digest is not None})
         name = hashlib.sha256(raw).hexdigest()
         tables[name] = raw
         workers.append(_worker(participant, name))
@@ -185,11 +176,6 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
         workers=tuple(workers),
     )
     return run, tables
-
-
-def _table(participant: ComparedWorker) -> Table:
-    records = sorted(participant.records.items())
-    return {tensor_name(*key): record.digest for key, record in records if record.digest is not None}
 
 
 def _worker(participant: ComparedWorker, table: str) -> WorkerRecord:
@@ -216,13 +202,11 @@ def _worker(participant: ComparedWorker, table: str) -> WorkerRecord:
 def _inputs(participant: ComparedWorker) -> str:
     """Return a digest of a worker's inputs: the files' bytes as it read them, or else name, size and time of each."""
     case = participant.case
-    read: dict[str, list[str]] = {"base": [], "adapter": []}
-    for key, record in sorted(participant.records.items()):
-        if key[0] in read and record.reference_digest is not None:
-            read[key[0]].append(record.reference_digest)
+    records = sorted(participant.records.items())
     parts: list[Any] = [case.dtype, case.level, participant.info.inputs_digest]
     for stage, folder in (("base", case.base), ("adapter", case.adapter)):
-        parts.append(read[stage] or _marks(folder))
+        read = [record.reference_digest for key, record in records if key[0] == stage and record.reference_digest]
+        parts.append(read or _marks(folder))
     return digest_of(parts)
 
 

@@ -12,21 +12,12 @@ from consistency.comparison.result import Finding, Severity
 _FILES = ("adapter_config.json", "config.json")
 
 # origin, versions and intended use: no value of a forward pass depends on these
-_HARMLESS = frozenset(
-    {
-        "_name_or_path",
-        "_commit_hash",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "dtype",  # as which it was saved; the tensors themselves show it
-        "inference_mode",
-        "peft_version",
-        "revision",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
+_HARMLESS = frozenset((
+    "_name_or_path", "_commit_hash", "base_model_name_or_path", "revision",
+    "dtype", "torch_dtype",  # as which it was saved; the tensors themselves show it
+    "peft_version", "transformers_version",
+    "auto_mapping", "inference_mode", "use_cache",
+))  # fmt: skip
 
 
 def find_settings(actual: Path, expected: Path, labels: tuple[str, str]) -> Iterator[Finding]:
@@ -59,11 +50,8 @@ def _finding(severity: Severity, message: str, labels: tuple[str, str]) -> Findi
 
 def _same(actual: Any, expected: Any) -> bool:
     """Compare two values of JSON; PEFT writes sets of names as lists in any order."""
-    if (
-        isinstance(actual, list)
-        and isinstance(expected, list)
-        and all(isinstance(v, str) for v in (*actual, *expected))
-    ):
+    lists = isinstance(actual, list) and isinstance(expected, list)
+    if lists and all(isinstance(v, str) for v in (*actual, *expected)):
         return sorted(actual) == sorted(expected)
     if isinstance(actual, float | int) and isinstance(expected, float | int):
         return actual == expected and isinstance(actual, bool) == isinstance(expected, bool)

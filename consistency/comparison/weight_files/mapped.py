@@ -30,17 +30,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a weight file.
-
-    Attributes
-    ----------
-    name : str
-    shape : tuple of int
-    dtype : str
-        Torch's name.
-    raw : np.ndarray
-        Its bytes, uint8, read from the file on access.
-    """
+    """One tensor of a weight file; `dtype` is torch's name, and `raw`, uint8, is read from the file on access."""
 
     name: str
     shape: tuple[int, ...]
@@ -120,12 +110,8 @@ def _mapped(file: Path, stack: ExitStack) -> dict[str, StoredTensor]:
     tensors = {}
     for name, header in sorted(headers.items(), key=lambda item: places[item[0]]["data_offsets"]):
         first, last = places[name]["data_offsets"]
-        tensors[name] = StoredTensor(
-            name=name,
-            shape=header.shape,
-            dtype=DTYPES.get(header.dtype, header.dtype),
-            raw=whole[start + first : start + last],
-        )
+        dtype, raw = DTYPES.get(header.dtype, header.dtype), whole[start + first : start + last]
+        tensors[name] = StoredTensor(name=name, shape=header.shape, dtype=dtype, raw=raw)
     return tensors
 
 

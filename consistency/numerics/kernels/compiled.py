@@ -61,13 +61,7 @@ class _Range(ctypes.Structure):
 
 
 class Kernel:
-    """The functions of a loaded library, in one variant for the processor.
-
-    Parameters
-    ----------
-    path : Path
-    variant : int, optional
-        Index into `VARIANTS`; by default the last that this processor can run.
+    """The functions of a loaded library, in one of `VARIANTS`, by default the last that this processor can run.
 
     Raises
     ------
@@ -113,7 +107,6 @@ class Kernel:
             One of `KINDS`.
         actual, expected : int
             Addresses of the first element.
-        elements : int
         parts : int
             Elements per number: 2 for complex numbers.
         threads : int

@@ -52,14 +52,7 @@ def measure_by_numpy(a: torch.Tensor, e: torch.Tensor, parts: int) -> Tally:
 
 
 def _add(
-    tally: Tally,
-    flipped: BitCount,
-    a: torch.Tensor,
-    e: torch.Tensor,
-    x: np.ndarray,
-    y: np.ndarray,
-    start: int,
-    parts: int,
+    tally: Tally, bits: BitCount, a: torch.Tensor, e: torch.Tensor, x: np.ndarray, y: np.ndarray, start: int, parts: int
 ) -> None:
     """Add a chunk; `x` and `y` are the bits of `a` and `e`."""
     differs = np.not_equal(x, y)
@@ -80,8 +73,8 @@ def _add(
     if numbers.dtype == np.float32:
         difference = _exact_in_float32(tally, numbers, reference, farthest(x, y), torch.finfo(a.dtype).eps)
     if difference is None:
-        bits = (part.astype(np.int16) for part in (x, y, flips)) if a.dtype == _NO_SIGN else (x, y, flips)
-        steps = Steps.between(*bits) if a.dtype.is_floating_point else None
+        words = (part.astype(np.int16) for part in (x, y, flips)) if a.dtype == _NO_SIGN else (x, y, flips)
+        steps = Steps.between(*words) if a.dtype.is_floating_point else None
         difference = _in_float64(tally, numbers, reference, steps)
     largest = float(difference.max())  # NaN is the largest
     if tally.worst is None or is_worse(largest, tally.worst[0]):
@@ -89,7 +82,7 @@ def _add(
         i = int(np.argmax(difference if largest != 0 else differs))
         where = start + (i if places is None else int(places[i]))
         tally.worst = (largest, where)
-    flipped.add(flips)  # takes the array over
+    bits.add(flips)  # takes the array over
 
 
 def _exact_in_float32(

@@ -12,9 +12,6 @@ class Tally:
 
     Attributes
     ----------
-    mismatched : int
-    max_abs, max_rel : float
-    max_ulp : int or None
     sums, squares : list of float
         Of the differences, by chunk.
     flipped : dict of int to int

@@ -17,6 +17,8 @@ import warnings
 import numpy as np
 import torch
 
+from consistency.numerics.kernels.check import made_up
+
 PLAIN_VARIABLE = "CONSISTENCY_PLAIN_DIGEST"
 """Set to any value, it disables the kernel: a check in the process cannot survive a compiler that crashes."""
 
@@ -104,11 +106,9 @@ def _compare(w: torch.Tensor, v: torch.Tensor) -> str:
 
 def _made_up(count: int) -> torch.Tensor:
     """Return test words: extreme ones, many of the largest, then random ones, in which every bit is set and clear."""
-    bounds = np.iinfo(np.int64)
-    stream = np.random.Generator(np.random.PCG64(0))  # torch's generators are the model's, and are left alone
-    words = stream.integers(bounds.min, bounds.max, size=count, dtype=np.int64, endpoint=True)
-    words[: count // 4] = -1  # in unsigned halves
-    words[:6] = (bounds.min, bounds.max, 0, 1 << 31, (1 << 32) - 1, -(1 << 32))
+    words = made_up(np.dtype(np.int64), count)
+    words[5 : count // 4] = -1  # in unsigned halves
+    words[5:8] = (1 << 31, (1 << 32) - 1, -(1 << 32))
     return torch.from_numpy(words)
 
 

@@ -73,10 +73,7 @@ def record_relative(
     verdict: Verdict | None = None
     if tolerance is None:
         assert error is not None
-        verdict = judge_relative(
-            float(found.max_abs), found.mismatched, float(found.magnitude), name_of(actual.dtype),
-            reference_error=error, samples=samples,
-        )  # fmt: skip
+        verdict = judge_relative(found, name_of(actual.dtype), reference_error=error, samples=samples)
     limit: float | UserAllowance | None = tolerance if verdict is None else verdict.allowed
     context.record.computed(
         stage,

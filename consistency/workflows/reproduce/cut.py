@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-
-from consistency.errors import CaptureError
 
 MOST_BYTES = 8 * 2**20
 """All tensors of a folder together: with its scripts it stays under 10 MB, which issue trackers accept."""
-
-
-def read_blob(path: Path) -> torch.Tensor:
-    """Read a stored tensor of a capture."""
-    try:
-        tensor = load_file(path, device="cpu")["tensor"]
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise CaptureError("cannot read a stored tensor", where=path, got=error) from None
-    assert isinstance(tensor, torch.Tensor)
-    return tensor
 
 
 def cut_moved(tensors: Mapping[str, torch.Tensor], worst: Sequence[int] | None) -> tuple[dict[str, torch.Tensor], str]:
@@ -72,15 +58,12 @@ def cut_product(
         height, width = (max(1, height // 2), width) if height > 1 else (height, max(1, width // 2))
     top = min(max(0, row - height // 2), rows - height)
     left = min(max(0, column - width // 2), columns - width)
-    found = {}
-    for name, tensor in tensors.items():
-        if name == "left":
-            tensor = tensor[top : top + height]
-        elif name == "right":
-            tensor = tensor[:, left : left + width]
-        else:
-            tensor = tensor[top : top + height, left : left + width]
-        found[name] = tensor.clone(memory_format=torch.contiguous_format)
+    down, across, whole = slice(top, top + height), slice(left, left + width), slice(None)
+    parts = {"left": (down, whole), "right": (whole, across)}
+    found = {
+        name: tensor[parts.get(name, (down, across))].clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
     if (height, width) == (rows, columns):
         return found, f"whole, shape {(rows, columns)}"
     return found, f"rows {top} to {top + height}, columns {left} to {left + width} of shape {(rows, columns)}"
@@ -100,7 +83,4 @@ def _first_difference(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _flat(index: Sequence[int], shape: Sequence[int]) -> int:
-    place = 0
-    for i, size in zip(index, shape, strict=True):
-        place = place * size + i
-    return place
+    return functools.reduce(lambda place, at: place * at[1] + at[0], zip(index, shape, strict=True), 0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,8 +16,12 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.transport import fetch, is_remote
 from consistency.comparison.judge import judge
 from consistency.comparison.result import BAD, Finding, WorkerSummary, tensor_name
+from consistency.comparison.stored_tensors import read_stored
 from consistency.comparison.workers import ComparedWorker, Key, choose_reference, gather
 from consistency.errors import CaptureError, UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 REPORT = "report.json"
 
@@ -37,16 +41,10 @@ class Evidence:
 
     Attributes
     ----------
-    finding : Finding
     number : int
         Of the finding in the report, from 1.
-    participant : ComparedWorker
-        The worker that showed it.
-    record : TensorRecord
     others : tuple of str
         Names of the other tensors of the finding.
-    reference : ComparedWorker
-        The worker that all are compared with.
     is_bad : bool
         Whether it violates its rule; otherwise the finding is about its bits.
     """
@@ -63,12 +61,10 @@ class Evidence:
     def name(self) -> str:
         return tensor_name(*self.record.key)
 
-    def blob(self, name: str | None) -> Path | None:
-        """Return the path of a stored tensor of the capture, if it exists."""
-        if name is None:
-            return None
-        path = self.participant.capture.blob_path(name)
-        return path if path.exists() else None
+    def stored(self, name: str | None) -> torch.Tensor | None:
+        """Return a stored tensor of the capture, if it exists."""
+        capture = self.participant.capture
+        return None if name is None or not capture.blob_path(name).exists() else read_stored(capture, name)
 
 
 def read_report(path: Path) -> tuple[ReportHead, Path]:
@@ -123,7 +119,7 @@ def find_evidence(path: Path, number: int, scratch: Path) -> Evidence:
         )  # fmt: skip
     participants = gather(_captures(head, folder, scratch))
     reference = choose_reference(participants)
-    seen = list(_seen(finding, participants))
+    seen = _seen(finding, participants)
     if not seen or reference is None:
         raise CaptureError("the captures do not contain the tensors of the finding", where=folder, got=finding.message)
     participant, record = min(seen, key=lambda pair: _rank(pair[1]))
@@ -177,23 +173,18 @@ def _captures(head: ReportHead, folder: Path, scratch: Path) -> list[Capture]:
 
 
 def _seen(finding: Finding, participants: tuple[ComparedWorker, ...]) -> list[tuple[ComparedWorker, TensorRecord]]:
+    """Return each record of the finding's tensors with its worker on the load path of the record."""
     wanted, workers = set(finding.tensors), set(finding.workers)
     return [
         (view, record)
         for participant in participants
         if participant.label in workers
-        for view in _views(participant, finding.load_paths)
+        # its default load path if the finding names none
+        for view in map(participant.on, finding.load_paths or (participant.load_path,))
+        if view is not None
         for key, record in view.records.items()
         if tensor_name(*key) in wanted
     ]
-
-
-def _views(participant: ComparedWorker, load_paths: Sequence[str]) -> Iterator[ComparedWorker]:
-    """Yield a worker on each load path of a finding, on its default load path if the finding names none."""
-    for load_path in load_paths or (participant.load_path,):
-        view = participant.on(load_path)
-        if view is not None:
-            yield view
 
 
 def _rank(record: TensorRecord) -> tuple[bool, bool, int, int]:

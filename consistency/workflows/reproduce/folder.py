@@ -40,13 +40,10 @@ class Reproduced:
 
     Attributes
     ----------
-    folder : Path
     happens_here : bool
         Whether the script reproduced the fault.
     shows : bool
         Whether it finds the fault in the recorded tensors.
-    output : str
-        Its output.
     needs_model : bool
         Whether only the second script, with the model, can reproduce it.
     """
@@ -88,9 +85,7 @@ def reproduce(report: Path, number: int, out: Path, *, replace: bool = False) ->
     number : int
         Of the finding, from 1.
     out : Path
-        The folder to write.
-    replace : bool
-        Replace an existing folder.
+        The folder to write; `replace` replaces an existing one.
 
     Raises
     ------
@@ -123,35 +118,31 @@ def reproduce(report: Path, number: int, out: Path, *, replace: bool = False) ->
 
 
 def _parts(evidence: Evidence) -> _Parts:
-    from consistency.workflows.reproduce.cut import cut_moved, cut_product, read_blob
+    from consistency.workflows.reproduce.cut import cut_moved, cut_product
 
     record = evidence.record
-    actual, expected = evidence.blob(record.blob), evidence.blob(record.reference_blob)
+    actual, expected = evidence.stored(record.blob), evidence.stored(record.reference_blob)
     worst = None if record.measure is None else record.measure.worst_index
     recipe = record.evidence.get("recipe")
-    made_of = {name: evidence.blob(blob) for name, blob in record.ingredients.items()}
-    if (
-        isinstance(recipe, dict)
-        and actual is not None
-        and {"left", "right"} <= made_of.keys()
-        and all(made_of.values())
-    ):
-        whole = {name: read_blob(path) for name, path in made_of.items() if path is not None}
-        tensors, window = cut_product({**whole, "actual": read_blob(actual)}, worst)
+    stored = {name: evidence.stored(blob) for name, blob in record.ingredients.items()}
+    made_of = {name: tensor for name, tensor in stored.items() if tensor is not None}
+    complete = {"left", "right"} <= made_of.keys() == stored.keys()
+    if isinstance(recipe, dict) and actual is not None and complete:
+        tensors, window = cut_product({**made_of, "actual": actual}, worst)
         return _Parts(script="merged.py", tensors=tensors, window=window, facts=recipe)
     if expected is not None and record.rule == "bitwise":
-        whole = {"expected": read_blob(expected)} | ({} if actual is None else {"actual": read_blob(actual)})
-        if len({(t.shape, t.dtype) for t in whole.values()}) > 1:
-            del whole["actual"]  # a different shape or dtype is described in words, and cannot be compared
+        whole = {"expected": expected}
+        # a different shape or dtype is described in words, and cannot be compared
+        if actual is not None and (actual.shape, actual.dtype) == (expected.shape, expected.dtype):
+            whole["actual"] = actual
         tensors, window = cut_moved(whole, worst)
         hop = _hop(evidence) if record.stage == Stage.TRANSFER else {"via": _via(evidence)}
         return _Parts(script="moved.py", tensors=tensors, window=window, facts=hop)
     if record.stage == Stage.TRANSFER:
         return _Parts(script="moved.py", tensors={"expected": _payload()}, window="generated", facts=_hop(evidence))
     if expected is not None and actual is not None and record.measure is not None:
-        whole = {"expected": read_blob(expected), "actual": read_blob(actual)}
-        allowed = made_of.get("allowed")
-        tensors, window = cut_moved(whole if allowed is None else {**whole, "allowed": read_blob(allowed)}, worst)
+        allowed = {name: tensor for name, tensor in made_of.items() if name == "allowed"}
+        tensors, window = cut_moved({"expected": expected, "actual": actual, **allowed}, worst)
         return _Parts(script="recorded.py", tensors=tensors, window=window, facts={"allowed": _allowed(evidence)})
     raise CaptureError(
         "no stored tensor shows this finding",

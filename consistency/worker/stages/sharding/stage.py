@@ -200,11 +200,9 @@ def _verdict(name: str, actual: torch.Tensor, exact: _Exact) -> Verdict | None:
         return None
     truth = truth.to(torch.float64)
     found = measure_against_exact(actual, truth)
-    return judge_relative(
-        float(found.max_abs), found.mismatched, float(found.magnitude), name_of(actual.dtype),
-        reference_error=float(measure_against_exact(on_cpu[name], truth).max_abs),
-        samples=independent_rows(on_cpu[name], truth),
-    )  # fmt: skip
+    own = float(measure_against_exact(on_cpu[name], truth).max_abs)
+    samples = independent_rows(on_cpu[name], truth)
+    return judge_relative(found, name_of(actual.dtype), reference_error=own, samples=samples)
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
