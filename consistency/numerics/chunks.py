@@ -150,13 +150,14 @@ def exact_chunks(
     """
     flat, reference = actual.detach().reshape(-1), exact.detach().reshape(-1).numpy()
     below = None if base is None else base.detach().reshape(-1)
-    each = allowed.reshape(-1).numpy() if isinstance(allowed, torch.Tensor) else None
+    limit: np.ndarray | None
     for start in range(0, flat.numel(), CHUNK):
         part = slice(start, start + CHUNK)
-        limit = None if each is None else each[part]
         if isinstance(allowed, UserAllowance):
             limit = allowed.around(reference[part])
-        elif isinstance(allowed, float):
-            limit = np.full(len(reference[part]), allowed)
+        elif isinstance(allowed, torch.Tensor):
+            limit = allowed.reshape(-1)[part].numpy()
+        else:
+            limit = None if allowed is None else np.full(len(reference[part]), allowed)
         under = None if below is None else below[part]
         yield Chunk(start=start, actual=flat[part], exact=reference[part], allowed=limit, base=under)

@@ -152,10 +152,8 @@ def _bit_flip(seen: _Summary) -> Diagnosis | None:
     for value, exact, allowed in seen.few:
         width = 8 * value.element_size()
         pattern = bit_patterns(value)
-        back = [
-            abs(float(torch.bitwise_xor(pattern, _one_bit(bit, pattern.dtype)).view(value.dtype)) - exact)
-            for bit in range(width)
-        ]
+        one = torch.ones_like(pattern)
+        back = [abs(float((pattern ^ (one << bit)).view(value.dtype)) - exact) for bit in range(width)]
         best = min(range(width), key=lambda bit: math.inf if math.isnan(back[bit]) else back[bit])
         if not back[best] <= allowed:
             return None
@@ -165,11 +163,6 @@ def _bit_flip(seen: _Summary) -> Diagnosis | None:
     if chance > _BY_CHANCE:
         return None
     return bit_flip(seen.dtype, bits, {"elements": seen.wrong})
-
-
-def _one_bit(bit: int, dtype: torch.dtype) -> torch.Tensor:
-    width = torch.iinfo(dtype).bits
-    return torch.tensor(1 << bit if bit < width - 1 or dtype == torch.uint8 else -(1 << bit), dtype=dtype)
 
 
 def _rounded(seen: _Summary) -> Diagnosis | None:

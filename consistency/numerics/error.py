@@ -25,14 +25,7 @@ from consistency.numerics.steps import Steps
 
 
 class ErrorTally:
-    """Accumulate a `Measure` against an exact reference, chunk by chunk.
-
-    Parameters
-    ----------
-    shape : tuple of int
-    dtype : torch.dtype
-        Of the tested tensor, a float.
-    """
+    """Accumulate a `Measure` of a tensor of floats against an exact reference, chunk by chunk."""
 
     def __init__(self, *, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._shape = shape

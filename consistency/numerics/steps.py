@@ -20,7 +20,6 @@ class Steps:
         Bits of both as signed integers, and their difference.
     across : np.ndarray or None
         Where the signs differ, if anywhere; `apart` is 0 there.
-    largest : int
     """
 
     x: np.ndarray

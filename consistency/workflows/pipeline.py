@@ -21,7 +21,7 @@ from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.comparison.compare import compare
 from consistency.comparison.history.baseline import Baseline, apply
-from consistency.comparison.history.nightly import add_run
+from consistency.comparison.history.drift import add_run
 from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison
 from consistency.comparison.weight_files.diff import diff

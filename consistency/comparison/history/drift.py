@@ -1,4 +1,4 @@
-"""Drift: a device whose results differ bitwise from an earlier run with the same inputs and software.
+"""Add a run to a history and find drift: results that differ bitwise from an earlier run, inputs and software equal.
 
 Drift is a sign of failing hardware. A device is compared with the latest run in which it had not already drifted, so
 it stays an error until somebody fixes the device or accepts the finding.
@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from consistency.capture.folder import Capture
 from consistency.capture.wording import some
-from consistency.comparison.history.store import History, RunRecord, Table, WorkerRecord, digest_of
-from consistency.comparison.result import Finding
+from consistency.comparison.history.baseline import Baseline, apply
+from consistency.comparison.history.store import History, RunRecord, Table, WorkerRecord, digest_of, record_of
+from consistency.comparison.result import Comparison, Finding, with_findings
 
 _MOST_DETAILS = 5
 
@@ -30,24 +32,38 @@ class _Earlier:
     good: dict[str, tuple[WorkerRecord, str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
-    """The comparison of a run with the earlier runs.
+def add_run(
+    history: History, captures: Sequence[Capture], comparison: Comparison, baseline: Baseline | None
+) -> Comparison:
+    """Add a run to a history; return its comparison with a finding for each device that has drifted.
 
-    Attributes
-    ----------
-    findings : tuple of Finding
-        One per device and load path that drifted, and a note where software changed instead.
-    stages : dict
-        Stages that drifted, by device and load path.
+    An accepted drift is not recorded as one: the device is compared with this run from now on.
     """
+    record, tables = record_of(captures, comparison)
+    findings, stages = find_drift(history, record, tables)
+    damage = [
+        Finding(kind="damaged-night", severity="warning", message=f"history: {text}: left out")
+        for text in history.damage
+    ]
+    comparison = with_findings(comparison, [*findings, *comparison.findings, *damage])
+    if baseline is not None:
+        comparison = apply(baseline, comparison)
+    errors = [f for f in comparison.findings if f.severity == "error"]
+    drifted = {label for f in errors if f.kind == "drift" for label in f.workers}
+    workers = tuple(
+        msgspec.structs.replace(w, drift=stages.get((w.device, w.load_path), ()) if w.name in drifted else ())
+        for w in record.workers
+    )
+    messages = tuple(f.message for f in errors)
+    record = msgspec.structs.replace(record, workers=workers, verdict=comparison.verdict, findings=messages)
+    history.append(record, tables)
+    return comparison
 
-    findings: tuple[Finding, ...]
-    stages: dict[tuple[str, str], tuple[str, ...]]
 
-
-def find_drift(history: History, run: RunRecord, tables: dict[str, bytes]) -> Drift:
-    """Compare a run, as `store.record_of` returns it, with the earlier runs of a history."""
+def find_drift(
+    history: History, run: RunRecord, tables: dict[str, bytes]
+) -> tuple[list[Finding], dict[tuple[str, str], tuple[str, ...]]]:
+    """Return the devices that drifted, with a note where software changed instead; and their stages that drifted."""
     findings: list[Finding] = []
     stages: dict[tuple[str, str], tuple[str, ...]] = {}
     changed: dict[str, list[str]] = {}
@@ -71,7 +87,7 @@ def find_drift(history: History, run: RunRecord, tables: dict[str, bytes]) -> Dr
     for versions, labels in changed.items():
         message = f"{some(labels)}: software or settings changed since the previous run{versions}; bits not compared"
         findings.append(Finding(kind="software", severity="note", message=message, workers=tuple(labels)))
-    return Drift(findings=tuple(findings), stages=stages)
+    return findings, stages
 
 
 def _find_earlier(history: History, workers: Sequence[WorkerRecord]) -> dict[tuple[str, str], _Earlier]:

@@ -157,12 +157,10 @@ class _Comparer:
             return row(status="missing", diagnosis=Word.MISSING, reason="only the reference has it")
         if expected is None:
             return row(status="unexpected", diagnosis=Word.UNEXPECTED, reason="missing in the reference")
-        if actual.shape != expected.shape:
-            shapes = {"got": list(actual.shape), "wanted": list(expected.shape)}
-            return row(status="outside", diagnosis=Word.SHAPE, evidence=shapes)
-        if actual.dtype != expected.dtype:
-            dtypes = {"got": actual.dtype, "wanted": expected.dtype}
-            return row(status="outside", diagnosis=Word.DTYPE, evidence=dtypes)
+        shapes, dtypes = (list(actual.shape), list(expected.shape)), (actual.dtype, expected.dtype)
+        for word, (got, wanted) in ((Word.SHAPE, shapes), (Word.DTYPE, dtypes)):
+            if got != wanted:
+                return row(status="outside", diagnosis=word, evidence={"got": got, "wanted": wanted})
         if name not in self._differing:
             return row(status="equal", elements=actual.elements, **NO_DIFFERENCE)
         from consistency.numerics.stored import measure_stored

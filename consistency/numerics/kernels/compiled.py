@@ -50,14 +50,6 @@ class _Range(ctypes.Structure):
         ("max_ulp", ctypes.c_uint64),
         ("flips", ctypes.c_int64 * 64),
     )
-    mismatched: int
-    first: int
-    last: int
-    worst: int
-    max_abs: float
-    max_rel: float
-    max_ulp: int
-    flips: ctypes.Array[ctypes.c_int64]
 
 
 class Kernel:

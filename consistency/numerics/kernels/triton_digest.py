@@ -41,7 +41,7 @@ def state(device: torch.device) -> str:
 
 
 def sums(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-    """Return the wrapped sum of each row by the fused kernel, or None if the plain path has to be taken.
+    """Return the wrapped sum of each row, `(rows,)` int64, or None if the plain path has to be taken.
 
     Parameters
     ----------
@@ -49,11 +49,6 @@ def sums(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor 
         Flat, contiguous, int64, on a CUDA device; the last row may be short.
     w, v : torch.Tensor
         The weights, `(words of a row,)`, int64, on the same device.
-
-    Returns
-    -------
-    torch.Tensor or None
-        `(rows,)`, int64.
     """
     if words.numel() * words.element_size() < _WORTH_BYTES:
         return None

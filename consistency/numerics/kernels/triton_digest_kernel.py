@@ -55,16 +55,10 @@ def _sum_parts(  # type: ignore[no-untyped-def]  # Triton gives annotations a me
 
 
 def launch(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
-    """Return the wrapped sum of each row of a flat int64 tensor, on the current device and stream.
+    """Return the wrapped sum of each row of a flat int64 tensor that is not empty, on the current device and stream.
 
-    Parameters
-    ----------
-    words : torch.Tensor
-        int64, `(n,)`, contiguous, n > 0; the last row may be short.
-    w, v : torch.Tensor
-        The weights, int64, `(words of a row,)`.
-    turns : int
-        How many rows one program goes through: more means less weight traffic and fewer programs.
+    `triton_digest.sums` describes the tensors. `turns` is how many rows one program goes through: more means less
+    weight traffic and fewer programs.
     """
     row_words = w.numel()
     rows = triton.cdiv(words.numel(), row_words)

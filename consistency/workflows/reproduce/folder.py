@@ -181,8 +181,7 @@ def _allowed(evidence: Evidence) -> float:
 
 
 def _device(evidence: Evidence) -> str:
-    spec = parse_device(evidence.participant.info.name)
-    return spec.type if spec.index is None else f"{spec.type}:{spec.index}"
+    return dataclasses.replace(parse_device(evidence.participant.info.name), variant=None).name
 
 
 def _via(evidence: Evidence) -> str | None:

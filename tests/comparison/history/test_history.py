@@ -15,7 +15,7 @@ from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.cli.main import main
 from consistency.comparison.history.baseline import Baseline, accept, apply, read_baseline
-from consistency.comparison.history.nightly import add_run
+from consistency.comparison.history.drift import add_run
 from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History, WorkerRecord
 from consistency.comparison.result import Comparison, Finding
