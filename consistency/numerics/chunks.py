@@ -1,4 +1,4 @@
-"""A computed tensor with its exact value and its tolerance, chunk by chunk: what is measured, and what is diagnosed."""
+"""A computed tensor with its exact value and its tolerance, in chunks: for measuring and for diagnosis."""
 
 from __future__ import annotations
 

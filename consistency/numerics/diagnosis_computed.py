@@ -123,7 +123,7 @@ def _allowed(chunk: Chunk) -> np.ndarray:
 
 
 def _added(chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
-    """Return what was computed, and its exact value, without the tensor that it was added to."""
+    """Return the computed part and its exact value, without the tensor that it was added to."""
     actual = numbers_of(chunk.actual).astype(np.float64, copy=False)
     if chunk.base is None:
         return actual, chunk.exact

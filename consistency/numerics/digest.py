@@ -1,4 +1,4 @@
-r"""Digests that every backend computes bit for bit alike, per block, where the tensor lives.
+r"""Digests per block, computed where the tensor lives and bitwise equal on every backend.
 
 A tensor's bytes, in row-major order and padded with zeros, are read as little-endian 32-bit words
 :math:`x_0, x_1, …`. A row of `ROW_BYTES` has the digest
@@ -29,16 +29,9 @@ import numpy as np
 import torch
 
 from consistency.numerics.dtype import name_of
-from consistency.numerics.kernels import triton_digest, trust
+from consistency.numerics.kernels import numpy_digest, triton_digest, trust
 from consistency.numerics.kernels.compiled import DIGEST
-from consistency.numerics.kernels.numpy_digest import (
-    ROW_BYTES,
-    ROW_WORDS,
-    fold,
-    sum_rows,
-    sum_short_row,
-    weights_of_row,
-)
+from consistency.numerics.kernels.numpy_digest import ROW_BYTES, ROW_WORDS, sum_short_row, weights_of_row
 
 _GPU_CHUNK_ROWS = 8192  # 64 MiB of scratch on an accelerator: enough work per launch, little compared with a model
 
@@ -89,7 +82,7 @@ def block_digests(tensor: torch.Tensor) -> tuple[int, ...]:
         return ()
     raw = as_bytes(tensor)
     rows = _rows_on_cpu(raw.numpy()) if raw.device.type == "cpu" else _rows_on_device(raw)
-    return tuple(fold(rows).view(np.uint64).tolist())
+    return tuple(numpy_digest.fold(rows).view(np.uint64).tolist())
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,7 +99,7 @@ def _rows_on_cpu(raw: np.ndarray) -> np.ndarray:
     found = np.empty(-(-len(raw) // ROW_BYTES), np.int64)
     kernel = trust.trusted(DIGEST) if whole and raw.flags.c_contiguous else None
     if kernel is None:
-        sum_rows(raw[: whole * ROW_BYTES], found)
+        numpy_digest.sum_rows(raw[: whole * ROW_BYTES], found)
     else:
         kernel.digest(raw.ctypes.data, whole, *weights_of_row(), found)
     if len(found) > whole:

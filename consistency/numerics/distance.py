@@ -1,4 +1,4 @@
-"""How far one tensor is from another of the same dtype: bit by bit, and as numbers.
+"""How far one tensor is from another of the same dtype, bitwise and numerically.
 
 One pass over chunks that stay in cache; nothing of the size of a tensor is allocated. The compiled kernel measures the
 common floats, on as many threads as torch uses, where it may be trusted. NumPy measures everything else, and everything
@@ -27,7 +27,7 @@ NO_WORST: dict[str, Any] = {"worst_index": None}
 
 
 def measure(actual: torch.Tensor, expected: torch.Tensor) -> Measure:
-    """Measure how far `actual` is from `expected`, bit by bit and as numbers.
+    """Measure how far `actual` is from `expected`, bitwise and numerically.
 
     Parameters
     ----------

@@ -116,7 +116,7 @@ def relative_allowance(reference_error: float, magnitude: float, dtype: str, *, 
 
 
 class Verdict(NamedTuple):
-    """What the `relative` rule makes of an error: `ratio` is the error over what is `allowed`."""
+    """The verdict of the `relative` rule on an error; `ratio` is the error over `allowed`."""
 
     ratio: float
     allowed: float

@@ -18,7 +18,7 @@ from consistency.numerics.same_bytes import same_memory
 from consistency.numerics.steps import Steps, farthest
 
 CHUNK = 1 << 15
-"""Elements per chunk: what is live at a time, some 700 KiB for float32, fits in a level-2 cache of 1 MiB, and the
+"""Elements per chunk: the live data, some 700 KiB for float32, fits in a level-2 cache of 1 MiB, and the
 overhead of a NumPy call is a tenth of its work. Threads do not help: calls are so short that they wait for the
 interpreter lock."""
 

@@ -24,7 +24,7 @@ sm_80. So 16 programs fit on a multiprocessor of an H100, with 64 KiB of loads i
 
 # what differs from launch to launch must not make another binary than the one that was checked
 @triton.jit(do_not_specialize=["rows", "last_words", "turns"])  # type: ignore[untyped-decorator]
-def _sum_parts(  # type: ignore[no-untyped-def]  # Triton gives annotations a meaning of its own
+def _sum_parts(  # type: ignore[no-untyped-def]  # Triton gives annotations another meaning
     words,
     w,
     v,

@@ -37,6 +37,6 @@ def state() -> str:
 
 
 def forget() -> None:
-    """Clear what was found, so that the next use checks again: for tests, which disable and break the kernel."""
+    """Clear the results, so that the next use checks again: for tests, which disable and break the kernel."""
     load.cache_clear()
     _refused.cache_clear()
