@@ -17,9 +17,10 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from consistency.numerics.measure import Measure
+if TYPE_CHECKING:  # the pytest plugin needs these rules in every session, and nothing that decodes records
+    from consistency.numerics.measure import Measure
 
 UNIT_ROUNDOFF: dict[str, float] = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative error of one rounding to nearest: half the distance from 1 to the next number."""
