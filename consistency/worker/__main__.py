@@ -20,13 +20,7 @@ from consistency.worker.protocol import CANNOT_WRITE, EventLog, Job
 
 
 def main(path: Path) -> int:
-    """Do one job.
-
-    Returns
-    -------
-    int
-        0 when it was done, 2 for invalid input, 3 for any other failure, 4 when the failure could not be written.
-    """
+    """Do one job; return 0 when done, 2 for invalid input, 3 for any other failure, 4 when that cannot be written."""
     job = decode_json(path.read_bytes(), Job)
     lifeline.hold(job.parent_pid)
     folder = Path(job.folder)
@@ -40,17 +34,17 @@ def main(path: Path) -> int:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides what ends
     try:
-        try:
-            events.stage("import")
-            from consistency.worker.session import run
+        events.stage("import")
+        from consistency.worker.session import run
 
-            run(job, events)
-            events.done()
-        except BaseException as error:  # nothing may pass here: the parent reports the error
+        run(job, events)
+        events.done()
+    except BaseException as error:  # nothing may pass here: the parent reports the error
+        try:
             events.failed({**_described(error), "trace": traceback.format_exc(limit=40)})
-            return 2 if isinstance(error, ConsistencyError) else 3
-    except OSError:
-        return CANNOT_WRITE
+        except OSError:
+            return CANNOT_WRITE
+        return 2 if isinstance(error, ConsistencyError) else 3
     return 0
 
 

@@ -51,7 +51,7 @@ def changed(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def deterministic(*, threads: int | None = None, seed: int = SEED, **overrides: Any) -> Iterator[dict[str, Any]]:
-    """Pin every setting, seed every generator, and restore all of it at the end.
+    """Pin every setting, seed every generator, yield the requested values by setting, and restore all at the end.
 
     Parameters
     ----------
@@ -59,11 +59,6 @@ def deterministic(*, threads: int | None = None, seed: int = SEED, **overrides: 
         Threads per operation; None leaves the number as it is.
     **overrides
         Settings by name that differ from the pinned ones.
-
-    Yields
-    ------
-    dict
-        The requested values, by setting.
     """
     unknown = set(overrides) - {s.name for s in _SETTINGS}
     if unknown:

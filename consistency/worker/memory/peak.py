@@ -26,15 +26,7 @@ _ALLOCATION = "[memory]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """Bytes allocated on top of what there was before an action began.
-
-    Attributes
-    ----------
-    before_mark, after_mark : int
-        Largest in the part of the action before it set its mark, and in the part after.
-    kept : int
-        At its end.
-    """
+    """Bytes allocated on top of those before an action: the peaks before and after its mark, and those at its end."""
 
     before_mark: int
     after_mark: int

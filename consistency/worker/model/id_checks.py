@@ -84,7 +84,7 @@ class IdCheck:
 def look(inputs: Mapping[str, torch.Tensor], tables: Tables) -> list[IdCheck]:
     """Compare the ids and labels of a batch on the CPU with the tables, except the labels' ignore index."""
     return [
-        _look_at(name, inputs[name], rows, tables)
+        _check(name, inputs[name], rows, tables)
         for name in (*TOKEN_IDS, LABELS)
         if name in inputs and not inputs[name].is_floating_point() and inputs[name].numel()
         for rows in [tables.rows_for(name)]
@@ -92,7 +92,7 @@ def look(inputs: Mapping[str, torch.Tensor], tables: Tables) -> list[IdCheck]:
     ]
 
 
-def _look_at(name: str, tensor: torch.Tensor, rows: int, tables: Tables) -> IdCheck:
+def _check(name: str, tensor: torch.Tensor, rows: int, tables: Tables) -> IdCheck:
     chosen = tensor if name != LABELS else tensor[tensor != IGNORE_INDEX]
     evidence: dict[str, Any] = dict(tables.figures())
     kind, one, word = ("ids", "id", Word.IDS_PAST_VOCABULARY)

@@ -122,9 +122,9 @@ def load_adapter(
     from peft import PeftModel
 
     assert case.adapter is not None
-    looking = nullcontext() if initial is None else _looking_at_initial_values(base, initial)
+    recording = nullcontext() if initial is None else _recording_initial_values(base, initial)
     problem, hint = "PEFT cannot load this adapter onto this base", f"is it for {case.base}?"
-    with _as_input_error(UNUSABLE, problem, where=case.adapter, hint=hint), looking:
+    with _as_input_error(UNUSABLE, problem, where=case.adapter, hint=hint), recording:
         model = PeftModel.from_pretrained(
             base.model, case.adapter, adapter_name=ADAPTER_NAME, autocast_adapter_dtype=autocast
         )
@@ -154,7 +154,7 @@ def load_model(case: Case, device: str, *, device_map: str | Mapping[str, Any] |
 
 
 @contextmanager
-def _looking_at_initial_values(base: LoadedBase, initial: dict[str, str]) -> Iterator[None]:
+def _recording_initial_values(base: LoadedBase, initial: dict[str, str]) -> Iterator[None]:
     """Take digests as PEFT begins to load the file: the adapter is in place and still at initialization."""
     from peft import PeftModel
 
@@ -179,25 +179,20 @@ def expected_adapter(model: torch.nn.Module, files: WeightFiles) -> dict[str, tu
 
     PEFT's loading function is run again on tensors read on the CPU, with the last step, `load_state_dict` of the model
     and of its parts, replaced by one that only observes. So key mapping, renaming and weight conversion are those of
-    the installed PEFT.
-
-    Returns
-    -------
-    dict
-        Name in the model to (name in the file, tensor on the CPU in the file's dtype).
+    the installed PEFT. Returned by name in the model: the name in the file, and the tensor on the CPU in its dtype.
     """
     from peft import set_peft_model_state_dict
 
     given = dict(files.read_all())
     # converted tensors are new objects: unconverted ones are recognized by storage and shape
     origin = {(t.data_ptr(), tuple(t.shape)): name for name, t in given.items() if t.numel()}
-    with _looking_at_load_state_dict(model) as seen:
+    with _recording_load_state_dict(model) as seen:
         set_peft_model_state_dict(model, given, adapter_name=ADAPTER_NAME)
     return {name: (origin.get((tensor.data_ptr(), tuple(tensor.shape)), name), tensor) for name, tensor in seen.items()}
 
 
 @contextmanager
-def _looking_at_load_state_dict(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+def _recording_load_state_dict(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Collect what is loaded into the model and its parts: a prompt's tensors go to the prompt's own module."""
     seen: dict[str, torch.Tensor] = {}
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}

@@ -25,13 +25,7 @@ def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def merged(layer: Any, *, safe: bool) -> Iterator[torch.Tensor]:
-    """Merge one layer by PEFT's own code, and restore its weights to the bit at the end.
-
-    Yields
-    ------
-    torch.Tensor
-        The merged weight.
-    """
+    """Merge one layer by PEFT's own code, yield the merged weight, and restore the layer to the bit at the end."""
     with restored(layer):
         layer.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
         yield weight_of(layer)

@@ -27,17 +27,14 @@ def synthetic(name: str, like: torch.Tensor) -> torch.Tensor:
     """Return the values of a parameter on the CPU, in its dtype: normal, the same on every machine."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
     generator = np.random.Generator(np.random.PCG64(seed))
-    numbers = generator.standard_normal(size=tuple(like.shape), dtype=np.float32) * np.float32(STANDARD_DEVIATION)
-    return torch.from_numpy(numbers).to(like.dtype)
+    values = generator.standard_normal(size=tuple(like.shape), dtype=np.float32) * np.float32(STANDARD_DEVIATION)
+    return torch.from_numpy(values).to(like.dtype)
 
 
 def overwrite(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
-    """Set the parameters that no file holds.
+    """Set the parameters that no file holds, and return their names.
 
-    Returns
-    -------
-    frozenset of str
-        The names: of tied ones the first in the model's order, and none whose storage a file fills under another name.
+    Of tied ones the first in the model's order, and none whose storage a file fills under another name.
     """
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     wanted = set(names)
@@ -45,10 +42,9 @@ def overwrite(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
     anew = set()
     with torch.no_grad():
         for name, tensor in named.items():
-            if name not in wanted or tensor.data_ptr() in done:
-                continue
-            done.add(tensor.data_ptr())
-            anew.add(name)
-            if is_synthetic(tensor):
-                tensor.copy_(synthetic(name, tensor))
+            if name in wanted and tensor.data_ptr() not in done:
+                done.add(tensor.data_ptr())
+                anew.add(name)
+                if is_synthetic(tensor):
+                    tensor.copy_(synthetic(name, tensor))
     return frozenset(anew)

@@ -80,16 +80,11 @@ class WeightFiles:
 
 
 def file_names(parameters: Mapping[str, torch.Tensor], files: WeightFiles) -> dict[str, str]:
-    """Match the model's names with those in the files.
+    """Return the name in the files, by name in the model.
 
     The two differ by leading components where a checkpoint was saved from the bare model (`h.0.…` for
     `transformer.h.0.…`) or from a larger one. A name is matched only with a tensor of the same shape, and only where no
     other name matches; what transformers converts on loading (fused or split weights) stays unmatched.
-
-    Returns
-    -------
-    dict
-        File name by model name.
     """
     available = set(files.names())
     matched = {name: name for name in parameters if name in available}

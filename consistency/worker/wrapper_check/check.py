@@ -69,11 +69,11 @@ def check_wrapped(
     with warnings.catch_warnings():
         # warnings of libraries are not about the wrapper, and must not become errors
         warnings.simplefilter("ignore")
-        return _Look(wrapped=wrapped, plain=plain).run(adapter, inputs, step)
+        return _Check(wrapped=wrapped, plain=plain).run(adapter, inputs, step)
 
 
 @dataclass(kw_only=True)
-class _Look:
+class _Check:
     wrapped: torch.nn.Module
     plain: torch.nn.Module
     prefix: str | None = None
@@ -89,11 +89,11 @@ class _Look:
         self.figures["reach"] = {}
         self.findings += other_keys(names, plain_names, self.prefix)
         self.figures["keys"] = {"keys": len(names), "keys_plain": len(plain_names), "prefix": self.prefix}
-        self._look_at_storages()
+        self._check_storages()
         with untouched(self.plain, self.wrapped):
-            config = self._look_at_layers(adapter)
+            config = self._check_layers(adapter)
         if step:
-            self._look_at_step(config, inputs)
+            self._check_step(config, inputs)
         else:
             self.skipped["training_step"] = "not requested"
         found = tuple(self.findings)
@@ -105,7 +105,7 @@ class _Look:
         )
         self.findings.append(found)
 
-    def _look_at_storages(self) -> None:
+    def _check_storages(self) -> None:
         wrapped, plain = Held.by(self.wrapped), Held.by(self.plain)
         twice = held_twice(wrapped, plain)
         if twice:
@@ -128,7 +128,7 @@ class _Look:
             )  # fmt: skip
         self.figures["dtypes"] = {"bytes": wrapped.bytes_by_dtype, "bytes_plain": plain.bytes_by_dtype}
 
-    def _look_at_layers(self, adapter: Any) -> Any:
+    def _check_layers(self, adapter: Any) -> Any:
         """Compare the layers that PEFT puts an adapter on; return the adapter's config, None where there is none."""
         here = adapted_layers(self.plain, "")
         if here:
@@ -153,7 +153,7 @@ class _Look:
                 where="get_peft_model", got=refused, wanted=f"{len(wanted)} adapted layers", hint=HINT,
             )  # fmt: skip
         self._compare_layers(layers, wanted)
-        self._look_at_preparation()
+        self._check_preparation()
         return resolved
 
     def _compare_layers(self, found: Layers, wanted: Layers) -> None:
@@ -180,7 +180,7 @@ class _Look:
                 hint="give target_modules as names that only the model has, or exclude_modules",
             )  # fmt: skip
 
-    def _look_at_preparation(self) -> None:
+    def _check_preparation(self) -> None:
         """Compare the effect of `prepare_model_for_kbit_training` on a quantized model."""
         if not is_quantized(self.plain):
             return
@@ -198,7 +198,7 @@ class _Look:
                 wanted=wanted, hint="prepare the model before it is wrapped, or: " + HINT,
             )  # fmt: skip
 
-    def _look_at_step(self, config: Any, inputs: Mapping[str, torch.Tensor] | None) -> None:
+    def _check_step(self, config: Any, inputs: Mapping[str, torch.Tensor] | None) -> None:
         if config is None:
             self.skipped["training_step"] = "no adapter to train"
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ _ASKED = {
     "is_quantized": "trainers use it to decide whether the model can be trained",
     "quantization_method": "prepare_model_for_kbit_training uses it to decide what to cast to float32",
     "hf_quantizer": "trainers use it to check that the quantized model can be trained",
+    "config.quantization_config": "trainers use it to decide whether the model can be trained",
 }
 _CALLED = {
     "gradient_checkpointing_enable": "without it every activation of a training step stays in memory",
@@ -35,17 +37,15 @@ def hidden(wrapped: torch.nn.Module, plain: torch.nn.Module) -> Iterator[Wrapper
 
     An attribute that the plain model lacks, or that is None or False, may be missing: libraries ask with a default.
     """
+    models: tuple[Any, Any] = (plain, wrapped)
     for name, why in _ASKED.items():
-        wanted = getattr(plain, name, None)
-        if wanted is None or wanted is False:
-            continue
-        got = getattr(wrapped, name, None)
-        if not _same(got, wanted):
+        *path, last = name.split(".")
+        owners = [reduce(lambda owner, part: getattr(owner, part, None), path, model) for model in models]
+        if owners[1] is None:
+            continue  # a hidden config is already one finding
+        wanted, got = (getattr(owner, last, None) for owner in owners)
+        if wanted is not None and wanted is not False and not _same(got, wanted):
             yield _finding(name, why, _shown(got), _shown(wanted))
-    quantization = getattr(getattr(plain, "config", None), "quantization_config", None)
-    got = getattr(getattr(wrapped, "config", None), "quantization_config", None)
-    if quantization is not None and getattr(wrapped, "config", None) is not None and not _same(got, quantization):
-        yield _finding("config.quantization_config", _ASKED["is_quantized"], _shown(got), _shown(quantization))
     for name, why in _CALLED.items():
         if callable(getattr(plain, name, None)) and not callable(getattr(wrapped, name, None)):
             yield _finding(name, why, "nothing", "a method")
