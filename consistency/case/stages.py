@@ -63,7 +63,6 @@ class StageSpec:
 
     Attributes
     ----------
-    stage : Stage
     kind : Kind
         A user's tolerance applies to stages that compute.
     rule : Rule
@@ -72,8 +71,6 @@ class StageSpec:
         `module:function` that runs it: takes a `Context`, or a `Machine` where no model is loaded.
     items : str
         `module:function` that names its pytest items from headers alone; empty where `everything_else` is its only one.
-    model : Model
-    needs_adapter : bool
     levels : tuple of Level
         That run it without being asked.
     option : str
@@ -208,39 +205,21 @@ LARGE_COPIES = "copies of 256 MiB and more"
 LEVELS: dict[Level, LevelPlan] = {
     Level.QUICK: LevelPlan(
         stages=stages_of(lambda spec: Level.QUICK in spec.levels),
-        safe_merge=False,
-        reload=False,
-        sides=(),
-        sequences=1,
-        tokens=16,
-        repeat=1,
+        safe_merge=False, reload=False, sides=(), sequences=1, tokens=16, repeat=1,
         not_looked_at=(
-            LARGE_COPIES,
-            "most operators",
-            "large operators",
-            "safe_merge",
-            "the adapter loaded again over NaN",
+            LARGE_COPIES, "most operators", "large operators", "safe_merge", "the adapter loaded again over NaN",
             "a second run on the same device",
         ),
     ),
+    # `reload` takes some tenths of a second; with the default load path, these sides separate copy path, device and
+    # dtype; a classifier answers once per sequence, and few answers allow a wide factor: `error_factor`
     Level.STANDARD: LevelPlan(
         stages=stages_of(lambda spec: Level.STANDARD in spec.levels),
-        safe_merge=True,
-        reload=True,  # the adapter again, over poison: some tenths of a second
-        sides=("cpu", "low-memory"),  # with the default load path, enough to separate copy path, device and dtype
-        sequences=8,  # a classifier answers once per sequence, and few answers allow a wide factor: `error_factor`
-        tokens=16,
-        repeat=1,
+        safe_merge=True, reload=True, sides=("cpu", "low-memory"), sequences=8, tokens=16, repeat=1,
         not_looked_at=(LARGE_COPIES, "large operators", "a second run on the same device"),
     ),
     Level.THOROUGH: LevelPlan(
         stages=stages_of(lambda spec: Level.THOROUGH in spec.levels),
-        safe_merge=True,
-        reload=True,
-        sides=SIDES,
-        sequences=16,
-        tokens=64,
-        repeat=2,
-        not_looked_at=(),
+        safe_merge=True, reload=True, sides=SIDES, sequences=16, tokens=64, repeat=2, not_looked_at=(),
     ),
-}
+}  # fmt: skip

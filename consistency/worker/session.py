@@ -76,6 +76,7 @@ class Session:
                         stage=spec.stage, layer=WHOLE_MODEL, tensor="kernels", status="outside",
                         diagnosis=Word.IDS_CHANGED, reason=str(lost),
                     )  # fmt: skip
+                    # `transfer` too: every copy of it has this device at one end, and CUDA needs a new process now
                     for later in specs[number + 1 :]:
                         _skip(record, later, "an earlier kernel assertion took the device's context with it")
                     return

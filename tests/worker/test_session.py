@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import transformers
 from safetensors.torch import save_file
 
 from consistency.capture.records import TensorRecord
+from consistency.case.stages import Stage, StageSpec, run_order
 from consistency.case.tolerance import Override
 from consistency.errors import InputError
+from consistency.worker import session
+from consistency.worker.model.id_checks import KernelAssertedError
+from consistency.worker.stages import forward
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import SIZES, adapter_on, on_llama, saved
 
@@ -200,3 +205,31 @@ def test_a_tolerance_for_another_dtype_changes_nothing(llama: Path, look: Look) 
     found = look(llama, adapter, tolerance=given, stages=("merged",))
     assert {(r.rule, r.status) for r in found} == {("bound", "within")}
     assert not any(r.evidence for r in found)
+
+
+# a lost device
+
+
+def test_after_a_kernel_assertion_no_later_stage_runs_on_the_lost_context(
+    llama: Path, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA needs a new process then; every copy of `transfer`, last in order here, has that device at one end."""
+
+    def lost(_: object) -> None:
+        raise KernelAssertedError("a kernel asserted")
+
+    def last(stages: Iterable[Stage], *, sees_others: bool) -> list[StageSpec]:
+        assert not sees_others
+        return run_order(stages, sees_others=True)
+
+    monkeypatch.setattr(session, "run_order", last)
+    monkeypatch.setattr(forward, "run", lost)
+    found = look(llama, None, stages=("transfer", "base", "forward", "memory"))
+    kernels = next(r for r in found if r.tensor == "kernels")
+    assert (kernels.stage, kernels.status, kernels.reason) == ("forward", "outside", "a kernel asserted")
+    after = [r for r in found if r.order > kernels.order]
+    assert [(r.stage, r.tensor, r.status) for r in after] == [
+        ("memory", "everything", "skipped"),
+        ("transfer", "everything", "skipped"),
+    ]
+    assert {r.stage for r in found if r.order < kernels.order} == {"base"}

@@ -17,7 +17,6 @@ class Fault:
 
     Attributes
     ----------
-    name : str
     plant : str
         `module:function` below `consistency.worker.faults` that plants it and returns how to undo that.
     expected : str
@@ -28,7 +27,6 @@ class Fault:
         Which of the cases C1 to C5 of `docs/cases.md` it stands for.
     words : str
         What the finding's message has to contain, besides its kind.
-    repeat : int
     two_devices : bool
         Whether it needs a second accelerator, and a worker that sees both.
     load_paths : tuple of LoadPath or None

@@ -21,9 +21,6 @@ class Machine:
 
     Attributes
     ----------
-    job : Job
-    events : EventLog
-    record : Recorder
     placement : Placement
         Which devices were touched so far.
     memory : StageMemoryLog
@@ -51,7 +48,6 @@ class Context(Machine):
 
     Attributes
     ----------
-    base : LoadedBase
     model : torch.nn.Module
         The adapted model, or the base where the case has no adapter.
     digests : dict

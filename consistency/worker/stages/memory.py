@@ -55,12 +55,7 @@ def _passing_bytes(context: Context) -> int:
 def devices(record: Recorder, found: Placement, *, passing_bytes: int = 0) -> None:
     """Record this process's use of every other device, and the step in which it began.
 
-    Parameters
-    ----------
-    record : Recorder
-    found : Placement
-    passing_bytes : int
-        Limit of what is allocated there and released again, as PEFT's default loading does on device 0.
+    `passing_bytes` limits what is allocated there and released again, as PEFT's default loading does on device 0.
     """
     if any(found.figures(device).allocated for device in found.others):
         gc.collect()  # a loader's reference cycle is not a leak

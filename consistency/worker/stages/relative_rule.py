@@ -56,10 +56,7 @@ def record_relative(
 ) -> None:
     """Record a tensor by the `relative` rule or the user's tolerance; without an exact value by the other workers.
 
-    Parameters
-    ----------
-    name, exact_name, mode : str
-        Under which `reference` has the CPU's own error, the exact tensor, and the reason why there is none.
+    `reference` has the CPU's own error by `name`, the exact tensor by `exact_name`, and by `mode` why there is none.
     """
     exact, error = reference.read(exact_name), reference.errors.get(name)
     tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)

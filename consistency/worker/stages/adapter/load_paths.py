@@ -28,14 +28,7 @@ from consistency.worker.stages.context import Context
 
 
 def run(context: Context, by_digest: Mapping[str, str]) -> None:
-    """Check every alternative load path of this worker.
-
-    Parameters
-    ----------
-    context : Context
-    by_digest : mapping of str to str
-        Key in the adapter's file, by the digest of its tensor.
-    """
+    """Check every alternative load path of this worker; `by_digest` has the keys of the file's tensors."""
     paths = context.job.alternative_paths
     for done, load_path in enumerate(paths):
         context.events.step(f"load path {load_path}", done, len(paths))

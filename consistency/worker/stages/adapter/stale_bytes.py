@@ -27,11 +27,7 @@ def file_of_another(by_digest: Mapping[str, str], own: str, tensor: torch.Tensor
 def stale_bytes(tensors: Mapping[str, torch.Tensor], tensor: torch.Tensor) -> str | None:
     """Return where else in the model the bytes of a tensor are, as `name` or `bytes 512 to 2560 of name`.
 
-    Parameters
-    ----------
-    tensors : mapping of str to torch.Tensor
-        What the model held before, on any device; read to the CPU one at a time.
-    tensor : torch.Tensor
+    `tensors` is what the model held before, on any device; they are read to the CPU one at a time.
     """
     raw = as_bytes(tensor.detach().to("cpu")).numpy()
     if len(raw) < _LEAST_BYTES or same_memory(raw[_WIDEST:], raw[:-_WIDEST]):  # too few, or one value everywhere

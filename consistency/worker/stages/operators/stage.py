@@ -37,10 +37,8 @@ class Trials:
 
     Attributes
     ----------
-    device : torch.device
     settings : mapping
         Of the device's variant, where they differ from the pinned ones.
-    level : Level
     repeat : int
         How often each operation is run.
     """

@@ -51,7 +51,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,7 @@ Arrays = tuple[np.ndarray, ...]
 Draw = Callable[[np.random.Generator], Arrays]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """One operation on inputs of one size.
 
@@ -88,7 +88,6 @@ class Operation:
         Takes the inputs as tensors on the device.
     exact : callable
         Takes them as `Tracked`, integers unchanged.
-    dtypes : tuple of str
     level : Level
         The first that tries it.
     multiplies : bool
@@ -103,6 +102,7 @@ class Operation:
     draw: Draw
     compute: Callable[..., torch.Tensor]
     exact: Callable[..., Tracked]
+    _: KW_ONLY
     dtypes: tuple[str, ...] = ALL
     level: Level = Level.STANDARD
     multiplies: bool = False
@@ -132,27 +132,19 @@ def _between(low: float, high: float, *shapes: tuple[int, ...]) -> Draw:
 
 
 def _matmul(rows: int, terms: int, columns: int, *, positive: bool = False, **options: Any) -> Operation:
-    shapes = (rows, terms), (terms, columns)
+    draw = _between(0.25, 1, (rows, terms), (terms, columns)) if positive else _normal((rows, terms), (terms, columns))
     return Operation(
-        name="matmul",
-        size=f"{rows}x{terms}x{columns}",
-        draw=_between(0.25, 1, *shapes) if positive else _normal(*shapes),
-        compute=torch.matmul,
-        exact=lambda a, b: a.matmul(b).store(),
-        dtypes=WITH_FLOAT64,
-        multiplies=True,
-        **options,
-    )
+        "matmul", f"{rows}x{terms}x{columns}", draw, torch.matmul, lambda a, b: a.matmul(b).store(),
+        dtypes=WITH_FLOAT64, multiplies=True, **options,
+    )  # fmt: skip
 
 
 def _elementwise(
     name: str, compute: Callable[..., torch.Tensor], exact: Callable[[Tracked], Tracked], low: float, high: float,
     level: Level = Level.STANDARD,
 ) -> Operation:  # fmt: skip
-    return Operation(
-        name=name, size="2048", draw=_between(low, high, (2048,)), compute=compute,
-        exact=lambda x: exact(x).store(), level=level,
-    )  # fmt: skip
+    draw = _between(low, high, (2048,))
+    return Operation(name, "2048", draw, compute, lambda x: exact(x).store(), level=level)
 
 
 def _linear(x: Tracked, weight: Tracked, bias: Tracked) -> Tracked:
@@ -245,10 +237,8 @@ def _rsqrt(x: Tracked) -> Tracked:
 
 def _embedding(table: Tracked, ids: np.ndarray) -> Tracked:
     """Look rows up: nothing may be off; half the smallest number is less than any difference."""
-    found = table.moved(lambda t: t[ids])
-    return Tracked(
-        value=found.value, error=np.full(found.value.shape, table.by.stored_floor or table.by.floor), by=found.by
-    )
+    value = table.moved(lambda t: t[ids]).value
+    return Tracked(value=value, error=np.full(value.shape, table.by.stored_floor or table.by.floor), by=table.by)
 
 
 def _of_targets(logits: Tracked, targets: np.ndarray) -> Tracked:
@@ -321,45 +311,42 @@ _OPERATIONS: tuple[Operation, ...] = (
     _matmul(512, 512, 512, level=Level.THOROUGH),
     _matmul(128, 8192, 96, positive=True, level=Level.THOROUGH),
     Operation(
-        name="linear", size="32x96x80", draw=_normal((32, 96), (80, 96), (80,)), compute=nn.linear, exact=_linear,
+        "linear", "32x96x80", _normal((32, 96), (80, 96), (80,)), nn.linear, _linear,
         dtypes=WITH_FLOAT64, multiplies=True, level=Level.QUICK,
     ),
     Operation(
-        name="bmm", size="6x16x32x24", draw=_normal((6, 16, 32), (6, 32, 24)), compute=torch.bmm,
-        exact=lambda a, b: a.matmul(b).store(), dtypes=WITH_FLOAT64, multiplies=True,
+        "bmm", "6x16x32x24", _normal((6, 16, 32), (6, 32, 24)), torch.bmm, lambda a, b: a.matmul(b).store(),
+        dtypes=WITH_FLOAT64, multiplies=True,
     ),
     Operation(
-        name="conv1d", size="2x24x33 kernel 3 stride 2", draw=_normal((2, 24, 33), (16, 24, 3), (16,)),
-        compute=functools.partial(nn.conv1d, stride=2), exact=_conv((3,), 2), multiplies=True,
+        "conv1d", "2x24x33 kernel 3 stride 2", _normal((2, 24, 33), (16, 24, 3), (16,)),
+        functools.partial(nn.conv1d, stride=2), _conv((3,), 2), multiplies=True,
     ),
     Operation(
-        name="conv1d", size="2x32x29 kernel 4 depthwise", draw=_normal((2, 32, 29), (32, 1, 4)),
-        compute=functools.partial(nn.conv1d, groups=32), exact=_depthwise, multiplies=True,
+        "conv1d", "2x32x29 kernel 4 depthwise", _normal((2, 32, 29), (32, 1, 4)),
+        functools.partial(nn.conv1d, groups=32), _depthwise, multiplies=True,
     ),
     Operation(
-        name="conv2d", size="2x3x32x32 kernel 8 stride 8", draw=_normal((2, 3, 32, 32), (24, 3, 8, 8), (24,)),
-        compute=functools.partial(nn.conv2d, stride=8), exact=_conv((8, 8), 8), multiplies=True,
+        "conv2d", "2x3x32x32 kernel 8 stride 8", _normal((2, 3, 32, 32), (24, 3, 8, 8), (24,)),
+        functools.partial(nn.conv2d, stride=8), _conv((8, 8), 8), multiplies=True,
+    ),
+    Operation("embedding", "97x48 4x16", _ids, lambda table, ids: nn.embedding(ids, table), _embedding),
+    Operation(
+        "softmax", "16x257", _normal((16, 257), scale=3), functools.partial(nn.softmax, dim=-1),
+        lambda x: _softmax(x).store(), level=Level.QUICK,
     ),
     Operation(
-        name="embedding", size="97x48 4x16", draw=_ids, compute=lambda table, ids: nn.embedding(ids, table),
-        exact=_embedding,
+        "log_softmax", "16x257", _normal((16, 257), scale=3), functools.partial(nn.log_softmax, dim=-1),
+        lambda x: _log_softmax(x).store(),
     ),
     Operation(
-        name="softmax", size="16x257", draw=_normal((16, 257), scale=3), compute=functools.partial(nn.softmax, dim=-1),
-        exact=lambda x: _softmax(x).store(), level=Level.QUICK,
-    ),
-    Operation(
-        name="log_softmax", size="16x257", draw=_normal((16, 257), scale=3),
-        compute=functools.partial(nn.log_softmax, dim=-1), exact=lambda x: _log_softmax(x).store(),
-    ),
-    Operation(
-        name="layer_norm", size="16x192", draw=_normal((16, 192), (192,), (192,)),
-        compute=lambda x, weight, bias: nn.layer_norm(x, (192,), weight, bias, 1e-5), exact=_layer_norm,
+        "layer_norm", "16x192", _normal((16, 192), (192,), (192,)),
+        lambda x, weight, bias: nn.layer_norm(x, (192,), weight, bias, 1e-5), _layer_norm,
         level=Level.QUICK, kernel="aten::native_layer_norm",
     ),
     Operation(
-        name="rms_norm", size="16x192", draw=_normal((16, 192), (192,)),
-        compute=lambda x, weight: nn.rms_norm(x, (192,), weight, 1e-6), exact=_rms_norm,
+        "rms_norm", "16x192", _normal((16, 192), (192,)), lambda x, weight: nn.rms_norm(x, (192,), weight, 1e-6),
+        _rms_norm,
     ),
     _elementwise("gelu", nn.gelu, _gelu, -5, 5),
     _elementwise("gelu_tanh", functools.partial(nn.gelu, approximate="tanh"), _gelu_tanh, -5, 5),
@@ -369,34 +356,27 @@ _OPERATIONS: tuple[Operation, ...] = (
     _elementwise("rsqrt", torch.rsqrt, _rsqrt, 1e-3, 9),
     _elementwise("sin", torch.sin, Tracked.sin, -64, 64),
     _elementwise("cos", torch.cos, Tracked.cos, -64, 64),
+    Operation("sum", "8x256", _normal((8, 256)), lambda x: x.sum(-1, keepdim=True), lambda x: x.sum().store()),
     Operation(
-        name="sum", size="8x256", draw=_normal((8, 256)), compute=lambda x: x.sum(-1, keepdim=True),
-        exact=lambda x: x.sum().store(),
-    ),
-    Operation(
-        name="mean", size="8x2048", draw=_between(0, 1, (8, 2048)), compute=lambda x: x.mean(-1, keepdim=True),
-        exact=lambda x: _mean(x).store(),
+        "mean", "8x2048", _between(0, 1, (8, 2048)), lambda x: x.mean(-1, keepdim=True), lambda x: _mean(x).store()
     ),
     # in which dtype a scan or this mean adds up half types is left to the backend
     Operation(
-        name="cumsum", size="8x256", draw=_normal((8, 256)), compute=functools.partial(torch.cumsum, dim=-1),
-        exact=Tracked.cumsum, dtypes=FLOAT32,
+        "cumsum", "8x256", _normal((8, 256)), functools.partial(torch.cumsum, dim=-1), Tracked.cumsum, dtypes=FLOAT32
     ),
     Operation(
-        name="cross_entropy", size="32x211 mean", draw=_logits, compute=lambda x, ids: nn.cross_entropy(x, ids)[None],
-        exact=lambda x, ids: _mean(_of_targets(x, ids)), dtypes=FLOAT32,
+        "cross_entropy", "32x211 mean", _logits, lambda x, ids: nn.cross_entropy(x, ids)[None],
+        lambda x, ids: _mean(_of_targets(x, ids)), dtypes=FLOAT32,
     ),
     Operation(
-        name="cross_entropy", size="32x211", draw=_logits,
-        compute=functools.partial(nn.cross_entropy, reduction="none"), exact=_of_targets,
+        "cross_entropy", "32x211", _logits, functools.partial(nn.cross_entropy, reduction="none"), _of_targets
     ),
     Operation(
-        name="attention", size="2x4x24x20 causal", draw=_normal(*[(2, 4, 24, 20)] * 3),
-        compute=functools.partial(nn.scaled_dot_product_attention, is_causal=True), exact=_attention, multiplies=True,
+        "attention", "2x4x24x20 causal", _normal(*[(2, 4, 24, 20)] * 3),
+        functools.partial(nn.scaled_dot_product_attention, is_causal=True), _attention, multiplies=True,
     ),
-    Operation(name="rotary", size="2x32x32", draw=_draw_rotary, compute=_rotary, exact=_rotate),
+    Operation("rotary", "2x32x32", _draw_rotary, _rotary, _rotate),
     Operation(
-        name="adamw", size="1024", draw=_draw_adamw, compute=_adamw,
-        exact=functools.partial(adamw.exact_step, steps=_STEPS), dtypes=FLOAT32,
+        "adamw", "1024", _draw_adamw, _adamw, functools.partial(adamw.exact_step, steps=_STEPS), dtypes=FLOAT32
     ),
 )  # fmt: skip

@@ -32,7 +32,6 @@ class Layout:
     ----------
     name : str
         Of the layer in the report.
-    device_map : str or dict
     by_host : bool
         Whether moves between shards are staged through the CPU.
     own : bool

@@ -24,14 +24,7 @@ _IDS = "ids"
 
 
 class ChangedInTransferError(Exception):
-    """A tensor that differs between the two sides of a move.
-
-    Attributes
-    ----------
-    word : Word
-    sentence : str
-    evidence : dict
-    """
+    """A tensor that differs between the two sides of a move."""
 
     def __init__(self, word: Word, sentence: str, evidence: dict[str, Any]) -> None:
         super().__init__(sentence)

@@ -54,7 +54,6 @@ class Delivery:
     ----------
     seen, wanted : TensorDigest
         Of the whole buffer at the destination: computed by the device, and expected.
-    wrong : bool
     host : torch.Tensor or None
         The buffer read back, where it is wrong.
     read_back : str

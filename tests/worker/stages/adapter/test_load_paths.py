@@ -172,8 +172,8 @@ class Recorder:
     def on_load_path(self, _: LoadPath) -> Iterator[None]:
         yield
 
-    def absent(self, **fields: Any) -> None:
-        self.said.append(fields)
+    def absent(self, stage: str, layer: str, tensor: str, **fields: Any) -> None:
+        self.said.append({"stage": stage, "layer": layer, "tensor": tensor, **fields})
 
     def step(self, *_: object) -> None:
         pass
