@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from consistency.devices.backends import BACKENDS, CPU, Variant, backend_of, worker_variables
 from consistency.devices.host import nvml
+from consistency.devices.host.pci import read_text
 from consistency.devices.interpreter import python_command, python_path
 from consistency.devices.spec import DeviceInfo, DeviceSpec, parse_device
 from consistency.errors import UsageError
@@ -37,14 +38,9 @@ def discover() -> tuple[DeviceInfo, ...]:
 
 
 def select(names: Sequence[str]) -> tuple[DeviceInfo, ...]:
-    """Turn parsed device names, `auto` among them, into devices of this machine.
+    """Turn parsed device names into devices of this host; raise a `UsageError` for one that it does not have.
 
     `auto` is the CPU and every accelerator, and, where there is no accelerator, the CPU's kernel variants.
-
-    Raises
-    ------
-    UsageError
-        A device or variant that this machine does not have.
     """
     chosen: dict[str, DeviceInfo] = {}
     for name in names:
@@ -65,10 +61,8 @@ def cpu_info(spec: DeviceSpec | None = None) -> DeviceInfo:
             where="--devices",
         )
     machine = platform.machine().replace("AMD64", "x86_64").replace("x86_64", "x86-64")
-    if spec.variant is not None:
-        level = variants[spec.variant].architecture
-    else:
-        level = variants[list(variants)[-1]].architecture if variants else None
+    name = spec.variant or next(reversed(variants), None)
+    level = None if name is None else variants[name].architecture
     return DeviceInfo(spec=spec, architecture=f"{machine} {level}" if level else machine, model=model)
 
 
@@ -115,10 +109,7 @@ def _find(spec: DeviceSpec) -> DeviceInfo:
 def _cpuinfo() -> tuple[frozenset[str], str]:
     flags: frozenset[str] = frozenset()
     fields: dict[str, str] = {}
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
+    text = read_text(Path("/proc/cpuinfo")) or ""
     for line in text.splitlines():
         key, _, value = line.partition(":")
         key = key.strip().lower()
@@ -236,9 +227,6 @@ def _torch_build() -> frozenset[str]:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return frozenset()
-    try:
-        source = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
-        source = ""
+    source = read_text(Path(spec.origin).with_name("version.py")) or ""
     built = re.findall(r"^(\w+)\b[^=\n]*=\s*['\"][^'\"]+['\"]", source, flags=re.MULTILINE)
     return frozenset(known & {*built, sys.platform})

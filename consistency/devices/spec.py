@@ -78,10 +78,7 @@ class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
     """What is known of a device before a worker starts.
 
-    Attributes
-    ----------
-    visible_id : str or None
-        Entry of the backend's visibility variable that shows this device alone.
+    `visible_id` is the entry of the backend's visibility variable that shows this device alone.
     """
 
     spec: DeviceSpec
@@ -90,13 +87,7 @@ class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
 
 
 def parse_device(text: str) -> DeviceSpec:
-    """Read `type[:index][@variant]`.
-
-    Raises
-    ------
-    UsageError
-        The text is not a spec, or names an unknown variant.
-    """
+    """Read `type[:index][@variant]`; the variant has to be known."""
     match = _SPEC.match(text.strip())
     if match is None:
         raise UsageError(
@@ -114,11 +105,8 @@ def parse_device(text: str) -> DeviceSpec:
 
 def parse_devices(text: str | Iterable[str]) -> tuple[str, ...]:
     """Split a comma-separated list of specs, without duplicates; `auto` stays as it is."""
-    parts = text.split(",") if isinstance(text, str) else list(text)
-    names: dict[str, None] = {}
-    for part in (p.strip() for p in parts):
-        if part:
-            names[part if part == "auto" else parse_device(part).name] = None
+    parts = (part.strip() for part in (text.split(",") if isinstance(text, str) else text))
+    names = dict.fromkeys(part if part == "auto" else parse_device(part).name for part in parts if part)
     if not names:
         raise UsageError("no device given", where="--devices", wanted="auto, or a list such as cpu,cuda:0")
     return tuple(names)

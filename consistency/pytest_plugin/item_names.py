@@ -26,7 +26,7 @@ from consistency.capture.names import (
     adapter_place,
     is_method_tensor,
     split_name,
-)
+)  # fmt: skip
 from consistency.case.adapter_fit import read_adapter
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_checkpoint, read_json
@@ -41,12 +41,9 @@ _WITH_LOGITS = re.compile(r"For(CausalLM|MaskedLM)$|LMHeadModel$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One tensor of one stage, which has an item for each worker.
+    """One tensor of one stage, which has an item for each worker; `everything_else` is the rest of the stage.
 
-    Attributes
-    ----------
-    layer, tensor : str
-        As in the file for `base`, as in the model otherwise; the tensor `everything_else` is the rest of the stage.
+    The names are those of the file for `base`, and those of the model otherwise.
     """
 
     stage: Stage
@@ -73,11 +70,6 @@ def places(case: Case) -> tuple[Place, ...]:
         found += (Place(stage=stage, layer=layer, tensor=tensor) for layer, tensor in named)
         found.append(Place(stage=stage, layer="", tensor=EVERYTHING_ELSE))
     return tuple(dict.fromkeys(found))
-
-
-def worker_suffix(plan: WorkerPlan) -> str:
-    """Return the text in an item's brackets: the device, and the load path unless it is `isolated`."""
-    return plan.name if plan.load_path == "isolated" else f"{plan.name}-{plan.load_path}"
 
 
 class RowFinder:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from _pytest._code.code import ExceptionInfo, TerminalRepr
 
-from consistency.case.load_path import is_alternative
+from consistency.case.load_path import LoadPath, is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
 from consistency.comparison.result import BAD, Comparison, Finding, Row, TensorComparison
 from consistency.errors import ConsistencyError
 from consistency.launch.plan import WorkerPlan
-from consistency.pytest_plugin.item_names import Place, worker_suffix
+from consistency.pytest_plugin.item_names import Place
 from consistency.pytest_plugin.session import LostWorkerError, Session
 from consistency.report.summary import class_text
 from consistency.report.text import clean
@@ -96,8 +96,7 @@ class DeviceItem(CaseItem):
 
     def _record(self, row: Row) -> None:
         if not self.place.is_rest:
-            self.user_properties.append(("status", row.status))
-            self.user_properties.append(("reference", row.reference or "none"))
+            self.user_properties += [("status", row.status), ("reference", row.reference or "none")]
             if row.bound_ratio is not None:
                 self.user_properties.append(("bound_ratio", f"{float(row.bound_ratio):.6g}"))
             if row.mismatched is not None:
@@ -140,7 +139,8 @@ def make_items(parent: pytest.Session, session: Session) -> list[pytest.Item]:
             name = place.stage.value  # names travel between xdist's processes, which know plain strings alone
             stages[place.stage] = Branch.from_parent(home, name=name, nodeid=f"{home.nodeid}::{name}")
         for plan in session.workers:
-            name = f"{_part(place.name)}[{worker_suffix(plan)}]"
+            where = plan.name if plan.load_path is LoadPath.ISOLATED else f"{plan.name}-{plan.load_path}"
+            name = f"{_part(place.name)}[{where}]"
             add(DeviceItem, stages[place.stage], name, place=place, plan=plan)
     add(RunItem, Branch.from_parent(home, name="run", nodeid=f"{home.nodeid}::run"), "agreement")
     return items
@@ -157,13 +157,12 @@ def _part(name: str) -> str:
 
 def _message(tensor: TensorComparison, row: Row, *, simulated: bool) -> str:
     worker = f"{row.worker} (simulated)" if simulated else row.worker
-    lines = [
+    return "\n".join([
         f"{tensor.stage}: {worker} is {row.status}" + (f" ({row.diagnosis})" if row.diagnosis else ""),
         describe(tensor, row),
         f"compared with {row.reference or 'nothing'}; rule: {tensor.rule}",
         f"bitwise equal: {class_text(tensor.classes)}",
-    ]
-    return "\n".join(lines)
+    ])  # fmt: skip
 
 
 def _is_alternative(finding: Finding) -> bool:

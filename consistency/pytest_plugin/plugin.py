@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Start one xdist worker per device where the plugin is used."""
     session = config.stash.get(_SESSION, None)
-    return None if session is None else session.device_count
+    return None if session is None else len(session.plan.devices)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -90,7 +90,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if found is not None:
         from consistency.pytest_plugin.items import DeviceItem
 
-        found.select([(i.place, i.plan) for i in session.items if isinstance(i, DeviceItem)])
+        found.selected = [(i.place, i.plan) for i in session.items if isinstance(i, DeviceItem)]
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -102,8 +102,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the verdict of the run, if there was one."""
     found = config.stash.get(_SESSION, None)
-    text = None if found is None else found.verdict()
-    if found is not None and text is not None:
+    if found is not None and (text := found.verdict()) is not None:
         terminalreporter.write_sep("-", "consistency")
         terminalreporter.write_line(text)
         for note in found.notes():

@@ -43,13 +43,7 @@ class LostWorkerError(Exception):
 class Session:
     """The case of a pytest session, the items selected from it, and its one run.
 
-    Attributes
-    ----------
-    plan : pipeline.Plan
-    folder : Path
-        Shared by the controller and its workers; the controller removes it.
-    arguments : tuple of str
-        `consistency::…` arguments of the command line; without any, every item is made.
+    The controller and its workers share `folder`; without `consistency::…` in `arguments`, every item is made.
     """
 
     plan: pipeline.Plan
@@ -60,7 +54,7 @@ class Session:
     alone: bool = False
     places: tuple[Place, ...] = ()
     workers: tuple[WorkerPlan, ...] = ()
-    _selected: tuple[tuple[Place, WorkerPlan], ...] = ()
+    selected: Sequence[tuple[Place, WorkerPlan]] = ()
     _comparison: Comparison | None = None
     _failure: ConsistencyError | None = None
     _finder: RowFinder | None = field(default=None, repr=False)
@@ -78,14 +72,10 @@ class Session:
             out=None if out is None else Path(config.invocation_params.dir, out),
             is_controller=given is None,
             arguments=tuple(given["arguments"]) if given else (),
-            alone=bool(given["alone"]) if given else False,
+            alone=given is not None and given["alone"],
             places=places(plan.case),
             workers=tuple(worker for wave in plan_waves(plan.case, plan.devices) for worker in wave),
         )
-
-    @property
-    def device_count(self) -> int:
-        return len(self.plan.devices)
 
     @property
     def headline(self) -> str:
@@ -109,18 +99,8 @@ class Session:
         """Return the part of the session that an xdist worker needs."""
         return {"folder": str(self.folder), "arguments": list(self.arguments), "alone": self.alone}
 
-    def select(self, chosen: Sequence[tuple[Place, WorkerPlan]]) -> None:
-        """Record the places and workers whose items are going to run."""
-        self._selected = tuple(chosen)
-
     def comparison(self) -> Comparison:
-        """Return the session's comparison; run the devices if nobody has yet.
-
-        Raises
-        ------
-        ConsistencyError
-            The run could not be made.
-        """
+        """Return the session's comparison; run the devices if nobody has yet."""
         if self._failure is not None:
             raise self._failure
         if self._comparison is None:
@@ -184,16 +164,16 @@ class Session:
 
     def _narrowed(self) -> pipeline.Plan:
         """Return the plan narrowed to the stages, layers and devices of the selected items."""
-        if not self._selected:
+        if not self.selected:
             return self.plan
         case = self.plan.case
-        chosen_places = {place for place, _ in self._selected}
-        chosen_workers = [worker for _, worker in self._selected]
+        chosen_places = {place for place, _ in self.selected}
+        chosen_workers = [worker for _, worker in self.selected]
         names = {worker.name for worker in chosen_workers}
         maker = next(worker for worker in self.workers if worker.makes_reference)
         taken = {r for w in chosen_workers if not w.info.spec.is_cpu for r in (w.load_path, *w.alternative_paths)}
         taken = taken or {r for w in chosen_workers for r in (LoadPath.ISOLATED, *w.alternative_paths)}
-        whole = len(self._selected) == len(self.places) * len(self.workers)
+        whole = len(self.selected) == len(self.places) * len(self.workers)
         return dataclasses.replace(
             self.plan,
             case=msgspec.structs.replace(

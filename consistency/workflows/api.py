@@ -40,14 +40,12 @@ def run(
     ----------
     case : Case or Options, optional
         What is checked; without it, the built-in case, or what the keywords name.
-    devices : str or iterable of str
+    devices : str or iterable of str, optional
         `auto`, or specs such as `cpu`, `cuda:0`, `cpu@avx2`.
     out : path, optional
         Folder for `report.json` and `captures/`; nothing is kept without it.
     timeout_s, stall_s : float
         Limits per worker: in total, and between two events.
-    threads : int, optional
-        Threads per worker.
     replace : bool
         Overwrite an earlier run's results in `out`.
     history : path or URL, optional
@@ -58,10 +56,6 @@ def run(
         Called with the name of a worker and each of its events.
     **options
         Options by name, as in a TOML file (`base`, `adapter`, `dtype`, `stages`, …); they win over those of `case`.
-
-    Returns
-    -------
-    Report
 
     Raises
     ------
