@@ -112,5 +112,5 @@ def split_pair(layer: str) -> tuple[str, str] | None:
 
 
 def large_copy(size: int) -> str:
-    """Return the tensor that a copy too large for every machine is recorded as: `direct_256MiB`."""
+    """Return the tensor that a copy too large for some hosts is recorded as: `direct_256MiB`."""
     return f"{DIRECT}_{size >> 20}MiB"

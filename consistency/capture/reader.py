@@ -23,7 +23,7 @@ _SLUG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.@+-]{0,120}$")
 _REPEATED_TEXTS = (
     "stage", "layer", "tensor", "dtype", "rule", "reference", "reference_digest", "reason", "load_path",
 )  # fmt: skip
-"""Fields of a record whose text repeats in every line of a tensor, whatever its bits."""
+"""Fields of a record whose text repeats in every line of a tensor, even where its bits differ."""
 
 
 class RecordPool:

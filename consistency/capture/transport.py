@@ -42,17 +42,7 @@ def travels(text: str) -> bool:
 def fetch(text: str, scratch: Path) -> Path:
     """Return a capture as a local folder, with the name that it has where it is stored.
 
-    Parameters
-    ----------
-    text : str
-        A folder, which is returned as it is; a ZIP file; or a URL of either.
-    scratch : Path
-        Folder to unpack into, where that is needed.
-
-    Raises
-    ------
-    CaptureError
-        It cannot be fetched or unpacked.
+    A folder is returned as it is; a ZIP file, or a URL of either, is unpacked or fetched into `scratch`.
     """
     if not is_remote(text):
         path = Path(text)

@@ -78,13 +78,7 @@ def read_checkpoint(folder: Path, *, stem: str, pickle_stem: str, allow_pickle: 
 
 
 def read_index(index: Path, *, allow_pickle: bool) -> Checkpoint:
-    """Find and check the shards that an index names, of safetensors or of pickles.
-
-    Raises
-    ------
-    InputError
-        As `read_checkpoint` does, and where a tensor of the index is in no shard.
-    """
+    """Find and check the shards that an index names, of safetensors or of pickles."""
     folder = index.parent
     names = read_json(index, needed=("weight_map",))["weight_map"]
     if not isinstance(names, dict) or not all(isinstance(v, str) and Path(v).name == v for v in names.values()):

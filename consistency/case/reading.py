@@ -39,13 +39,7 @@ def gather_options(config: str | Path | None, given: Mapping[str, object], edge:
 
 
 def read_options(path: Path) -> dict[str, Any]:
-    """Read the options that a TOML file sets; a relative path in it is relative to the file.
-
-    Raises
-    ------
-    UsageError
-        The file is missing, is not TOML, or holds an option that is unknown or cannot be used.
-    """
+    """Read the options that a TOML file sets; a relative path in it is relative to the file."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

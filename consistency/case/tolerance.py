@@ -88,13 +88,7 @@ def choose(overrides: Sequence[Override], *, stage: str, layer: str, dtype: str)
 
 
 def as_tables(given: object, *, where: str) -> list[object]:
-    """Turn what a user wrote into tables that convert to `Override`; texts of the command line are parsed.
-
-    Raises
-    ------
-    UsageError
-        It is not a list, a text is not made of `name=value`, or a table lacks `atol` or `rtol`.
-    """
+    """Turn what a user wrote into tables that convert to `Override`; texts of the command line are parsed."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
         raise UsageError(
             "tolerances are a list of tables", where=where, got=given, wanted=f'[[tolerance]], or "{_EXAMPLE}"'

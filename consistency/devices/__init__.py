@@ -1,1 +1,1 @@
-"""The devices of this machine and the host around them."""
+"""The devices of a host, and the facts of the host itself."""

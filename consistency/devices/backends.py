@@ -57,7 +57,7 @@ class Backend:
     synchronizes_one : bool
         Whether `synchronize` takes a device.
     environment : mapping of str to str
-        Variables that every worker needs, on whatever device: libraries read them before the worker could set them.
+        Variables that every worker needs, on any device: libraries read them before the worker could set them.
     recorded : tuple of str
         Further variables that influence the values computed, or where they are computed.
     variants : tuple of Variant

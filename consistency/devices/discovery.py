@@ -1,4 +1,4 @@
-"""Find the devices of this machine without creating a context on any of them.
+"""Find the devices of this host without creating a context on any of them.
 
 The CPU is read from the operating system, NVIDIA GPUs from NVML. Other accelerators are listed by `torch.accelerator`
 in a separate process, and only where the installed torch can have one: a backend may open its devices when it counts
@@ -33,7 +33,7 @@ PROBE_TIMEOUT_S = 120.0  # importing torch on a cold network disk takes most of 
 
 
 def discover() -> tuple[DeviceInfo, ...]:
-    """Return the CPU, its kernel variants, and every visible accelerator of this machine."""
+    """Return the CPU, its kernel variants, and every visible accelerator of this host."""
     return (cpu_info(), *_variants(), *accelerators())
 
 
@@ -50,7 +50,7 @@ def select(names: Sequence[str]) -> tuple[DeviceInfo, ...]:
 
 
 def cpu_info(spec: DeviceSpec | None = None) -> DeviceInfo:
-    """Describe this machine's CPU, as the kernel variant that `spec` asks for."""
+    """Describe this host's CPU, as the kernel variant that `spec` asks for."""
     spec = spec or DeviceSpec(type=CPU)
     flags, model = _cpuinfo()
     variants = {v.name: v for v in cpu_variants(flags)}

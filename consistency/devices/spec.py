@@ -52,7 +52,7 @@ class DeviceSpec:
 
 
 class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What identifies a device, whatever number it has today.
+    """What identifies a device; its number can change.
 
     Attributes
     ----------

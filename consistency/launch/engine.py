@@ -1,4 +1,4 @@
-"""What gets captures made: the seam between planning a run and the machines that it runs on."""
+"""What makes captures: the seam between planning a run and the hosts that it runs on."""
 
 from __future__ import annotations
 
@@ -45,15 +45,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """What came of a task.
-
-    Attributes
-    ----------
-    captures : tuple of Path
-        One per host, each a folder or a ZIP file; how each worker ended is in the capture.
-    lost : tuple of str
-        One sentence for each host that delivered none.
-    """
+    """The captures of a task, one folder or ZIP file per host; `lost` has a sentence for each host without one."""
 
     captures: tuple[Path, ...]
     lost: tuple[str, ...] = ()

@@ -105,10 +105,6 @@ def bisect(
         Called with each trial.
     faults : mapping of str to str, optional
         Faults that were planted, by device, and are planted again.
-
-    Raises
-    ------
-    UsageError, CaptureError
     """
     with tempfile.TemporaryDirectory(prefix="consistency-bisect-") as scratch:
         subject = _subject(report, number, tensor, worker, Path(scratch))

@@ -85,23 +85,14 @@ def plan_of(case: Case, options: Options) -> Plan:
 
 
 def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) -> Captured:
-    """Have the plan's engine run one worker per device and load path, and leave captures at `target`.
-
-    A folder that was there is replaced only where `replace` is true.
-    """
+    """Have the plan's engine run one worker per device and load path, and leave captures at `target`."""
     waves = plan_waves(plan.case, plan.devices)
     task = Task(case=plan.case, waves=waves, limits=plan.limits, faults=plan.faults)
     return engine(plan.engine).capture(task, target, watch=watch, replace=replace)
 
 
 def capture_to(plan: Plan, target: str, *, watch: Watcher, replace: bool = False) -> Capture:
-    """Leave a capture in a folder, in one file (`….zip`), or at a URL; return what is in it.
-
-    Raises
-    ------
-    CaptureError
-        There is something at the target and `replace` does not say to replace it, or it cannot be written.
-    """
+    """Leave a capture in a folder, in one file (`….zip`), or at a URL; return what is in it."""
     sent = travels(target)
     if sent and not replace:
         refuse_to_replace(target)

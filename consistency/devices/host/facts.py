@@ -20,7 +20,6 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         As sysfs writes it: `0000:17:00.0`.
     iommu_group, iommu_type : str or None
         `DMA` and `DMA-FQ` translate, `identity` does not.
-    numa_node : int or None
     path : tuple of str
         PCI bus ids from the root down to the device itself.
     acs : dict
@@ -31,7 +30,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     counters, after : dict of str to int
         ECC, row remapping and PCIe replay counters when the run began, and those that had risen when it ended.
     nvlinks : int or None
-        How many are up.
+        Number of links that are up.
     """
 
     name: str
@@ -89,7 +88,6 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ----------
     boot_id : str or None
         Changes with each boot: a reboot can hide such faults, so two boots have to be distinguished.
-    uptime_s : float or None
     iommu_options : tuple of str
         Options on the kernel's command line that concern the IOMMU.
     iommu : str or None

@@ -31,16 +31,7 @@ def read_host(
 ) -> HostFacts:
     """Read what can be read of this host; nothing is raised, and no device itself is queried.
 
-    Parameters
-    ----------
-    devices : sequence of DeviceInfo
-        Those of the run; what has no PCI bus id is left out.
-    root : Path
-        Where `sys`, `proc` and `dev` are.
-    library : callable
-        Gives NVML, or None.
-    run : callable, optional
-        Runs a command for its output, None where it cannot.
+    A device without a PCI bus id is left out. `root` holds `sys`, `proc` and `dev`; `run` returns a command's output.
     """
     unread: dict[str, str] = {}
     log, why = read_log(root, run)
