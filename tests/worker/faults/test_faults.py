@@ -169,7 +169,7 @@ def test_wrong_bytes_show_in_what_is_computed_from_them(run_with_faults: Run) ->
     kinds = [(f.message.split(" · ")[0], f.kind) for f in errors(found)]
     assert kinds[0] == ("adapter", "zeros")
     assert {stage for stage, _ in kinds} == {"adapter", "merged", "forward", "gradient"}
-    assert all("follows from the wrong bytes" in f.message for f in errors(found)[1:])
+    assert all("caused by the wrong bytes" in f.message for f in errors(found)[1:])
     (divergence,) = found.first_divergence
     assert (divergence.stage, divergence.tensor) == ("adapter", "lora_B")
     assert divergence.layer.startswith("model.layers.0.")
