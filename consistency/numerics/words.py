@@ -20,6 +20,8 @@ class Word(enum.StrEnum):
         Names the difference; `{}` stands for the tensors, which otherwise follow as "*phrase* in *tensors*".
     computed : str
         The same for tensors that were computed rather than moved.
+    copies : str
+        What copies between devices do that leave this behind: "copies npu:0→npu:1 *deliver zeros*".
     """
 
     def __new__(cls, value: str, *_phrases: str) -> Word:
@@ -27,9 +29,10 @@ class Word(enum.StrEnum):
         member._value_ = value
         return member
 
-    def __init__(self, value: str, phrase: str = "", computed: str = "") -> None:
+    def __init__(self, value: str, phrase: str = "", computed: str = "", copies: str = "") -> None:
         self.phrase = phrase or value
         self.computed = computed or self.phrase
+        self.copies = copies or f"deliver wrong bytes ({value})"
 
     @classmethod
     def _missing_(cls, value: object) -> Word | None:
@@ -46,11 +49,14 @@ class Word(enum.StrEnum):
         return text.replace("{}", tensors) if "{}" in text else f"{text} in {tensors}"
 
     # values
-    ZEROS = "zeros", "zeros where the file is nonzero", "zeros instead of a result"
-    BIT_FLIP = "bit-flip", "single-bit flips", "single-bit flips after the computation"
-    SWAPPED = "swapped", "the bytes of another tensor"
+    ZEROS = "zeros", "zeros where the file is nonzero", "zeros instead of a result", "deliver zeros"
+    BIT_FLIP = "bit-flip", "single-bit flips", "single-bit flips after the computation", "flip single bits"
+    SWAPPED = "swapped", "the bytes of another tensor", "", "deliver the bytes of another copy in progress"
     PERMUTED = "permuted", "the right elements in a different order"
-    BLOCK = "block", "one contiguous range of wrong bytes", "one contiguous range of values that exceed tolerance"
+    BLOCK = (
+        "block", "one contiguous range of wrong bytes", "one contiguous range of values that exceed tolerance",
+        "lose one contiguous range",
+    )  # fmt: skip
     ROUNDED_TO_BF16 = (
         "rounded-to-bf16", "the file's values rounded through bfloat16", "a result rounded through bfloat16"
     )  # fmt: skip
@@ -59,9 +65,11 @@ class Word(enum.StrEnum):
     )  # fmt: skip
     ROUNDED_TO_TF32 = "rounded-to-tf32", "the file's values rounded through TF32", "a result rounded through TF32"
     RECOMPUTED = "recomputed", "values recomputed on the device while the adapter was loaded"
-    NEVER_WRITTEN = "never-written", "destinations never written"
+    NEVER_WRITTEN = (
+        "never-written", "destinations never written", "", "deliver nothing: the destination is never written"
+    )  # fmt: skip
     FRESH_INIT = "fresh-init", "values still at initialization"
-    STALE = "stale", "stale bytes that were already in memory"
+    STALE = "stale", "stale bytes that were already in memory", "", "deliver the bytes of an earlier copy"
     WRONG_SCALE = "wrong-scale", "values off by one constant factor"
     SIGNED_ZERO = "signed-zero", "zeros of the opposite sign"
     NON_FINITE = (
@@ -69,10 +77,10 @@ class Word(enum.StrEnum):
     )  # fmt: skip
     ACCUMULATION_ORDER = "accumulation-order", "a different order of accumulation"
     TF32_PRODUCTS = "tf32-products", "errors that exceed float32 tolerance but not that of TF32 products"
-    UNKNOWN = "unknown", "bitwise differences", "errors that exceed tolerance"
+    UNKNOWN = "unknown", "bitwise differences", "errors that exceed tolerance", "deliver wrong bytes"
 
     # structure
-    MISSING = "missing", "{} missing"
+    MISSING = "missing", "{} missing", "", "fail"
     UNEXPECTED = "unexpected", "{} without a counterpart"
     SHAPE = "shape", "a different shape"
     DTYPE = "dtype", "a different dtype"

@@ -22,6 +22,7 @@ def test_each_word_has_a_phrase_that_continues_a_sentence(word: Word, computed: 
     assert text.count("3 of 4 lora_B tensors") == 1
     assert re.fullmatch(r"(NaN|[a-z0-9]).*[^.,;: ]", text)
     assert "  " not in text
+    assert re.fullmatch(r"(deliver|flip|lose|fail)\b.*[^.,;: ]|fail", word.copies)
 
 
 def test_a_computed_tensor_has_a_phrase_of_its_own() -> None:

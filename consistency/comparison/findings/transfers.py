@@ -31,16 +31,6 @@ _STAGED = (HOST_STAGED, CHAIN)
 _ORDER = (DIRECT, STRIDED, CASTING, OVERLAPPED)
 _MOST_PAIRS, _MOST_DETAILS = 4, 5
 
-_DELIVER = {
-    Word.NEVER_WRITTEN: "deliver nothing: the destination is never written",
-    Word.ZEROS: "deliver zeros",
-    Word.STALE: "deliver the bytes of an earlier copy",
-    Word.SWAPPED: "deliver the bytes of another copy that was under way",
-    Word.BIT_FLIP: "flip single bits",
-    Word.BLOCK: "lose one contiguous range",
-    Word.MISSING: "fail",
-    Word.UNKNOWN: "deliver other bytes",
-}
 _ONLY = {
     STRIDED: "when they are strided",
     CASTING: "when they cast",
@@ -194,7 +184,7 @@ def _finding(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: Host
             if (pair[0], via) in pairs or (via, pair[1]) in pairs:
                 seen += cell.wrong[kind]
     why = reasons(host_facts, pairs, no_peer_access=[pair for pair in pairs if cells[pair].no_peer_access])
-    parts = [f"copies {_arrows(pairs)} {_DELIVER.get(word, f'deliver wrong bytes ({word})')}{_when(cells, pairs)}"]
+    parts = [f"copies {_arrows(pairs)} {word.copies}{_when(cells, pairs)}"]
     parts += [*_fine(matrix, pairs), *(reason.text for reason in why)]
     return Finding(
         kind=word,
