@@ -82,7 +82,7 @@ def test_devices_alone_are_consistent(faulty: RunOnDouble) -> None:
 def test_default_road_through_device_0_is_a_warning(faulty: RunOnDouble) -> None:
     warned = [f for f in faulty.comparison.findings if f.severity == "warning"]
     assert {(f.kind, f.workers) for f in warned} == {("touched", ("npu:1", "npu:2", "npu:3"))}
-    assert "loading the adapter allocated 256.0 KiB on npu:0 and released it on load path shared" in warned[0].message
+    assert "loading the adapter allocated 256 KiB on npu:0 and released it on load path shared" in warned[0].message
 
 
 def test_every_worker_met_the_device_that_was_meant(faulty: RunOnDouble) -> None:

@@ -204,7 +204,7 @@ def test_loss_of_the_worker_that_makes_the_reference_blocks_the_others(run_with_
     assert found.exit_status == 3
     rows = [row for t in found.tensors if t.stage == "forward" for row in t.rows if row.worker == FAULTY]
     assert {row.status for row in rows} == {"blocked"}
-    assert "cpu, which makes it, is gone" in (rows[0].reason or "")
+    assert "cpu, which computes it, is lost" in (rows[0].reason or "")
 
 
 def test_bits_that_do_not_repeat(run_with_faults: Run, finished_run: FinishedRun) -> None:

@@ -42,10 +42,11 @@ class Recorder:
     def wants(self, *_: str) -> bool:
         return True
 
-    def absent(self, **fields: Any) -> None:
-        self.said.append(fields)
+    def absent(self, stage: str, layer: str, tensor: str, **fields: Any) -> None:
+        self.said.append({"stage": stage, "layer": layer, "tensor": tensor, **fields})
 
-    computed = absent
+    def computed(self, stage: str, layer: str, tensor: str, **fields: Any) -> None:
+        self.absent(stage, layer, tensor, **{"status": "measured", **fields})
 
 
 class Made:
