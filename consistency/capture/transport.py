@@ -119,7 +119,7 @@ def remote_errors(what: str, where: str) -> Iterator[None]:
         yield
     except CaptureError:
         raise
-    except Exception as error:
+    except Exception as error:  # the stores of fsspec raise kinds of their own
         raise CaptureError(what, where=where, got=error) from None
 
 

@@ -75,7 +75,7 @@ RunsOnDouble = Callable[..., RunOnDouble]
 
 
 def shared_temp(factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of this session, the same one for all processes of pytest-xdist."""
+    """Return a folder of this test run, the same one for all processes of pytest-xdist."""
     own = factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
