@@ -167,6 +167,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths": "
         Where a baseline accepts it: its original severity, when, and why.
     load_paths : tuple of str
         The load paths with mismatches.
+    general : str or None
+        The message without counts and layers, where it has them: equal in cases that have the cause in common.
     """
 
     kind: str
@@ -179,6 +181,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths": "
     state: str | None = None
     accepted: str | None = None
     load_paths: tuple[str, ...] = ()
+    general: str | None = None
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):

@@ -50,7 +50,7 @@ class Cell:
 
     def take_ratio(self, ratio: float | None) -> None:
         """Note a `bound_ratio`, if it is the largest so far."""
-        if ratio is not None and (self.worst_ratio is None or math.isnan(ratio) or ratio > self.worst_ratio):
+        if ratio is not None and is_larger(ratio, self.worst_ratio):
             self.worst_ratio = float(ratio)
 
 
@@ -170,6 +170,11 @@ def worst_ratio(comparison: Comparison) -> float | None:
     if not ratios:
         return None
     return math.nan if any(math.isnan(r) for r in ratios) else max(ratios)
+
+
+def is_larger(ratio: float, known: float | None) -> bool:
+    """Return whether a `bound_ratio` is larger than the largest so far; NaN is larger than any number."""
+    return known is None or math.isnan(ratio) or ratio > known
 
 
 def badness(row: Row) -> tuple[int, float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from consistency.capture.names import SETTINGS_LAYER, WHOLE_MODEL
-from consistency.capture.wording import some
+from consistency.capture.wording import listed, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.comparison.findings.details import describe
@@ -91,13 +91,13 @@ def find_causes(
         same = [wrong[t.name][path] for t in group.tensors for path in load_paths if path in wrong[t.name]]
         software = is_software(same, cause.workers)
         total = totals.get((cause.stage, group.tensors[0].load_path), Counter())
+        opening = f"{cause.stage} · {some(cause.workers)} · "
+        ending = cause.verdict.where + _why(cause, group, same, software=software) + _origin(cause, group, moved)
         yield Finding(
             kind=cause.word,
             severity="warning" if software else "error",
-            message=(
-                f"{cause.stage} · {some(cause.workers)} · {_what(cause, group, total)}{cause.verdict.where}"
-                f"{_why(cause, group, same, software=software)}{_origin(cause, group, moved)}"
-            ),
+            message=f"{opening}{_what(cause, group, _how_many(group, total))}{ending}",
+            general=f"{opening}{_what(cause, group, _names(group))}{ending}",
             workers=cause.workers,
             tensors=tuple(t.name for t in group.tensors),
             detail=tuple(
@@ -157,7 +157,7 @@ def _totals(tensors: Sequence[TensorComparison]) -> dict[tuple[str, str], Counte
     return totals
 
 
-def _what(cause: _Cause, group: _Group, totals: Counter[str]) -> str:
+def _what(cause: _Cause, group: _Group, tensors: str) -> str:
     """Name the difference and the tensors; of facts, the workers' own sentences, which are more exact."""
     if group.rule == Rule.LIMIT:
         reasons = list(dict.fromkeys(row.reason for row in group.samples if row.reason))
@@ -166,7 +166,13 @@ def _what(cause: _Cause, group: _Group, totals: Counter[str]) -> str:
         if reasons:
             return "; ".join(reasons)
     computed = group.rule in (Rule.BOUND, Rule.RELATIVE, Rule.USER)
-    return cause.word.about(_how_many(group, totals), computed=computed)
+    return cause.word.about(tensors, computed=computed)
+
+
+def _names(group: _Group) -> str:
+    """Name the tensors without counting them: `lora_A and lora_B tensors`."""
+    names = sorted({tensor.tensor for tensor in group.tensors})
+    return f"{listed(names) if len(names) <= _MOST_SENTENCES else 'several'} tensors"
 
 
 def _how_many(group: _Group, totals: Counter[str]) -> str:

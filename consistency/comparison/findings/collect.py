@@ -77,6 +77,7 @@ def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             kind="lost-worker" if status == "lost" else "failed-worker",
             severity="error",
             message=f"{some([_place(p) for p in lost])} {verb}: {reason}",
+            general=f"{some([_place(p) for p in lost])} {verb}: {(reason or '').partition(';')[0]}",
             workers=tuple(p.label for p in lost),
             detail=tuple((stack or "").splitlines()[-12:]),
         )
@@ -150,6 +151,7 @@ def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
                 f"{stage} · {some(workers)} · {counted(len(same), 'tensor')} changed bitwise on a repeat run on the "
                 "same device"
             ),
+            general=f"{stage} · {some(workers)} · tensors changed bitwise on a repeat run on the same device",
             workers=tuple(workers),
             tensors=tuple(dict.fromkeys(same)),
         )
@@ -178,6 +180,7 @@ def _same_program(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCo
                         f"{stage} · {some(labels)} are the same model with the same software, but differ bitwise "
                         f"in {counted(len(differing), 'tensor')}"
                     ),
+                    general=f"{stage} · {some(labels)} are the same model with the same software, but differ bitwise",
                     workers=labels,
                     tensors=tuple(tensor_name(*key) for key in differing),
                     detail=(f"first: {tensor_name(*differing[0])}",),
@@ -204,6 +207,7 @@ def _skipped(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
             kind="skipped",
             severity="note",
             message=f"{stage} · {what} skipped on {some(list(by_worker))}: {reason}",
+            general=f"{stage} · skipped on {some(list(by_worker))}: {reason}",
             workers=tuple(by_worker),
             tensors=tuple(where),
         )

@@ -133,6 +133,7 @@ def _finding(worker: WorkerRecord, since: str, differing: Mapping[str, Sequence[
             f"drift · {device} · {where} tensors differ bitwise from the run of {since[:16].replace('T', ' ')}: "
             "same inputs, same software"
         ),
+        general=f"drift · {device} · {', '.join(differing)} tensors differ bitwise from an earlier run",
         workers=(worker.name,),
         tensors=tuple(tensors),
         detail=tuple(tensors[:_MOST_DETAILS]),

@@ -1,0 +1,256 @@
+"""The result of a suite, as values: what is kept of each case, and the findings that cases have in common.
+
+A `Comparison` holds a row per tensor and worker. A suite of a hundred cases keeps of each one what a line and a finding
+need; the rest is in the case's own report.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from consistency.capture.wording import counted, listed
+from consistency.comparison.result import Severity, Status, Verdict
+from consistency.numerics.real import Real
+
+SuiteVerdict = Verdict | Literal["unchecked"]
+"""`unchecked`: the input of a case could not be used, and nothing worse was found."""
+
+UNCHECKED = "unchecked"
+"""Kind of the finding that the input of a case cannot be used; it stands in no report of a case."""
+
+_SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+_WORST_FIRST: tuple[SuiteVerdict, ...] = ("incomplete", "inconsistent", "unchecked", "consistent")
+_EXIT_STATUS: dict[SuiteVerdict, int] = {"consistent": 0, "inconsistent": 1, "unchecked": 2, "incomplete": 3}
+_NUMBER_OF: dict[SuiteVerdict, tuple[str, str]] = {
+    "incomplete": ("is incomplete", "are incomplete"),
+    "inconsistent": ("is inconsistent", "are inconsistent"),
+    "unchecked": ("could not be checked", "could not be checked"),
+    "consistent": ("is consistent", "are consistent"),
+}
+
+
+class CaseFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """A finding of one case.
+
+    Attributes
+    ----------
+    number : int
+        Place in the case's report, from 1, as `consistency reproduce --finding` takes it.
+    general : str
+        The message without what belongs to this case alone; equal where cases have a cause in common.
+    tensors : int
+        How many tensors it concerns.
+    """
+
+    number: int
+    kind: str
+    severity: Severity
+    message: str
+    general: str
+    workers: tuple[str, ...] = ()
+    tensors: int = 0
+    detail: tuple[str, ...] = ()
+    next: str | None = None
+
+
+class CaseStage(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage of a case, over all workers and load paths.
+
+    Attributes
+    ----------
+    status : str
+        The worst of any tensor.
+    counts : dict of str to int
+        Tensors by the worst status that they have on any worker.
+    worst_ratio : float or None
+        Largest error/tolerance, NaN before any number; None where nothing has a tolerance.
+    worst_tensor, worst_worker : str or None
+        `stage::layer.tensor` and worker of that ratio.
+    first_bad : str or None
+        Layer of the first tensor with a mismatch.
+    """
+
+    stage: str
+    status: Status
+    counts: dict[str, int]
+    worst_ratio: Real | None = None
+    worst_tensor: str | None = None
+    worst_worker: str | None = None
+    first_bad: str | None = None
+
+
+class CaseWorker(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
+    """One worker of a case."""
+
+    name: str
+    load_path: str
+    architecture: str
+    model: str
+    status: str
+    reason: str | None = None
+    simulated: bool = False
+
+
+class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a suite keeps of a case.
+
+    Attributes
+    ----------
+    folder : str
+        Of the case's report and captures, relative to the folder of the suite: `cases/NAME`.
+    headline : str
+        The verdict in one sentence.
+    error : str or None
+        Why the case could not be checked: its input cannot be used.
+    """
+
+    name: str
+    folder: str
+    verdict: SuiteVerdict
+    headline: str
+    base: str = ""
+    adapter: str | None = None
+    dtype: str = ""
+    level: str = ""
+    elapsed_s: float = 0.0
+    error: str | None = None
+    findings: tuple[CaseFinding, ...] = ()
+    stages: tuple[CaseStage, ...] = ()
+    workers: tuple[CaseWorker, ...] = ()
+    not_looked_at: tuple[str, ...] = ()
+
+    @classmethod
+    def of_error(
+        cls, name: str, folder: str, error: Exception, *, base: str = "", adapter: str | None = None, dtype: str = "",
+        elapsed_s: float = 0.0,
+    ) -> CaseResult:  # fmt: skip
+        """Return the result of a case whose input cannot be used."""
+        text = str(error)
+        return cls(
+            name=name, folder=folder, verdict="unchecked", headline=(text.splitlines() or ["no message"])[0], base=base,
+            adapter=adapter, dtype=dtype, error=text, elapsed_s=elapsed_s,
+        )  # fmt: skip
+
+
+class SuiteFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """A finding that one or more cases have.
+
+    Attributes
+    ----------
+    cases : tuple of str
+        Names of the cases.
+    numbers : tuple of int
+        Number of the finding in the report of each of them; 0 where it has no report.
+    """
+
+    kind: str
+    severity: Severity
+    message: str
+    workers: tuple[str, ...]
+    cases: tuple[str, ...]
+    numbers: tuple[int, ...]
+    detail: tuple[str, ...] = ()
+
+
+class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a suite found.
+
+    Attributes
+    ----------
+    name : str
+        Of the suite.
+    created : str
+        When it ended: ISO 8601, UTC.
+    """
+
+    name: str
+    cases: tuple[CaseResult, ...]
+    elapsed_s: float
+    created: str = msgspec.field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat("T", "seconds"))
+
+    @property
+    def verdict(self) -> SuiteVerdict:
+        """Return the worst verdict of any case."""
+        return min((case.verdict for case in self.cases), key=_WORST_FIRST.index, default="consistent")
+
+    @property
+    def exit_status(self) -> int:
+        """Return 3 where a case is incomplete, else 1 where one is inconsistent, else 2 where one was not checked."""
+        return _EXIT_STATUS[self.verdict]
+
+    @property
+    def counts(self) -> dict[SuiteVerdict, int]:
+        """Return the number of cases by verdict, the worst first."""
+        counts = {verdict: sum(case.verdict == verdict for case in self.cases) for verdict in _WORST_FIRST}
+        return {verdict: count for verdict, count in counts.items() if count}
+
+    @property
+    def simulated(self) -> bool:
+        return any(worker.simulated for case in self.cases for worker in case.workers)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Return the names of all workers."""
+        return tuple(dict.fromkeys(worker.name for case in self.cases for worker in case.workers))
+
+    @property
+    def sentence(self) -> str:
+        """Return the verdict in one sentence."""
+        total = len(self.cases)
+        counts = self.counts
+        if set(counts) <= {"consistent"}:
+            return "the case is consistent" if total == 1 else f"all {total} cases are consistent"
+        texts = [f"{n} {_NUMBER_OF[verdict][n > 1]}" for verdict, n in counts.items()]
+        first = next(iter(counts.values()))
+        return listed([f"{first} of {counted(total, 'case')}{texts[0].removeprefix(str(first))}", *texts[1:]])
+
+
+def worst_first(cases: Sequence[CaseResult]) -> list[CaseResult]:
+    """Return cases by verdict, the worst first, otherwise in their order."""
+    return sorted(cases, key=lambda case: _WORST_FIRST.index(case.verdict))
+
+
+def common_findings(cases: Sequence[CaseResult]) -> tuple[SuiteFinding, ...]:
+    """Return the findings of all cases, one for each cause: the most severe first, then those of most cases.
+
+    A cause is the same where kind, severity, workers and the general message are: *cuda:1 · zeros in lora_B tensors*
+    is one finding, and not 57, where 57 of 100 cases have it.
+    """
+    same: dict[tuple[object, ...], list[tuple[str, CaseFinding]]] = {}
+    for case in cases:
+        for finding in (*_of_error(case), *case.findings):
+            key = (finding.kind, finding.severity, finding.workers, finding.general)
+            same.setdefault(key, []).append((case.name, finding))
+    found = []
+    for members in same.values():
+        names = tuple(name for name, _ in members)
+        first = members[0][1]
+        several = len(set(names)) > 1
+        where = f"{len(set(names))} of {len(cases)} cases" if several else f"case {names[0]}"
+        found.append(
+            SuiteFinding(
+                kind=first.kind,
+                severity=first.severity,
+                message=f"{where} · {first.general if several else first.message}",
+                workers=first.workers,
+                cases=names,
+                numbers=tuple(finding.number for _, finding in members),
+                detail=first.detail,
+            )
+        )
+    return tuple(sorted(found, key=lambda finding: (_SEVERITIES.index(finding.severity), -len(finding.cases))))
+
+
+def _of_error(case: CaseResult) -> tuple[CaseFinding, ...]:
+    if case.error is None:
+        return ()
+    detail = tuple(case.error.splitlines()[1:])
+    finding = CaseFinding(
+        number=0, kind=UNCHECKED, severity="error", message=f"could not be checked: {case.headline}",
+        general=f"could not be checked: {case.headline}", detail=detail,
+    )  # fmt: skip
+    return (finding,)

@@ -1,0 +1,1 @@
+"""The report of a suite: one line per case, and findings that cases have in common once."""

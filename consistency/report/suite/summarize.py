@@ -1,0 +1,91 @@
+"""What a suite keeps of a comparison: values that hold nothing of it, so that its memory is free for the next case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from consistency.comparison.result import BAD, Comparison, TensorComparison
+from consistency.comparison.suite import CaseFinding, CaseResult, CaseStage, CaseWorker
+from consistency.numerics.real import Real
+from consistency.report.sentences import sentence
+from consistency.report.summary import badness, is_larger, stages
+
+_MOST_DETAILS = 3  # lines of evidence; the case's own report has all
+
+
+def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) -> CaseResult:
+    """Return what a suite keeps of a case.
+
+    Parameters
+    ----------
+    name : str
+        Of the case in the suite.
+    folder : str
+        Of its report, relative to the suite's: `cases/NAME`.
+    elapsed_s : float
+        What the case took of all workers' time.
+    """
+    by_stage: dict[str, list[TensorComparison]] = {stage: [] for stage in stages(comparison)}
+    for tensor in comparison.tensors:
+        by_stage[tensor.stage].append(tensor)
+    return CaseResult(
+        name=name,
+        folder=folder,
+        verdict=comparison.verdict,
+        headline=sentence(comparison),
+        base=comparison.base,
+        adapter=comparison.adapter,
+        dtype=comparison.dtype,
+        level=comparison.level,
+        elapsed_s=elapsed_s,
+        findings=tuple(_findings(comparison)),
+        stages=tuple(_stage(stage, tensors) for stage, tensors in by_stage.items()),
+        workers=tuple(
+            CaseWorker(
+                name=worker.name, load_path=worker.load_path, architecture=worker.architecture, model=worker.model,
+                status=worker.status, reason=worker.reason, simulated=worker.simulated,
+            )
+            for worker in comparison.workers
+        ),
+        not_looked_at=comparison.not_looked_at,
+    )  # fmt: skip
+
+
+def _findings(comparison: Comparison) -> Iterator[CaseFinding]:
+    for number, finding in enumerate(comparison.findings, start=1):
+        yield CaseFinding(
+            number=number,
+            kind=finding.kind,
+            severity=finding.severity,
+            message=finding.message,
+            general=finding.general or finding.message,
+            workers=finding.workers,
+            tensors=len(finding.tensors),
+            detail=finding.detail[:_MOST_DETAILS],
+            next=finding.next,
+        )
+
+
+def _stage(stage: str, tensors: list[TensorComparison]) -> CaseStage:
+    """Return a stage's worst status, and its worst ratio with its place."""
+    counts: dict[str, int] = {}
+    worst, worst_ratio, place, worker, first_bad = None, None, None, None, None
+    for tensor in tensors:
+        row = max(tensor.rows, key=badness)
+        counts[row.status] = counts.get(row.status, 0) + 1
+        if worst is None or badness(row)[0] > badness(worst)[0]:
+            worst = row
+        if row.status in BAD and first_bad is None:
+            first_bad = tensor.layer
+        for one in tensor.rows:
+            if one.bound_ratio is not None and is_larger(one.bound_ratio, worst_ratio):
+                worst_ratio, place, worker = one.bound_ratio, tensor.name, one.worker
+    return CaseStage(
+        stage=stage,
+        status="skipped" if worst is None else worst.status,
+        counts=counts,
+        worst_ratio=None if worst_ratio is None else Real(worst_ratio),
+        worst_tensor=place,
+        worst_worker=worker,
+        first_bad=first_bad,
+    )

@@ -1,0 +1,81 @@
+"""What a suite keeps of a comparison."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import msgspec
+
+from consistency.capture.json_codec import decode_json, encode_json
+from consistency.comparison.findings.causes import find_causes
+from consistency.comparison.suite import CaseResult
+from consistency.report.suite.summarize import summarize
+from tests.report.made_comparisons import ALL, comparison, faulty, tensor
+from tests.report.suite.made_suites import case, lost
+
+
+def test_a_case_keeps_findings_stages_and_workers() -> None:
+    kept = case("lora", faulty())
+    assert (kept.name, kept.folder, kept.verdict, kept.elapsed_s) == ("lora", "cases/lora", "inconsistent", 1.5)
+    assert kept.headline == "adapter · cuda:1 · zeros in 3 of 3 lora_B tensors"
+    assert [(f.number, f.kind, f.tensors) for f in kept.findings] == [(1, "zeros", 3), (2, "skipped", 0)]
+    stages = {stage.stage: stage for stage in kept.stages}
+    assert list(stages) == ["base", "adapter", "merged"]
+    assert (stages["base"].status, stages["base"].counts, stages["base"].worst_ratio) == ("equal", {"equal": 3}, None)
+    assert (stages["adapter"].status, stages["adapter"].counts) == ("outside", {"outside": 3})
+    assert stages["adapter"].first_bad == "model.layers.0.mlp"
+    assert (stages["merged"].status, stages["merged"].worst_ratio) == ("within", 0.3)
+    assert stages["merged"].worst_tensor == "merged::model.layers.0.mlp.lora_B"
+    assert [worker.name for worker in kept.workers] == ALL
+
+
+def test_nan_is_worse_than_any_number() -> None:
+    ratios = (2.0, math.nan, 3.0)
+    kept = case("x", comparison([tensor([ALL], ratio=r, layer=f"layers.{i}") for i, r in enumerate(ratios)]))
+    (stage,) = kept.stages
+    assert stage.worst_ratio is not None
+    assert math.isnan(stage.worst_ratio)
+    assert stage.worst_tensor == "adapter::layers.1.lora_B"
+
+
+def test_the_worst_worker_of_a_tensor_counts() -> None:
+    mixed = tensor([ALL[:3], ALL[3:]], statuses={"cuda:2": "outside"})
+    kept = case("x", comparison([mixed, tensor([ALL], layer="layers.1")]))
+    assert kept.stages[0].counts == {"outside": 1, "equal": 1}
+
+
+def test_a_lost_worker_keeps_its_reason() -> None:
+    kept = case("x", lost())
+    assert kept.verdict == "incomplete"
+    assert ("lost", "was killed by SIGKILL; last event: merged") in [(w.status, w.reason) for w in kept.workers]
+
+
+def test_nothing_of_the_comparison_is_kept() -> None:
+    """A hundred comparisons would not fit in memory."""
+
+    class Watched(list[object]):
+        pass
+
+    rows = Watched()
+    found = msgspec.structs.replace(faulty(), tensors=tuple(faulty().tensors))
+    found.tensors[0].rows[0].evidence["watched"] = rows
+    gone = weakref.ref(rows)
+    kept = summarize("x", "cases/x", found, 1.0)
+    del rows, found
+    gc.collect()
+    assert gone() is None
+    assert decode_json(encode_json(kept), CaseResult) == kept
+
+
+def test_messages_of_causes_have_a_general_form() -> None:
+    """Cases of different depth have the same one."""
+    classes = [["cpu", "cuda:0", "cuda:2"], ["cuda:1"]]
+    forms = set()
+    for layers in (1, 2, 5):
+        tensors = [tensor(classes, layer=f"layers.{i}", statuses={"cuda:1": "outside"}) for i in range(layers)]
+        (finding,) = find_causes([*tensors, tensor([ALL], layer="layers.9")], next_step=lambda _: None)
+        assert finding.general != finding.message
+        forms.add(finding.general)
+    assert forms == {"adapter · cuda:1 · zeros where the file is nonzero in lora_B tensors"}
