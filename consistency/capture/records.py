@@ -147,7 +147,7 @@ class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that a stage used on the host and on the device.
+    """Memory that a stage used on the host and on the device, and its time.
 
     Attributes
     ----------
@@ -159,6 +159,11 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     device_resident_bytes, device_peak_bytes : int or None
         What tensors hold on the worker's device at its end, and at most during it, by the backend's allocator; None on
         the CPU and where the backend does not tell.
+    host_private_bytes : int or None
+        The part of the resident size at its end that no other process can share: all but mapped files. None where the
+        system does not report it.
+    elapsed_s, processor_s : float or None
+        Wall time, and processor time of all threads; None in captures of versions that did not record them.
     """
 
     stage: str
@@ -166,6 +171,9 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     host_peak_bytes: int
     device_resident_bytes: int | None = None
     device_peak_bytes: int | None = None
+    host_private_bytes: int | None = None
+    elapsed_s: float | None = None
+    processor_s: float | None = None
 
 
 class WorkerFacts(DeviceIdentity, frozen=True, kw_only=True, rename={"load_path": "road"}):

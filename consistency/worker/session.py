@@ -123,6 +123,7 @@ class Session:
         changed = base.rewritten(context)
         if checks_base:
             base.look_again(context, changed)
+        self._check("base, after the adapter")
         return dataclasses.replace(context, model=model, expected=expected, rewritten=frozenset(changed))
 
     def _begin(self, stage: str) -> None:

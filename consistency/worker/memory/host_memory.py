@@ -27,6 +27,11 @@ def resident_bytes() -> int:
     return peak_bytes() if resident is None else resident
 
 
+def private_bytes() -> int | None:
+    """Return the part of the resident size that maps no file; None where the system does not report it."""
+    return _field("/proc/self/status", "RssAnon:")
+
+
 def reset_peak() -> bool:
     """Restart `peak_bytes` from the current resident size; report whether the system can do that."""
     try:

@@ -1,11 +1,13 @@
-"""Host and device memory that each stage takes."""
+"""Host and device memory, and time, that each stage takes."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 
 from consistency.capture.records import StageMemory
-from consistency.worker.memory.host_memory import peak_bytes, reset_peak, resident_bytes
+from consistency.worker.memory.host_memory import peak_bytes, private_bytes, reset_peak, resident_bytes
 from consistency.worker.memory.placement import Allocator
 
 
@@ -17,6 +19,7 @@ class StageMemoryLog:
         self._allocator = None if device.type == "cpu" else Allocator(device.type)
         self._whole_peak = peak_bytes()
         self._host_peak = self._device_peak = 0
+        self._began_s, self._processor_s = time.monotonic(), time.process_time()
 
     @property
     def peak_bytes(self) -> int:
@@ -30,6 +33,7 @@ class StageMemoryLog:
         self._host_peak = self._device_peak = 0
         if self._allocator is not None:
             self._allocator.reset_peak(self._device)
+        self._began_s, self._processor_s = time.monotonic(), time.process_time()
 
     def keep(self) -> None:
         """Note the marks; to be called before one is reset within a stage."""
@@ -39,6 +43,7 @@ class StageMemoryLog:
             self._device_peak = max(self._device_peak, self._allocator.figures(self._device).peak_allocated or 0)
 
     def end(self, stage: str) -> StageMemory:
+        elapsed_s, processor_s = time.monotonic() - self._began_s, time.process_time() - self._processor_s
         self.keep()
         resident = resident_bytes()
         device = None if self._allocator is None else self._allocator.figures(self._device)
@@ -48,4 +53,7 @@ class StageMemoryLog:
             host_peak_bytes=max(resident, self._host_peak),
             device_resident_bytes=None if device is None else device.allocated,
             device_peak_bytes=None if device is None or device.peak_allocated is None else self._device_peak,
+            host_private_bytes=private_bytes(),
+            elapsed_s=elapsed_s,
+            processor_s=processor_s,
         )
