@@ -6,6 +6,7 @@ Its settings are four devices of the architectures A, A, B and C with 1 MiB of m
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -279,6 +280,19 @@ def test_out_of_memory() -> None:
     torch.empty(MEMORY_BYTES // 2, dtype=torch.uint8, device="npu:1")
     del half
     torch.empty(MEMORY_BYTES // 2 + 1, dtype=torch.uint8, device="npu:0")  # what lay in the cache is given back first
+
+
+def test_memory_is_not_the_processs_own() -> None:
+    def shared_bytes() -> int:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem:"))
+
+    before = shared_bytes()
+    there = numbers(3 * 64 * KIB).to("npu:0")
+    assert shared_bytes() - before == there.nbytes
+    del there
+    npu.empty_cache()
+    assert shared_bytes() == before
 
 
 def test_pinned_memory_is_the_hosts() -> None:

@@ -1,6 +1,7 @@
 // Each device's own memory: a caching allocator as accelerators have one, with its peaks, its limit and its poison.
 #pragma once
 #include <c10/core/CachingDeviceAllocator.h>
+#include <sys/mman.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +13,29 @@
 namespace simulated {
 
 constexpr size_t kGranularity = 512;  // torch's caching allocators hand out multiples of it
+
+// Larger blocks are shared mappings, which the kernel counts apart from the process's own memory (RssShmem, not
+// RssAnon), as a real device's memory is apart from the host's. A mapping takes whole pages, and a process may have
+// 65530 of them, so smaller blocks come from the heap.
+constexpr size_t kMapped = 64 << 10;
+
+inline void* map_or_allocate(size_t bytes) {  // null where there is no more
+  if (bytes >= kMapped) {
+    void* place = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    return place == MAP_FAILED ? nullptr : place;
+  }
+  void* place = nullptr;
+  if (posix_memalign(&place, 64, bytes) != 0) return nullptr;
+  std::memset(place, 0, bytes);  // what a driver hands out is no other process's
+  return place;
+}
+
+inline void unmap_or_free(void* place, size_t bytes) {
+  if (bytes >= kMapped)
+    munmap(place, bytes);
+  else
+    std::free(place);
+}
 
 struct Usage {
   size_t allocated = 0, peak_allocated = 0, reserved = 0, peak_reserved = 0;
@@ -118,12 +142,11 @@ class Memory final : public c10::DeviceAllocator {
     auto& usage = usages_[index];
     auto limit = models()[static_cast<size_t>(index)].memory_bytes;
     if (usage.reserved + bytes > limit) drop_cached(index);
-    void* place = nullptr;
-    if (usage.reserved + bytes > limit || posix_memalign(&place, 64, bytes) != 0)
+    void* place = usage.reserved + bytes > limit ? nullptr : map_or_allocate(bytes);
+    if (place == nullptr)
       TORCH_CHECK_WITH(OutOfMemoryError, false, "simulated accelerator out of memory. Tried to allocate ", bytes,
                        " bytes. Device ", index, " has a total capacity of ", limit, " bytes of which ",
                        limit - usage.reserved, " bytes are free.");
-    std::memset(place, 0, bytes);  // what a driver hands out is no other process's
     usage.reserved += bytes;
     usage.peak_reserved = std::max(usage.peak_reserved, usage.reserved);
     return place;
@@ -132,7 +155,7 @@ class Memory final : public c10::DeviceAllocator {
   void drop_cached(int index) {
     for (auto& [bytes, place] : cached_[index]) {
       usages_[index].reserved -= bytes;
-      std::free(place);
+      unmap_or_free(place, bytes);
     }
     cached_[index].clear();
   }
