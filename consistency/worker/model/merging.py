@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def merged(layer: Any, *, safe: bool) -> Iterator[torch.Tensor]:
-    """Merge one layer by PEFT's own code, yield the merged weight, and restore the layer to the bit at the end."""
+    """Merge one layer by PEFT's own code, yield the merged weight, and restore the layer to the bit at the end.
+
+    The weight has storage of its own, and stays as it is after that.
+    """
     with restored(layer):
         layer.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
         yield weight_of(layer)
@@ -33,17 +37,24 @@ def merged(layer: Any, *, safe: bool) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def restored(layer: Any) -> Iterator[None]:
-    """Unmerge one layer at the end, and restore its weights to the bit."""
-    base = layer.get_base_layer()
-    kept = [(p, p.data, p.detach().clone()) for p in base.parameters(recurse=False)]
+    """Let a merge write into copies of a layer's weights, and restore the layer to the bit at the end.
+
+    The storage of the model is never written: its pages are mapped from the weight files, and each that is written
+    becomes private memory; a tied weight shares it. PEFT does not unmerge, which would compute the delta once more and
+    round: what a merge changes besides is attributes of modules, and they are put back.
+    """
+    # the copies are held to the end, so that a merge that puts another weight in their place frees nothing
+    kept = [(parameter, parameter.data, parameter.detach().clone()) for parameter in _merged_into(layer)]
+    put_back = [_attributes(module) for module in layer.modules()]
     with torch.no_grad():
         try:
+            for parameter, _, copied in kept:
+                parameter.data = copied
             yield
         finally:
-            if layer.merged_adapters:
-                layer.unmerge()
-            for parameter, data, copied in kept:
-                data.copy_(copied)
+            for restore in put_back:
+                restore()
+            for parameter, data, _ in kept:
                 parameter.data = data  # the storage it had, which a tied weight shares
 
 
@@ -52,3 +63,29 @@ def weight_of(layer: Any) -> torch.Tensor:
     weight = layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
     assert isinstance(weight, torch.Tensor)
     return weight.detach()
+
+
+def _merged_into(layer: Any) -> list[torch.nn.Parameter]:
+    """Return the parameters that a merge may write: of a wrapped parameter, not the other experts' beside it."""
+    return [layer.get_param()] if hasattr(layer, "get_param") else list(layer.get_base_layer().parameters())
+
+
+def _attributes(module: torch.nn.Module) -> Callable[[], None]:
+    """Return a function that puts back a module's attributes, and what lists, dictionaries and records of them hold.
+
+    Merged adapters are such a list; caches, parameters, buffers and submodules such dictionaries; the state of a
+    quantized layer such a record.
+    """
+    own = vars(module)
+    held: list[tuple[Any, Any]] = [(own, dict(own))]
+    for value in own.values():
+        content = vars(value) if is_dataclass(value) and not isinstance(value, type) else value
+        if isinstance(content, (list, dict)):
+            held.append((content, content.copy()))
+
+    def restore() -> None:
+        for container, content in held:
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
+
+    return restore

@@ -4,8 +4,8 @@ A LoRA merge is compared per element, by the derived bound, with the exact value
 the files. A method without a closed form is compared with the same PEFT code run in float64 on the CPU. A user's
 tolerance replaces either rule, around the same exact values.
 
-The model is left as it was, to the bit: a layer is merged, checked, unmerged, and its weight restored from a copy, so
-besides the model there is one copy of one layer's weight.
+The model is left as it was, to the bit: a layer is merged into a copy of its weight (`worker/model/merging.py`), so
+besides the model there are a few copies of one layer's weight.
 """
 
 from __future__ import annotations
