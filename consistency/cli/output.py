@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from consistency.report.formats import Chosen, View, formats
+from consistency.report.formats import Chosen, Subject, View, formats
 
 if TYPE_CHECKING:
     from consistency.comparison.history.baseline import Baseline
     from consistency.comparison.result import Comparison
+    from consistency.comparison.suite import SuiteResult
 
 
 def add_output_options(parser: argparse.ArgumentParser, out: str, *, json: str, required: bool = False) -> None:
@@ -51,15 +52,21 @@ def print_json(value: object) -> None:
     sys.stdout.buffer.write(encode_json(value, indent=1) + b"\n")
 
 
-def show(parsed: argparse.Namespace, comparison: Comparison, *, elapsed_s: float | None = None) -> None:
-    """Print a comparison in the format that was asked for, and write the files that were asked for."""
+def show(
+    parsed: argparse.Namespace,
+    found: Comparison | SuiteResult,
+    *,
+    subject: Subject = Subject.RUN,
+    elapsed_s: float | None = None,
+) -> None:
+    """Print a comparison, or a suite, in the format that was asked for, and write the files that were asked for."""
     from consistency.capture.writer import write_whole
 
     folder = None if parsed.out is None else str(parsed.out)
     view = View(elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
-    for row in formats(Chosen.OPTION):
+    for row in formats(Chosen.OPTION, subject):
         if (path := getattr(parsed, row.name)) is not None:
-            write_whole(path, row.render(comparison, view))
+            write_whole(path, row.render(found, view))
     printed = "json" if parsed.json else parsed.format
-    row = next(row for row in formats(Chosen.FORMAT) if row.name == printed)
-    sys.stdout.buffer.writelines(row.render(comparison, view))
+    row = next(row for row in formats(Chosen.FORMAT, subject) if row.name == printed)
+    sys.stdout.buffer.writelines(row.render(found, view))

@@ -42,6 +42,8 @@ class CaseFinding(msgspec.Struct, frozen=True, kw_only=True):
         Place in the case's report, from 1, as `consistency reproduce --finding` takes it.
     general : str
         The message without what belongs to this case alone; equal where cases have a cause in common.
+    stages : tuple of str
+        Of its tensors.
     tensors : int
         How many tensors it concerns.
     """
@@ -52,6 +54,7 @@ class CaseFinding(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     general: str
     workers: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()
     tensors: int = 0
     detail: tuple[str, ...] = ()
     next: str | None = None
@@ -63,7 +66,7 @@ class CaseStage(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     status : str
-        The worst of any tensor.
+        The worst of any tensor; `skipped` only where nothing was compared.
     counts : dict of str to int
         Tensors by the worst status that they have on any worker.
     worst_ratio : float or None
@@ -72,6 +75,8 @@ class CaseStage(msgspec.Struct, frozen=True, kw_only=True):
         `stage::layer.tensor` and worker of that ratio.
     first_bad : str or None
         Layer of the first tensor with a mismatch.
+    workers : dict of str to str
+        The worst status by worker.
     """
 
     stage: str
@@ -81,6 +86,7 @@ class CaseStage(msgspec.Struct, frozen=True, kw_only=True):
     worst_tensor: str | None = None
     worst_worker: str | None = None
     first_bad: str | None = None
+    workers: dict[str, Status] = {}
 
 
 class CaseWorker(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
@@ -145,6 +151,8 @@ class SuiteFinding(msgspec.Struct, frozen=True, kw_only=True):
         Names of the cases.
     numbers : tuple of int
         Number of the finding in the report of each of them; 0 where it has no report.
+    tensors : int
+        How many tensors it concerns in the first of them, of which `detail` and `next` are too.
     """
 
     kind: str
@@ -153,7 +161,9 @@ class SuiteFinding(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[str, ...]
     cases: tuple[str, ...]
     numbers: tuple[int, ...]
+    tensors: int = 0
     detail: tuple[str, ...] = ()
+    next: str | None = None
 
 
 class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,7 +213,8 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
         total = len(self.cases)
         counts = self.counts
         if set(counts) <= {"consistent"}:
-            return "the case is consistent" if total == 1 else f"all {total} cases are consistent"
+            every = {1: "the case is", 2: "both cases are"}.get(total, f"all {total} cases are")
+            return f"{every} consistent"
         texts = [f"{n} {_NUMBER_OF[verdict][n > 1]}" for verdict, n in counts.items()]
         first = next(iter(counts.values()))
         return listed([f"{first} of {counted(total, 'case')}{texts[0].removeprefix(str(first))}", *texts[1:]])
@@ -239,7 +250,9 @@ def common_findings(cases: Sequence[CaseResult]) -> tuple[SuiteFinding, ...]:
                 workers=first.workers,
                 cases=names,
                 numbers=tuple(finding.number for _, finding in members),
+                tensors=first.tensors,
                 detail=first.detail,
+                next=first.next,
             )
         )
     return tuple(sorted(found, key=lambda finding: (_SEVERITIES.index(finding.severity), -len(finding.cases))))

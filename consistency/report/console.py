@@ -13,12 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from consistency.capture.wording import counted
-from consistency.comparison.result import Finding, Verdict
+from consistency.comparison.result import Finding
+from consistency.comparison.suite import SuiteVerdict
 from consistency.report.text import clean
 
 PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
 
-_STYLES = {"consistent": "bold green", "inconsistent": "bold red", "incomplete": "bold yellow"}
+_STYLES: dict[SuiteVerdict, str] = {
+    "consistent": "bold green", "inconsistent": "bold red", "incomplete": "bold yellow", "unchecked": "bold yellow"
+}  # fmt: skip
 _PLAIN = str.maketrans({"·": "-", "×": "x", "–": "-", "…": "...", "→": "->", "✗": "x", "≤": "<="})
 """Replacements where the output's encoding lacks a character."""
 
@@ -89,7 +92,7 @@ class Writer:
         self.console.print(self.text(" · ".join(parts), "bold"))
         self.console.print()
 
-    def verdict(self, verdict: Verdict, sentence: str) -> None:
+    def verdict(self, verdict: SuiteVerdict, sentence: str) -> None:
         text = self.text(verdict.upper(), _STYLES[verdict])
         text.append_text(self.text(f"   {sentence}", "default"))
         self.console.print(Padding(text, (0, 0, 1, 2), expand=False))

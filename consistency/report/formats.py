@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
+    from consistency.comparison.suite import SuiteResult
     from consistency.report.summary import Group
+
+
+class Subject(StrEnum):
+    """What a report is about."""
+
+    RUN = "run"
+    """One `Comparison`."""
+    SUITE = "suite"
+    """The `SuiteResult` of many cases, each of which also has a report of its own."""
 
 
 class Chosen(StrEnum):
@@ -55,7 +65,8 @@ class Format:
     name : str
         For `--format`, the name of the file in `--out`, or the option.
     writer : str
-        `module:function`, imported when the format is written; given a comparison and a `View`, it yields bytes.
+        `module:function`, imported when the format is written; given a comparison, or the result of a suite, and a
+        `View`, it yields bytes.
     help : str
         For `--help`.
     """
@@ -64,12 +75,13 @@ class Format:
     chosen: Chosen
     writer: str
     help: str
+    subject: Subject = Subject.RUN
 
-    def render(self, comparison: Comparison, view: View) -> Iterable[bytes]:
-        """Return the report piece by piece."""
+    def render(self, found: Comparison | SuiteResult, view: View) -> Iterable[bytes]:
+        """Return the report of what the row's subject is, piece by piece."""
         module, _, name = self.writer.partition(":")
-        render: Callable[[Comparison, View], Iterable[bytes]] = getattr(importlib.import_module(module), name)
-        return render(comparison, view)
+        render: Callable[[object, View], Iterable[bytes]] = getattr(importlib.import_module(module), name)
+        return render(found, view)
 
 
 FORMATS: tuple[Format, ...] = (
@@ -86,10 +98,26 @@ FORMATS: tuple[Format, ...] = (
         name="junit", chosen=Chosen.OPTION, writer="consistency.report.junit:render",
         help="JUnit XML: one test case per stage and worker",
     ),
+    *(
+        Format(name=name, chosen=chosen, writer=f"consistency.report.suite.{writer}:render", help=text,
+               subject=Subject.SUITE)
+        for name, chosen, writer, text in (
+            ("text", Chosen.FORMAT, "terminal", "for people"),
+            ("json", Chosen.FORMAT, "json", "suite.json"),
+            ("github", Chosen.FORMAT, "github", "text, and annotations of a GitHub Actions run"),
+            ("suite.json", Chosen.OUT, "json", "for programs"),
+            ("suite.html", Chosen.OUT, "html", "one page, with links to those of the cases"),
+            ("suite.md", Chosen.OUT, "markdown", "for an issue"),
+            ("junit", Chosen.OPTION, "junit", "JUnit XML: one test suite per case"),
+        )
+    ),
 )  # fmt: skip
-"""`report.json` comes first of the files, because programs build on it."""
+"""`report.json` comes first of the files, because programs build on it.
+
+What is printed has the same name for both subjects; files have different ones.
+"""
 
 
-def formats(chosen: Chosen) -> Iterator[Format]:
-    """Yield the formats that are asked for in this way."""
-    return (row for row in FORMATS if row.chosen is chosen)
+def formats(chosen: Chosen, subject: Subject = Subject.RUN) -> Iterator[Format]:
+    """Yield the formats of a subject that are asked for in this way."""
+    return (row for row in FORMATS if row.chosen is chosen and row.subject is subject)

@@ -6,10 +6,11 @@ Workflow commands: https://docs.github.com/en/actions/reference/workflow-command
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from consistency.comparison.result import Comparison
+from consistency.comparison.result import Comparison, Finding
 from consistency.report import terminal
 from consistency.report.formats import View
 from consistency.report.markdown import as_markdown
@@ -21,31 +22,43 @@ _MOST = 10  # GitHub shows ten annotations of a level per step and silently drop
 
 def render(comparison: Comparison, view: View) -> Iterator[bytes]:
     """Yield the report for people and the annotations; append to the summary of the step."""
-    yield from terminal.render(comparison, view)
-    yield from (f"{line}\n".encode() for line in annotate(comparison))
-    write_summary(comparison)
+    yield from not_obeyed(terminal.render(comparison, view))
+    failed = comparison.verdict if comparison.exit_status else None
+    yield from (f"{line}\n".encode() for line in annotate(comparison.findings, failed))
+    write_summary(as_markdown(comparison))
 
 
-def annotate(comparison: Comparison) -> Iterator[str]:
-    """Yield one line per finding; names from models and adapters can end neither the line nor the command."""
+def not_obeyed(text: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield text in which the runner obeys no command: a stranger's name may hold one, at the start of a line."""
+    token = secrets.token_hex(16)
+    yield f"::stop-commands::{token}\n".encode()
+    yield from text
+    yield f"::{token}::\n".encode()
+
+
+def annotate(findings: Iterable[Finding], failed: str | None) -> Iterator[str]:
+    """Yield one line per finding; names from models and adapters can end neither the line nor the command.
+
+    A run that `failed`, with this verdict, has an error even where no finding is one.
+    """
     shown = dict.fromkeys(_LEVELS, 0)
-    for finding in comparison.findings:
+    for finding in findings:
         shown[finding.severity] += 1
         if shown[finding.severity] > _MOST:
             continue
         message = clean("\n".join([finding.message, *finding.detail[:3], *([finding.next] if finding.next else [])]))
         title = _property(f"consistency: {finding.kind}")
         yield f"::{_LEVELS[finding.severity]} title={title}::{_data(message)}"
-    if not any(finding.severity == "error" for finding in comparison.findings) and comparison.exit_status:
-        yield f"::error title=consistency::{_data(comparison.verdict)}"
+    if failed is not None and not shown["error"]:
+        yield f"::error title=consistency::{_data(failed)}"
 
 
-def write_summary(comparison: Comparison) -> None:
-    """Append the report to the summary of the step, where this runs in one."""
+def write_summary(text: str) -> None:
+    """Append a report in Markdown to the summary of the step, where this runs in one."""
     path = os.environ.get("GITHUB_STEP_SUMMARY")
     if path:
         with Path(path).open("a", encoding="utf-8") as file:
-            file.write(as_markdown(comparison) + "\n")
+            file.write(text + "\n")
 
 
 def _data(text: str) -> str:

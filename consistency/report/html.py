@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.resources
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jinja2
 import msgspec
 from markupsafe import Markup
 
@@ -27,6 +25,7 @@ from consistency.report.copy_matrix import cell_mark, copies
 from consistency.report.formats import View
 from consistency.report.page import agreement, cells, distributions, environments, memory
 from consistency.report.page.labels import KEY, letter
+from consistency.report.page.rendering import VERDICT_MARKS, page_environment, part
 from consistency.report.sentences import LEGEND, alternative_path_texts, cell_text, divergence_texts, facts, sentence
 from consistency.report.summary import Groups, all_groups, stages
 from consistency.report.text import one_line
@@ -34,8 +33,6 @@ from consistency.report.text import one_line
 _MOST_FINDINGS = 100  # more than a person reads; `report.json` holds all
 _MOST_TENSORS = 200  # names of tensors below a finding
 _MOST_CLASSES = 8  # boxes of a partition
-
-_VERDICTS = {"consistent": "✓", "inconsistent": "✗", "incomplete": "!"}
 
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
 """Inside a JSON string these mean the same; in a script element `</script>` or `<!--` would end or change it."""
@@ -49,17 +46,15 @@ def render(comparison: Comparison, view: View) -> Iterator[bytes]:
 def as_html(comparison: Comparison, found: Groups | None = None) -> str:
     """Return the page; `found` is `summary.groups` by load path, where they are known."""
     found = all_groups(comparison) if found is None else found
-    script, style = _part("page.js"), _part("style.css")
+    script = part("page.js")
     parted, ways_left_out = agreement.partitions(comparison.tensors)
     by_load_path = {
         load_path: cells.columns(comparison, load_path, found[load_path]) for load_path in comparison.load_paths
     }
-    environment = jinja2.Environment(
-        autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
+    environment = page_environment()
     environment.filters.update(letter=letter, shortened=shortened, size=size, some=some)
     environment.filters["reference_first"] = lambda names: sorted(names, key=lambda name: name != comparison.reference)
-    return environment.from_string(_part("template.html")).render(
+    return environment.from_string(part("template.html")).render(
         agreement=parted,
         bits=distributions.bits(comparison.tensors),
         case=comparison.case,
@@ -74,7 +69,7 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         groups={path: found[path] for path in comparison.load_paths if not is_alternative(path)},
         alternative_paths=[text for _, text in alternative_path_texts(comparison)],
         key=KEY,
-        mark=_VERDICTS[comparison.verdict],
+        mark=VERDICT_MARKS[comparison.verdict],
         legend=LEGEND,
         line_feed=Markup("\n"),
         matrices=matrices(comparison.tensors),
@@ -92,21 +87,12 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         simulated=comparison.simulated,
         stages=stages(comparison),
         status_of={"=": "equal", "✗": "outside", "–": "skipped"},
-        style=Markup(style),
+        style=Markup(part("style.css")),
         tool=__version__,
         verdict=comparison.verdict,
         ways_left_out=ways_left_out,
         workers=memory.workers(comparison),
     )
-
-
-def _shown(value: object) -> object:
-    """Return a value as the template shows it: a line feed in a stranger's name could forge a line."""
-    return one_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _part(name: str) -> str:
-    return (importlib.resources.files("consistency.report.page") / name).read_text(encoding="utf-8")
 
 
 def _data(comparison: Comparison, by_load_path: Mapping[str, Sequence[cells.Column]]) -> str:

@@ -11,6 +11,12 @@ from xml.etree import ElementTree
 from consistency.comparison.result import Comparison, Finding
 from consistency.report.formats import View
 
+ERRORS = frozenset({"lost-worker", "failed-worker"})
+"""Kinds of findings that are errors of the workers' own test cases."""
+
+BLOCKED = "the worker was lost before this stage"
+NOT_COMPARED = "no tensor of this stage could be compared"
+
 _ILLEGAL = {c: "�" for c in (*range(0x20), 0xFFFE, 0xFFFF) if c not in (0x9, 0xA, 0xD)}  # XML 1.0, 2.2 "Char"
 
 
@@ -26,47 +32,56 @@ def as_junit(comparison: Comparison, *, elapsed_s: float = 0.0) -> ElementTree.E
     for tensor in comparison.tensors:
         for row in tensor.rows:
             seen.setdefault((tensor.load_path, row.worker, tensor.stage), set()).add(row.status)
-    suite = ElementTree.Element("testsuite", name=_text(f"consistency {comparison.case}"), time=f"{elapsed_s:.3f}")
+    suite = ElementTree.Element("testsuite", name=text_of(f"consistency {comparison.case}"), time=f"{elapsed_s:.3f}")
     wrong = [finding for finding in comparison.findings if finding.severity == "error"]
     for (load_path, worker, stage), statuses in seen.items():
         name = worker if len(comparison.load_paths) < 2 else f"{worker} ({load_path})"
         about = [finding for finding in wrong if worker in finding.workers and _of(finding, stage)]
-        case = _case(suite, f"{comparison.case}.{stage}", name)
+        case = add_case(suite, f"{comparison.case}.{stage}", name)
         if about:
-            _result(case, "failure", about[0].message, about[0].kind, _lines(about))
+            add_result(case, "failure", about[0].message, about[0].kind, _lines(about))
         elif statuses <= {"skipped"}:
-            _result(case, "skipped", "no tensor of this stage could be compared")
+            add_result(case, "skipped", NOT_COMPARED)
         elif "blocked" in statuses:
-            _result(case, "error", "the worker was lost before this stage", "blocked")
+            add_result(case, "error", BLOCKED, "blocked")
     for lost in (worker for worker in comparison.workers if worker.status != "ok"):
-        case = _case(suite, comparison.case, lost.name)
-        _result(case, "error", lost.reason or lost.status, lost.status, [lost.stack or ""])
-    for finding in (f for f in wrong if not f.tensors and f.kind not in _ERRORS):
-        case = _case(suite, comparison.case, finding.kind)
-        _result(case, "failure", finding.message, finding.kind, _lines([finding]))
-    suite.set("tests", str(len(suite)))
-    for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
-        suite.set(name, str(len(suite.findall(f"*/{tag}"))))
-    if comparison.simulated:
-        properties = ElementTree.Element("properties")
-        ElementTree.SubElement(properties, "property", name="simulated", value="true")
-        suite.insert(0, properties)
+        case = add_case(suite, comparison.case, lost.name)
+        add_result(case, "error", lost.reason or lost.status, lost.status, [lost.stack or ""])
+    for finding in (f for f in wrong if not f.tensors and f.kind not in ERRORS):
+        case = add_case(suite, comparison.case, finding.kind)
+        add_result(case, "failure", finding.message, finding.kind, _lines([finding]))
+    complete(suite, simulated=comparison.simulated)
     return suite
 
 
-_ERRORS = frozenset({"lost-worker", "failed-worker"})  # kinds of findings that are errors of the workers' own cases
+def add_case(suite: ElementTree.Element, place: str, name: str) -> ElementTree.Element:
+    """Add a test case to a suite."""
+    return ElementTree.SubElement(suite, "testcase", classname=text_of(place), name=text_of(name))
 
 
-def _case(suite: ElementTree.Element, place: str, name: str) -> ElementTree.Element:
-    return ElementTree.SubElement(suite, "testcase", classname=_text(place), name=_text(name))
-
-
-def _result(
+def add_result(
     case: ElementTree.Element, tag: str, message: str, kind: str | None = None, lines: Iterable[str] = ()
 ) -> None:
-    attributes = {"message": _text(message)} | ({} if kind is None else {"type": kind})
+    """Give a test case its `failure`, `error` or `skipped`."""
+    attributes = {"message": text_of(message)} | ({} if kind is None else {"type": kind})
     found = ElementTree.SubElement(case, tag, attributes)
-    found.text = _text("\n".join(lines))
+    found.text = text_of("\n".join(lines))
+
+
+def count(element: ElementTree.Element) -> None:
+    """Set the numbers of test cases, failures, errors and skipped ones within an element."""
+    element.set("tests", str(len(list(element.iter("testcase")))))
+    for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        element.set(name, str(len(list(element.iter(tag)))))
+
+
+def complete(suite: ElementTree.Element, *, simulated: bool) -> None:
+    """Set the numbers of a suite, and whether its devices are simulated."""
+    count(suite)
+    if simulated:
+        properties = ElementTree.Element("properties")
+        ElementTree.SubElement(properties, "property", name="simulated", value="true")
+        suite.insert(0, properties)
 
 
 def _of(finding: Finding, stage: str) -> bool:
@@ -79,5 +94,6 @@ def _lines(findings: Iterable[Finding]) -> Iterable[str]:
         yield from (f"  {line}" for line in finding.detail)
 
 
-def _text(text: str) -> str:
+def text_of(text: str) -> str:
+    """Return text without characters that XML cannot hold."""
     return text.translate(_ILLEGAL)

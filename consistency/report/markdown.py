@@ -74,7 +74,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 
 
-def _folded(title: str, lines: Sequence[str]) -> list[str]:
+def folded(title: str, lines: Sequence[str]) -> list[str]:
+    """Return lines as a block of code that a reader opens."""
     code = fence([_cut(one_line(line)) for line in lines])
     return ["", f"<details><summary>{title}</summary>", "", *code, "</details>"]
 
@@ -137,7 +138,7 @@ def _details(comparison: Comparison) -> list[str]:
         lines.append(f"mismatch in {counted(len(bad), 'tensor')}, first:")
         lines += [_tensor(tensor) for tensor in bad[:_TENSORS]]
     lines += list(divergence_texts(comparison))[:_DIVERGENCES]
-    return _folded("Details", lines) if lines else []
+    return folded("Details", lines) if lines else []
 
 
 def _tensor(tensor: TensorComparison) -> str:
@@ -167,7 +168,7 @@ def _environment(comparison: Comparison) -> list[str]:
     if len(devices) > _DEVICES:
         lines.append(f"and {len(devices) - _DEVICES} more devices")
     lines += [f"[pip3] {name}=={_values(workers, name)}" for name in _LIBRARIES]
-    return _folded("Environment", lines)
+    return folded("Environment", lines)
 
 
 def _values(workers: Sequence[WorkerSummary], name: str) -> str:

@@ -140,23 +140,24 @@ def _shortened(lines: Sequence[Line], reference: str | None) -> tuple[Line, ...]
     kept, others = set(ranked[: MOST_LINES - 1]), ranked[MOST_LINES - 1 :]
     rest = Line(
         workers=tuple(name for i in sorted(others) for name in lines[i].workers),
-        cells=_merged(lines[i].cells for i in sorted(others)),
+        cells=merged(lines[i].cells for i in sorted(others)),
         kinds=len(others),
     )
     return (*(line for i, line in enumerate(lines) if i in kept), rest)
 
 
-def _merged(many: Iterable[dict[str, Cell]]) -> dict[str, Cell]:
-    merged: dict[str, Cell] = {}
+def merged(many: Iterable[Mapping[str, Cell]]) -> dict[str, Cell]:
+    """Return cells that sum up those of several lines."""
+    found: dict[str, Cell] = {}
     for cells in many:
         for stage, cell in cells.items():
-            into = merged.setdefault(stage, Cell())
+            into = found.setdefault(stage, Cell())
             for status, count in cell.counts.items():
                 into.counts[status] = into.counts.get(status, 0) + count
             into.take_ratio(cell.worst_ratio)
             if cell.first_bad is not None and (into.first_bad is None or cell.first_place < into.first_place):
                 into.first_bad, into.first_place = cell.first_bad, cell.first_place
-    return merged
+    return found
 
 
 def worst_ratio(comparison: Comparison) -> float | None:

@@ -11,9 +11,10 @@ import pytest
 from consistency.cli.main import main
 from consistency.comparison.result import Comparison
 from consistency.report import formats
-from consistency.report.formats import Chosen, Format, View
+from consistency.report.formats import Chosen, Format, Subject, View
 from tests.comparison.made_records import moved
 from tests.conftest import MakeCapture
+from tests.report.suite.made_suites import case, suite
 
 
 def render(comparison: Comparison, _: View) -> Iterator[bytes]:
@@ -61,9 +62,22 @@ def test_a_row_makes_an_option_that_takes_a_file(
     assert "CONSISTENT" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("row", formats.FORMATS, ids=lambda row: str(row.name))
+@pytest.mark.parametrize("row", formats.FORMATS, ids=lambda row: f"{row.subject}-{row.name}")
 def test_every_writer_is_there(row: Format, make_capture: MakeCapture) -> None:
     from consistency.workflows.pipeline import compare_folders
 
-    found = compare_folders([make_capture("a", {"cpu": [moved()]})], None)
+    compared = compare_folders([make_capture("a", {"cpu": [moved()]})], None)
+    found = compared if row.subject is Subject.RUN else suite(case("one", compared))
     assert b"".join(row.render(found, View(elapsed_s=1.0, verbose=True, folder="out")))
+
+
+def test_a_suite_is_printed_under_the_same_names() -> None:
+    for chosen in (Chosen.FORMAT, Chosen.OPTION):
+        of_run, of_suite = ([row.name for row in formats.formats(chosen, subject)] for subject in Subject)
+        assert of_run == of_suite
+
+
+def test_files_of_a_run_and_of_a_suite_have_names_of_their_own() -> None:
+    """They may lie in one folder."""
+    names = [row.name for subject in Subject for row in formats.formats(Chosen.OUT, subject)]
+    assert len(names) == len(set(names))

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from consistency.comparison.result import Comparison, Finding, Row, TensorComparison, WorkerSummary
+from consistency.report import github
 from consistency.report.formats import View
-from consistency.report.github import annotate, write_summary
 from consistency.report.junit import as_junit, render
 
 HOSTILE = "layer\n::error::gotcha\r%0A\x1b[31m<&\"'>"
@@ -49,29 +49,43 @@ LOST = Finding(kind="lost-worker", severity="error", message="b was lost", worke
 SETTING = Finding(kind="inputs", severity="error", message="other inputs", workers=("b",))
 
 
+def commands(found: Comparison) -> list[str]:
+    """Return the commands that a runner obeys: those outside of what stops it, after leading blanks."""
+    obeyed, stopped = [], ""
+    for line in b"".join(github.render(found, View())).decode().split("\n"):
+        if stopped:
+            stopped = "" if line.strip() == f"::{stopped}::" else stopped
+        elif line.startswith("::stop-commands::"):
+            stopped = line.removeprefix("::stop-commands::")
+        elif line.strip().startswith("::"):
+            obeyed.append(line)
+    assert not stopped
+    return obeyed
+
+
 def test_each_finding_is_one_line_that_no_name_can_end() -> None:
     note = Finding(kind="skipped", severity="note", message="m")
     warning = Finding(kind="setting: a,b", severity="warning", message="m")
-    lines = list(annotate(comparison(ZEROS, warning, note)))
+    lines = commands(comparison(ZEROS, warning, note))
     assert [line.split(" ")[0] for line in lines] == ["::error", "::warning", "::notice"]
     assert all("\n" not in line and "\r" not in line and "\x1b" not in line for line in lines)
     assert lines[1].startswith("::warning title=consistency%3A setting%3A a%2Cb::")
 
 
 def test_no_more_annotations_than_are_shown() -> None:
-    assert len(list(annotate(comparison(*[ZEROS] * 50)))) == 10
+    assert len(commands(comparison(*[ZEROS] * 50))) == 10
 
 
 def test_incomplete_run_without_a_finding_is_an_annotation_too() -> None:
-    assert list(annotate(comparison(verdict="incomplete"))) == ["::error title=consistency::incomplete"]
-    assert list(annotate(comparison(verdict="consistent"))) == []
+    assert commands(comparison(verdict="incomplete")) == ["::error title=consistency::incomplete"]
+    assert commands(comparison(verdict="consistent")) == []
 
 
 def test_summary_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    write_summary(comparison(ZEROS))
+    commands(comparison(ZEROS))
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
-    write_summary(comparison(ZEROS))
+    commands(comparison(ZEROS))
     assert "llama" in (tmp_path / "summary.md").read_text()
 
 

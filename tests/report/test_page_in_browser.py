@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,31 +12,17 @@ import pytest
 from consistency.comparison.result import Comparison, Row, Status, TensorComparison
 from consistency.numerics.real import Real
 from consistency.report.html import as_html
+from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER, start_browser
 from tests.report.made_comparisons import ALL, HOSTILE, SAFE, comparison, faulty, hostile, tensor
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="the browser's driver, selenium, is not installed")
+pytest.importorskip("selenium", reason="the browser's driver, selenium, is not installed")
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None,
-    reason="no chromium and chromedriver on PATH (Debian: chromium, chromium-driver)",
-)
-
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1280,900",
-)  # fmt: skip
+pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=NO_BROWSER)
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver = start_browser(tmp_path_factory.mktemp("chromium"))
     yield driver
     driver.quit()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from consistency.comparison.result import BAD, Comparison, TensorComparison
+from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
 from consistency.comparison.suite import CaseFinding, CaseResult, CaseStage, CaseWorker
 from consistency.numerics.real import Real
 from consistency.report.sentences import sentence
@@ -60,6 +60,7 @@ def _findings(comparison: Comparison) -> Iterator[CaseFinding]:
             message=finding.message,
             general=finding.general or finding.message,
             workers=finding.workers,
+            stages=tuple(dict.fromkeys(name.partition("::")[0] for name in finding.tensors)),
             tensors=len(finding.tensors),
             detail=finding.detail[:_MOST_DETAILS],
             next=finding.next,
@@ -69,23 +70,29 @@ def _findings(comparison: Comparison) -> Iterator[CaseFinding]:
 def _stage(stage: str, tensors: list[TensorComparison]) -> CaseStage:
     """Return a stage's worst status, and its worst ratio with its place."""
     counts: dict[str, int] = {}
-    worst, worst_ratio, place, worker, first_bad = None, None, None, None, None
+    worst: dict[str, Row] = {}
+    worst_ratio, place, worker, first_bad = None, None, None, None
     for tensor in tensors:
-        row = max(tensor.rows, key=badness)
+        row = max(tensor.rows, key=_badness)
         counts[row.status] = counts.get(row.status, 0) + 1
-        if worst is None or badness(row)[0] > badness(worst)[0]:
-            worst = row
         if row.status in BAD and first_bad is None:
             first_bad = tensor.layer
         for one in tensor.rows:
+            worst[one.worker] = max(worst.get(one.worker, one), one, key=_badness)
             if one.bound_ratio is not None and is_larger(one.bound_ratio, worst_ratio):
                 worst_ratio, place, worker = one.bound_ratio, tensor.name, one.worker
     return CaseStage(
         stage=stage,
-        status="skipped" if worst is None else worst.status,
+        status=max(worst.values(), key=_badness).status,
         counts=counts,
         worst_ratio=None if worst_ratio is None else Real(worst_ratio),
         worst_tensor=place,
         worst_worker=worker,
         first_bad=first_bad,
+        workers={name: row.status for name, row in worst.items()},
     )
+
+
+def _badness(row: Row) -> tuple[bool, tuple[int, float]]:
+    """Order rows by how bad they are; one that was skipped counts only where nothing else was compared."""
+    return (row.status != "skipped", badness(row))

@@ -1,0 +1,30 @@
+"""The templates of the pages, and how they show text from strangers: each value is put on one line and escaped."""
+
+from __future__ import annotations
+
+import importlib.resources
+
+import jinja2
+from markupsafe import Markup
+
+from consistency.report.text import one_line
+
+VERDICT_MARKS = {"consistent": "✓", "inconsistent": "✗", "incomplete": "!", "unchecked": "!"}
+"""Sign of a verdict."""
+
+
+def page_environment() -> jinja2.Environment:
+    """Return the environment in which every page is rendered."""
+    return jinja2.Environment(
+        autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+
+
+def part(name: str, package: str = "consistency.report.page") -> str:
+    """Return a template, a style sheet or a script of a page."""
+    return (importlib.resources.files(package) / name).read_text(encoding="utf-8")
+
+
+def _shown(value: object) -> object:
+    """Return a value as the template shows it: a line feed in a stranger's name could forge a line."""
+    return one_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,0 +1,36 @@
+"""`suite.json`: the result of a suite for programs, schema `consistency.suite/1`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from consistency.capture.json_codec import by_json_name, encode_json
+from consistency.capture.version import __version__
+from consistency.comparison.suite import SuiteResult, common_findings
+from consistency.report.formats import View
+
+SCHEMA = "consistency.suite/1"
+
+
+def render(suite: SuiteResult, _: View) -> Iterator[bytes]:
+    """Yield `suite.json`; `report` of a case is the path of its own report, null where it could not be checked."""
+    table = by_json_name(suite)
+    cases = table.pop("cases")
+    yield encode_json(
+        {
+            "schema": SCHEMA,
+            "tool": __version__,
+            **table,
+            "verdict": suite.verdict,
+            "sentence": suite.sentence,
+            "exit_status": suite.exit_status,
+            "simulated": suite.simulated,
+            "counts": suite.counts,
+            "findings": common_findings(suite.cases),
+            "cases": [
+                {**by_json_name(case), "report": None if case.error is not None else f"{case.folder}/report.json"}
+                for case in cases
+            ],
+        },
+        indent=1,
+    ) + b"\n"  # fmt: skip

@@ -1,0 +1,68 @@
+"""`suite.md`: a suite to paste into an issue, below 60 lines for any number of cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from consistency.capture.version import __version__
+from consistency.capture.wording import counted
+from consistency.comparison.result import Finding
+from consistency.comparison.suite import SuiteResult
+from consistency.report.formats import View
+from consistency.report.markdown import escaped, folded
+from consistency.report.sentences import cell_text
+from consistency.report.suite.findings import findings_of
+from consistency.report.suite.table import case_lines, columns, seconds, suite_facts
+
+_CASES, _FINDINGS, _DETAILS = 20, 6, 2
+
+
+def render(suite: SuiteResult, view: View) -> Iterator[bytes]:
+    """Yield `suite.md`."""
+    yield suite_as_markdown(suite, view.folder).encode()
+
+
+def suite_as_markdown(suite: SuiteResult, folder: str | None = None) -> str:
+    """Return the suite in GitHub's Markdown; `folder` is where the reports of the cases are."""
+    acted_on = [finding for finding in findings_of(suite, folder) if finding.severity != "note"]
+    lines = [*_head(suite), *_findings(acted_on), *_table(suite), *_details(acted_on)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _head(suite: SuiteResult) -> Iterator[str]:
+    yield f"**{suite.verdict.upper()}** {escaped(suite.sentence)}"
+    yield ""
+    if suite.simulated:
+        yield "**SIMULATED DEVICES: simulated in software; this report does not describe hardware.**"
+        yield ""
+    about = [suite.name, *suite_facts(suite), seconds(suite.elapsed_s)]
+    yield f"{' · '.join(escaped(part) for part in about)} · consistency {__version__}"
+
+
+def _findings(found: list[Finding]) -> Iterator[str]:
+    if found:
+        yield ""
+    for number, finding in enumerate(found[:_FINDINGS], start=1):
+        mark = "✗" if finding.severity == "error" else "warning:"
+        yield f"{number}. {mark} **{escaped(finding.kind)}** {escaped(finding.message)}"
+    if len(found) > _FINDINGS:
+        yield f"{_FINDINGS + 1}. and {counted(len(found) - _FINDINGS, 'more finding')}"
+
+
+def _table(suite: SuiteResult) -> Iterator[str]:
+    names = columns(suite)
+    yield ""
+    yield f"| {' | '.join(['case', 'verdict', *map(escaped, names), 'time'])} |"
+    yield "|---" * (3 + len(names)) + "|"
+    for line in case_lines(suite.cases, _CASES):
+        texts = [cell_text(name, line.cells.get(name)) for name in names]
+        marks = [f"{cell.mark} {escaped(cell.text)}".rstrip() for cell in texts]
+        yield f"| {' | '.join([escaped(line.label), line.verdict, *marks, seconds(line.elapsed_s)])} |"
+
+
+def _details(found: list[Finding]) -> list[str]:
+    lines = []
+    for number, finding in enumerate(found[:_FINDINGS], start=1):
+        lines += [f"{number}. {text.strip()}" for text in finding.detail[:_DETAILS]]
+        lines += [f"{number}. next: {finding.next}"] if finding.next else []
+    return folded("Details", lines) if lines else []

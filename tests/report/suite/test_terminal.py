@@ -1,0 +1,92 @@
+"""The suite in a terminal: verdict, findings once, one line per case, equal ones folded."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.report.made_comparisons import hostile
+from tests.report.suite.made_suites import case, good, lost, many, suite, unusable, zeros
+from tests.report.suite.printed import printed
+
+
+def test_one_line_per_case() -> None:
+    text = printed(suite(case("alice", good(), 12.0), case("bob", zeros(3))))
+    heading, _, verdict, *_ = text.splitlines()
+    assert heading == "consistency · nightly · 2 cases · float32 · 4 workers · level standard · 93 s"
+    assert verdict == "  INCONSISTENT   1 of 2 cases is inconsistent and 1 is consistent"
+    (bob,) = [line.split() for line in text.splitlines() if line.startswith("  bob ")]
+    (alice,) = [line.split() for line in text.splitlines() if line.startswith("  alice ")]
+    assert bob == ["bob", "inconsistent", "✗", "3/3", "–", "1.5", "s"]
+    assert alice == ["alice", "consistent", "=", "≤", "0.31", "12", "s"]
+    assert text.index("bob ") < text.index("alice "), "what failed comes first"
+
+
+def test_one_cause_in_many_cases_is_told_once_with_its_next_command() -> None:
+    text = printed(many(), folder="out dir")
+    assert text.count("zeros where the file is nonzero") == 1
+    lines = [line.strip() for line in text.splitlines()]
+    first = lines.index("1  56 of 100 cases · adapter · cuda:1 · zeros where the file is nonzero in lora_B tensors")
+    assert lines[first + 1] == "cases: lora-000, lora-001, lora-002, lora-003, lora-007 and 51 more"
+    assert lines[first + 3] == "next: consistency reproduce 'out dir/cases/lora-000' --finding 1 --out repro"
+
+
+def test_cases_with_one_outcome_share_a_line_where_there_are_more_than_a_screen() -> None:
+    text = printed(many())
+    lines = text.splitlines()
+    assert len(lines) < 40
+    labels = ["killer ", "lora-000 and 55 more ", "plain ", "gone ", "41 of 100 cases "]
+    places = [next(i for i, line in enumerate(lines) if line.startswith(f"  {label}")) for label in labels]
+    assert places == sorted(places)
+    assert "inconsistent" in lines[places[1]]
+    assert "✗ 111/111" in lines[places[1]], "the sum of their tensors"
+    assert "-v shows a line for every case" in text
+
+
+def test_verbose_shows_every_case() -> None:
+    text = printed(many(), verbose=True)
+    assert all(f"\n  lora-{i:03} " in text for i in range(97))
+    assert "-v shows" not in text
+
+
+def test_more_outcomes_than_a_screen_share_lines_by_verdict() -> None:
+    found = zeros(1)
+    cases = []
+    for i in range(30):
+        finding = msgspec.structs.replace(found.findings[0], general=f"cause {i}")
+        cases.append(case(f"c-{i:02}", msgspec.structs.replace(found, findings=(finding,))))
+    text = printed(suite(*cases, case("fine", good())))
+    rows = [line.split("  ")[1] for line in text.splitlines() if "inconsistent   " in line or " consistent   " in line]
+    assert len(rows) == 20
+    assert rows[-2:] == ["12 of 31 cases", "1 of 31 cases"]
+    assert "and 20 more findings: -v shows all" in text
+
+
+def test_a_case_that_could_not_be_checked_says_why() -> None:
+    text = printed(suite(case("alice", good()), unusable("gone")))
+    assert "UNCHECKED   1 of 2 cases could not be checked and 1 is consistent" in text
+    assert "case gone · could not be checked: no such folder for the adapter" in text
+    assert "hint:   check the path" in text
+
+
+def test_what_cannot_be_reproduced_names_no_reproducer() -> None:
+    text = printed(suite(case("killer", lost()), unusable("gone")), folder="run")
+    assert "killer · cuda:1 was lost" in text
+    assert "reproduce" not in text
+
+
+def test_simulated_devices_are_told() -> None:
+    assert "SIMULATED" not in printed(suite(case("a", good())))
+    found = good()
+    first, *others = found.workers
+    simulated = msgspec.structs.replace(found, workers=(msgspec.structs.replace(first, simulated=True), *others))
+    assert "SIMULATED DEVICES" in printed(suite(case("a", simulated)))
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_hostile_names_are_shown_not_obeyed(verbose: bool) -> None:
+    text = printed(suite(case("\x1b[31mred\r", hostile())), verbose=verbose)
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert "\u2028" not in text
+    assert "\\x1b[31mred\\x0d" in text
