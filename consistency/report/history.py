@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from consistency.capture.wording import counted
+from consistency.capture.wording import counted, some
 from consistency.comparison.history.store import History, WorkerRecord
 from consistency.errors import UsageError
 from consistency.report.console import plain_cells, print_table, without_trailing_blanks
@@ -17,7 +17,13 @@ _MOST_FINDING = 100  # characters of a finding in a line
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One run."""
+    """One run.
+
+    Attributes
+    ----------
+    cases : dict of str to str
+        Verdict of each case of a suite; empty for a run of one case.
+    """
 
     at: str
     host: str
@@ -28,6 +34,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     drifted: tuple[str, ...]
     versions: dict[str, Any]
     findings: tuple[str, ...]
+    cases: dict[str, str] = {}
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
@@ -66,13 +73,14 @@ def run_rows(history: History, last: int) -> list[RunRow]:
             drifted=tuple(dict.fromkeys(worker.name for worker in run.workers if worker.drift)),
             versions=run.versions,
             findings=run.findings,
+            cases=run.cases,
         )
         for run in history.runs(names[:last] if last else names)
     ]
 
 
-def device_rows(history: History, device: str, last: int) -> list[DeviceRow]:
-    """Return one device from run to run, the earliest first.
+def device_rows(history: History, device: str, last: int, case: str | None = None) -> list[DeviceRow]:
+    """Return one device from run to run, the earliest first; `case` selects one case.
 
     Raises
     ------
@@ -80,25 +88,32 @@ def device_rows(history: History, device: str, last: int) -> list[DeviceRow]:
         No run has it.
     """
     rows: list[DeviceRow] = []
-    before: dict[tuple[str, str], WorkerRecord] = {}
-    letters: dict[tuple[str, str, str], dict[str, str]] = {}
+    before: dict[tuple[str, ...], WorkerRecord] = {}
+    letters: dict[tuple[str, ...], dict[str, str]] = {}
     known: set[str] = set()
+    cases: set[str] = set()
     for run in reversed(list(history.runs())):
         for worker in run.workers:
             known.add(worker.device)
+            name = worker.case or run.case
             if device not in (worker.device, worker.name):
                 continue
-            key = (worker.device, worker.load_path)
+            cases.add(name)
+            if case not in (None, name):
+                continue
+            key = (worker.case, worker.device, worker.load_path)
             bits = {}
             for stage, digest in worker.bits.items():
                 seen = letters.setdefault((*key, stage), {})
                 bits[stage] = seen.setdefault(digest, _letter(len(seen)))
             row = DeviceRow(
                 at=run.at, host=run.host, name=worker.name, device=worker.device, load_path=worker.load_path,
-                status=worker.status, case=run.case, bits=bits, change=_change(before.get(key), worker),
+                status=worker.status, case=name, bits=bits, change=_change(before.get(key), worker),
             )  # fmt: skip
             rows.append(row)
             before[key] = worker
+    if cases and not rows:
+        raise UsageError("no run has this case on the device", where="--case", got=case, wanted=some(sorted(cases)))
     if not rows:
         raise UsageError(
             "no run has this device", where="--device", got=device, wanted=", ".join(sorted(known)) or "none"
@@ -111,7 +126,8 @@ def print_runs(rows: list[RunRow], console: Console) -> None:
     titles = ("run", "host", "case", "verdict", "devices", "drift", "torch", "first finding")
     cells = [
         plain_cells(
-            row.at[:16].replace("T", " "), row.host, row.case, row.verdict,
+            row.at[:16].replace("T", " "), row.host,
+            row.case + (f" ({counted(len(row.cases), 'case')})" if row.cases else ""), row.verdict,
             f"{row.devices}" + (f" ({row.lost} lost)" if row.lost else ""), ", ".join(row.drifted),
             row.versions.get("torch"), row.findings[0][:_MOST_FINDING] if row.findings else "",
         )
@@ -125,10 +141,10 @@ def print_runs(rows: list[RunRow], console: Console) -> None:
 def print_device(rows: list[DeviceRow], device: str, console: Console) -> None:
     """Print one device from run to run."""
     stages = list(dict.fromkeys(stage for row in rows for stage in row.bits))
-    titles = ("run", "name", "load path", "status", *stages, "changed since the run before")
+    titles = ("run", "case", "name", "load path", "status", *stages, "changed since the run before")
     cells = [
         plain_cells(
-            row.at[:16].replace("T", " "), row.name, row.load_path, row.status,
+            row.at[:16].replace("T", " "), row.case, row.name, row.load_path, row.status,
             *(row.bits.get(stage) for stage in stages), row.change,
         )
         for row in rows

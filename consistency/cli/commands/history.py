@@ -16,6 +16,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     history = command("history", _history, "list the runs of a history, or one device over time")
     history.add_argument("history", metavar="URL", help="as given to `consistency run --history`")
     history.add_argument("--device", metavar="NAME", help="one device over time: its UUID, or its name")
+    history.add_argument("--case", metavar="NAME", help="one case of suites, with --device")
     history.add_argument("--last", type=int, default=30, metavar="N", help="runs to show (default: 30; 0: all)")
     history.add_argument("--sql", metavar="QUERY", help="query by DuckDB (pip install 'peft-consistency[history]'), "
                          "of the tables runs and workers")  # fmt: skip
@@ -47,7 +48,7 @@ def _history(parsed: argparse.Namespace) -> int:
         rows = runs = run_rows(history, parsed.last)
         show = functools.partial(print_runs, runs, console)
     else:
-        rows = devices = device_rows(history, parsed.device, parsed.last)
+        rows = devices = device_rows(history, parsed.device, parsed.last, parsed.case)
         show = functools.partial(print_device, devices, parsed.device, console)
     if parsed.json:
         print_json({"rows": rows, "damaged": history.damage})

@@ -35,11 +35,20 @@ class _Earlier:
 def add_run(
     history: History, captures: Sequence[Capture], comparison: Comparison, baseline: Baseline | None
 ) -> Comparison:
-    """Add a run to a history; return its comparison with a finding for each device that has drifted.
+    """Add a run to a history; return its comparison with a finding for each device that has drifted."""
+    record, tables = record_of(captures, comparison)
+    comparison, record = judge_drift(history, record, tables, comparison, baseline)
+    history.append(record, tables)
+    return comparison
+
+
+def judge_drift(
+    history: History, record: RunRecord, tables: dict[str, bytes], comparison: Comparison, baseline: Baseline | None
+) -> tuple[Comparison, RunRecord]:
+    """Return a comparison with a finding for each device that has drifted, and the record of that.
 
     An accepted drift is not recorded as one: the device is compared with this run from now on.
     """
-    record, tables = record_of(captures, comparison)
     findings, stages = find_drift(history, record, tables)
     damage = [
         Finding(kind="damaged-night", severity="warning", message=f"history: {text}: left out")
@@ -55,9 +64,7 @@ def add_run(
         for w in record.workers
     )
     messages = tuple(f.message for f in errors)
-    record = msgspec.structs.replace(record, workers=workers, verdict=comparison.verdict, findings=messages)
-    history.append(record, tables)
-    return comparison
+    return comparison, msgspec.structs.replace(record, workers=workers, verdict=comparison.verdict, findings=messages)
 
 
 def find_drift(
@@ -67,7 +74,7 @@ def find_drift(
     findings: list[Finding] = []
     stages: dict[tuple[str, str], tuple[str, ...]] = {}
     changed: dict[str, list[str]] = {}
-    known = _find_earlier(history, run.workers)
+    known = _find_earlier(history, run)
     for worker in run.workers:
         earlier = known.get((worker.device, worker.load_path))
         if earlier is None:
@@ -90,15 +97,17 @@ def find_drift(
     return findings, stages
 
 
-def _find_earlier(history: History, workers: Sequence[WorkerRecord]) -> dict[tuple[str, str], _Earlier]:
+def _find_earlier(history: History, now: RunRecord) -> dict[tuple[str, str], _Earlier]:
     """Return what the earlier runs recorded of each worker, by device and load path."""
-    current = {(w.device, w.load_path): w for w in workers if w.status == "ok"}
+    current = {(w.device, w.load_path): w for w in now.workers if w.status == "ok"}
     wanted = {key: set(worker.bits) for key, worker in current.items()}
     found: dict[tuple[str, str], _Earlier] = {}
-    for run in history.runs():
+    for run in history.earlier():
         for before in run.workers:
             key = (before.device, before.load_path)
             if not wanted.get(key) or before.status != "ok" or before.inputs != current[key].inputs:
+                continue
+            if not _is_same_case(run, before, now, current[key]):
                 continue
             known = found.setdefault(key, _Earlier(software=before.software, versions=run.versions))
             if before.software != current[key].software:
@@ -109,6 +118,16 @@ def _find_earlier(history: History, workers: Sequence[WorkerRecord]) -> dict[tup
         if not any(wanted.values()):
             break
     return found
+
+
+def _is_same_case(run: RunRecord, before: WorkerRecord, now: RunRecord, worker: WorkerRecord) -> bool:
+    """Return whether two records may be compared: a case of a suite by its name, in a suite or in a run of its own.
+
+    A run of one case is compared with any other: with the same inputs only its name can differ.
+    """
+    if not before.case and not worker.case:
+        return True
+    return (before.case or run.case) == (worker.case or now.case)
 
 
 def _differing(before: Table | None, now: Table, stage: str) -> list[str]:

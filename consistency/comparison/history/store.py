@@ -51,6 +51,8 @@ class WorkerRecord(
         Name of the table with the digest of every tensor.
     drift : tuple of str
         Stages that differ bitwise from the earlier runs, where this has not been accepted.
+    case : str
+        The case of a suite; empty where the run has one case.
     """
 
     name: str
@@ -65,10 +67,19 @@ class WorkerRecord(
     table: str = ""
     drift: tuple[str, ...] = ()
     simulated: bool = False
+    case: str = ""
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One run."""
+    """One run.
+
+    Attributes
+    ----------
+    case : str
+        Name of the case, or of the suite.
+    cases : dict of str to str
+        Verdict of each case of a suite; its `workers` are those of all cases.
+    """
 
     schema: str
     at: str
@@ -79,6 +90,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     versions: dict[str, Any] = {}
     findings: tuple[str, ...] = ()
     workers: tuple[WorkerRecord, ...] = ()
+    cases: dict[str, str] = {}
 
 
 Table = dict[str, str]
@@ -92,6 +104,8 @@ class History:
         self.url = url
         self._fs, self._root = open_store(url, "cannot open the history")
         self.damage: list[str] = []
+        self._read: list[RunRecord] = []
+        self._unread: Iterator[RunRecord] | None = None
 
     def names(self) -> list[str]:
         """Return the names of the runs, the latest first."""
@@ -117,6 +131,15 @@ class History:
             else:
                 self.damage.append(f"{Path(name).name}: unsupported schema {run.schema}")
 
+    def earlier(self) -> Iterator[RunRecord]:
+        """Yield runs as `runs` does, but read each of them once: the cases of a suite all ask for the latest."""
+        if self._unread is None:
+            self._unread = self.runs()
+        yield from self._read
+        for run in self._unread:
+            self._read.append(run)
+            yield run
+
     def table(self, name: str) -> Table | None:
         """Return a table by its name, None if it is gone or damaged."""
         try:
@@ -135,15 +158,21 @@ class History:
         CaptureError
             It cannot be written; then the history has no such run.
         """
+        self.put_tables(tables)
         stamp = run.at.replace("-", "").replace(":", "").replace(".", "").partition("+")[0]
         with remote_errors("cannot write the history", self.url):
-            for folder in (RUNS, TABLES):
-                self._fs.makedirs(f"{self._root}/{folder}", exist_ok=True)
+            self._fs.makedirs(f"{self._root}/{RUNS}", exist_ok=True)
+            self._put(f"{self._root}/{RUNS}/{stamp}-{uuid.uuid4().hex[:8]}.json", encode_json(run) + b"\n")
+        self._read, self._unread = [], None
+
+    def put_tables(self, tables: dict[str, bytes]) -> None:
+        """Write tables by their names; without a run that names them they change nothing."""
+        with remote_errors("cannot write the history", self.url):
+            self._fs.makedirs(f"{self._root}/{TABLES}", exist_ok=True)
             for name, raw in tables.items():
                 place = f"{self._root}/{TABLES}/{name}.json"
                 if not self._fs.exists(place):
                     self._put(place, raw)
-            self._put(f"{self._root}/{RUNS}/{stamp}-{uuid.uuid4().hex[:8]}.json", encode_json(run) + b"\n")
 
     def _put(self, place: str, raw: bytes) -> None:
         protocol = self._fs.protocol

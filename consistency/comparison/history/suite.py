@@ -1,0 +1,53 @@
+"""A suite's one entry in a history: its cases are added one after the other, and committed together."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+
+import msgspec
+
+from consistency.capture.folder import Capture
+from consistency.capture.version import __version__
+from consistency.comparison.history.baseline import Baseline
+from consistency.comparison.history.drift import judge_drift
+from consistency.comparison.history.store import SCHEMA, History, RunRecord, WorkerRecord, record_of
+from consistency.comparison.result import Comparison
+from consistency.comparison.suite import SuiteResult, common_findings
+
+
+class SuiteEntry:
+    """The entry in the making; nobody sees it before `commit`, so a suite that is stopped leaves none."""
+
+    def __init__(self, history: History, baseline: Baseline | None = None) -> None:
+        self._history = history
+        self._baseline = baseline
+        self._workers: list[WorkerRecord] = []
+        self._first: RunRecord | None = None
+
+    def add(self, name: str, captures: Sequence[Capture], comparison: Comparison) -> Comparison:
+        """Add a case; return its comparison with a finding for each device that has drifted in this case."""
+        record, tables = record_of(captures, comparison)
+        workers = tuple(msgspec.structs.replace(worker, case=name) for worker in record.workers)
+        record = msgspec.structs.replace(record, workers=workers)
+        comparison, record = judge_drift(self._history, record, tables, comparison, self._baseline)
+        self._history.put_tables(tables)
+        self._workers += record.workers
+        self._first = self._first or record
+        return comparison
+
+    def commit(self, suite: SuiteResult) -> None:
+        """Append the entry: verdict and findings are the suite's, host and versions those of its first case."""
+        first = self._first or RunRecord(
+            schema=SCHEMA, at=suite.created, host=platform.node(), case="", verdict="", tool=__version__
+        )
+        findings = [f.message for f in common_findings(suite.cases) if f.severity == "error"]
+        entry = msgspec.structs.replace(
+            first,
+            case=suite.name,
+            verdict=suite.verdict,
+            findings=tuple(findings),
+            workers=tuple(self._workers),
+            cases={case.name: case.verdict for case in suite.cases},
+        )
+        self._history.append(entry, {})
