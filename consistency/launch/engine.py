@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from consistency.case.case import Case
+from consistency.errors import ConsistencyError
 from consistency.launch.plan import WorkerPlan
 from consistency.worker.protocol import Event
 
@@ -18,7 +20,10 @@ Watcher = Callable[[str, Event], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long a worker may take, in total and between two events; without `threads`, the processors are shared out."""
+    """How long a worker may take for a case, in total and between two events.
+
+    Without `threads`, the processors are shared out.
+    """
 
     timeout_s: float | None = None
     stall_s: float = 300.0
@@ -26,44 +31,65 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What is to be captured.
+class CaseTask:
+    """One case of a task.
 
     Attributes
     ----------
     waves : sequence of sequence of WorkerPlan
         The workers of a host; a wave starts when the one before has ended.
+    target : Path
+        Where its captures go: one host's there, those of several hosts below it.
     faults : mapping of str to str
         Fault to plant (of `consistency.worker.faults`) by name of the device.
     """
 
     case: Case
     waves: Sequence[Sequence[WorkerPlan]]
-    limits: Limits
+    target: Path
     faults: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """The captures of a task, one folder or ZIP file per host; `lost` has a sentence for each host without one."""
+class Task:
+    """What is to be captured: cases, in the order in which each worker takes them."""
 
-    captures: tuple[Path, ...]
+    cases: Sequence[CaseTask]
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """The captures of a case, one folder or ZIP file per host.
+
+    Attributes
+    ----------
+    lost : tuple of str
+        A sentence for each host without a capture.
+    error : ConsistencyError or None
+        Why there is no capture: no host can use the files of the case.
+    """
+
+    task: CaseTask
+    captures: tuple[Path, ...] = ()
     lost: tuple[str, ...] = ()
+    error: ConsistencyError | None = None
 
 
 class Engine(Protocol):
     """Get a task run, on this host or elsewhere.
 
-    An engine ends everything that it has started when an exception passes through it; Ctrl-C is one.
+    An engine ends everything that it has started when an exception passes through it or its generator is closed;
+    Ctrl-C is one.
     """
 
-    def capture(self, task: Task, target: Path, *, watch: Watcher, replace: bool = False) -> Captured:
-        """Leave captures at `target`: one host's there, those of several hosts below it.
+    def capture(self, task: Task, *, watch: Watcher, replace: bool = False) -> Iterator[Captured]:
+        """Run the cases, and yield each of them when all of its workers have ended; the others go on meanwhile.
 
         Raises
         ------
-        InputError, UsageError, CaptureError
-            The files of the case cannot be used, or a capture cannot be written: no host could do better.
+        CaptureError
+            A capture cannot be written: no other case could be either.
         """
         ...
 
@@ -79,3 +105,12 @@ def engine(name: str) -> Engine:
     module, _, kind = ENGINES[name].partition(":")
     found: Engine = getattr(importlib.import_module(module), kind)()
     return found
+
+
+def capture_case(on: Engine, task: CaseTask, limits: Limits, *, watch: Watcher, replace: bool = False) -> Captured:
+    """Run a single case, and raise why it cannot be used."""
+    with closing(on.capture(Task(cases=(task,), limits=limits), watch=watch, replace=replace)) as found:  # type: ignore[type-var]
+        captured: Captured = next(found)
+    if captured.error is not None:
+        raise captured.error
+    return captured

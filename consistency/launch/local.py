@@ -1,80 +1,177 @@
-"""Run one plain subprocess per device and load path on this host, and write their capture.
+"""Run one plain subprocess per device and load path on this host, and write a capture per case.
 
 Neither forkserver nor a process pool: with a preloaded torch the workers silently keep the parent's kernel choice and
-thread count, and one killed worker breaks all jobs of a pool.
+thread count, and one killed worker breaks all jobs of a pool. A worker takes the cases in turn, because it takes
+longer to import the libraries than to check a small case; where a case ends the process, a new one takes the rest.
 """
 
 from __future__ import annotations
 
 import datetime
 import platform
+import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from consistency.capture.folder import SCHEMA, CaptureManifest
 from consistency.capture.version import __version__
 from consistency.capture.writer import CaptureWriter
 from consistency.devices.cores import threads_per_worker
-from consistency.devices.host import read_host, since
-from consistency.launch.engine import Captured, Task, Watcher
-from consistency.launch.plan import WorkerPlan
+from consistency.devices.host import HostFacts, read_host, since
+from consistency.errors import CaptureError, ConsistencyError
+from consistency.launch.assignment import Assignment, Ended
+from consistency.launch.engine import Captured, CaseTask, Limits, Task, Watcher
+from consistency.launch.plan import WorkerPlan, merged_waves
 from consistency.launch.process import POLL_S, WorkerProcess
 from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, Event
+
+
+@dataclass(slots=True, kw_only=True)
+class _OpenCase:
+    """A case whose capture is being made.
+
+    Attributes
+    ----------
+    left : int
+        Workers that have not ended it.
+    before : HostFacts or None
+        Of the host when its first worker began.
+    """
+
+    task: CaseTask
+    writer: CaptureWriter
+    scratch: Path
+    left: int
+    before: HostFacts | None = None
+    error: ConsistencyError | None = None
+
+    @property
+    def plans(self) -> list[WorkerPlan]:
+        return [plan for wave in self.task.waves for plan in wave]
+
+    def assign(self, number: int, plan: WorkerPlan) -> Assignment:
+        """Return what one of its workers has to do."""
+        return Assignment(
+            number=number,
+            case=self.task.case,
+            plan=plan,
+            folder=self.writer.worker_folder(plan.slug),
+            blobs=self.writer.blobs,
+            scratch=self.scratch,
+            fault=self.task.faults.get(plan.name),
+        )
+
+    def end(self, one: Assignment, ended: Ended) -> None:
+        """Write down how one of its workers ended, for the capture and for the workers that wait for its reference."""
+        self.left -= 1
+        self.writer.write_worker(one.plan.slug, one.info(ended))
+        one.tidy(ended.status)
+        self.error = self.error or ended.error
+        if one.plan.makes_reference and not (self.scratch / REFERENCE_FILE).exists():
+            text = f"{one.plan.name}, which computes it, is lost: {ended.reason or 'it computed none'}"
+            (self.scratch / REFERENCE_LOST).write_text(text, encoding="utf-8")
+
+    def close(self, after: HostFacts) -> Captured:
+        """Commit the capture when the last worker has ended."""
+        shutil.rmtree(self.scratch)
+        if self.error is not None:
+            return Captured(task=self.task, error=self.error)
+        manifest = CaptureManifest(
+            schema=SCHEMA,
+            tool=__version__,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            host=platform.node(),
+            case=self.task.case,
+            workers=tuple(plan.slug for plan in self.plans),
+            host_facts=since(self.before or after, after),
+        )
+        return Captured(task=self.task, captures=(self.writer.commit(manifest),))
 
 
 class LocalEngine:
     """Run every worker on this host."""
 
-    def capture(self, task: Task, target: Path, *, watch: Watcher, replace: bool = False) -> Captured:
-        plans = [plan for wave in task.waves for plan in wave]
-        devices = list({plan.name: plan.info for plan in plans}.values())
-        with (
-            CaptureWriter(target, replace=replace) as writer,
-            tempfile.TemporaryDirectory(prefix="consistency-") as scratch,
-        ):
-            before = read_host(devices)
-            for wave in task.waves:
-                _run_wave(task, wave, writer, Path(scratch), watch)
-            manifest = CaptureManifest(
-                schema=SCHEMA,
-                tool=__version__,
-                created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                host=platform.node(),
-                case=task.case,
-                workers=tuple(plan.slug for plan in plans),
-                host_facts=since(before, read_host(devices)),
-            )
-            return Captured(captures=(writer.commit(manifest),))
+    def capture(self, task: Task, *, watch: Watcher, replace: bool = False) -> Iterator[Captured]:
+        with ExitStack() as stack:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="consistency-")))
+            cases = []
+            for number, one in enumerate(task.cases):
+                writer = stack.enter_context(CaptureWriter(one.target, replace=replace))
+                home = scratch / str(number)
+                home.mkdir()
+                left = sum(map(len, one.waves))
+                cases.append(_OpenCase(task=one, writer=writer, scratch=home, left=left))
+            yield from _Run(cases, task.limits, watch).captures()
 
 
-def _run_wave(task: Task, wave: Sequence[WorkerPlan], writer: CaptureWriter, scratch: Path, watch: Watcher) -> None:
-    threads = task.limits.threads or threads_per_worker(len(wave))
-    running: list[WorkerProcess] = []
-    try:
-        for plan in wave:
-            fault = task.faults.get(plan.name)
-            running.append(WorkerProcess.start(task.case, plan, writer, scratch, threads=threads, fault=fault))
-        while running:
-            for worker in list(running):
-                plan = worker.plan
-                for event in worker.events():
-                    watch(plan.label, event)
-                ended = worker.ended(task.limits)
-                if ended is None:
-                    continue
-                running.remove(worker)
-                writer.write_worker(plan.slug, worker.info(ended))
-                worker.tidy(ended.status)
-                if ended.status != "ok":
-                    watch(plan.label, Event(at=time.time(), kind="failed", message=ended.reason or ""))
-                if plan.makes_reference and not (scratch / REFERENCE_FILE).exists():
-                    text = f"{plan.name}, which computes it, is lost: {ended.reason or 'it computed none'}"
-                    (scratch / REFERENCE_LOST).write_text(text, encoding="utf-8")
-                if ended.error is not None:
-                    raise ended.error
-            time.sleep(POLL_S)
-    finally:
-        for worker in running:
-            worker.kill()
+class _Run:
+    """The workers of a task, wave by wave."""
+
+    def __init__(self, cases: Sequence[_OpenCase], limits: Limits, watch: Watcher) -> None:
+        self._cases = cases
+        self._limits = limits
+        self._watch = watch
+        self._devices = list({plan.name: plan.info for one in cases for plan in one.plans}.values())
+        self._host = read_host(self._devices)
+
+    def captures(self) -> Iterator[Captured]:
+        """Run every wave; yield each case as its last worker ends."""
+        for wave in merged_waves([one.task.waves for one in self._cases]):
+            assigned = [[self._cases[number].assign(number, plan) for number, plan in turns] for turns in wave]
+            yield from self._wave(assigned)
+
+    def _wave(self, queues: Sequence[Sequence[Assignment]]) -> Iterator[Captured]:
+        threads = self._limits.threads or threads_per_worker(len(queues))
+        running: list[WorkerProcess] = []
+        try:
+            for queue in queues:
+                running.append(self._start(queue, threads))
+            while running:
+                for worker in list(running):
+                    for one, ended in worker.ended(self._limits, self._watch):
+                        captured = self._end(one, ended)
+                        if not worker.over:
+                            self._announce(worker)
+                        if captured is not None:
+                            yield captured
+                    if worker.over:
+                        worker.close()
+                        running.remove(worker)
+                        if worker.assignments:
+                            running.append(self._start(worker.assignments, threads))
+                time.sleep(POLL_S)
+        finally:
+            for worker in running:
+                worker.close()
+
+    def _start(self, queue: Sequence[Assignment], threads: int) -> WorkerProcess:
+        worker = WorkerProcess.start(queue, threads=threads)
+        self._announce(worker)
+        return worker
+
+    def _announce(self, worker: WorkerProcess) -> None:
+        """Report which case a worker turns to."""
+        if not worker.assignments:
+            return
+        one = worker.assignments[0]
+        case = self._cases[one.number]
+        case.before = case.before or self._host
+        if len(self._cases) > 1:
+            self._watch(one.plan.label, Event(at=time.time(), kind="case", message=one.case.name))
+
+    def _end(self, one: Assignment, ended: Ended) -> Captured | None:
+        """Note how a worker's case ended; return the case if that was the last of its workers."""
+        case = self._cases[one.number]
+        case.end(one, ended)
+        if ended.status != "ok":
+            self._watch(one.plan.label, Event(at=time.time(), kind="failed", message=ended.reason or ""))
+        if isinstance(ended.error, CaptureError):
+            raise ended.error
+        if case.left and (case.error is None or len(self._cases) > 1):
+            return None
+        self._host = read_host(self._devices)
+        return case.close(self._host)

@@ -59,7 +59,8 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
     loads = case.adapter is not None and Stage.ADAPTER in case.stages
     maker = min(devices, key=lambda info: (not info.spec.is_cpu, info.spec.is_cpu and info.spec.variant is not None))
     waves = []
-    for number, main in enumerate(dict.fromkeys(load_path.main for load_path in load_paths)):
+    chosen = {load_path.main for load_path in load_paths}
+    for number, main in enumerate(path for path in LoadPath if path in chosen):
         sides = tuple(path for path in load_paths if loads and path.main is main and not path.is_main)
         wave = [
             WorkerPlan(
@@ -75,6 +76,23 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
             # started first, because the others wait for its result
             waves.append(sorted(wave, key=lambda plan: not plan.makes_reference))
     return waves
+
+
+def merged_waves(cases: Sequence[Sequence[Sequence[WorkerPlan]]]) -> list[list[list[tuple[int, WorkerPlan]]]]:
+    """Return the processes that take several cases in turn, in waves, from the waves of each case.
+
+    There is one process per device and default load path; each is a list of the cases that need it, by number, with
+    the worker that it is for them. Every process takes them in the same order, so that none waits for a reference that
+    is made only after it has ended.
+    """
+    plans = [(number, plan) for number, waves in enumerate(cases) for wave in waves for plan in wave]
+    chosen = {plan.load_path.main for _, plan in plans if not plan.info.spec.is_cpu}
+    order = [path for path in LoadPath if path in chosen]
+    merged: list[dict[str, list[tuple[int, WorkerPlan]]]] = [{} for _ in range(max(1, len(order)))]
+    for number, plan in plans:
+        wave = merged[0 if plan.info.spec.is_cpu else order.index(plan.load_path.main)]
+        wave.setdefault(plan.slug, []).append((number, plan))
+    return [list(wave.values()) for wave in merged]
 
 
 def default_load_paths(devices: Sequence[DeviceInfo], *, sides: Sequence[str] = ()) -> tuple[LoadPath, ...]:

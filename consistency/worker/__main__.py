@@ -1,51 +1,77 @@
-"""The worker's process: load on one device, run the stages, write records; `python -m consistency.worker JOB`.
+"""The worker's process: run cases on one device, write records; `python -m consistency.worker JOBS`.
 
-Every failure is caught here and written as an event, so that the parent can report it; nothing is printed. This package
-imports nothing of the parent's side but the protocol that both share.
+The file has a list of jobs, one per case; each is done in its own folder. Every failure is caught here and written as
+an event, so that the parent can report it; nothing is printed. This package imports nothing of the parent's side but
+the protocol that both share.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import sys
 import traceback
 from pathlib import Path
 
 from consistency.capture.json_codec import decode_json
-from consistency.errors import ConsistencyError
+from consistency.errors import CaptureError, ConsistencyError
 from consistency.worker import lifeline
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.protocol import CANNOT_WRITE, EventLog, Job
 
 
 def main(path: Path) -> int:
-    """Do one job; return 0 when done, 2 for invalid input, 3 for any other failure, 4 when that cannot be written."""
-    job = decode_json(path.read_bytes(), Job)
-    lifeline.hold(job.parent_pid)
-    folder = Path(job.folder)
-    try:
-        stack = (folder / "stack.txt").open("w", encoding="utf-8")
-        events = EventLog(folder / "events.jsonl")
-    except OSError:
-        return CANNOT_WRITE
+    """Do the jobs; return 0 when done, 2 for invalid input, 3 for any other failure, 4 when that cannot be written.
+
+    After invalid input the next job is done. After any other failure nobody knows what this process is worth: it ends,
+    and the parent starts another one for the jobs that are left.
+    """
+    jobs = decode_json(path.read_bytes(), list[Job])
+    lifeline.hold(jobs[0].parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides what ends
+    status = 0
+    for number, job in enumerate(jobs):
+        try:
+            events = _move_to(Path(job.folder), is_first=number == 0)
+        except OSError:
+            return CANNOT_WRITE
+        with events:
+            status, goes_on = _do(job, events)
+        if not goes_on:
+            break
+    return status
+
+
+def _move_to(folder: Path, *, is_first: bool) -> EventLog:
+    """Send events, stacks and all that is printed to the worker's folder of a case."""
+    stack = (folder / "stack.txt").open("w", encoding="utf-8")
     faulthandler.enable(file=stack, all_threads=True)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides what ends
+    if not is_first:  # the parent has opened the first one
+        sys.stdout.flush()
+        with (folder / "log.txt").open("wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+    return EventLog(folder / "events.jsonl")
+
+
+def _do(job: Job, events: EventLog) -> tuple[int, bool]:
+    """Do one job; return the exit status, and whether this process can take another."""
     try:
         events.stage("import")
         from consistency.worker.session import run
 
-        run(job, events)
+        usable = run(job, events)
         events.done()
+        return 0, usable
     except BaseException as error:  # nothing may pass here: the parent reports the error
         try:
             events.failed({**_described(error), "trace": traceback.format_exc(limit=40)})
         except OSError:
-            return CANNOT_WRITE
-        return 2 if isinstance(error, ConsistencyError) else 3
-    return 0
+            return CANNOT_WRITE, False
+        return (2, not isinstance(error, CaptureError)) if isinstance(error, ConsistencyError) else (3, False)
 
 
 def _described(error: BaseException) -> dict[str, str | None]:

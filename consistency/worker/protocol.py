@@ -18,7 +18,8 @@ from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.errors import CaptureError
 
-EventKind = Literal["stage", "step", "wait", "done", "failed"]
+EventKind = Literal["case", "stage", "step", "wait", "done", "failed"]
+"""`case` is the launcher's: the worker turns to the case of this name."""
 
 REFERENCE_FILE = "reference.safetensors"
 """Name of the float64 activations in the scratch folder that all workers of a run share."""
@@ -37,7 +38,7 @@ STATE_FILE = "state.json"
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road", "alternative_paths": "side_roads"}):
-    """Everything a worker needs to know.
+    """Everything a worker needs to know of one case.
 
     Attributes
     ----------

@@ -49,7 +49,8 @@ class Session:
         self._state = WorkerState(environment=described, asked=asked, in_force=in_force, kernel_key=key)
         self._update()
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Run the stages; return whether the device can be used afterwards."""
         job, case = self._job, self._job.case
         tolerance, folder = case.tolerance, Path(job.folder)
         with Recorder(folder, Path(job.blobs), only=case.only, keep=case.keep, tolerance=tolerance) as record:
@@ -79,7 +80,8 @@ class Session:
                     # `transfer` too: every copy of it has this device at one end, and CUDA needs a new process now
                     for later in specs[number + 1 :]:
                         _skip(record, later, "an earlier kernel assertion took the device's context with it")
-                    return
+                    return False
+        return True
 
     def _run(self, spec: StageSpec, context: Machine) -> None:
         self._begin(spec.stage)
@@ -173,8 +175,8 @@ def _import_libraries() -> ModuleType:
         ) from error
 
 
-def run(job: Job, events: EventLog) -> None:
-    """Run a job with every setting pinned."""
+def run(job: Job, events: EventLog) -> bool:
+    """Run a job with every setting pinned; return whether this process can take another."""
     if job.case.needs_model:
         events.stage("import libraries")  # from a cold network disk this takes a while: a sign of life
         transformers = _import_libraries()
@@ -188,4 +190,4 @@ def run(job: Job, events: EventLog) -> None:
 
         planted = plant(job.fault)
     with planted, determinism.deterministic(threads=job.threads, **job.settings) as asked:
-        Session(job, events, asked).run()
+        return Session(job, events, asked).run()

@@ -25,7 +25,7 @@ from consistency.devices.cores import available_cores
 from consistency.devices.discovery import select
 from consistency.errors import UsageError
 from consistency.launch.change import Change
-from consistency.launch.engine import Limits, Task
+from consistency.launch.engine import CaseTask, Limits, capture_case
 from consistency.launch.local import LocalEngine
 from consistency.launch.plan import WorkerPlan
 from consistency.workflows import pipeline
@@ -205,13 +205,14 @@ class _Runner:
             makes_reference=True,
             change=change,
         )
-        task = Task(
+        task = CaseTask(
             case=self._case,
             waves=[[plan]],
-            limits=Limits(threads=change.threads or _threads(who)),
+            target=target,
             faults=self._faults if who is self._subject.participant else {},
         )
-        LocalEngine().capture(task, target, watch=lambda *_: None)
+        limits = Limits(threads=change.threads or _threads(who))
+        capture_case(LocalEngine(), task, limits, watch=lambda *_: None)
         return read_capture(target)
 
 

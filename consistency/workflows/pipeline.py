@@ -28,7 +28,7 @@ from consistency.comparison.weight_files.diff import diff
 from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo
 from consistency.errors import CaptureError, UsageError
-from consistency.launch.engine import LOCAL, Captured, Limits, Task, Watcher, engine
+from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Watcher, capture_case, engine
 from consistency.launch.plan import plan_waves
 from consistency.report.formats import Chosen, View, formats
 from consistency.report.summary import all_groups
@@ -86,9 +86,13 @@ def plan_of(case: Case, options: Options) -> Plan:
 
 def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) -> Captured:
     """Have the plan's engine run one worker per device and load path, and leave captures at `target`."""
+    return capture_case(engine(plan.engine), task_of(plan, target), plan.limits, watch=watch, replace=replace)
+
+
+def task_of(plan: Plan, target: Path) -> CaseTask:
+    """Return what an engine has to capture of a case."""
     waves = plan_waves(plan.case, plan.devices)
-    task = Task(case=plan.case, waves=waves, limits=plan.limits, faults=plan.faults)
-    return engine(plan.engine).capture(task, target, watch=watch, replace=replace)
+    return CaseTask(case=plan.case, waves=waves, target=target, faults=plan.faults)
 
 
 def capture_to(plan: Plan, target: str, *, watch: Watcher, replace: bool = False) -> Capture:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 
 from consistency.capture.records import TensorRecord
 from consistency.case.case import Case
 from consistency.devices.spec import DeviceInfo, parse_device
+from consistency.errors import InputError
 from consistency.launch.engine import ENGINES, LOCAL, Captured, Limits, Task, Watcher, engine
 from consistency.launch.local import LocalEngine
 from consistency.worker.protocol import Event
@@ -20,13 +21,14 @@ from tests.conftest import MakeCapture
 class CountingEngine:
     """Start nothing: count the tasks, and deliver what the test says."""
 
-    tasks: ClassVar[list[tuple[Task, str, bool]]] = []
-    delivers: ClassVar[Captured] = Captured(captures=())
+    tasks: ClassVar[list[tuple[Task, bool]]] = []
+    delivers: ClassVar[dict[str, Any]] = {}
 
-    def capture(self, task: Task, target: Path, *, watch: Watcher, replace: bool = False) -> Captured:
-        self.tasks.append((task, target.name, replace))
+    def capture(self, task: Task, *, watch: Watcher, replace: bool = False) -> Iterator[Captured]:
+        self.tasks.append((task, replace))
         watch("node-a", Event(at=0.0, kind="stage", stage="base"))
-        return self.delivers
+        for one in task.cases:
+            yield Captured(task=one, **self.delivers)
 
 
 @pytest.fixture
@@ -59,19 +61,20 @@ def test_an_engine_gets_the_planned_workers_and_their_limits(
     counting: type[CountingEngine], make_capture: MakeCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make_capture("only", {"cpu": record("aa")})
-    monkeypatch.setattr(counting, "delivers", Captured(captures=(made,)))
+    monkeypatch.setattr(counting, "delivers", {"captures": (made,)})
     seen: list[tuple[str, str]] = []
     planned = plan("cpu", "cuda:0", "cuda:1")
     report = pipeline.run(planned, None, watch=lambda name, event: seen.append((name, event.stage)))
     assert report.exit_status == 0
     assert seen == [("node-a", "base")]
-    ((task, target, replace),) = counting.tasks
-    assert (target, replace) == ("captures", False)
-    assert [[w.label for w in wave] for wave in task.waves] == [
+    ((task, replace),) = counting.tasks
+    (one,) = task.cases
+    assert (one.target.name, replace) == ("captures", False)
+    assert [[w.label for w in wave] for wave in one.waves] == [
         ["cpu", "cuda:0", "cuda:1"],
         ["cuda:0 (shared)", "cuda:1 (shared)"],
     ]
-    assert (task.limits.stall_s, task.faults) == (7, {"cuda:1": "killed"})
+    assert (task.limits.stall_s, one.faults) == (7, {"cuda:1": "killed"})
 
 
 def test_captures_of_several_hosts_are_compared_and_a_lost_one_is_named(
@@ -79,8 +82,16 @@ def test_captures_of_several_hosts_are_compared_and_a_lost_one_is_named(
 ) -> None:
     hosts = tuple(make_capture(name, {"cpu": record("aa")}) for name in ("node-a", "node-b"))
     lost = ("node-c: drained before it delivered a capture",)
-    monkeypatch.setattr(counting, "delivers", Captured(captures=hosts, lost=lost))
+    monkeypatch.setattr(counting, "delivers", {"captures": hosts, "lost": lost})
     report = pipeline.run(plan("cpu"), None, watch=lambda *_: None)
     assert sorted(worker.name for worker in report.comparison.workers) == ["node-a:cpu", "node-b:cpu"]
     assert report.exit_status == 3
     assert any("node-c: drained" in finding.message for finding in report.comparison.findings)
+
+
+def test_what_no_host_can_use_is_raised_and_the_engine_is_closed(
+    counting: type[CountingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counting, "delivers", {"error": InputError("no such adapter")})
+    with pytest.raises(InputError, match="no such adapter"):
+        pipeline.run(plan("cpu"), None, watch=lambda *_: None)

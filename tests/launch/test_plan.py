@@ -6,7 +6,7 @@ from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Level, Stage
 from consistency.devices.spec import DeviceInfo, parse_device
-from consistency.launch.plan import default_load_paths, plan_waves
+from consistency.launch.plan import default_load_paths, merged_waves, plan_waves
 
 CASE = Case(name="x", base="base", adapter="adapter")
 
@@ -95,3 +95,35 @@ def test_without_an_adapter_or_its_stage_there_is_nothing_to_take() -> None:
     assert sides(Case(name="x", base="base"), "cuda:0") == [("cuda:0", [])]
     merged = Case(name="x", base="base", adapter="adapter", stages=(Stage.MERGED,))
     assert sides(merged, "cuda:0") == [("cuda:0", [])]
+
+
+def turns(*cases: Case, names: tuple[str, ...]) -> list[list[tuple[str, list[int]]]]:
+    merged = merged_waves([plan_waves(case, devices(*names)) for case in cases])
+    return [[(process[0][1].label, [number for number, _ in process]) for process in wave] for wave in merged]
+
+
+def test_a_process_takes_several_cases_in_turn() -> None:
+    assert turns(CASE, CASE, names=("cpu", "cuda:0")) == [[("cpu", [0, 1]), ("cuda:0", [0, 1])]]
+    alone = Case(name="x", base="base", load_paths=(LoadPath.ISOLATED,))
+    shared = Case(name="x", base="base", load_paths=(LoadPath.SHARED,))
+    assert turns(shared, names=("cpu", "cuda:0")) == [[("cpu", [0]), ("cuda:0 (shared)", [0])]]
+    # a device has one process at a time, whichever case needs which load path
+    assert turns(shared, alone, CASE, names=("cpu", "cuda:0", "cuda:1")) == [
+        [("cpu", [0, 1, 2]), ("cuda:0", [1, 2]), ("cuda:1", [1, 2])],
+        [("cuda:0 (shared)", [0, 2]), ("cuda:1 (shared)", [0, 2])],
+    ]
+
+
+def test_no_process_waits_for_a_reference_that_a_later_wave_makes() -> None:
+    case = Case(name="x", base="base", load_paths=(LoadPath.SHARED, LoadPath.ISOLATED))
+    cases = (Case(name="x", base="base", load_paths=(LoadPath.SHARED,)), case, CASE)
+    merged = merged_waves([plan_waves(one, devices("cuda:0", "cuda:1")) for one in cases])
+    for number in range(len(cases)):
+        workers = [
+            (wave, plan.makes_reference)
+            for wave, processes in enumerate(merged)
+            for process in processes
+            for of, plan in process
+            if of == number
+        ]
+        assert min(workers)[0] == next(wave for wave, makes in workers if makes)

@@ -1,0 +1,214 @@
+"""One case of one worker, seen from outside: its job, its events, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from consistency.capture.json_codec import decode_json
+from consistency.capture.records import WorkerInfo, WorkerStatus
+from consistency.case.case import Case
+from consistency.devices.spec import DeviceIdentity
+from consistency.errors import CaptureError, ConsistencyError, InputError, UsageError
+from consistency.launch.change import Change
+from consistency.launch.engine import Limits
+from consistency.launch.environment import torch_device
+from consistency.launch.plan import WorkerPlan
+from consistency.worker.protocol import CANNOT_WRITE, STATE_FILE, Event, EventReader, Job, WorkerState
+
+JOBS = "jobs.json"
+"""Name of the file with the jobs of a process, in the folder of the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a worker's case ended; `error` concerns more than the worker: the files are wrong, the disk is full."""
+
+    status: WorkerStatus
+    reason: str | None = None
+    error: ConsistencyError | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Assignment:
+    """One case of one worker.
+
+    Attributes
+    ----------
+    number : int
+        Of the case in the task.
+    folder, blobs, scratch : Path
+        As in `Job`.
+    began : bool
+        Whether there was any event.
+    last : str
+        The last event for people.
+    failure : dict or None
+        The error that the worker reported.
+    """
+
+    number: int
+    case: Case
+    plan: WorkerPlan
+    folder: Path
+    blobs: Path
+    scratch: Path
+    fault: str | None
+    reader: EventReader = field(init=False)
+    began: bool = False
+    done: bool = False
+    last: str = "none"
+    failure: dict[str, Any] | None = None
+    started: float = 0.0
+    last_event_at: float = 0.0
+    out_of_memory_before: int = 0
+
+    def __post_init__(self) -> None:
+        self.reader = EventReader(self.folder / "events.jsonl")
+
+    def job(self, *, threads: int) -> Job:
+        """Return what the worker needs to know."""
+        variant = self.plan.info.spec.numerical_variant()
+        change = self.plan.change or Change()
+        return Job(
+            case=self.case,
+            name=self.plan.name,
+            device=torch_device(self.plan.info, self.plan.load_path),
+            load_path=self.plan.load_path,
+            folder=str(self.folder),
+            blobs=str(self.blobs),
+            scratch=str(self.scratch),
+            settings={**({} if variant is None else variant.settings), **change.settings},
+            makes_reference=self.plan.makes_reference,
+            threads=threads,
+            alternative_paths=self.plan.alternative_paths,
+            parent_pid=os.getpid(),
+            fault=self.fault,
+            autocast_adapter_dtype=change.autocast_adapter_dtype is not False,
+        )
+
+    def begin(self) -> None:
+        """Start its clocks: the worker turns to it now."""
+        self.started = self.last_event_at = time.monotonic()
+        self.out_of_memory_before = _out_of_memory_kills()
+
+    def events(self) -> list[Event]:
+        """Return the events since the last call."""
+        found = self.reader.new()
+        if found:
+            self.last_event_at, self.began = time.monotonic(), True
+        for event in found:
+            if event.kind == "failed":
+                self.failure = event.error
+            elif event.kind == "done":
+                self.done = True
+            else:
+                self.last = str(event)
+        return found
+
+    def by_itself(self) -> Ended | None:
+        """Return how it ended where the worker's process goes on: done, or with files that cannot be used."""
+        if self.done:
+            return Ended(status="ok")
+        ended = None if self.failure is None else self._failed(self.failure)
+        return None if ended is None or ended.error is None else ended
+
+    def over_limit(self, limits: Limits) -> str | None:
+        """Return which limit it exceeds, None while it exceeds none."""
+        now = time.monotonic()
+        if limits.timeout_s is not None and now - self.started > limits.timeout_s:
+            return f"took longer than {limits.timeout_s:g} s"
+        if now - self.last_event_at > limits.stall_s:
+            return f"gave no sign of life for {limits.stall_s:g} s"
+        return None
+
+    def after_exit(self, status: int) -> Ended:
+        """Return how it ended, by the exit status of its process."""
+        if status == 0 and self.done:
+            return Ended(status="ok")
+        if status == CANNOT_WRITE:
+            full = CaptureError("cannot write the capture: is the disk full?", where=self.folder)
+            return Ended(status="failed", reason=full.what, error=full)
+        if self.failure is not None:
+            return self._failed(self.failure)
+        if status < 0:
+            number = -status
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            starved = number == signal.SIGKILL and _out_of_memory_kills() > self.out_of_memory_before
+            return self.lost(f"was killed by {name}" + (": out of memory, by the kernel" if starved else ""))
+        tail = self._read("log.txt").splitlines()[-1:]
+        return self.lost(f"ended with exit status {status}" + "".join(f" ({line[:300]})" for line in tail))
+
+    def lost(self, reason: str) -> Ended:
+        return Ended(status="lost", reason=self._with_last(reason))
+
+    def info(self, ended: Ended) -> WorkerInfo:
+        """Return what identifies the worker: its device as discovered, what it reported, and how it ended."""
+        device = {name: getattr(self.plan.info, name) for name in DeviceIdentity.__struct_fields__}
+        try:
+            state = msgspec.structs.asdict(decode_json((self.folder / STATE_FILE).read_bytes(), WorkerState))
+        except (OSError, msgspec.MsgspecError):
+            state = {}
+        environment = state.get("environment", {})
+        device["uuid"] = device["uuid"] or environment.get("device_uuid")
+        device["simulated"] = device["simulated"] or bool(environment.get("simulated"))
+        return WorkerInfo(
+            **device,
+            **state,
+            name=self.plan.name,
+            load_path=self.plan.load_path,
+            status=ended.status,
+            reason=ended.reason,
+            stack=None if ended.status == "ok" else self.stack(),
+            elapsed_s=round(time.monotonic() - self.started, 3),
+            planted=self.fault,
+        )
+
+    def tidy(self, status: WorkerStatus) -> None:
+        """Remove what the capture does not need; the log of a lost worker stays, and all its events."""
+        for name in (JOBS, STATE_FILE, "stack.txt", *(("log.txt",) if status == "ok" else ())):
+            (self.folder / name).unlink(missing_ok=True)
+        if status == "ok":
+            self.reader.drop("step")
+
+    def stack(self) -> str | None:
+        """Return where the worker was, as far as it is known."""
+        return (self._read("stack.txt") if self.failure is None else self.failure.get("trace")) or None
+
+    def _failed(self, error: dict[str, Any]) -> Ended:
+        for kind in (InputError, UsageError, CaptureError):
+            if error["kind"] == kind.__name__:
+                facts = {name: error.get(name) for name in ("where", "got", "wanted", "hint")}
+                found = kind(error["what"], **facts)
+                return Ended(status="failed", reason=found.what, error=found)
+        if error["kind"] == "OutOfMemory":
+            return self.lost("ran out of memory")
+        return Ended(status="failed", reason=self._with_last(error["what"]))
+
+    def _with_last(self, reason: str) -> str:
+        return f"{reason}; last event: {self.last}"
+
+    def _read(self, name: str) -> str:
+        with suppress(OSError):
+            return (self.folder / name).read_text(encoding="utf-8", errors="replace").strip()
+        return ""
+
+
+def _out_of_memory_kills() -> int:
+    """Return how many processes of this control group the kernel has killed because memory ran out."""
+    for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
+        try:
+            for line in path.read_text(encoding="ascii").splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+        except (OSError, ValueError):
+            continue
+    return 0

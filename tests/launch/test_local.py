@@ -1,0 +1,72 @@
+"""Workers that take several cases in turn: what ends one of them ends no other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from consistency.capture.reader import read_capture
+from consistency.case.case import Case
+from consistency.case.stages import Stage
+from consistency.devices.discovery import select
+from consistency.errors import InputError
+from consistency.launch.engine import Captured, CaseTask, Limits, Task
+from consistency.launch.local import LocalEngine
+from consistency.launch.plan import plan_waves
+from consistency.launch.process import WorkerProcess
+from consistency.worker.protocol import Event
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """List the cases of each process that is started."""
+    found: list[list[str]] = []
+    real = WorkerProcess.start
+
+    def start(assignments: deque[Any], *args: Any, **options: Any) -> WorkerProcess:
+        found.append([one.case.name for one in assignments])
+        return real(assignments, *args, **options)
+
+    monkeypatch.setattr(WorkerProcess, "start", start)
+    return found
+
+
+def captured(home: Path, *cases: Case, seen: list[str]) -> Iterator[Captured]:
+    devices = select(["cpu"])
+    tasks = [CaseTask(case=case, waves=plan_waves(case, devices), target=home / case.name) for case in cases]
+
+    def watch(_: str, event: Event) -> None:
+        if event.kind == "case" or (event.kind == "failed" and not event.error):
+            seen.append(event.message if event.kind == "case" else event.kind)
+
+    return LocalEngine().capture(Task(cases=tasks, limits=Limits(stall_s=60)), watch=watch)
+
+
+def test_a_case_that_ends_the_process_costs_that_case_alone(tmp_path: Path, started: list[list[str]]) -> None:
+    first = Case(name="first", base="", stages=(Stage.TRANSFER,))
+    unusable = Case(name="no-such-function", base="python:os:no_such_function", stages=(Stage.BASE,))
+    aborting = Case(name="aborts", base="python:os:abort", stages=(Stage.BASE,))
+    cases = (first, unusable, aborting, msgspec.structs.replace(first, name="last"))
+    seen: list[str] = []
+    found = {one.task.case.name: one for one in captured(tmp_path, *cases, seen=seen)}
+    assert list(found) == [case.name for case in cases]
+    # an error of the input leaves the process as it is; an abort takes the cases that are left to a new one
+    assert started == [[case.name for case in cases], ["last"]]
+    assert isinstance(found["no-such-function"].error, InputError)
+    assert not (tmp_path / "no-such-function").exists()
+    workers = [read_capture(path).workers[0] for one in found.values() for path in one.captures]
+    before, aborts, after = workers
+    assert [worker.info.status for worker in workers] == ["ok", "lost", "ok"]
+    assert "SIGABRT" in str(aborts.info.reason)
+    assert "load base" in str(aborts.info.reason)
+    assert "_from_factory" in str(aborts.info.stack)
+    assert [r.key for r in before.records] == [r.key for r in after.records]
+    # what a case prints is its own: the log of a lost worker is kept
+    assert not list((tmp_path / "last").rglob("log.txt"))
+    assert list((tmp_path / "aborts").rglob("log.txt"))
+    assert seen == ["first", "no-such-function", "failed", "aborts", "failed", "last"]
