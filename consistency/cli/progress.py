@@ -34,33 +34,43 @@ def progress(console: Console | None = None) -> Iterator[Watcher]:
 
 
 def _plain(console: Console) -> Watcher:
+    """Print a line per stage, or, of several cases, a line per case."""
+    of_several: set[str] = set()
+
     def watch(label: str, event: Event) -> None:
         if event.kind == "failed" and not event.error:
             console.print(f"{label}: {clean(event.message)}", soft_wrap=True)
-        elif event.kind in ("stage", "done"):
+        elif event.kind in ("stage", "done") and label not in of_several:
             console.print(f"{label}: {event.stage or 'done'}", soft_wrap=True)
+        elif event.kind == "case":
+            of_several.add(label)
+            console.print(f"{label}: case {clean(event.message)}", soft_wrap=True)
 
     return watch
 
 
 def _moving(bars: Progress) -> Watcher:
     tasks: dict[str, TaskID] = {}
+    cases: dict[str, str] = {}
 
     def watch(label: str, event: Event) -> None:
         if label not in tasks:
             tasks[label] = bars.add_task("", total=None, label=label)
-        task = tasks[label]
+        task, of = tasks[label], cases.get(label, "")
         match event.kind:
+            case "case":
+                cases[label] = f"{clean(event.message)}  "
+                bars.update(task, description=cases[label], completed=0, total=None)
             case "stage":
-                bars.update(task, description=event.stage, completed=0, total=None)
+                bars.update(task, description=f"{of}{event.stage}", completed=0, total=None)
             case "step":
-                text = clean(f"{event.stage}  {event.layer}")
+                text = of + clean(f"{event.stage}  {event.layer}")
                 bars.update(task, description=text, completed=event.done, total=event.total or None)
             case "wait":
-                bars.update(task, description=f"waits {event.message}")
+                bars.update(task, description=f"{of}waits {event.message}")
             case "done":
-                bars.update(task, description="done", completed=1, total=1)
+                bars.update(task, description=f"{of}done", completed=1, total=1)
             case "failed":
-                bars.update(task, description=clean(event.message or "failed"))
+                bars.update(task, description=of + clean(event.message or "failed"))
 
     return watch

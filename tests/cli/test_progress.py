@@ -54,6 +54,23 @@ def test_a_pipe_gets_the_reason_of_a_lost_worker_and_no_report_of_an_error() -> 
     assert text.splitlines() == ["cpu: SIGKILL\\x1b[2J"]
 
 
+def test_of_several_cases_a_pipe_gets_a_line_per_case() -> None:
+    text = shown(
+        (plan(), event("case", message="lora-1\x1b")),
+        (plan(), event("stage", "base")),
+        (plan(), event("done")),
+        (plan(), event("failed", message="SIGKILL")),
+        (plan(), event("case", message="lora-2")),
+        terminal=False,
+    )
+    assert text.splitlines() == ["cpu: case lora-1\\x1b", "cpu: SIGKILL", "cpu: case lora-2"]
+
+
+def test_a_terminal_names_the_case_of_a_worker() -> None:
+    text = shown((plan(), event("case", message="lora-1")), (plan(), event("stage", "merged")), terminal=True)
+    assert "lora-1  merged" in text
+
+
 @pytest.mark.parametrize(
     ("last", "expected"),
     [
