@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from consistency.case.load_path import LoadPath
-from consistency.case.options import Dtype
+from consistency.case.options import Dtype, Profile
+from consistency.case.profile import Switch
 from consistency.case.stages import LARGE_COPIES, LEVELS, SPECS, Level, LevelPlan, Model, Stage
 from consistency.case.tolerance import Override
 
@@ -22,6 +23,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         None checks the base alone.
     dtype : str
         Dtype to load the base in; `auto` is the one that its config declares.
+    profile : str
+        `pinned` fixes every numerical setting, `deployed` none.
+    settings : tuple of Switch
+        Settings that the user chose on top of the profile.
     load_paths : tuple of LoadPath or None
         None leaves the choice to the level and the devices: isolated, and shared too where there are several
         accelerators, each with the level's alternatives. An alternative includes its default path.
@@ -45,6 +50,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     base: str
     adapter: str | None = None
     dtype: Dtype = "auto"
+    profile: Profile = "pinned"
+    settings: tuple[Switch, ...] = ()
     stages: tuple[Stage, ...] = LEVELS[Level.STANDARD].stages
     load_paths: tuple[LoadPath, ...] | None = None
     level: Level = Level.STANDARD
@@ -61,6 +68,16 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def plan(self) -> LevelPlan:
         return LEVELS[self.level]
+
+    @property
+    def is_pinned(self) -> bool:
+        """Return whether every numerical setting is fixed; otherwise equal bits are promised nowhere."""
+        return self.profile == "pinned"
+
+    @property
+    def process_key(self) -> object:
+        """Return what cases have to share to run in one process: libraries read some settings once in its life."""
+        return (self.profile, self.settings)
 
     @property
     def factory(self) -> str | None:

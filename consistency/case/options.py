@@ -15,11 +15,13 @@ from consistency.case.load_path import GRAMMAR, LoadPath
 from consistency.case.stages import Level, Stage
 
 if TYPE_CHECKING:
+    from consistency.case.profile import Switch
     from consistency.case.tolerance import Override
 
 T = TypeVar("T")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Profile = Literal["pinned", "deployed"]
 
 
 class Edge(enum.Enum):
@@ -81,6 +83,14 @@ class Options:
     devices: tuple[str, ...] = _option(("auto",), "auto (default), or cpu,cuda:0,cpu@avx2,…", "LIST")
     dtype: Dtype = _option(
         "auto", "dtype to load the base in (default: the one its config declares)", choices=get_args(Dtype)
+    )
+    profile: Profile = _option(
+        "pinned",
+        "pinned: every numerical setting fixed (default); deployed: settings and environment as they are, recorded",
+        choices=get_args(Profile),
+    )
+    set: tuple[Switch, ...] = _option(
+        (), "one numerical setting of torch, on top of the profile; may be repeated", "NAME=VALUE", repeatable=True
     )
     stages: tuple[Stage, ...] | None = _option(None, f"any of {','.join(Stage)} (default: by level)", "LIST")
     load_paths: tuple[LoadPath, ...] | None = _option(

@@ -49,6 +49,8 @@ def prepare_case(options: Options) -> Case:
         base=base if base_folder is None else str(base_folder),
         adapter=None if adapter_folder is None else str(adapter_folder),
         dtype=options.dtype,
+        profile=options.profile,
+        settings=options.set,
         stages=_stages(options),
         load_paths=options.load_paths,
         level=options.level,

@@ -13,6 +13,7 @@ import msgspec
 
 from consistency.case.load_path import GRAMMAR, LoadPath
 from consistency.case.options import OPTIONS, Edge, Option, Options
+from consistency.case.profile import Switch, as_switches, merged
 from consistency.case.stages import Stage
 from consistency.case.tolerance import Override, as_tables
 from consistency.devices.spec import parse_devices
@@ -20,7 +21,7 @@ from consistency.errors import UsageError
 
 E = TypeVar("E", bound=enum.StrEnum)
 
-_TYPES = get_type_hints(Options, localns={"Override": Override})
+_TYPES = get_type_hints(Options, localns={"Override": Override, "Switch": Switch})
 _BY_NAME = {name: option for option in OPTIONS for name in (option.name, *option.aliases)}
 
 
@@ -35,7 +36,8 @@ def gather_options(config: str | Path | None, given: Mapping[str, object], edge:
     own = _parse({name: value for name, value in given.items() if value is not None}, where=edge.spell)
     # the last tolerance that matches applies: those of the command line follow those of the file
     tolerance = (*file.get("tolerance", ()), *own.get("tolerance", ()))
-    return Options(**{**file, **own, "tolerance": tolerance})
+    switches = merged(file.get("set", ()), own.get("set", ()))
+    return Options(**{**file, **own, "tolerance": tolerance, "set": switches})
 
 
 def read_options(path: Path) -> dict[str, Any]:
@@ -72,6 +74,8 @@ def _value(option: Option, given: object, where: str) -> object:
     match option.name:
         case "tolerance":
             given = as_tables(given, where=where)
+        case "set":
+            return as_switches(given, where=where)
         case "devices":
             given = parse_devices(_names(given, where))
         case "stages":

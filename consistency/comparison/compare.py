@@ -76,6 +76,8 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         first_divergence=_first(tensors, _bad),
         first_other_bits=_first(tensors, functools.partial(_other_bits, reference)),
         not_looked_at=(*first.not_looked_at(), *_load_paths_not_checked(first, load_paths)),
+        profile=" and ".join(dict.fromkeys(capture.manifest.case.profile for capture in captures)),
+        settings=tuple(dict.fromkeys(str(one) for capture in captures for one in capture.manifest.case.settings)),
         simulated=any(p.info.simulated for p in workers),
         hosts=hosts,
     )

@@ -206,6 +206,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths"
         Per worker, where it first differs bitwise from the reference worker, within tolerance or not.
     not_looked_at : tuple of str
         What the level and the options excluded.
+    profile : str
+        `pinned` or `deployed`; several of compared captures are joined by `and`.
+    settings : tuple of str
+        `NAME=VALUE` of each setting that the user chose on top of it.
     captures : tuple of str
         Folders that were compared, where they are not beside the report.
     hosts : tuple of HostFacts
@@ -227,6 +231,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths"
     not_looked_at: tuple[str, ...] = ()
     base: str = ""
     adapter: str | None = None
+    profile: str = ""
+    settings: tuple[str, ...] = ()
     simulated: bool = False
     captures: tuple[str, ...] = ()
     hosts: tuple[HostFacts, ...] = ()

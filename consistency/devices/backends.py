@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from consistency.devices.settings import CUBLAS_WORKSPACE_CONFIG
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
@@ -31,6 +33,42 @@ class Variant:
     settings: Mapping[str, object] = field(default_factory=dict)
     architecture: str | None = None
     needs: frozenset[str] = frozenset()
+
+
+def _attention(name: str) -> Variant:
+    """Return the variant that takes one kernel of scaled dot product attention, where it takes the inputs at all."""
+    kernels = ("flash", "mem_efficient", "cudnn")
+    # `math` stays on beside it: it takes what the other does not, such as flash attention in float32
+    settings = {"sdpa_math": True, **{f"sdpa_{kernel}": kernel == name for kernel in kernels}}
+    return Variant(name=name, settings=settings)
+
+
+_GENERIC_VARIANTS = (
+    Variant(name="high", settings={"float32_matmul_precision": "high"}),
+    Variant(name="medium", settings={"float32_matmul_precision": "medium"}),
+    _attention("math"),
+    _attention("flash"),
+    _attention("mem_efficient"),
+)
+
+# Other kernels for the same operation in CUDA; ROCm has the same switches, with its own libraries behind them.
+_CUDA_VARIANTS = (
+    Variant(
+        name="tf32",
+        settings={"matmul_allow_tf32": True, "cudnn_allow_tf32": True, "float32_matmul_precision": "high"},
+    ),
+    _attention("math"),
+    _attention("flash"),
+    _attention("mem_efficient"),
+    _attention("cudnn"),
+    Variant(name="cublaslt", settings={"blas_library": "cublaslt"}),
+    Variant(name="magma", settings={"linalg_library": "magma"}),
+    Variant(
+        name="reduced_sums",
+        settings={"fp16_reduced_precision_reduction": True, "bf16_reduced_precision_reduction": True},
+    ),
+    Variant(name="no_cudnn", settings={"cudnn_enabled": False}),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +96,14 @@ class Backend:
         Whether `synchronize` takes a device.
     environment : mapping of str to str
         Variables that every worker needs, on any device: libraries read them before the worker could set them.
+    pinned_environment : mapping of str to str
+        Further ones, of the profile `pinned` alone.
+    inherited : tuple of str
+        Variables that choose kernels or their precision: only the profile `deployed` passes the user's on.
     recorded : tuple of str
         Further variables that influence the values computed, or where they are computed.
     variants : tuple of Variant
+        By default those of torch's device-independent switches.
     alternatives : mapping of str to (object, str)
         For a bisection: pinned settings that apply to this backend, the value to switch to, and what that is called.
     """
@@ -74,8 +117,10 @@ class Backend:
     shows_contexts: bool = False
     synchronizes_one: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
+    pinned_environment: Mapping[str, str] = field(default_factory=dict)
+    inherited: tuple[str, ...] = ()
     recorded: tuple[str, ...] = ()
-    variants: tuple[Variant, ...] = ()
+    variants: tuple[Variant, ...] = _GENERIC_VARIANTS
     alternatives: Mapping[str, tuple[object, str]] = field(default_factory=dict)
 
     def variant(self, name: str) -> Variant | None:
@@ -83,9 +128,6 @@ class Backend:
 
 
 CPU = "cpu"
-
-CUBLAS_WORKSPACE_CONFIG = ":4096:8"
-"""One of the two values that make cuBLAS reproducible (cuBLAS documentation, "Results reproducibility")."""
 
 # ATen, MKL and oneDNN each choose kernels by instruction set from a variable of their own, so a variant sets all three:
 # with ATEN_CPU_CAPABILITY alone a float32 matmul, and so a merge, stays bitwise the same.
@@ -117,6 +159,10 @@ BACKENDS: dict[str, Backend] = {
             type=CPU,
             has_index=False,
             variants=_CPU_VARIANTS,
+            # oneDNN reads each of its variables under its earlier name too
+            inherited=(
+                "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS",
+            ),
             recorded=("OMP_NUM_THREADS", "MKL_NUM_THREADS"),
         ),
         Backend(
@@ -126,16 +172,14 @@ BACKENDS: dict[str, Backend] = {
             by_nvml=True,
             shows_contexts=True,
             # NVML counts in PCI order; cuBLAS reads its variable when the first handle is created
-            environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE_CONFIG},
-            recorded=("NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NVML_BASED_CUDA_CHECK"),
-            variants=(
-                Variant(
-                    name="tf32",
-                    settings={
-                        "matmul_allow_tf32": True, "cudnn_allow_tf32": True, "float32_matmul_precision": "high",
-                    },
-                ),
+            environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            pinned_environment={"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE_CONFIG},
+            inherited=("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "HIPBLASLT_ALLOW_TF32"),
+            recorded=(
+                "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCH_BLAS_PREFER_CUBLASLT",
+                "TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_LINALG_PREFER_CUSOLVER",
             ),
+            variants=_CUDA_VARIANTS,
             alternatives={
                 "matmul_allow_tf32": (True, "TF32 in matrix products"),
                 "cudnn_allow_tf32": (True, "TF32 in cuDNN"),
@@ -157,15 +201,21 @@ def backend_of(kind: str) -> Backend:
 
 
 def kernel_variables() -> frozenset[str]:
-    """Return every variable that a variant sets: removed from a worker's environment unless its own variant sets it."""
-    return frozenset(
+    """Return every variable that chooses kernels or their precision.
+
+    In the profile `pinned` each is removed from a worker's environment unless the worker's own variant sets it.
+    """
+    by_variants = {
         name for backend in BACKENDS.values() for variant in backend.variants for name in variant.environment
-    )
+    }
+    return frozenset(by_variants.union(*(backend.inherited for backend in BACKENDS.values())))
 
 
-def worker_variables() -> dict[str, str]:
+def worker_variables(*, pinned: bool = True) -> dict[str, str]:
     """Return the variables that every worker needs."""
-    return {name: value for backend in BACKENDS.values() for name, value in backend.environment.items()}
+    found = {name: value for backend in BACKENDS.values() for name, value in backend.environment.items()}
+    further = {name: value for backend in BACKENDS.values() for name, value in backend.pinned_environment.items()}
+    return {**found, **further} if pinned else found
 
 
 def recorded_variables() -> frozenset[str]:

@@ -73,9 +73,8 @@ class Assignment:
     def __post_init__(self) -> None:
         self.reader = EventReader(self.folder / "events.jsonl")
 
-    def job(self, *, threads: int) -> Job:
+    def job(self, *, threads: int | None) -> Job:
         """Return what the worker needs to know."""
-        variant = self.plan.info.spec.numerical_variant()
         change = self.plan.change or Change()
         return Job(
             case=self.case,
@@ -85,7 +84,7 @@ class Assignment:
             folder=str(self.folder),
             blobs=str(self.blobs),
             scratch=str(self.scratch),
-            settings={**({} if variant is None else variant.settings), **change.settings},
+            settings=self.plan.settings(self.case),
             makes_reference=self.plan.makes_reference,
             threads=threads,
             alternative_paths=self.plan.alternative_paths,

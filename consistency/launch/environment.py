@@ -19,20 +19,35 @@ def torch_device(info: DeviceInfo, load_path: LoadPath) -> str:
 
 
 def worker_environment(
-    info: DeviceInfo, load_path: LoadPath, *, threads: int, change: Mapping[str, str | None] | None = None
+    info: DeviceInfo,
+    load_path: LoadPath,
+    *,
+    threads: int | None,
+    pinned: bool = True,
+    change: Mapping[str, str | None] | None = None,
 ) -> dict[str, str]:
-    """Return the whole environment of a worker; `change` is applied last, and None in it removes a variable."""
-    dropped = kernel_variables()
+    """Return the whole environment of a worker.
+
+    Parameters
+    ----------
+    threads : int or None
+        None leaves the user's variables.
+    pinned : bool
+        False passes the user's variables on that choose kernels, or lower their precision.
+    change : mapping, optional
+        Applied last; None in it removes a variable.
+    """
+    dropped = kernel_variables() if pinned else frozenset()
     found = {name: value for name, value in os.environ.items() if name not in dropped}
     found.update(python_path())
-    found.update(worker_variables())
+    found.update(worker_variables(pinned=pinned))
     found.update(
         HF_HUB_OFFLINE="1",  # models are folders by now, and nothing may use the network without being asked to
         PYTHONHASHSEED="0",
         TOKENIZERS_PARALLELISM="false",
-        OMP_NUM_THREADS=str(threads),
-        MKL_NUM_THREADS=str(threads),
     )
+    if threads is not None:
+        found.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
     mask = _mask(info, load_path)
     if mask is not None:
         found[mask] = _visible_id(info, os.environ.get(mask, ""))
@@ -60,3 +75,13 @@ def _visible_id(info: DeviceInfo, shown: str) -> str:
     index = info.spec.index or 0
     entries = [entry.strip() for entry in shown.split(",") if entry.strip()]
     return entries[index] if index < len(entries) else str(index)
+
+
+def worker_threads(asked: int | None, share: int, *, pinned: bool = True) -> int | None:
+    """Return the threads of a worker: as asked for, else its share of the cores.
+
+    As deployed, the user's `OMP_NUM_THREADS` comes before the share: None leaves it.
+    """
+    if asked is None and not pinned and os.environ.get("OMP_NUM_THREADS"):
+        return None
+    return asked or share

@@ -25,6 +25,7 @@ from consistency.devices.host import HostFacts, read_host, since
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.assignment import Assignment, Ended
 from consistency.launch.engine import Captured, CaseTask, Limits, Task, Watcher
+from consistency.launch.environment import worker_threads
 from consistency.launch.plan import WorkerPlan, merged_waves
 from consistency.launch.process import POLL_S, WorkerProcess
 from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, Event
@@ -120,16 +121,17 @@ class _Run:
 
     def captures(self) -> Iterator[Captured]:
         """Run every wave; yield each case as its last worker ends."""
-        for wave in merged_waves([one.task.waves for one in self._cases]):
+        tasks = [one.task for one in self._cases]
+        for wave in merged_waves([task.waves for task in tasks], [task.case.process_key for task in tasks]):
             assigned = [[self._cases[number].assign(number, plan) for number, plan in turns] for turns in wave]
             yield from self._wave(assigned)
 
     def _wave(self, queues: Sequence[Sequence[Assignment]]) -> Iterator[Captured]:
-        threads = self._limits.threads or threads_per_worker(len(queues))
+        share = threads_per_worker(len(queues))
         running: list[WorkerProcess] = []
         try:
             for queue in queues:
-                running.append(self._start(queue, threads))
+                running.append(self._start(queue, share))
             while running:
                 for worker in list(running):
                     for one, ended in worker.ended(self._limits, self._watch):
@@ -142,13 +144,14 @@ class _Run:
                         worker.close()
                         running.remove(worker)
                         if worker.assignments:
-                            running.append(self._start(worker.assignments, threads))
+                            running.append(self._start(worker.assignments, share))
                 time.sleep(POLL_S)
         finally:
             for worker in running:
                 worker.close()
 
-    def _start(self, queue: Sequence[Assignment], threads: int) -> WorkerProcess:
+    def _start(self, queue: Sequence[Assignment], share: int) -> WorkerProcess:
+        threads = worker_threads(self._limits.threads, share, pinned=queue[0].case.is_pinned)
         worker = WorkerProcess.start(queue, threads=threads)
         self._announce(worker)
         return worker

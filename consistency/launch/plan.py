@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from consistency.capture.folder import worker_slug
 from consistency.case.case import Case
@@ -42,6 +43,15 @@ class WorkerPlan:
     @property
     def slug(self) -> str:
         return worker_slug(self.name, self.load_path)
+
+    def settings(self, case: Case) -> dict[str, Any]:
+        """Return the settings that differ from the profile's: the user's, the variant's, and those of the change."""
+        variant = self.info.spec.numerical_variant()
+        return {
+            **{switch.name: switch.value for switch in case.settings},
+            **({} if variant is None else variant.settings),
+            **({} if self.change is None else self.change.settings),
+        }
 
     @property
     def label(self) -> str:
@@ -78,20 +88,22 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
     return waves
 
 
-def merged_waves(cases: Sequence[Sequence[Sequence[WorkerPlan]]]) -> list[list[list[tuple[int, WorkerPlan]]]]:
+def merged_waves(
+    cases: Sequence[Sequence[Sequence[WorkerPlan]]], keys: Sequence[object] = ()
+) -> list[list[list[tuple[int, WorkerPlan]]]]:
     """Return the processes that take several cases in turn, in waves, from the waves of each case.
 
     There is one process per device and default load path; each is a list of the cases that need it, by number, with
     the worker that it is for them. Every process takes them in the same order, so that none waits for a reference that
-    is made only after it has ended.
+    is made only after it has ended. Cases with different `keys` share no process.
     """
     plans = [(number, plan) for number, waves in enumerate(cases) for wave in waves for plan in wave]
     chosen = {plan.load_path.main for _, plan in plans if not plan.info.spec.is_cpu}
     order = [path for path in LoadPath if path in chosen]
-    merged: list[dict[str, list[tuple[int, WorkerPlan]]]] = [{} for _ in range(max(1, len(order)))]
+    merged: list[dict[object, list[tuple[int, WorkerPlan]]]] = [{} for _ in range(max(1, len(order)))]
     for number, plan in plans:
         wave = merged[0 if plan.info.spec.is_cpu else order.index(plan.load_path.main)]
-        wave.setdefault(plan.slug, []).append((number, plan))
+        wave.setdefault((plan.slug, keys[number] if keys else None), []).append((number, plan))
     return [list(wave.values()) for wave in merged]
 
 

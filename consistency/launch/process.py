@@ -40,7 +40,7 @@ class WorkerProcess:
     _ended_any: bool = False
 
     @classmethod
-    def start(cls, assignments: Iterable[Assignment], *, threads: int) -> WorkerProcess:
+    def start(cls, assignments: Iterable[Assignment], *, threads: int | None) -> WorkerProcess:
         """Start a process for cases of one device and load path."""
         queue = deque(assignments)
         first = queue[0]
@@ -58,7 +58,9 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,  # held open: the worker ends when its parent is gone and this closes
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=worker_environment(plan.info, plan.load_path, threads=threads, change=change.environment),
+                env=worker_environment(
+                    plan.info, plan.load_path, threads=threads, pinned=first.case.is_pinned, change=change.environment
+                ),
                 start_new_session=True,  # Ctrl-C goes to the parent alone, and the whole group can be killed
             )
         first.begin()

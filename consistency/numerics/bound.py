@@ -9,7 +9,10 @@ A LoRA merge computes :math:`W' = W + s\,(B A)` with rank :math:`K`. With :math:
   reach) have twice the unit roundoff.
 * Where float32 products run in TF32 each operand is first cut to 10 stored mantissa bits, off by at most
   :math:`t = 2^{-10}` where the unit truncates (half of it where it rounds; which one does is not documented):
-  :math:`(2 t + t^2) D` more, and the accumulation truncates.
+  :math:`(2 t + t^2) D` more, and the accumulation truncates. Where they run in bfloat16 (float32 matmul precision
+  `medium` on a CPU with such units) each operand is rounded, :math:`t = 2^{-8}`.
+* Where partial sums of half types may be stored in that type: :math:`((1 + u_{\text{adapter}})^m - 1) D` more, with m
+  of them (`consistency.numerics.precision`).
 * An adapter in bfloat16 or float16 stores the product, the scaling and the delta: three roundings more,
   :math:`3 u_{\text{adapter}} D`.
 * The store of :math:`W'` rounds once, :math:`u_W (|W| + D)`; a safe merge and an embedding's merge round the delta to
@@ -29,11 +32,9 @@ import numpy as np
 import torch
 
 from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
+from consistency.numerics.precision import Precision, partial_sums_error
 
 _FLOAT32 = UNIT_ROUNDOFF[torch.float32]
-
-TF32_ROUNDOFF = 2.0**-10
-"""Largest relative error of an operand that is cut to TF32's 10 stored mantissa bits: truncated, not rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,13 @@ def gamma(n: int, u: float) -> float:
 
 
 def delta_allowance(
-    rank: int, *, scaling: float, adapter: torch.dtype, truncating: bool = False, tf32: bool = False
+    rank: int,
+    *,
+    scaling: float,
+    adapter: torch.dtype,
+    truncating: bool = False,
+    products: Precision = Precision.FLOAT32,
+    partial_terms: int | None = None,
 ) -> Allowance:
     """Bound the error of a LoRA delta.
 
@@ -81,18 +88,24 @@ def delta_allowance(
         Dtype of the adapter's parameters on the device.
     truncating : bool
         Whether the device multiplies this dtype on units that truncate when they accumulate.
-    tf32 : bool
-        Whether float32 products may run in TF32, on units that truncate too.
+    products : Precision
+        In which float32 products may run, on units that truncate too unless it is float32 itself.
+    partial_terms : int or None
+        Terms of a partial sum, where those of a half type may be stored in that type.
     """
-    truncating = truncating or (tf32 and adapter == torch.float32)
+    reduced = adapter == torch.float32 and products is not Precision.FLOAT32
+    truncating = truncating or reduced
     u = 2 * _FLOAT32 if truncating else _FLOAT32
     product = gamma(rank + 2, u)
     floor = HALF_SMALLEST_SUBNORMAL[torch.float32] * (rank * abs(scaling) + 2)
     if adapter in (torch.bfloat16, torch.float16):
         product += 3 * UNIT_ROUNDOFF[adapter]
         floor += HALF_SMALLEST_SUBNORMAL[adapter] * (abs(scaling) + 2)
-    elif adapter == torch.float32 and tf32:
-        product += 2 * TF32_ROUNDOFF + TF32_ROUNDOFF**2
+        if partial_terms is not None:
+            product += partial_sums_error(rank, UNIT_ROUNDOFF[adapter], each=partial_terms)
+    elif reduced:
+        product += products.product_error
+        floor += 2 * rank * abs(scaling) * products.smallest  # of each product, and of each sum
     elif adapter == torch.float64:
         product = gamma(rank + 2, UNIT_ROUNDOFF[torch.float64])
     return Allowance(product=product, floor=floor)

@@ -8,7 +8,7 @@ its parts:
 * The error of a sum, product or quotient is that of its operands and one rounding.
 * That of an inner product or a sum of n terms, in any order, is :math:`\gamma_n` times the sum of the magnitudes
   (lemma 3.1); units that truncate when they accumulate have twice the unit roundoff, and operands in TF32 add
-  :math:`2t + t^2`, :math:`t = 2^{-10}` (see `consistency.numerics.bound`).
+  :math:`2t + t^2`, :math:`t = 2^{-10}` (see `consistency.numerics.precision`, for bfloat16 and partial sums too).
 * The error of a library function is its derivative times the error of its argument, and `ULPS` units in the last
   place.
 * bfloat16 and float16 are computed in float32 and rounded where a library stores them: `Tracked.store`. A library that
@@ -24,11 +24,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from consistency.numerics.bound import TF32_ROUNDOFF, gamma
+from consistency.numerics.bound import gamma
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
 from consistency.numerics.error import measure_chunks
 from consistency.numerics.measure import Measure
+from consistency.numerics.precision import Precision, partial_sums_error
 
 ULPS = {"exp": 3.0, "log": 3.0, "tanh": 5.0, "sin": 4.0, "cos": 4.0, "sqrt": 3.0, "rsqrt": 2.0, "/": 2.5}
 """Largest error of a library function, in units in the last place.
@@ -54,8 +55,10 @@ class Arithmetic:
         Unit roundoff of the computation, and half its smallest subnormal.
     product : float
         Unit roundoff of the accumulation of inner products.
-    operand : float
-        Largest relative error of an operand of a product before it is multiplied.
+    products : Precision
+        In which float32 products may run.
+    partial_terms : int or None
+        Terms of a partial sum, where those of a half type may be stored in that type.
     stored, stored_floor : float
         Unit roundoff of the dtype, and half its smallest subnormal, if it is narrower than the computation; else 0.
     shares : int
@@ -65,33 +68,44 @@ class Arithmetic:
     unit: float
     floor: float
     product: float
-    operand: float = 0.0
+    products: Precision = Precision.FLOAT32
+    partial_terms: int | None = None
     stored: float = 0.0
     stored_floor: float = 0.0
     shares: int = 1
 
     @classmethod
-    def of(cls, dtype: torch.dtype, *, truncating: bool = False, tf32: bool = False) -> Arithmetic:
+    def of(
+        cls,
+        dtype: torch.dtype,
+        *,
+        truncating: bool = False,
+        products: Precision = Precision.FLOAT32,
+        partial_terms: int | None = None,
+    ) -> Arithmetic:
         """Return the arithmetic of a dtype.
 
         Parameters
         ----------
         truncating : bool
             Whether bfloat16 and float16 are multiplied on units that truncate when they accumulate.
-        tf32 : bool
-            Whether float32 products may run in TF32, on units that truncate too.
+        products : Precision
+            In which float32 products may run, on units that truncate too unless it is float32 itself.
+        partial_terms : int or None
+            Terms of a partial sum, where those of a half type may be stored in that type.
         """
         if dtype == torch.float64:
             unit, floor = UNIT_ROUNDOFF[dtype], HALF_SMALLEST_SUBNORMAL[dtype]
             return cls(unit=unit, floor=floor, product=unit, shares=2)
         narrow = dtype in (torch.bfloat16, torch.float16)
         unit, floor = UNIT_ROUNDOFF[torch.float32], HALF_SMALLEST_SUBNORMAL[torch.float32]
-        in_tf32 = tf32 and not narrow
+        reduced = products is not Precision.FLOAT32 and not narrow
         return cls(
             unit=unit,
             floor=floor,
-            product=2 * unit if in_tf32 or (truncating and narrow) else unit,
-            operand=TF32_ROUNDOFF if in_tf32 else 0.0,
+            product=2 * unit if reduced or (truncating and narrow) else unit,
+            products=products if reduced else Precision.FLOAT32,
+            partial_terms=partial_terms if narrow else None,
             stored=UNIT_ROUNDOFF[dtype] if narrow else 0.0,
             stored_floor=HALF_SMALLEST_SUBNORMAL[dtype] if narrow else 0.0,
         )
@@ -187,8 +201,10 @@ class Tracked:
         """Multiply matrices, or stacks of them."""
         terms = self.value.shape[-1]
         mine, its = np.abs(self.value) + self.error, np.abs(other.value) + other.error
-        factor = gamma(terms, self.by.product) + 2 * self.by.operand + self.by.operand**2
-        error = factor * np.matmul(mine, its) + terms * self.by.floor
+        factor = gamma(terms, self.by.product) + self.by.products.product_error
+        if self.by.partial_terms is not None:
+            factor += partial_sums_error(terms, self.by.stored, each=self.by.partial_terms)
+        error = factor * np.matmul(mine, its) + terms * (self.by.floor + 2 * self.by.products.smallest)
         if self.error.any() or other.error.any():  # exact operands add no error
             error = error + np.matmul(mine, other.error) + np.matmul(self.error, np.abs(other.value))
         return self._with(np.matmul(self.value, other.value), error)

@@ -81,7 +81,8 @@ class Session:
     def headline(self) -> str:
         case = self.plan.case
         devices = (info.spec.name + (" (simulated)" if info.simulated else "") for info in self.plan.devices)
-        return clean(f"{case.name}, {case.dtype}, on {', '.join(devices)}")
+        profile = [] if case.is_pinned else [f"profile {case.profile}"]
+        return clean(", ".join([case.name, case.dtype, *profile, *map(str, case.settings), f"on {', '.join(devices)}"]))
 
     def take_arguments(self, config: pytest.Config) -> None:
         """Take `consistency::…` from the arguments; without a path, collect the plugin's items only."""

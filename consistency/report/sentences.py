@@ -73,7 +73,14 @@ def facts(comparison: Comparison) -> list[str]:
     sides = len(comparison.load_paths) - len(mains)
     found += [f"load paths {' and '.join(mains)}" if len(mains) > 1 else ""]
     found += [counted(sides, "alternative load path") if sides else ""]
-    return [text for text in (*found, f"level {comparison.level}") if text]
+    return [text for text in (*found, f"level {comparison.level}", *profile_texts(comparison)) if text]
+
+
+def profile_texts(comparison: Comparison) -> list[str]:
+    """Return the profile and the settings on top of it, where they are not the default."""
+    if comparison.profile in ("", "pinned") and not comparison.settings:
+        return []
+    return [f"profile {comparison.profile}", *comparison.settings]
 
 
 def sentence(comparison: Comparison) -> str:

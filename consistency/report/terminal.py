@@ -14,7 +14,14 @@ from consistency.comparison.result import BAD, Comparison, TensorComparison
 from consistency.report.console import Writer, make_console, stripped
 from consistency.report.copy_matrix import write_matrices
 from consistency.report.formats import View
-from consistency.report.sentences import LEGEND, alternative_path_texts, cell_text, divergence_texts, sentence
+from consistency.report.sentences import (
+    LEGEND,
+    alternative_path_texts,
+    cell_text,
+    divergence_texts,
+    profile_texts,
+    sentence,
+)
 from consistency.report.summary import Groups, Line, all_groups, badness, class_text, stages
 
 _MOST_TENSORS = _MOST_FINDINGS = 20
@@ -53,6 +60,7 @@ def title(write: Writer, comparison: Comparison, view: View) -> None:
     parts = ["consistency", comparison.case, comparison.dtype, counted(len(comparison.workers), "worker")]
     if len(comparison.load_paths) > 1:
         parts.append(counted(len(comparison.load_paths), "load path"))
+    parts += profile_texts(comparison)
     if view.elapsed_s is not None:
         parts.append(f"{view.elapsed_s:.0f} s")
     if comparison.simulated:

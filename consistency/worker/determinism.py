@@ -1,46 +1,38 @@
 """The one module that changes torch's numerical settings: it sets, records and restores all of them.
 
-A library that is imported later may change a setting unnoticed, so the worker reads them again after each stage.
+The names, values and pinned values are those of `consistency.devices.settings`. A library that is imported later may
+change a setting unnoticed, so the worker reads them again after each stage.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from consistency.devices.backends import CUBLAS_WORKSPACE_CONFIG
+from consistency.devices.settings import AS_FOUND, SETTINGS, THREADS, UNREADABLE, with_implied
+from consistency.errors import UsageError, first_line
 
 SEED = 0
 
-_UNREADABLE = "unreadable"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One setting: how it is read, how it is set, and its pinned value."""
-
-    name: str
-    pinned: Any
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
+_Access = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 def pinned() -> dict[str, Any]:
-    """Return the values that a deterministic run asks for, by setting."""
-    return {s.name: s.pinned for s in _SETTINGS}
+    """Return the values that the profile `pinned` sets, by setting."""
+    return {name: spec.pinned for name, spec in SETTINGS.items() if spec.pinned != AS_FOUND}
 
 
 def in_force() -> dict[str, Any]:
-    """Return the current values, by setting."""
-    return {s.name: _read(s) for s in _SETTINGS}
+    """Return the current values, by setting; `unreadable: …` where this torch has none."""
+    return {name: _read(name) for name in _ACCESS}
 
 
 def changed(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,29 +42,56 @@ def changed(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def deterministic(*, threads: int | None = None, seed: int = SEED, **overrides: Any) -> Iterator[dict[str, Any]]:
+def deterministic(
+    *, threads: int | None = None, seed: int = SEED, pins: bool = True, **overrides: Any
+) -> Iterator[dict[str, Any]]:
     """Pin every setting, seed every generator, yield the requested values by setting, and restore all at the end.
 
     Parameters
     ----------
     threads : int, optional
         Threads per operation; None leaves the number as it is.
+    pins : bool
+        False leaves every setting as it is, except those in `overrides`.
     **overrides
-        Settings by name that differ from the pinned ones.
+        Settings by name that differ from the pinned ones; torch changes some others together with them.
+
+    Raises
+    ------
+    UsageError
+        This torch refuses one of the overrides.
     """
-    unknown = set(overrides) - {s.name for s in _SETTINGS}
+    unknown = overrides.keys() - SETTINGS.keys()
     if unknown:
         raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}")
     before = in_force()
-    asked = pinned() | overrides
-    asked["threads"] = before["threads"] if threads is None else threads
+    # a setting that this torch lacks is in force nowhere, and so not asked for
+    asked = {name: value for name, value in with_implied(overrides).items() if name in overrides or _exists(name)}
+    if pins:
+        readable = {name: value for name, value in before.items() if not _is_unreadable(value)}
+        asked = readable | {name: value for name, value in pinned().items() if _exists(name)} | asked
+        if "mkldnn_matmul_fp32_precision" in overrides and "float32_matmul_precision" not in overrides:
+            del asked["float32_matmul_precision"]  # torch tells it only where all backends share it
+        if threads is not None:
+            asked[THREADS] = threads
     with _generators_kept():
         try:
-            _apply(asked)
+            _apply(asked, chosen=overrides)
             seed_all(seed)
             yield asked
         finally:
             _apply(before)
+
+
+@contextmanager
+def switched(**overrides: Any) -> Iterator[None]:
+    """Set some settings for a while, and those that torch changes together with them."""
+    before = in_force()
+    try:
+        _apply(with_implied(overrides))
+        yield
+    finally:
+        _apply(before)
 
 
 def restore(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,21 +108,46 @@ def seed_all(seed: int = SEED) -> None:
     torch.manual_seed(seed)
 
 
-def _apply(values: Mapping[str, Any]) -> None:
-    # one order for all: torch's matmul precision also moves the TF32 switch, so that switch comes after it
-    for setting in _SETTINGS:
-        value = values.get(setting.name, _UNREADABLE)
-        if str(value).startswith(_UNREADABLE):
+def _apply(values: Mapping[str, Any], *, chosen: Mapping[str, Any] | None = None) -> None:
+    """Set what differs; torch may refuse only what nobody chose."""
+    # one order for all: torch's matmul precision also moves the switches of its backends, so those come after it
+    for name, (_, write) in _ACCESS.items():
+        value = values.get(name, UNREADABLE)
+        if _is_unreadable(value):
             continue  # nothing to restore: torch refused to report the value
-        if _read(setting) != value:
-            setting.write(value)
+        if _read(name) == value:
+            continue
+        try:
+            write(value)
+        except (RuntimeError, AttributeError, ValueError, AssertionError) as error:
+            if name in (chosen or {}):
+                raise UsageError(
+                    f"this torch cannot set {name}", where="--set, or a device's variant", got=value,
+                    hint=f"torch {torch.__version__}: {first_line(error)}",
+                ) from error  # fmt: skip
 
 
-def _read(setting: Setting) -> Any:
+def _read(name: str) -> Any:
     try:
-        return setting.read()
-    except RuntimeError as error:  # torch refuses to answer after its old and new TF32 switches were both used
-        return f"{_UNREADABLE}: {str(error).splitlines()[0]}"
+        return _ACCESS[name][0]()
+    # torch refuses to answer after its old and new TF32 switches were both used, and an older torch has fewer switches
+    except (RuntimeError, AttributeError) as error:
+        return f"{UNREADABLE}: {first_line(error)}"
+
+
+def _is_unreadable(value: object) -> bool:
+    return str(value).startswith(UNREADABLE)
+
+
+def _exists(name: str) -> bool:
+    """Return whether this torch has a setting, even if it refuses to tell its value."""
+    try:
+        _ACCESS[name][0]()
+    except AttributeError:
+        return False
+    except RuntimeError:
+        return True
+    return True
 
 
 @contextmanager
@@ -132,16 +176,32 @@ def _initialized_accelerator() -> Any:
     return module if initialized is not None and initialized() and hasattr(module, "get_rng_state") else None
 
 
-_Access = tuple[Callable[[], Any], Callable[[Any], None]]
+def _attribute(owner: str, name: str) -> _Access:
+    """Return access to an attribute of a part of torch, which an older torch may lack."""
 
+    def holder() -> Any:
+        return functools.reduce(getattr, owner.split("."), torch)
 
-def _attribute(owner: Any, name: str) -> _Access:
-    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+    return (lambda: getattr(holder(), name)), (lambda value: setattr(holder(), name, value))
 
 
 def _sdpa(name: str) -> _Access:
     backends = torch.backends.cuda  # despite the name these switches choose the CPU's SDPA kernel too
-    return getattr(backends, f"{name}_sdp_enabled"), getattr(backends, f"enable_{name}_sdp")
+    return (
+        lambda: getattr(backends, f"{name}_sdp_enabled")(),
+        lambda value: getattr(backends, f"enable_{name}_sdp")(value),
+    )
+
+
+def _library(name: str) -> _Access:
+    """Return access to the library that torch takes for operations of one kind, of several that do the same."""
+
+    def write(value: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls them experimental
+            getattr(torch.backends.cuda, name)(value)
+
+    return (lambda: getattr(torch.backends.cuda, name)().name.lower()), write
 
 
 def _environment(name: str) -> _Access:
@@ -178,23 +238,35 @@ def _reduction(name: str) -> _Access:
     return read, (lambda value: setattr(torch.backends.cuda.matmul, name, value))
 
 
-_SETTINGS = tuple(
-    Setting(name=name, pinned=value, read=read, write=write)
-    for name, value, (read, write) in (
-        ("float32_matmul_precision", "highest", (torch.get_float32_matmul_precision, _precision_write)),
-        ("matmul_allow_tf32", False, _attribute(torch.backends.cuda.matmul, "allow_tf32")),
-        ("cudnn_allow_tf32", False, _attribute(torch.backends.cudnn, "allow_tf32")),
-        ("fp16_reduced_precision_reduction", False, _reduction("allow_fp16_reduced_precision_reduction")),
-        ("bf16_reduced_precision_reduction", False, _reduction("allow_bf16_reduced_precision_reduction")),
-        ("cudnn_enabled", True, _attribute(torch.backends.cudnn, "enabled")),
-        ("cudnn_deterministic", True, _attribute(torch.backends.cudnn, "deterministic")),
-        ("cudnn_benchmark", False, _attribute(torch.backends.cudnn, "benchmark")),
-        ("deterministic_algorithms", "warn", _algorithms()),
-        ("cublas_workspace_config", CUBLAS_WORKSPACE_CONFIG, _environment("CUBLAS_WORKSPACE_CONFIG")),
-        ("sdpa_math", True, _sdpa("math")),
-        ("sdpa_flash", False, _sdpa("flash")),
-        ("sdpa_mem_efficient", False, _sdpa("mem_efficient")),
-        ("sdpa_cudnn", False, _sdpa("cudnn")),
-        ("threads", 1, (torch.get_num_threads, torch.set_num_threads)),
-    )
-)
+def _math_reduction() -> _Access:
+    backends = torch.backends.cuda
+    return backends.fp16_bf16_reduction_math_sdp_allowed, backends.allow_fp16_bf16_reduction_math_sdp
+
+
+_ACCESS: dict[str, _Access] = {
+    "float32_matmul_precision": (torch.get_float32_matmul_precision, _precision_write),
+    "matmul_allow_tf32": _attribute("backends.cuda.matmul", "allow_tf32"),
+    "cudnn_allow_tf32": _attribute("backends.cudnn", "allow_tf32"),
+    "mkldnn_matmul_fp32_precision": _attribute("backends.mkldnn.matmul", "fp32_precision"),
+    "mkldnn_conv_fp32_precision": _attribute("backends.mkldnn.conv", "fp32_precision"),
+    "mkldnn_rnn_fp32_precision": _attribute("backends.mkldnn.rnn", "fp32_precision"),
+    "nvidia_tf32_override": _environment("NVIDIA_TF32_OVERRIDE"),
+    "fp16_reduced_precision_reduction": _reduction("allow_fp16_reduced_precision_reduction"),
+    "bf16_reduced_precision_reduction": _reduction("allow_bf16_reduced_precision_reduction"),
+    "fp16_accumulation": _reduction("allow_fp16_accumulation"),
+    "fp16_bf16_reduction_math_sdp": _math_reduction(),
+    "blas_library": _library("preferred_blas_library"),
+    "linalg_library": _library("preferred_linalg_library"),
+    "rocm_fa_library": _library("preferred_rocm_fa_library"),
+    "cudnn_enabled": _attribute("backends.cudnn", "enabled"),
+    "cudnn_deterministic": _attribute("backends.cudnn", "deterministic"),
+    "cudnn_benchmark": _attribute("backends.cudnn", "benchmark"),
+    "deterministic_algorithms": _algorithms(),
+    "cublas_workspace_config": _environment("CUBLAS_WORKSPACE_CONFIG"),
+    "sdpa_math": _sdpa("math"),
+    "sdpa_flash": _sdpa("flash"),
+    "sdpa_mem_efficient": _sdpa("mem_efficient"),
+    "sdpa_cudnn": _sdpa("cudnn"),
+    THREADS: (torch.get_num_threads, torch.set_num_threads),
+}
+"""In the order in which they are set."""

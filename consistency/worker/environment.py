@@ -11,8 +11,13 @@ import torch
 
 from consistency.devices.backends import CPU, kernel_variables, recorded_variables
 from consistency.numerics.kernels import triton_digest, trust
+from consistency.numerics.precision import Precision
+from consistency.worker.precision import products_of
 
 _VERSIONED = ("transformers", "peft", "safetensors", "accelerate", "numpy")
+
+PRODUCTS = "products"
+"""Key of the precisions of products."""
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -35,7 +40,17 @@ def describe(device: torch.device) -> dict[str, Any]:
             found[name] = None
     if device.type != CPU:
         found.update(_accelerator(device))
-    return found | digest_kernel(device)
+    return found | digest_kernel(device) | products(device)
+
+
+def products(device: torch.device) -> dict[str, Any]:
+    """Return how products may be computed by the settings in force, where they are less precise than their dtype."""
+    found = products_of(device)
+    reduced = {"matmul": found.matmul, "convolution": found.convolution}
+    table: dict[str, Any] = {name: str(value) for name, value in reduced.items() if value is not Precision.FLOAT32}
+    if found.partial_terms:
+        table["sums stored in"] = ", ".join(sorted(found.partial_terms))
+    return {PRODUCTS: table} if table else {}
 
 
 def digest_kernel(device: torch.device) -> dict[str, str]:

@@ -51,7 +51,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
     folder, blobs, scratch : str
         The worker's own folder, the capture's tensors, and a folder shared with the other workers of this run.
     settings : dict
-        Determinism settings of the device's variant that differ from the pinned ones.
+        Determinism settings that differ from the profile's: the user's, and those of the device's variant.
+    threads : int or None
+        None leaves them as the environment has them.
     makes_reference : bool
         Whether this worker computes the float64 activations for all.
     fault : str or None
@@ -69,7 +71,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
     scratch: str
     settings: dict[str, Any]
     makes_reference: bool
-    threads: int
+    threads: int | None
     parent_pid: int
     alternative_paths: tuple[LoadPath, ...] = ()
     fault: str | None = None

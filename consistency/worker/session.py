@@ -137,14 +137,26 @@ class Session:
         """Record the memory that a stage took, the other devices it touched, and settings it changed; restore these."""
         self._placement.look(stage)
         taken = self._memory.end(stage)
-        changes = tuple(
+        restored = determinism.restore(self._asked)
+        changes = [
             SettingChange(setting=name, asked=self._asked[name], in_force=value, stage=stage)
-            for name, value in determinism.restore(self._asked).items()
-        )
+            for name, value in restored.items()
+        ]
+        # what nobody asked for stays as the user's libraries set it, and is in force from here on
+        now = determinism.in_force()
+        changes += [
+            SettingChange(setting=name, asked=None, in_force=now[name], stage=stage)
+            for name, value in self._state.in_force.items()
+            if name not in self._asked and now.get(name) != value
+        ]
         # the digest's kernel is tried on the first large tensor, so its outcome is known only now
-        described = {**self._state.environment, **environment.digest_kernel(torch.device(self._job.device))}
+        device = torch.device(self._job.device)
+        described = {name: value for name, value in self._state.environment.items() if name != environment.PRODUCTS}
+        described |= environment.digest_kernel(device) | environment.products(device)
+        kept = {name: value for name, value in self._state.in_force.items() if name in self._asked}
         self._update(
             environment=described,
+            in_force={**now, **kept},
             changes=(*self._state.changes, *changes),
             peak_bytes=self._memory.peak_bytes,
             stage_memory=(*self._state.stage_memory, taken),
@@ -176,18 +188,19 @@ def _import_libraries() -> ModuleType:
 
 
 def run(job: Job, events: EventLog) -> bool:
-    """Run a job with every setting pinned; return whether this process can take another."""
+    """Run a job with the settings of its profile; return whether this process can take another."""
     if job.case.needs_model:
         events.stage("import libraries")  # from a cold network disk this takes a while: a sign of life
         transformers = _import_libraries()
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-    if torch.get_num_interop_threads() != 1:  # torch takes this once in the life of a process
+    if job.case.is_pinned and torch.get_num_interop_threads() != 1:  # torch takes this once in the life of a process
         torch.set_num_interop_threads(1)
     planted: AbstractContextManager[None] = nullcontext()
     if job.fault is not None:
         from consistency.worker.faults import plant
 
         planted = plant(job.fault)
-    with planted, determinism.deterministic(threads=job.threads, **job.settings) as asked:
+    pins = job.case.is_pinned
+    with planted, determinism.deterministic(threads=job.threads, pins=pins, **job.settings) as asked:
         return Session(job, events, asked).run()

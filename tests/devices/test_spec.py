@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consistency.devices.backends import kernel_variables
+from consistency.devices.backends import BACKENDS, kernel_variables
 from consistency.devices.discovery import cpu_variants, nvidia_architecture
 from consistency.devices.spec import (
     DeviceSpec,
@@ -73,8 +73,8 @@ def test_the_cpu_has_no_index() -> None:
     [
         ("cpu@tf32", "one of baseline, avx2, avx512"),
         ("cpu@avx", "one of baseline, avx2, avx512"),
-        ("cuda:0@avx2", "one of tf32"),
-        ("xpu:0@tf32", "one of none"),
+        ("cuda:0@avx2", "one of " + ", ".join(v.name for v in BACKENDS["cuda"].variants)),
+        ("xpu:0@tf32", "one of high, medium, math, flash, mem_efficient"),
     ],
 )
 def test_an_unknown_variant_is_refused_with_those_that_there_are(text: str, wanted: str) -> None:
@@ -125,7 +125,11 @@ def test_tf32_is_a_variant_of_settings() -> None:
 
 
 def test_every_variable_of_a_variant_is_removed_from_other_workers() -> None:
-    assert frozenset({"ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"}) == kernel_variables()
+    assert {"ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"} <= kernel_variables()
+
+
+def test_every_variable_that_lowers_precision_is_removed_too() -> None:
+    assert {"NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"} <= kernel_variables()
 
 
 @pytest.mark.parametrize(

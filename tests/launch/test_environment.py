@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from consistency.case.load_path import LoadPath
 from consistency.devices.backends import kernel_variables
 from consistency.devices.spec import DeviceInfo, parse_device
-from consistency.launch.environment import torch_device, worker_environment
+from consistency.launch.environment import torch_device, worker_environment, worker_threads
 
 
 def device(name: str, **fields: Any) -> DeviceInfo:
@@ -25,6 +26,32 @@ def test_kernel_variables_of_the_user_do_not_reach_a_native_worker(monkeypatch: 
     assert baseline["ATEN_CPU_CAPABILITY"] == "default"
     assert baseline["MKL_CBWR"] == "COMPATIBLE"
     assert baseline["ONEDNN_MAX_CPU_ISA"] == "SSE41"
+
+
+def test_as_deployed_the_user_s_own_environment_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*kernel_variables(), "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "user")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    found = worker_environment(device("cpu"), LoadPath.ISOLATED, threads=None, pinned=False)
+    assert {found[name] for name in kernel_variables()} == {"user"}
+    assert "CUBLAS_WORKSPACE_CONFIG" not in found
+    assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "devices are still told apart by their place"
+    assert (found["OMP_NUM_THREADS"], "MKL_NUM_THREADS" in found) == ("user", "MKL_NUM_THREADS" in os.environ)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    found = worker_environment(device("cpu@avx2"), LoadPath.ISOLATED, threads=3, pinned=False)
+    assert (found["CUBLAS_WORKSPACE_CONFIG"], found["OMP_NUM_THREADS"]) == (":16:8", "3")
+    assert found["ONEDNN_MAX_CPU_ISA"] == "AVX2", "a variant is the user's choice too"
+
+
+@pytest.mark.parametrize(
+    ("asked", "pinned", "user", "threads"),
+    [(5, True, "3", 5), (None, True, "3", 2), (5, False, "3", 5), (None, False, "3", None), (None, False, "", 2)],
+)
+def test_threads_are_the_user_s_as_deployed(
+    asked: int | None, pinned: bool, user: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", user)
+    assert worker_threads(asked, 2, pinned=pinned) == threads
 
 
 def test_every_worker_is_offline_and_has_its_threads() -> None:

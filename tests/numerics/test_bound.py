@@ -17,6 +17,7 @@ from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
 from consistency.numerics.error import measure_against_exact, measure_chunks
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.measure import Measure
+from consistency.numerics.precision import Precision
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 RANKS = (1, 2, 3, 8, 16, 64, 128, 256)
@@ -411,14 +412,15 @@ def test_tf32_products_lie_outside_the_float32_bound_and_inside_their_own(rank: 
     delta = (tf32(b) @ tf32(a)) * 2.0
 
     def measured(*, allowed: bool) -> float:
-        allowance = delta_allowance(rank, scaling=2.0, adapter=torch.float32, tf32=allowed)
+        products = Precision.TF32 if allowed else Precision.FLOAT32
+        allowance = delta_allowance(rank, scaling=2.0, adapter=torch.float32, products=products)
         found = measure_low_rank(delta, left=b, right=a, scaling=2.0, base=None, allowance=allowance)
         assert found.bound_ratio is not None
         return float(found.bound_ratio)
 
     assert measured(allowed=True) <= 1
     assert measured(allowed=False) > 1
-    assert delta_allowance(rank, scaling=2.0, adapter=torch.bfloat16, tf32=True) == delta_allowance(
+    assert delta_allowance(rank, scaling=2.0, adapter=torch.bfloat16, products=Precision.TF32) == delta_allowance(
         rank, scaling=2.0, adapter=torch.bfloat16
     )
 

@@ -19,6 +19,7 @@ from consistency.numerics.diagnosis_computed import diagnose_computed
 from consistency.numerics.dtype import bit_patterns
 from consistency.numerics.error import measure_against_exact, measure_chunks
 from consistency.numerics.measure import Measure
+from consistency.numerics.precision import Precision
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 
@@ -55,12 +56,15 @@ class Case:
         return (self.base.float() + self.delta.float()).to(self.base.dtype)
 
     def diagnose(self, actual: torch.Tensor) -> Diagnosis:
-        def allowance(*, tf32: bool) -> Allowance:
-            delta = delta_allowance(RANK, scaling=self.scaling, adapter=self.adapter, tf32=tf32)
+        def allowance(products: Precision) -> Allowance:
+            delta = delta_allowance(RANK, scaling=self.scaling, adapter=self.adapter, products=products)
             return delta if self.weight is None else merged_allowance(delta, weight=self.weight, roundings=1)
 
         factors: dict[str, Any] = {"left": self.left, "right": self.right, "scaling": self.scaling, "base": self.base}
-        plain, wide = (partial(low_rank_chunks, actual, **factors, allowance=allowance(tf32=t)) for t in (False, True))
+        plain, wide = (
+            partial(low_rank_chunks, actual, **factors, allowance=allowance(products))
+            for products in (Precision.FLOAT32, Precision.TF32)
+        )
         found = measure_chunks(actual, plain())
         return diagnose_computed(found, plain, in_tf32=lambda: measure_chunks(actual, wide()))
 

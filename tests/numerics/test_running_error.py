@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from consistency.case.stages import Level
 from consistency.numerics.dtype import UNIT_ROUNDOFF, named
+from consistency.numerics.precision import Precision
 from consistency.numerics.running_error import Arithmetic, Tracked, measure_tracked
 from consistency.worker.stages.operators import stage as operators
 from consistency.worker.stages.operators.table import Operation, operations
@@ -61,7 +62,7 @@ def test_products_of_cut_operands_are_outside_the_bound_and_inside_that_of_tf32(
     cut = [(tensor.view(torch.int32) & ~0x1FFF).view(torch.float32) for tensor in host]
     actual = operators.compute(operation, cut)
     assert share(actual, operators._exact(operation, host, FLOAT32)) > 2
-    in_tf32 = operators._exact(operation, host, Arithmetic.of(torch.float32, tf32=True))
+    in_tf32 = operators._exact(operation, host, Arithmetic.of(torch.float32, products=Precision.TF32))
     assert share(actual, in_tf32) <= 1
 
 

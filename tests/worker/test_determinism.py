@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from consistency.devices.backends import BACKENDS, Backend, Variant
+from consistency.devices.settings import SETTINGS, THREADS
 from consistency.devices.spec import parse_device
+from consistency.errors import UsageError
+from consistency.worker import determinism
 from consistency.worker.determinism import (
     changed,
     deterministic,
@@ -19,6 +23,7 @@ from consistency.worker.determinism import (
     pinned,
     restore,
     seed_all,
+    switched,
 )
 
 # what each setting is turned to behind our back
@@ -26,6 +31,13 @@ OTHER: dict[str, Any] = {
     "float32_matmul_precision": "high",
     "matmul_allow_tf32": True,
     "cudnn_allow_tf32": True,
+    "mkldnn_matmul_fp32_precision": "bf16",
+    "mkldnn_conv_fp32_precision": "bf16",
+    "mkldnn_rnn_fp32_precision": "bf16",
+    "nvidia_tf32_override": "1",
+    "fp16_accumulation": True,
+    "fp16_bf16_reduction_math_sdp": True,
+    "rocm_fa_library": "ck",
     "fp16_reduced_precision_reduction": True,
     "bf16_reduced_precision_reduction": True,
     "cudnn_enabled": False,
@@ -63,6 +75,16 @@ def turn_by_hand(name: str) -> None:
         cuda.matmul.allow_fp16_reduced_precision_reduction = value
     elif name == "bf16_reduced_precision_reduction":
         cuda.matmul.allow_bf16_reduced_precision_reduction = value
+    elif name.startswith("mkldnn_"):
+        getattr(torch.backends.mkldnn, name.split("_")[1]).fp32_precision = value
+    elif name == "fp16_accumulation":
+        cuda.matmul.allow_fp16_accumulation = value
+    elif name == "fp16_bf16_reduction_math_sdp":
+        cuda.allow_fp16_bf16_reduction_math_sdp(value)
+    elif name == "rocm_fa_library":
+        cuda.preferred_rocm_fa_library(value)
+    elif name == "nvidia_tf32_override":
+        os.environ["NVIDIA_TF32_OVERRIDE"] = value
     elif name == "deterministic_algorithms":
         torch.use_deterministic_algorithms(False)
     elif name == "cublas_workspace_config":
@@ -77,7 +99,8 @@ def turn_by_hand(name: str) -> None:
 
 def test_every_setting_is_pinned_and_in_force() -> None:
     with deterministic(threads=1) as asked:
-        assert in_force() == asked == pinned()
+        assert in_force() == asked
+        assert asked == in_force() | pinned()
         assert changed(asked) == {}
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.is_deterministic_algorithms_warn_only_enabled()
@@ -88,7 +111,9 @@ def test_every_setting_is_pinned_and_in_force() -> None:
 
 
 def test_the_list_of_settings_is_whole() -> None:
-    assert set(OTHER) == set(pinned()) == set(in_force())
+    not_in_a_cpu_build = {"blas_library", "linalg_library"}
+    assert set(OTHER) | not_in_a_cpu_build == set(SETTINGS) | {THREADS} == set(in_force())
+    assert set(SETTINGS) - set(pinned()) == not_in_a_cpu_build | {"rocm_fa_library"}
 
 
 def test_every_setting_is_put_back() -> None:
@@ -111,8 +136,8 @@ def test_settings_that_were_changed_before_are_put_back_too(name: str) -> None:
     with deterministic(threads=1):
         turn_by_hand(name)
         before = in_force()
-        with deterministic(threads=1):
-            assert in_force() == pinned()
+        with deterministic(threads=1) as asked:
+            assert in_force() == asked == before | pinned() | {"threads": 1}
         assert in_force() == before
     assert in_force() == plain
 
@@ -126,7 +151,9 @@ def test_a_setting_that_is_flipped_in_mid_run_is_seen_and_restored(name: str) ->
         assert name in seen
         if name != "matmul_allow_tf32":  # set alone, torch calls its own precision unreadable
             assert seen[name] == OTHER[name]
-            assert set(seen) <= {name, "matmul_allow_tf32"}  # the precision moves that switch with it
+            # the precision moves these switches with it, and torch refuses to tell a precision that they do not share
+            moved = {"matmul_allow_tf32", "mkldnn_matmul_fp32_precision"} if "matmul" in name else set()
+            assert set(seen) <= {name, "float32_matmul_precision"} | moved
         assert restore(asked) == seen
         assert changed(asked) == {}
         turn_by_hand(name)
@@ -153,10 +180,95 @@ def test_a_variant_s_settings_are_asked_for() -> None:
     overrides: dict[str, Any] = dict(variant.settings)
     before = in_force()
     with deterministic(threads=1, **overrides) as asked:
-        assert asked == pinned() | overrides
+        assert asked.items() >= (pinned() | {"mkldnn_matmul_fp32_precision": "tf32"} | overrides).items()
         assert changed(asked) == {}
         assert torch.backends.cuda.matmul.allow_tf32
     assert in_force() == before
+
+
+VARIANTS = [(kind, variant) for kind, backend in BACKENDS.items() for variant in backend.variants]
+VARIANTS += [("fpga", variant) for variant in Backend(type="fpga").variants]
+
+
+@pytest.mark.parametrize(("kind", "variant"), VARIANTS, ids=lambda given: getattr(given, "name", given))
+def test_every_variant_can_be_set_or_this_torch_says_why_not(kind: str, variant: Variant) -> None:
+    assert set(variant.settings) <= set(SETTINGS), f"{kind}@{variant.name} sets what no --set could name"
+    before = in_force()
+    settings: dict[str, Any] = dict(variant.settings)
+    if {"cublaslt", "magma"} & set(settings.values()) and not torch.backends.cuda.is_built():
+        with pytest.raises(UsageError, match="this torch cannot set") as refused, deterministic(**settings):
+            pytest.fail("was entered")
+        assert "has not been compiled with" in str(refused.value.hint)
+    else:
+        with deterministic(threads=1, **settings) as asked:
+            assert in_force().items() >= settings.items()
+            assert changed(asked) == {}
+    assert in_force() == before
+
+
+@pytest.mark.parametrize("name", [name for name in OTHER if name != "threads"])
+def test_a_setting_that_is_chosen_is_in_force_on_both_profiles_and_put_back(name: str) -> None:
+    before, value = in_force(), OTHER[name]
+    for pins in (True, False):
+        with deterministic(pins=pins, **{name: value}) as asked:
+            assert asked[name] == value == in_force()[name]
+            assert changed(asked) == {}
+        assert in_force() == before
+
+
+def test_a_profile_that_pins_nothing_changes_and_asks_for_nothing() -> None:
+    torch.backends.cudnn.benchmark = True
+    before = in_force()
+    with deterministic(threads=2, pins=False) as asked:
+        assert asked == {}
+        assert in_force() == before
+        torch.backends.cudnn.benchmark = False
+        assert restore(asked) == {}
+        assert not torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+
+
+def test_settings_are_switched_for_a_while() -> None:
+    before = in_force()
+    with switched(float32_matmul_precision="medium"):
+        assert in_force()["mkldnn_matmul_fp32_precision"] == "bf16"
+    assert in_force() == before
+
+
+def test_a_torch_without_a_setting_pins_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.8 has no precision of oneDNN's products."""
+    with monkeypatch.context() as patch:
+        patch.setitem(determinism._ACCESS, "mkldnn_matmul_fp32_precision", determinism._attribute("backends.no", "no"))
+        before = in_force()
+        assert before["mkldnn_matmul_fp32_precision"].startswith("unreadable: ")
+        with deterministic(threads=1, float32_matmul_precision="highest") as asked:
+            assert changed(asked) == {}
+            assert "mkldnn_conv_fp32_precision" in asked
+        with (
+            pytest.raises(UsageError, match="this torch cannot set mkldnn_matmul_fp32_precision"),
+            deterministic(mkldnn_matmul_fp32_precision="ieee"),
+        ):
+            pytest.fail("was entered")
+        assert in_force() == before
+
+
+def test_products_of_the_cpu_are_pinned_whatever_a_library_set_before() -> None:
+    """A global switch of torch reaches oneDNN's convolutions, which the matmul precision does not."""
+    script = """
+import torch
+from consistency.worker.determinism import deterministic
+torch.set_num_threads(1)
+torch.backends.fp32_precision = "bf16"
+x, w = torch.rand(2, 64, 32, 32), torch.rand(24, 64, 3, 3)
+exact = torch.nn.functional.conv2d(x.double(), w.double())
+def error(): return float(((torch.nn.functional.conv2d(x, w) - exact).abs() / exact).max())
+left, native = error(), torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.cpu._is_amx_tile_supported()
+assert left > 1e-5 or not native, left
+with deterministic(threads=1):
+    assert error() < 1e-5, error()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_setting_is_refused_before_anything_is_changed() -> None:

@@ -26,6 +26,8 @@ from consistency.devices.host.facts import HostFacts
 
 _SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
 
+AS_DEPLOYED = "; the profile deployed pins no kernels, so this is no fault"
+
 
 def find(
     compared: Sequence[ComparedWorker],
@@ -48,7 +50,7 @@ def find(
         ),
         *find_device_use(tensors),
         *find_casts(tensors),
-        *_not_repeatable(tensors),
+        *_not_repeatable(compared, tensors),
         *_same_program(compared, tensors),
         *find_host_problems(hosts, workers=[p.label for p in compared]),
         *_settings(compared),
@@ -85,11 +87,12 @@ def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
 
 def _software(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     """Report different software; such captures are compared nevertheless."""
-    for name in _SOFTWARE:
+    for name in ("profile", *_SOFTWARE):
         values: dict[str, list[str]] = {}
         for p in compared:
-            if name in p.info.environment:
-                values.setdefault(str(p.info.environment[name]), []).append(p.label)
+            facts = {"profile": _profile(p), **p.info.environment}
+            if name in facts:
+                values.setdefault(str(facts[name]), []).append(p.label)
         if len(values) > 1:
             text = "; ".join(f"{value}: {some(labels)}" for value, labels in values.items())
             yield Finding(kind=ENVIRONMENT, severity="warning", message=f"{name} differs between workers: {text}")
@@ -113,25 +116,29 @@ def _inputs(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
 
 
 def _settings(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    found: dict[tuple[str, str, str], list[str]] = {}
+    found: dict[tuple[str, str, str | None], list[str]] = {}
     for p in compared:
         for c in p.info.changes:
             text = f"{c.setting} changed to {c.in_force} during {c.stage}"
-            found.setdefault(("setting-changed", text, str(c.asked)), []).append(p.label)
+            wanted = None if c.asked is None and c.setting not in p.info.asked else str(c.asked)
+            found.setdefault(("setting-changed", text, wanted), []).append(p.label)
         for name, asked in p.info.asked.items():
             if name in p.info.in_force and p.info.in_force[name] != asked:
                 text = f"{name} is {p.info.in_force[name]}"
                 found.setdefault(("setting-refused", text, str(asked)), []).append(p.label)
     for (kind, text, asked), labels in found.items():
+        rest = "the profile leaves it" if asked is None else f"{asked} was requested"
         yield Finding(
             kind=kind,
-            severity="warning",
-            message=f"{text} on {some(labels)}; {asked} was requested",
+            severity="note" if asked is None else "warning",
+            message=f"{text} on {some(labels)}; {rest}",
             workers=tuple(labels),
         )
 
 
-def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+    """Report results that changed between runs; only pinned settings promise that they do not."""
+    as_deployed = {p.label for p in compared if not p.case.is_pinned}
     found: dict[tuple[str, str], list[str]] = {}
     for tensor in tensors:
         for row in tensor.rows:
@@ -140,16 +147,17 @@ def _not_repeatable(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
             reported = tensor.stage == Stage.ADAPTER and row.status in BAD
             if row.repeated is False and not reported:
                 found.setdefault((row.worker, tensor.stage), []).append(tensor.name)
-    by_tensors: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    by_tensors: dict[tuple[str, tuple[str, ...], bool], list[str]] = {}
     for (worker, stage), where in found.items():
-        by_tensors.setdefault((stage, tuple(where)), []).append(worker)
-    for (stage, same), workers in by_tensors.items():
+        excused = worker in as_deployed and stage not in MOVES_WEIGHTS  # bytes that were moved are the same every time
+        by_tensors.setdefault((stage, tuple(where), excused), []).append(worker)
+    for (stage, same, deployed), workers in by_tensors.items():
         yield Finding(
             kind="not-repeatable",
-            severity="error",
+            severity="note" if deployed else "error",
             message=(
                 f"{stage} · {some(workers)} · {counted(len(same), 'tensor')} changed bitwise on a repeat run on the "
-                "same device"
+                "same device" + (AS_DEPLOYED if deployed else "")
             ),
             general=f"{stage} · {some(workers)} · tensors changed bitwise on a repeat run on the same device",
             workers=tuple(workers),
@@ -169,16 +177,17 @@ def _same_program(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCo
         if len(members) < 2:
             continue
         keys = [key for key, record in members[0].records.items() if record.rule != "bitwise"]
+        deployed = any(not p.case.is_pinned for p in members)
         for stage in dict.fromkeys(key[0] for key in keys):
             differing = [key for key in keys if key[0] == stage and not _agree(members, key)]
             if differing:
                 labels = tuple(dict.fromkeys(p.label for p in members))
                 yield Finding(
                     kind="same-model",
-                    severity="error",
+                    severity="note" if deployed else "error",
                     message=(
                         f"{stage} · {some(labels)} are the same model with the same software, but differ bitwise "
-                        f"in {counted(len(differing), 'tensor')}"
+                        f"in {counted(len(differing), 'tensor')}" + (AS_DEPLOYED if deployed else "")
                     ),
                     general=f"{stage} · {some(labels)} are the same model with the same software, but differ bitwise",
                     workers=labels,
@@ -225,6 +234,8 @@ def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, 
     parts = ["consistency run", f"--base {f'builtin:{builtin}' if builtin else shlex.quote(case.base)}"]
     parts += [f"--adapter {shlex.quote(case.adapter)}"] if case.adapter and not builtin else []
     parts += [f"--dtype {case.dtype}"] if case.dtype != "auto" else []
+    parts += [] if case.is_pinned else [f"--profile {case.profile}"]
+    parts += [f"--set {switch}" for switch in case.settings]
     parts += [f"--level {case.level}"] if case.level != Level.STANDARD else []
     asked = set(case.stages) != set(requested(case.level, case))
     parts += [f"--stages {','.join(case.stages)}"] if asked else []
@@ -234,6 +245,10 @@ def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, 
     parts += [f"--load-paths {','.join(case.load_paths)}"] if case.load_paths else []
     parts += [f"--tolerance {shlex.quote(str(override))}" for override in case.tolerance]
     return " ".join([*parts, f"--devices {','.join(devices)}", "--repeat 2"])
+
+
+def _profile(p: ComparedWorker) -> str:
+    return " ".join([p.case.profile, *map(str, p.case.settings)])
 
 
 def _place(p: ComparedWorker) -> str:

@@ -13,6 +13,8 @@ import msgspec
 
 from consistency.capture.folder import Capture
 from consistency.capture.wording import some
+from consistency.case.stages import MOVES_WEIGHTS
+from consistency.comparison.findings.collect import AS_DEPLOYED
 from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.store import History, RunRecord, Table, WorkerRecord, digest_of, record_of
 from consistency.comparison.result import Comparison, Finding, with_findings
@@ -49,7 +51,8 @@ def judge_drift(
 
     An accepted drift is not recorded as one: the device is compared with this run from now on.
     """
-    findings, stages = find_drift(history, record, tables)
+    pinned = "deployed" not in comparison.profile
+    findings, stages = find_drift(history, record, tables, pinned=pinned)
     damage = [
         Finding(kind="damaged-night", severity="warning", message=f"history: {text}: left out")
         for text in history.damage
@@ -68,9 +71,12 @@ def judge_drift(
 
 
 def find_drift(
-    history: History, run: RunRecord, tables: dict[str, bytes]
+    history: History, run: RunRecord, tables: dict[str, bytes], *, pinned: bool = True
 ) -> tuple[list[Finding], dict[tuple[str, str], tuple[str, ...]]]:
-    """Return the devices that drifted, with a note where software changed instead; and their stages that drifted."""
+    """Return the devices that drifted, with a note where software changed instead; and their stages that drifted.
+
+    Where the settings are not `pinned`, what was computed may change: a note.
+    """
     findings: list[Finding] = []
     stages: dict[tuple[str, str], tuple[str, ...]] = {}
     changed: dict[str, list[str]] = {}
@@ -90,7 +96,11 @@ def find_drift(
         }
         if differing:
             stages[worker.device, worker.load_path] = tuple(differing)
-            findings.append(_finding(worker, max(others[stage][1] for stage in differing), differing, table))
+            drift = _finding(worker, max(others[stage][1] for stage in differing), differing, table)
+            if not pinned and not any(stage in MOVES_WEIGHTS for stage in differing):
+                message = drift.message + AS_DEPLOYED
+                drift = msgspec.structs.replace(drift, severity="note", message=message, next=None)
+            findings.append(drift)
     for versions, labels in changed.items():
         message = f"{some(labels)}: software or settings changed since the previous run{versions}; bits not compared"
         findings.append(Finding(kind="software", severity="note", message=message, workers=tuple(labels)))

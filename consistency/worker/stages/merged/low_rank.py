@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+from consistency.devices.products import Products
 from consistency.numerics.bound import Allowance, UserAllowance, delta_allowance, merged_allowance
-from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
+from consistency.numerics.precision import Precision
 from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.precision import products_of
 from consistency.worker.recorder import UserTolerance
 from consistency.worker.stages.context import Context
 
@@ -18,7 +21,7 @@ from consistency.worker.stages.context import Context
 class LowRank:
     """The factors of a plain LoRA delta, from the file: `scaling * left @ right`, in the weight's own orientation.
 
-    `tf32`: this worker's variant requested TF32; where TF32 is in effect unrequested, the bound is float32's.
+    `products` is what the settings in force permit on this worker's device.
     """
 
     left: torch.Tensor
@@ -26,7 +29,7 @@ class LowRank:
     scaling: float
     adapter: torch.dtype
     rounds_delta: bool
-    tf32: bool
+    products: Products
 
     @property
     def rank(self) -> int:
@@ -59,7 +62,7 @@ def low_rank_of(context: Context, name: str, layer: Any) -> LowRank | None:
         scaling=float(layer.scaling[ADAPTER_NAME]),
         adapter=dtype,
         rounds_delta=type(layer) is lora.Embedding,
-        tf32=bool(context.job.settings.get("matmul_allow_tf32")),
+        products=products_of(context.device),
     )
 
 
@@ -76,6 +79,7 @@ def allowance_of(
         scaling=low_rank.scaling,
         adapter=low_rank.adapter,
         truncating=on_units and low_rank.adapter in (torch.bfloat16, torch.float16),
-        tf32=tf32 or (on_units and low_rank.tf32),
+        products=Precision.TF32 if tf32 else low_rank.products.matmul,
+        partial_terms=low_rank.products.partial_terms.get(name_of(low_rank.adapter)),
     )
     return merged_allowance(delta, weight=tensor.dtype, roundings=roundings) if roundings else delta

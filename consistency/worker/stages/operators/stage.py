@@ -6,22 +6,24 @@ It needs no model: what differs here is the device, its driver or its libraries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from consistency.capture.records import RecordStatus
 from consistency.case.stages import Level
+from consistency.devices.products import Products
 from consistency.errors import first_line
 from consistency.numerics.digest import digest
-from consistency.numerics.dtype import named
+from consistency.numerics.dtype import name_of, named
 from consistency.numerics.measure import Measure
+from consistency.numerics.precision import Precision
 from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic, Tracked, measure_tracked
 from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.precision import products_of
 from consistency.worker.protocol import EventLog
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.bound_rule import record_bounded
@@ -37,28 +39,33 @@ class Trials:
 
     Attributes
     ----------
-    settings : mapping
-        Of the device's variant, where they differ from the pinned ones.
+    products : Products
+        What the settings in force permit on the device.
     repeat : int
         How often each operation is run.
     """
 
     device: torch.device
-    settings: Mapping[str, Any]
+    products: Products = Products()
     level: Level = Level.STANDARD
     repeat: int = 1
 
-    def arithmetic(self, dtype: torch.dtype, *, tf32: bool = False) -> Arithmetic:
+    def arithmetic(self, operation: Operation, dtype: torch.dtype, *, tf32: bool = False) -> Arithmetic:
         """Return how the device may compute in a dtype; `tf32`: as if its float32 products ran in TF32."""
-        on_units = self.device.type != "cpu"
-        allowed = on_units and bool(self.settings.get("matmul_allow_tf32") or self.settings.get("cudnn_allow_tf32"))
-        return Arithmetic.of(dtype, truncating=on_units, tf32=tf32 or allowed)
+        permitted = self.products.convolution if operation.name.startswith("conv") else self.products.matmul
+        return Arithmetic.of(
+            dtype,
+            truncating=self.device.type != "cpu",
+            products=Precision.TF32 if tf32 else permitted,
+            partial_terms=self.products.partial_terms.get(name_of(dtype)),
+        )
 
 
 def run(context: Machine) -> None:
     """Record every operation of the level in every dtype."""
     job = context.job
-    trials = Trials(device=context.device, settings=job.settings, level=job.case.level, repeat=job.case.repeat)
+    permitted = products_of(context.device)
+    trials = Trials(device=context.device, products=permitted, level=job.case.level, repeat=job.case.repeat)
     try_all(trials, context.record, context.events)
 
 
@@ -98,12 +105,17 @@ def _look(trials: Trials, record: Recorder, operation: Operation, dtype: str) ->
             raise
         _absent(record, operation, dtype, "missing", f"it failed: {first_line(error)}")
         return
-    exact = _exact(operation, host, trials.arithmetic(named(dtype)))
+    by = trials.arithmetic(operation, named(dtype))
+    exact = _exact(operation, host, by)
     if tuple(actual.shape) != exact.value.shape:
         reason = f"the result has shape {tuple(actual.shape)}, wanted {exact.value.shape}"
         _absent(record, operation, dtype, "missing", reason)
         return
-    tf32 = operation.multiplies and dtype == "float32"
+    if by.partial_terms is not None and np.all(exact.allowed >= np.abs(exact.value)):
+        reason = f"partial sums may be stored in {dtype}: the bound of so long a sum would let a tensor of zeros pass"
+        _absent(record, operation, dtype, "skipped", reason)
+        return
+    tf32 = operation.multiplies and dtype == "float32" and by.products is Precision.FLOAT32
     record_bounded(
         record, _STAGE, operation.name, operation.row(dtype), actual=actual, exact=exact,
         digests=[digest(result) for result in results],
@@ -126,7 +138,7 @@ def _exact(operation: Operation, host: Sequence[torch.Tensor], by: Arithmetic) -
 
 
 def _in_tf32(trials: Trials, operation: Operation, host: Sequence[torch.Tensor], actual: torch.Tensor) -> Measure:
-    return measure_tracked(actual, _exact(operation, host, trials.arithmetic(torch.float32, tf32=True)))
+    return measure_tracked(actual, _exact(operation, host, trials.arithmetic(operation, torch.float32, tf32=True)))
 
 
 def _why_not(device: torch.device, dtype: str) -> str:

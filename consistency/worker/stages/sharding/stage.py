@@ -166,7 +166,8 @@ def _answer(context: Context, way: Layout, inputs: Inputs, make: Callable[[], to
 
 
 def _judge(context: Context, way: Layout, found: Answer, pinned: Answer, exact: _Exact) -> None:
-    exactly = same_model(context.device, found.places) and context.device.type != "cpu"
+    # kernels that a benchmark chooses, or atomics, promise no equal bits
+    exactly = context.job.case.is_pinned and same_model(context.device, found.places) and context.device.type != "cpu"
     for name, expected in pinned.tensors.items():
         actual = found.tensors.get(name)
         status: RecordStatus = "outside"

@@ -25,7 +25,7 @@ from tests.conftest import MakeCapture
 def look(
     folder: Path, *, only: Sequence[str] = (), tolerance: Sequence[Override] = (), **options: object
 ) -> dict[tuple[str, str], TensorRecord]:
-    trials = operators.Trials(device=torch.device("cpu"), settings={}, **{"level": Level.QUICK, **options})  # type: ignore[arg-type]
+    trials = operators.Trials(device=torch.device("cpu"), **{"level": Level.QUICK, **options})  # type: ignore[arg-type]
     with CaptureWriter(folder / "capture") as writer:
         home = writer.worker_folder("cpu.isolated")
         with (

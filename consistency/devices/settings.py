@@ -1,0 +1,155 @@
+"""SETTINGS: torch's numerical settings, by the names of `--set`: their pinned values, and the values they take.
+
+`consistency.worker.determinism` reads and writes them. No torch here: options are checked before a worker starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from consistency.errors import UsageError
+
+AS_FOUND = "as found"
+"""Pinned value of a setting that no run changes unasked; a change of it during a run is undone and reported."""
+
+CUBLAS_WORKSPACE_CONFIG = ":4096:8"
+"""One of the two values that make cuBLAS reproducible (cuBLAS documentation, "Results reproducibility")."""
+
+UNREADABLE = "unreadable"
+"""Start of the value of a setting that torch refuses to tell, or does not have."""
+
+_BOOLEAN = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+_UNSET = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingSpec:
+    """One setting.
+
+    Attributes
+    ----------
+    pinned : bool, str or None
+        Its value in the profile `pinned`; None is an environment variable that is not set.
+    values : tuple of str
+        What it takes; empty is true or false.
+    pattern : str
+        Instead of `values`: a regular expression of the whole value.
+    wanted : str
+        What the pattern says, in words.
+    variable : str or None
+        The environment variable that it is, if it is one; `none` leaves that unset.
+    """
+
+    name: str
+    pinned: bool | str | None
+    values: tuple[str, ...] = ()
+    pattern: str = ""
+    wanted: str = "true or false"
+    variable: str | None = None
+
+    def parse(self, given: object, *, where: str) -> bool | str | None:
+        """Return a value of this setting's type from what a user wrote.
+
+        Raises
+        ------
+        UsageError
+            The setting takes no such value.
+        """
+        text = str(given).strip().lower()
+        if self.variable is not None and text == _UNSET:
+            return None
+        if self.pattern or self.values:
+            if re.fullmatch(self.pattern, text) if self.pattern else text in self.values:
+                return text
+        elif text in _BOOLEAN:
+            return _BOOLEAN[text]
+        wanted = f"one of {', '.join(self.values)}" if self.values else self.wanted
+        raise UsageError(f"{self.name} takes no such value", where=where, got=given, wanted=wanted)
+
+
+def _setting(name: str, pinned: bool | str | None, *values: str, **more: str) -> SettingSpec:
+    return SettingSpec(name=name, pinned=pinned, values=values, **more)
+
+
+_PRECISIONS = ("none", "ieee", "tf32", "bf16")
+
+SETTINGS: dict[str, SettingSpec] = {
+    spec.name: spec
+    for spec in (
+        _setting("float32_matmul_precision", "highest", "highest", "high", "medium"),
+        _setting("matmul_allow_tf32", False),
+        _setting("cudnn_allow_tf32", False),
+        _setting("mkldnn_matmul_fp32_precision", "ieee", *_PRECISIONS),
+        _setting("mkldnn_conv_fp32_precision", "ieee", *_PRECISIONS),
+        _setting("mkldnn_rnn_fp32_precision", "ieee", *_PRECISIONS),
+        # torch does not read this variable: NVIDIA's libraries do, when their first handle is created
+        _setting(
+            "nvidia_tf32_override", None, pattern="[01]", wanted="0, 1 or none", variable="NVIDIA_TF32_OVERRIDE"
+        ),
+        _setting("fp16_reduced_precision_reduction", False),
+        _setting("bf16_reduced_precision_reduction", False),
+        _setting("fp16_accumulation", False),
+        _setting("fp16_bf16_reduction_math_sdp", False),
+        _setting("blas_library", AS_FOUND, "default", "cublas", "cublaslt", "ck"),
+        _setting("linalg_library", AS_FOUND, "default", "cusolver", "magma"),
+        _setting("rocm_fa_library", AS_FOUND, "default", "aotriton", "ck"),
+        _setting("cudnn_enabled", True),
+        _setting("cudnn_deterministic", True),
+        _setting("cudnn_benchmark", False),
+        _setting("deterministic_algorithms", "warn", "off", "warn", "error"),
+        _setting(
+            "cublas_workspace_config", CUBLAS_WORKSPACE_CONFIG, pattern=r"(:\d+:\d+)+", wanted=":4096:8, :16:8 or none",
+            variable="CUBLAS_WORKSPACE_CONFIG",
+        ),
+        _setting("sdpa_math", True),
+        _setting("sdpa_flash", False),
+        _setting("sdpa_mem_efficient", False),
+        _setting("sdpa_cudnn", False),
+    )
+}  # fmt: skip
+
+THREADS = "threads"
+"""Recorded beside the settings; `--threads` sets it."""
+
+_IMPLIED: dict[tuple[str, object], dict[str, bool | str]] = {
+    ("float32_matmul_precision", "highest"): {"matmul_allow_tf32": False, "mkldnn_matmul_fp32_precision": "ieee"},
+    ("float32_matmul_precision", "high"): {"matmul_allow_tf32": True, "mkldnn_matmul_fp32_precision": "tf32"},
+    ("float32_matmul_precision", "medium"): {"matmul_allow_tf32": True, "mkldnn_matmul_fp32_precision": "bf16"},
+    # torch refuses to read a precision that its two backends of products do not share
+    ("matmul_allow_tf32", True): {"float32_matmul_precision": "high", "mkldnn_matmul_fp32_precision": "tf32"},
+    ("matmul_allow_tf32", False): {"float32_matmul_precision": "highest", "mkldnn_matmul_fp32_precision": "ieee"},
+}
+
+
+def with_implied(chosen: Mapping[str, object]) -> dict[str, object]:
+    """Return chosen settings with those that torch changes together with them; what was chosen itself stays."""
+    implied: dict[str, object] = {}
+    for item in chosen.items():
+        implied |= _IMPLIED.get(item, {})
+    return {**implied, **chosen}
+
+
+def parse_setting(name: str, given: object, *, where: str) -> tuple[str, bool | str | None]:
+    """Return the name of a setting and its value, of the setting's type.
+
+    Raises
+    ------
+    UsageError
+        There is no such setting, or it takes no such value.
+    """
+    name = name.strip().lower().replace("-", "_")
+    if name == THREADS:
+        raise UsageError("threads have an option of their own", where=where, got=given, wanted=f"--threads {given}")
+    spec = SETTINGS.get(name)
+    if spec is None:
+        close = difflib.get_close_matches(name, SETTINGS, n=1)
+        raise UsageError(
+            f"unknown setting: {name}",
+            where=where,
+            wanted="one of " + ", ".join(SETTINGS),
+            hint=f"did you mean {close[0]}?" if close else None,
+        )
+    return name, spec.parse(given, where=where)

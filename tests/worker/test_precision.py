@@ -1,0 +1,73 @@
+"""What products a process may compute: the settings in force, as far as the units have the mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from consistency.devices.products import Products
+from consistency.numerics.precision import Precision
+from consistency.worker.determinism import deterministic
+from consistency.worker.environment import describe, products
+from consistency.worker.precision import products_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def _with_bfloat16_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+
+
+def test_pinned_products_are_float32_and_no_line_says_so() -> None:
+    with deterministic(threads=1):
+        assert products_of(CPU) == Products()
+        assert products(CPU) == {}
+        assert "products" not in describe(CPU)
+
+
+@pytest.mark.usefixtures("_with_bfloat16_units")
+def test_medium_is_bfloat16_on_a_processor_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with deterministic(threads=1, float32_matmul_precision="medium"):
+        assert products_of(CPU) == Products(matmul=Precision.BFLOAT16)
+        assert describe(CPU)["products"] == {"matmul": "bfloat16"}
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx2")
+        assert products_of(CPU) == Products()
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
+        assert products_of(CPU).matmul is Precision.BFLOAT16
+
+
+def test_medium_is_float32_on_a_processor_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    with deterministic(threads=1, float32_matmul_precision="medium"):
+        assert products_of(CPU) == Products()
+
+
+def test_high_is_tf32_where_torch_has_a_unit_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with deterministic(threads=1, float32_matmul_precision="high", mkldnn_conv_fp32_precision="tf32"):
+        monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda: False, raising=False)
+        assert products_of(CPU) == Products()
+        monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda: True, raising=False)
+        assert products_of(CPU) == Products(matmul=Precision.TF32, convolution=Precision.TF32)
+
+
+@pytest.mark.parametrize(("capability", "precision"), [((8, 0), Precision.TF32), ((7, 5), Precision.FLOAT32)])
+def test_tf32_is_of_ampere_and_later(
+    capability: tuple[int, int], precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with deterministic(threads=1, float32_matmul_precision="high"):
+        assert products_of(torch.device("cuda:0")).matmul is precision
+
+
+def test_nothing_is_asked_of_a_device_whose_settings_permit_nothing() -> None:
+    """A pinned worker must not open a device to learn its capability."""
+    with deterministic(threads=1):
+        assert products_of(torch.device("cuda:0")) == Products()
