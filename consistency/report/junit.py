@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 from consistency.comparison.result import Comparison, Finding
 from consistency.report.formats import View
+from consistency.report.sentences import profile_texts
 
 ERRORS = frozenset({"lost-worker", "failed-worker"})
 """Kinds of findings that are errors of the workers' own test cases."""
@@ -50,7 +51,7 @@ def as_junit(comparison: Comparison, *, elapsed_s: float = 0.0) -> ElementTree.E
     for finding in (f for f in wrong if not f.tensors and f.kind not in ERRORS):
         case = add_case(suite, comparison.case, finding.kind)
         add_result(case, "failure", finding.message, finding.kind, _lines([finding]))
-    complete(suite, simulated=comparison.simulated)
+    complete(suite, simulated=comparison.simulated, profile=" ".join(profile_texts(comparison)))
     return suite
 
 
@@ -75,12 +76,15 @@ def count(element: ElementTree.Element) -> None:
         element.set(name, str(len(list(element.iter(tag)))))
 
 
-def complete(suite: ElementTree.Element, *, simulated: bool) -> None:
-    """Set the numbers of a suite, and whether its devices are simulated."""
+def complete(suite: ElementTree.Element, *, simulated: bool, profile: str = "") -> None:
+    """Set the numbers of a suite, whether its devices are simulated, and a profile other than the default."""
     count(suite)
-    if simulated:
+    facts = {"simulated": "true" if simulated else "", "profile": text_of(profile.removeprefix("profile "))}
+    if any(facts.values()):
         properties = ElementTree.Element("properties")
-        ElementTree.SubElement(properties, "property", name="simulated", value="true")
+        for name, value in facts.items():
+            if value:
+                ElementTree.SubElement(properties, "property", name=name, value=value)
         suite.insert(0, properties)
 
 

@@ -12,8 +12,10 @@ from consistency.cli.main import main
 from consistency.comparison.result import Comparison
 from consistency.report import formats
 from consistency.report.formats import Chosen, Format, Subject, View
+from consistency.report.summary import all_groups
 from tests.comparison.made_records import moved
 from tests.conftest import MakeCapture
+from tests.report.made_comparisons import ALL, comparison, tensor
 from tests.report.suite.made_suites import case, suite
 
 
@@ -27,6 +29,25 @@ ROW = Format(name="throwaway", chosen=Chosen.FORMAT, writer=f"{__name__}:render"
 @pytest.fixture
 def capture(make_capture: MakeCapture) -> str:
     return str(make_capture("a", {"cpu": [moved()]}))
+
+
+@pytest.mark.parametrize("row", [r for r in formats.FORMATS if r.subject is Subject.RUN], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    ("profile", "settings", "texts"),
+    [
+        ("pinned", (), ()),
+        ("deployed", (), ("profile", "deployed")),
+        ("pinned", ("cudnn_enabled=false",), ("profile", "pinned", "cudnn_enabled=false")),
+    ],
+)
+def test_every_format_states_a_profile_that_is_not_the_default(
+    row: Format, profile: str, settings: tuple[str, ...], texts: tuple[str, ...]
+) -> None:
+    found = comparison([tensor([ALL])], profile=profile, settings=settings)
+    text = b"".join(row.render(found, View(groups=all_groups(found)))).decode().replace("\\", "")
+    assert all(part in text for part in texts)
+    if not texts and row.name != "report.json":
+        assert "profile pinned" not in text
 
 
 def added(row: Format, monkeypatch: pytest.MonkeyPatch) -> None:
