@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from consistency.case.fit import Fit
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Dtype, Profile
 from consistency.case.profile import Switch
@@ -44,6 +45,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         A function that takes the plain base and returns it wrapped.
     device_map : str or None
         A further way to shard the base: `auto`, `balanced`, `sequential`, or a JSON file of module names to devices.
+    fit : Fit
+        What it is cut to where memory is short.
     """
 
     name: str
@@ -64,6 +67,17 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     device_map: str | None = None
     allow_pickle: bool = False
     trust_remote_code: bool = False
+    fit: Fit = Fit()
+
+    @property
+    def sequences(self) -> int:
+        """Return how many sequences are made from the model's config."""
+        return self.fit.sequences or self.plan.sequences
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens each of them has at most."""
+        return self.fit.tokens or self.plan.tokens
 
     @property
     def plan(self) -> LevelPlan:
@@ -104,4 +118,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             rest = [text for text in rest if text != LARGE_COPIES]
         if self.repeat > 1:
             rest = [text for text in rest if "again" not in text and "second run" not in text]
-        return (*skipped, *rest)
+        return (*skipped, *rest, *self._cut())
+
+    def _cut(self) -> list[str]:
+        if not any(SPECS[stage].feeds_inputs for stage in self.stages):
+            return []
+        sizes = (("sequences", self.sequences, self.plan.sequences), ("tokens of each", self.tokens, self.plan.tokens))
+        return [f"{whole - cut} of {whole} {what}, for lack of memory" for what, cut, whole in sizes if cut < whole]

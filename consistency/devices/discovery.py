@@ -71,6 +71,11 @@ def cpu_variants(flags: frozenset[str]) -> tuple[Variant, ...]:
     return tuple(variant for variant in backend_of(CPU).variants if variant.needs <= flags)
 
 
+def cpu_flags() -> frozenset[str]:
+    """Return the features of this host's CPU as `/proc/cpuinfo` names them."""
+    return _cpuinfo()[0]
+
+
 def accelerators() -> tuple[DeviceInfo, ...]:
     """Return every visible accelerator, in the order in which torch numbers them in a worker."""
     return _nvidia() or _probed()
@@ -85,8 +90,7 @@ def _auto() -> tuple[DeviceInfo, ...]:
 
 
 def _variants() -> tuple[DeviceInfo, ...]:
-    flags, _ = _cpuinfo()
-    return tuple(cpu_info(DeviceSpec(type=CPU, variant=v.name)) for v in cpu_variants(flags))
+    return tuple(cpu_info(DeviceSpec(type=CPU, variant=v.name)) for v in cpu_variants(cpu_flags()))
 
 
 def _find(spec: DeviceSpec) -> DeviceInfo:

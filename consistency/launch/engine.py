@@ -22,12 +22,14 @@ Watcher = Callable[[str, Event], None]
 class Limits:
     """How long a worker may take for a case, in total and between two events.
 
-    Without `threads`, the processors are shared out.
+    Without `threads`, the processors are shared out; `at_once` is how many workers run side by side at most, so that
+    they fit the host's memory.
     """
 
     timeout_s: float | None = None
     stall_s: float = 300.0
     threads: int | None = None
+    at_once: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.assignment import Assignment, Ended
 from consistency.launch.engine import Captured, CaseTask, Limits, Task, Watcher
 from consistency.launch.environment import worker_threads
-from consistency.launch.plan import WorkerPlan, merged_waves
+from consistency.launch.plan import WorkerPlan, merged_waves, side_by_side
 from consistency.launch.process import POLL_S, WorkerProcess
 from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, Event
 
@@ -122,7 +122,8 @@ class _Run:
     def captures(self) -> Iterator[Captured]:
         """Run every wave; yield each case as its last worker ends."""
         tasks = [one.task for one in self._cases]
-        for wave in merged_waves([task.waves for task in tasks], [task.case.process_key for task in tasks]):
+        waves = merged_waves([task.waves for task in tasks], [task.case.process_key for task in tasks])
+        for wave in side_by_side(waves, self._limits.at_once):
             assigned = [[self._cases[number].assign(number, plan) for number, plan in turns] for turns in wave]
             yield from self._wave(assigned)
 

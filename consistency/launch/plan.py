@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from consistency.capture.folder import worker_slug
 from consistency.case.case import Case
@@ -16,6 +16,8 @@ from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
 from consistency.devices.spec import DeviceInfo
 from consistency.launch.change import Change
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,12 @@ def merged_waves(
         wave = merged[0 if plan.info.spec.is_cpu else order.index(plan.load_path.main)]
         wave.setdefault((plan.slug, keys[number] if keys else None), []).append((number, plan))
     return [list(wave.values()) for wave in merged]
+
+
+def side_by_side(waves: Sequence[Sequence[T]], at_once: int | None) -> list[Sequence[T]]:
+    """Split waves so that no more than `at_once` workers run side by side; the order stays."""
+    sizes = [(wave, at_once or max(1, len(wave))) for wave in waves]
+    return [wave[start : start + size] for wave, size in sizes for start in range(0, len(wave), size)]
 
 
 def default_load_paths(devices: Sequence[DeviceInfo], *, sides: Sequence[str] = ()) -> tuple[LoadPath, ...]:

@@ -32,6 +32,7 @@ from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Watcher
 from consistency.launch.plan import plan_waves
 from consistency.report.formats import Chosen, View, formats
 from consistency.report.summary import all_groups
+from consistency.workflows.planning import budget_of
 
 CAPTURES = "captures"
 _MOST_DAMAGE = 6  # one line of an error is no place for a thousand workers
@@ -79,9 +80,11 @@ def prepare(options: Options) -> Plan:
 
 
 def plan_of(case: Case, options: Options) -> Plan:
-    """Return the plan of a case on the devices, and within the limits, that the options name."""
-    limits = Limits(timeout_s=options.timeout, stall_s=options.stall, threads=options.threads)
-    return Plan(case=case, devices=select(options.devices), limits=limits)
+    """Return the plan of a case on the devices, and within the limits, that the options name; cut to what fits."""
+    devices = select(options.devices)
+    budget = budget_of(case, devices, threads=options.threads)
+    limits = Limits(timeout_s=options.timeout, stall_s=options.stall, threads=options.threads, at_once=budget.at_once)
+    return Plan(case=budget.case, devices=devices, limits=limits)
 
 
 def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) -> Captured:

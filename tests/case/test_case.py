@@ -7,6 +7,7 @@ import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.case.case import Case
+from consistency.case.fit import Fit
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import LEVELS, Level, Stage
 
@@ -42,6 +43,18 @@ def test_a_report_names_what_was_not_looked_at() -> None:
     assert narrowed.not_looked_at() == tuple(f"stage {stage}" for stage in others)
     thorough = Case(name="x", base="/b", level=Level.THOROUGH, repeat=2, stages=LEVELS[Level.THOROUGH].stages)
     assert thorough.not_looked_at() == ("stage wrapping",), "which needs a wrapper of the user's own"
+
+
+def test_a_report_names_what_did_not_fit() -> None:
+    whole = Case(name="x", base="/b")
+    cut = msgspec.structs.replace(whole, fit=Fit(tokens=4, sequences=2, micro_batch=1))
+    assert (cut.sequences, cut.tokens) == (2, 4)
+    added = ("6 of 8 sequences, for lack of memory", "12 of 16 tokens of each, for lack of memory")
+    assert cut.not_looked_at() == (*whole.not_looked_at(), *added)
+    parts = msgspec.structs.replace(whole, fit=Fit(micro_batch=1))
+    assert parts.not_looked_at() == whole.not_looked_at(), "the same is computed, in parts"
+    bytes_alone = msgspec.structs.replace(cut, stages=(Stage.ADAPTER,))
+    assert not [text for text in bytes_alone.not_looked_at() if "memory" in text and not text.startswith("stage")]
 
 
 def test_a_higher_level_looks_at_no_less() -> None:

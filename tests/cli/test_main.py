@@ -459,3 +459,18 @@ def test_diff_on_a_terminal_without_unicode(cli: Cli, tmp_path: Path) -> None:
     a, b = weights(tmp_path / "a"), weights(tmp_path / "b", **{"x.b": (4.0,)})
     done = cli("diff", a, b, "-v", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_plan_is_printed_and_nothing_is_run(cli: Cli, tmp_path: Path) -> None:
+    done = cli("run", "--base", "builtin:llama", "--devices", "cpu", "--plan", "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.stdout.startswith("consistency plan · llama")
+    assert "cpu (reference)" in done.stdout
+    assert not (tmp_path / "out").exists()
+    table = json.loads(cli("run", "--base", "builtin:llama", "--devices", "cpu", "--plan", "--json").stdout)
+    assert table["schema"] == "consistency.plan/1"
+    assert table["workers"][0]["seconds"] > 0
+
+
+def test_a_plan_of_bad_input_is_refused(cli: Cli, tmp_path: Path) -> None:
+    refused(cli("run", "--base", tmp_path / "nowhere", "--plan"), "no such folder for the base")

@@ -6,7 +6,7 @@ from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Level, Stage
 from consistency.devices.spec import DeviceInfo, parse_device
-from consistency.launch.plan import default_load_paths, merged_waves, plan_waves
+from consistency.launch.plan import default_load_paths, merged_waves, plan_waves, side_by_side
 
 CASE = Case(name="x", base="base", adapter="adapter")
 
@@ -127,3 +127,9 @@ def test_no_process_waits_for_a_reference_that_a_later_wave_makes() -> None:
             if of == number
         ]
         assert min(workers)[0] == next(wave for wave, makes in workers if makes)
+
+
+def test_no_more_workers_than_fit_run_side_by_side() -> None:
+    assert side_by_side([[1, 2, 3], [4]], 2) == [[1, 2], [3], [4]]
+    assert side_by_side([[1, 2, 3], [4]], None) == [[1, 2, 3], [4]]
+    assert side_by_side([[]], 1) == side_by_side([[]], None) == []

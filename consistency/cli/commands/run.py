@@ -16,6 +16,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     _add_case(run)
     add_report_options(run, "folder for the reports (JSON, HTML, Markdown) and captures/")
     add_format_options(run)
+    run.add_argument("--plan", action="store_true", help="print what the run will take of memory and time, and stop")
     run.add_argument("--history", metavar="URL", help="history of runs to compare with and append to")
 
     capture = command("capture", _capture, "record the results of this host's devices, without comparing")
@@ -44,6 +45,8 @@ def _run(parsed: argparse.Namespace) -> int:
     from consistency.comparison.history.store import History
     from consistency.workflows import pipeline
 
+    if parsed.plan:
+        return _plan(parsed)
     history = None if parsed.history is None else History(parsed.history)
     baseline = read_baseline(parsed)
     plan = pipeline.prepare(read_case(parsed))
@@ -51,6 +54,21 @@ def _run(parsed: argparse.Namespace) -> int:
         report = pipeline.run(plan, parsed.out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
     show(parsed, report.comparison, elapsed_s=report.elapsed_s)
     return report.exit_status
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    from consistency.case.preflight import prepare_case
+    from consistency.devices.discovery import select
+    from consistency.report import plan
+    from consistency.workflows.planning import budget_of
+
+    options = read_case(parsed)
+    budget = budget_of(prepare_case(options), select(options.devices), threads=options.threads, timed=True)
+    if parsed.json:
+        print_json(plan.as_table(budget))
+    else:
+        print(plan.render(budget), end="")
+    return 0
 
 
 def _capture(parsed: argparse.Namespace) -> int:

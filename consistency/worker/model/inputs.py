@@ -23,7 +23,7 @@ def fixed_inputs(case: Case, model: torch.nn.Module) -> tuple[dict[str, torch.Te
     """Return the keyword arguments of the forward pass on the CPU, or None and the reason why there are none."""
     if case.inputs is not None:
         return _from_file(case.inputs), ""
-    return made_inputs(model, sequences=case.plan.sequences, tokens=case.plan.tokens)
+    return made_inputs(model, sequences=case.sequences, tokens=case.tokens)
 
 
 def made_inputs(model: torch.nn.Module, *, sequences: int, tokens: int) -> tuple[dict[str, torch.Tensor] | None, str]:

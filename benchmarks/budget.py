@@ -1,0 +1,89 @@
+"""Compare what `--plan` estimates with what a run really took, stage by stage.
+
+    python -m benchmarks.shapes DIR tinyllama
+    python -m benchmarks.budget DIR                            # memory and time of DIR/base with DIR/linear
+    python -m benchmarks.budget DIR --threads 1                # where other processes use the processor
+    python -m benchmarks.budget DIR8 DIR70 --plan-only         # time of the plan itself; headers are enough
+
+The estimated memory is that of the process at its peak, private and mapped, like the resident size that the run
+records. Two actual times are shown: wall time, and processor time over threads, which other processes do not lengthen;
+the second one counts a thread that waits for another as idle, so the true figure lies between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="with base/ and adapters, by shapes.py")
+    parser.add_argument("--adapter", default="linear")
+    parser.add_argument("--stages", help="default: those of the level")
+    parser.add_argument("--threads", type=int, help="of the worker (default: all)")
+    parser.add_argument("--plan-only", action="store_true", help="time the plan, and run nothing")
+    arguments = parser.parse_args()
+    for folder in arguments.folders:
+        case = ["--base", str(folder / "base"), "--adapter", str(folder / arguments.adapter), "--devices", "cpu"]
+        case += ["--stages", arguments.stages] if arguments.stages else []
+        case += ["--threads", str(arguments.threads)] if arguments.threads else []
+        started = time.perf_counter()
+        planned = json.loads(_consistency("run", *case, "--plan", "--json"))
+        took_s = time.perf_counter() - started
+        elements = planned["model"]["elements"] / 1e9
+        print(f"{folder.name}: {elements:.2f} B parameters, planned in {took_s:.2f} s (wanted: under 2 s)")
+        if not arguments.plan_only:
+            with tempfile.TemporaryDirectory(prefix="budget-") as scratch:
+                _consistency("run", *case, "--out", scratch, "--force", "--stall", "3600")
+                (worker,) = (json.loads(p.read_bytes()) for p in Path(scratch).glob("captures/workers/*/worker.json"))
+            _show(planned["workers"][0], worker, threads=arguments.threads or os.cpu_count() or 1)
+
+
+def _consistency(*arguments: str) -> bytes:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "consistency", *arguments], env=environment, capture_output=True, check=False
+    )
+    if done.returncode not in (0, 1):  # random weights may give a finding: the figures are the same
+        sys.exit(f"ended with {done.returncode}:\n{done.stdout.decode()}{done.stderr.decode()}")
+    return done.stdout
+
+
+def _show(planned: dict[str, Any], actual: dict[str, Any], *, threads: int) -> None:
+    taken = {stage["stage"]: stage for stage in actual["stage_memory"]}
+    print(f"{'':26}{'memory, MiB':^32}{'seconds':^40}")
+    print(f"{'stage':26}{'estimate':>10}{'peak':>10}{'ratio':>10}", end="")
+    print(f"{'estimate':>12}{'wall':>9}{'processor':>11}{'ratio':>10}")
+    total = {"estimate": 0.0, "wall": 0.0, "processor": 0.0}
+    for stage in planned["stages"]:
+        found = taken.get(stage["stage"])
+        if found is None:
+            continue
+        memory = (stage["host_private_bytes"] + stage["host_mapped_bytes"]) / MIB
+        peak = found["host_peak_bytes"] / MIB
+        seconds = stage["seconds"], found["elapsed_s"], found["processor_s"] / threads
+        for name, value in zip(total, seconds, strict=True):
+            total[name] += value
+        print(f"{stage['stage']:26}{memory:10.0f}{peak:10.0f}{memory / peak:10.2f}{_times(*seconds)}")
+    whole = (planned["host_private_bytes"] + planned["host_mapped_bytes"]) / MIB
+    peak = actual["peak_bytes"] / MIB
+    print(f"{'all':26}{whole:10.0f}{peak:10.0f}{whole / peak:10.2f}{_times(*total.values())}")
+
+
+def _times(estimate: float, wall: float, processor: float) -> str:
+    nearest = min(max(estimate, processor), wall)  # what lies between the two is as good as either
+    return f"{estimate:12.2f}{wall:9.2f}{processor:11.2f}{estimate / max(nearest, 1e-9):10.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""The estimate of a case: what each worker takes in each stage, and what they take together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from consistency.case.budget.costs import (
+    ACCELERATOR_PROCESS_BYTES,
+    LIBRARY_BYTES,
+    PROCESS_BYTES,
+    STAGE_COSTS,
+    START_S,
+    Cost,
+    Setting,
+    Work,
+    after_adapter,
+    load_adapter,
+    load_base,
+    slower,
+)
+from consistency.case.budget.shape import Shape
+from consistency.case.budget.speed import Speed
+from consistency.case.case import Case
+from consistency.case.stages import Stage, run_order
+from consistency.devices.spec import DeviceSpec
+
+REWRITING = (Stage.FORWARD,)
+"""Stages that merge in place: a mapped page that is written becomes the worker's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedWorker:
+    """A worker to estimate.
+
+    Attributes
+    ----------
+    device_memory_bytes : int or None
+        None on the CPU, and where the backend does not report it.
+    simulated : bool
+        Whether the device is software, whose memory is the host's.
+    paths : int
+        Load paths that it checks besides its own.
+    wave : int
+        Workers of one wave run side by side.
+    """
+
+    label: str
+    spec: DeviceSpec
+    device_memory_bytes: int | None = None
+    simulated: bool = False
+    makes_reference: bool = False
+    paths: int = 0
+    sees_others: bool = False
+    wave: int = 0
+
+    @property
+    def on_device(self) -> bool:
+        return not self.spec.is_cpu
+
+
+class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage of one worker.
+
+    Attributes
+    ----------
+    stage : str
+        A stage, or a step before it: `start`, `load base`, `load adapter`.
+    host_private_bytes : int
+        Peak that no other process shares.
+    host_mapped_bytes : int
+        Peak of mapped files, which the workers of a host share, and which the kernel can drop and read again.
+    device_bytes : int or None
+        Peak on the worker's device; None on the CPU.
+    seconds : float or None
+        None where the time is unknown.
+    """
+
+    stage: str
+    host_private_bytes: int
+    host_mapped_bytes: int
+    device_bytes: int | None = None
+    seconds: float | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the resident size."""
+        return self.host_private_bytes + self.host_mapped_bytes
+
+
+class WorkerEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker: its stages, and the largest of each figure; `seconds` is their sum."""
+
+    worker: str
+    makes_reference: bool
+    placement: str
+    host_private_bytes: int
+    host_mapped_bytes: int
+    device_bytes: int | None
+    device_memory_bytes: int | None
+    seconds: float | None
+    wave: int
+    stages: tuple[StageEstimate, ...]
+
+
+def estimate_worker(
+    case: Case,
+    shape: Shape,
+    worker: PlannedWorker,
+    *,
+    speed: Speed | None = None,
+    threads: int = 1,
+    offloads: bool = False,
+) -> WorkerEstimate:
+    """Estimate one worker; without `speed` its times are unknown, as those of an accelerator always are.
+
+    No table of devices gives their speed: nobody has measured what these stages reach on them.
+    """
+    setting = Setting(
+        shape=shape,
+        case=case,
+        on_device=worker.on_device,
+        makes_reference=worker.makes_reference,
+        paths=worker.paths,
+    )
+    timed = None if worker.on_device or speed is None else slower(speed, worker.spec.variant)
+    stages = []
+    held = _Held(shape, setting, offloads=offloads, simulated=worker.simulated)
+    for name, cost in _costs(case, setting, worker):
+        held.begin(name)
+        seconds = None if timed is None else cost.work.seconds(timed, dtype=shape.dtype, threads=threads)
+        stages.append(held.stage(name, cost, seconds))
+        held.end(name)
+    known = [stage.seconds for stage in stages if stage.seconds is not None]
+    return WorkerEstimate(
+        worker=worker.label,
+        makes_reference=worker.makes_reference,
+        placement="host" if not worker.on_device else "offload" if offloads else "device",
+        host_private_bytes=max(stage.host_private_bytes for stage in stages),
+        host_mapped_bytes=max(stage.host_mapped_bytes for stage in stages),
+        device_bytes=max(stage.device_bytes or 0 for stage in stages) if worker.on_device else None,
+        device_memory_bytes=worker.device_memory_bytes,
+        seconds=sum(known) if timed is not None else None,
+        wave=worker.wave,
+        stages=tuple(stages),
+    )
+
+
+def _costs(case: Case, setting: Setting, worker: PlannedWorker) -> Iterator[tuple[str, Cost]]:
+    """Yield what a worker does, in the order in which its session does it."""
+    yield "start", Cost(work=Work(fixed_s=START_S))
+    loaded = False
+    for spec in run_order(case.stages, sees_others=worker.sees_others):
+        if case.needs_model and not loaded and spec.model.name != "UNUSED":
+            loaded = True
+            yield "load base", load_base(setting)
+            if Stage.BASE in case.stages:
+                yield Stage.BASE, STAGE_COSTS[Stage.BASE](setting)
+            if case.adapter is not None:
+                yield "load adapter", load_adapter(setting)
+                yield "base, after the adapter", after_adapter(setting)
+        if spec.stage is Stage.BASE or (spec.needs_adapter and case.adapter is None):
+            continue
+        yield spec.stage, STAGE_COSTS[spec.stage](setting)
+
+
+class _Held:
+    """What a worker holds between its stages."""
+
+    def __init__(self, shape: Shape, setting: Setting, *, offloads: bool, simulated: bool) -> None:
+        self._shape = shape
+        self._setting = setting
+        self._offloads = offloads
+        self._simulated = simulated
+        drives = setting.on_device and not simulated
+        self._private = ACCELERATOR_PROCESS_BYTES if drives else PROCESS_BYTES
+        self._mapped = LIBRARY_BYTES
+        self._device = 0
+        self._rewritten = False
+
+    def begin(self, stage: str) -> None:
+        shape, on_device = self._shape, self._setting.on_device
+        if stage == "load base":
+            if on_device and not self._offloads:
+                self._device += shape.loaded_bytes
+            else:
+                self._private += shape.converted_bytes
+                self._mapped += shape.mapped_bytes
+            if on_device and self._offloads:  # one layer at a time
+                self._device += shape.largest_elements * shape.width
+
+    def stage(self, name: str, cost: Cost, seconds: float | None) -> StageEstimate:
+        own = cost.host_bytes
+        mapped = self._mapped + cost.window_bytes
+        if self._setting.on_device and self._setting.makes_reference and name in (Stage.FORWARD, Stage.GRADIENT):
+            # without a CPU among the devices, this worker loads the model on the host too
+            own += self._shape.converted_bytes + self._shape.adapter_bytes
+            mapped += self._shape.mapped_bytes
+        on_device = self._device + cost.device_bytes if self._setting.on_device else None
+        return StageEstimate(
+            stage=name,
+            host_private_bytes=self._private + own + (on_device or 0) * self._simulated,
+            host_mapped_bytes=mapped,
+            device_bytes=on_device,
+            seconds=seconds,
+        )
+
+    def end(self, stage: str) -> None:
+        shape, on_device = self._shape, self._setting.on_device
+        if stage == "load adapter":
+            if on_device:
+                self._device += shape.adapter_bytes
+            else:
+                self._private += shape.adapter_bytes
+        if stage in REWRITING and not on_device and not self._rewritten:
+            self._rewritten = True
+            rewritten = min(shape.mapped_bytes, sum(layer.elements for layer in shape.layers) * shape.width)
+            self._mapped -= rewritten
+            self._private += rewritten
+
+
+def together(workers: Sequence[WorkerEstimate]) -> tuple[int, int]:
+    """Return private and mapped memory of workers side by side; the files of a base are mapped once for all."""
+    return sum(w.host_private_bytes for w in workers), max((w.host_mapped_bytes for w in workers), default=0)

@@ -1,0 +1,220 @@
+"""Fit a case to the memory of its host and devices, before a worker starts.
+
+What is cut, in this order, because each costs more than the one before: sequences that go through the model at a time;
+tokens of each sequence; sequences; workers side by side. Fewer tokens and fewer sequences leave something unchecked,
+and the report says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from consistency.case.budget.estimate import PlannedWorker, WorkerEstimate, estimate_worker, together
+from consistency.case.budget.shape import Shape, read_shape
+from consistency.case.budget.speed import Speed
+from consistency.case.case import Case
+from consistency.case.fit import Fit
+from consistency.case.stages import SPECS
+from consistency.devices.cores import threads_per_worker
+from consistency.errors import InputError
+
+MARGIN = 1.25
+"""What is fitted leaves room for an estimate that is 25 % too low; a case is refused only by the estimate itself."""
+
+FEWEST_TOKENS = 4
+"""Of a sequence: with fewer, attention has hardly anything to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What a case takes, and what was changed so that it fits.
+
+    Attributes
+    ----------
+    case : Case
+        With what was cut: this is what is run.
+    at_once : int
+        Workers side by side at most.
+    host_available_bytes : int or None
+        None where the host does not report it: nothing is fitted to it then.
+    host_private_bytes, host_mapped_bytes : int
+        Of the workers side by side that take the most.
+    seconds : float or None
+        Of the whole run; None where the time of a worker is unknown.
+    changes : tuple of str
+        What was changed.
+    not_checked : tuple of str
+        What is not checked because of that.
+    unknown : tuple of str
+        What is not estimated, and why.
+    """
+
+    case: Case
+    shape: Shape
+    workers: tuple[WorkerEstimate, ...]
+    at_once: int
+    host_available_bytes: int | None
+    host_private_bytes: int
+    host_mapped_bytes: int
+    seconds: float | None
+    changes: tuple[str, ...] = field(default=())
+    not_checked: tuple[str, ...] = field(default=())
+    unknown: tuple[str, ...] = field(default=())
+
+
+def make_budget(
+    case: Case,
+    planned: Sequence[PlannedWorker],
+    *,
+    available_bytes: int | None,
+    speed: Speed | None = None,
+    threads: int | None = None,
+) -> Budget:
+    """Estimate a case and fit it to the memory of its host and devices.
+
+    Parameters
+    ----------
+    planned : sequence of PlannedWorker
+        At least one.
+    available_bytes : int or None
+        Of the host.
+    speed : Speed, optional
+        Of its processor; without it no time is estimated.
+    threads : int, optional
+        Per worker; by default they share the processors.
+
+    Raises
+    ------
+    InputError
+        A worker does not fit the host's memory, however the case is cut.
+    """
+    shape = read_shape(case)
+    for cut in _cuts(case, shape):
+        fitted = msgspec.structs.replace(case, fit=cut)
+        estimates = [estimate_worker(fitted, shape, worker) for worker in planned]
+        if all(_fits(found, available_bytes, margin=MARGIN) for found in estimates):
+            break
+    for found in estimates:
+        if not _fits(found, available_bytes):
+            raise _refusal(found, available_bytes)
+    at_once = _at_once(estimates, available_bytes)
+    own_threads = threads or threads_per_worker(at_once)
+    workers = tuple(estimate_worker(fitted, shape, worker, speed=speed, threads=own_threads) for worker in planned)
+    private, mapped = max((_largest(wave, at_once) for wave in _waves(workers)), key=sum)
+    beyond = available_bytes is not None and private + mapped > available_bytes
+    return Budget(
+        case=fitted,
+        shape=shape,
+        workers=workers,
+        at_once=at_once,
+        host_available_bytes=available_bytes,
+        host_private_bytes=private,
+        host_mapped_bytes=mapped,
+        seconds=_seconds(workers, at_once),
+        changes=tuple(_changes(case, fitted, workers, at_once)),
+        not_checked=tuple(text for text in fitted.not_looked_at() if text not in case.not_looked_at()),
+        unknown=(*shape.unknown, *_unknown(workers, timed=speed is not None, beyond=beyond)),
+    )
+
+
+def _cuts(case: Case, shape: Shape) -> Iterator[Fit]:
+    """Yield what a case can be cut to, from nothing to the most."""
+    yield case.fit
+    if not any(SPECS[stage].feeds_inputs for stage in case.stages):
+        return
+    sequences, tokens = shape.sequences or case.sequences, case.tokens
+    for rows in _halves(sequences, 1):
+        yield msgspec.structs.replace(case.fit, micro_batch=rows)
+    if case.inputs is None:
+        for fewer in _halves(tokens, FEWEST_TOKENS):
+            yield msgspec.structs.replace(case.fit, micro_batch=1, tokens=fewer)
+        for fewer in _halves(sequences, 1):
+            least = min(tokens, FEWEST_TOKENS)
+            yield msgspec.structs.replace(case.fit, micro_batch=1, tokens=least, sequences=fewer)
+
+
+def _halves(count: int, least: int) -> Iterator[int]:
+    while count > least:
+        count = max(least, count // 2)
+        yield count
+
+
+def _fits(found: WorkerEstimate, available_bytes: int | None, *, margin: float = 1.0) -> bool:
+    """Report whether a worker alone fits; files that are mapped need no room, because their pages can be dropped."""
+    return available_bytes is None or margin * found.host_private_bytes <= available_bytes
+
+
+def _at_once(workers: Sequence[WorkerEstimate], available_bytes: int | None) -> int:
+    """Return how many workers of any wave fit side by side, whichever they are."""
+    counts = []
+    for wave in _waves(workers):
+        count = len(wave)
+        while count > 1 and available_bytes is not None and MARGIN * _largest(wave, count)[0] > available_bytes:
+            count -= 1
+        counts.append((count < len(wave), count))
+    short = [count for cut, count in counts if cut]
+    return min(short) if short else max(count for _, count in counts)
+
+
+def _largest(wave: Sequence[WorkerEstimate], count: int) -> tuple[int, int]:
+    return together(sorted(wave, key=lambda worker: -worker.host_private_bytes)[:count])
+
+
+def _waves(workers: Sequence[WorkerEstimate]) -> list[list[WorkerEstimate]]:
+    numbers = sorted({worker.wave for worker in workers})
+    return [[worker for worker in workers if worker.wave == number] for number in numbers]
+
+
+def _seconds(workers: Sequence[WorkerEstimate], at_once: int) -> float | None:
+    """Return the time of all waves; a group of workers side by side takes as long as its slowest."""
+    total = 0.0
+    for wave in _waves(workers):
+        for start in range(0, len(wave), at_once):
+            group = [worker.seconds for worker in wave[start : start + at_once]]
+            known = [seconds for seconds in group if seconds is not None]
+            if len(known) < len(group):
+                return None
+            total += max(known)
+    return total
+
+
+def _changes(case: Case, fitted: Case, workers: Sequence[WorkerEstimate], at_once: int) -> Iterator[str]:
+    most = max(map(len, _waves(workers)))
+    if at_once < most:
+        yield f"{at_once} of {most} workers at a time"
+    if fitted.fit.micro_batch is not None and fitted.fit != case.fit:
+        rows = fitted.fit.micro_batch
+        yield f"forward and gradient: {rows} {'sequence' if rows == 1 else 'sequences'} at a time"
+    if fitted.tokens < case.tokens:
+        yield f"forward and gradient: {fitted.tokens} of {case.tokens} tokens"
+    if fitted.sequences < case.sequences:
+        yield f"forward and gradient: {fitted.sequences} of {case.sequences} sequences"
+
+
+def _unknown(workers: Sequence[WorkerEstimate], *, timed: bool, beyond: bool) -> Iterator[str]:
+    if beyond:
+        yield (
+            "the files of the base do not stay in the host's memory: they are read again for every pass, "
+            "and the time of that depends on the disk"
+        )
+    names = [worker.worker for worker in workers if worker.seconds is None]
+    if timed and names:
+        yield f"the time on {', '.join(names)}: these stages have not been measured on such a device"
+
+
+def _refusal(found: WorkerEstimate, available_bytes: int | None) -> InputError:
+    stage = max(found.stages, key=lambda stage: stage.host_private_bytes)
+    return InputError(
+        "the case does not fit the memory of this host, however it is cut",
+        where=f"{stage.stage} on {found.worker}",
+        got=f"{_gigabytes(stage.host_private_bytes)} needed, by estimate",
+        wanted=f"{_gigabytes(available_bytes or 0)} at most, which is available now",
+        hint=f"leave {stage.stage} out (--stages), or free memory",
+    )
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

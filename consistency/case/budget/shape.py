@@ -1,0 +1,297 @@
+"""Sizes of a base and an adapter, from JSON files and safetensors headers alone.
+
+What these files do not state is None or left out, with the reason in `unknown`: an estimate from it would be a guess.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from consistency.case.adapter_fit import read_adapter
+from consistency.case.case import Case
+from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint, read_header, read_json
+
+_BITS = re.compile(r"\d+")
+_NUMBERED = re.compile(r"^(?P<stack>(?:[^.]*\.)*?)(?P<number>\d+)\.")
+_EMBEDDING = re.compile(r"(^|\.|_)(embed\w*|wte|wpe|shared)(\.|$)", re.IGNORECASE)
+_DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_BY_CODE = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+# names of the same figure in configs of different architectures
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "hidden_dim", "embed_dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_TEXT = ("text_config", "llm_config", "decoder")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One adapted layer: elements of its weight, and the rank of its low-rank update, None for other methods."""
+
+    name: str
+    elements: int
+    rank: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A base and its adapter.
+
+    Attributes
+    ----------
+    dtype : str
+        That the base is loaded in.
+    elements, tensors : int
+        Of the base's files.
+    mapped_bytes, converted_bytes : int
+        Weights that stay mapped from their file, as all workers of a host share them, and those that loading converts,
+        of which each worker has its own.
+    largest_elements : int
+        Of the largest tensor.
+    block_elements, blocks : int
+        The largest of the repeated blocks, and how many there are.
+    block_features : int
+        Inputs and outputs of the matrices of that block, per token.
+    matrix_elements : int
+        Of the matrices that every token is multiplied with: all but the embeddings, but a tied head.
+    hidden, vocabulary, heads, positions : int or None
+        None where the model has none, or the config does not state it.
+    sequences, tokens : int or None
+        Of the inputs file; None where inputs are made.
+    runs_on_inputs : bool
+        Whether `forward` and `gradient` run: not where rounding chooses the experts.
+    adapter_bytes, adapter_elements, adapter_tensors : int
+        As PEFT loads them.
+    trained_elements : int
+        Of the adapter's tensors that have a gradient.
+    layers : tuple of Layer
+        What the adapter changes.
+    unknown : tuple of str
+        What cannot be estimated, and why.
+    """
+
+    dtype: str = "float32"
+    elements: int = 0
+    tensors: int = 0
+    mapped_bytes: int = 0
+    converted_bytes: int = 0
+    largest_elements: int = 0
+    block_elements: int = 0
+    blocks: int = 0
+    block_features: int = 0
+    matrix_elements: int = 0
+    hidden: int | None = None
+    vocabulary: int | None = None
+    heads: int | None = None
+    positions: int | None = None
+    sequences: int | None = None
+    tokens: int | None = None
+    runs_on_inputs: bool = True
+    adapter_bytes: int = 0
+    adapter_elements: int = 0
+    adapter_tensors: int = 0
+    trained_elements: int = 0
+    method: str = ""
+    layers: tuple[Layer, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def loaded_bytes(self) -> int:
+        return self.mapped_bytes + self.converted_bytes
+
+    @property
+    def width(self) -> int:
+        """Return the bytes of an element in the dtype that the base is loaded in."""
+        return _DTYPES.get(self.dtype, 2)
+
+    @property
+    def adapted_elements(self) -> int:
+        return sum(layer.elements for layer in self.layers)
+
+    @property
+    def largest_layer_elements(self) -> int:
+        return max((layer.elements for layer in self.layers), default=0)
+
+
+def read_shape(case: Case) -> Shape:
+    """Return the sizes of a case's base and adapter; nothing but JSON files and headers is read."""
+    unknown: list[str] = []
+    found: dict[str, Any] = {}
+    base: Mapping[str, TensorHeader] = {}
+    if not case.needs_model:
+        return Shape()
+    if case.factory is not None:
+        unknown.append("the base is made by a function: its size is known only after it has run")
+    else:
+        config = read_json(Path(case.base) / "config.json")
+        weights = read_checkpoint(
+            Path(case.base), stem="model", pickle_stem="pytorch_model", allow_pickle=case.allow_pickle
+        )
+        base = weights.tensors
+        found |= _base(case, config, weights, unknown)
+    if case.adapter is not None:
+        found |= _adapter(case, base, unknown)
+    if case.inputs is not None:
+        shapes = [header.shape for header in read_header(Path(case.inputs)).values()]
+        longest = max((shape for shape in shapes if len(shape) >= 2), key=math.prod, default=None)
+        if longest is not None:
+            found |= {"sequences": longest[0], "tokens": longest[1]}
+    return Shape(**found, unknown=tuple(unknown))
+
+
+def _base(case: Case, config: Mapping[str, Any], weights: Checkpoint, unknown: list[str]) -> dict[str, Any]:
+    text = next((config[key] for key in _TEXT if isinstance(config.get(key), dict)), config)
+    tensors = weights.tensors
+    found: dict[str, Any] = {
+        "hidden": _integer(text, *_HIDDEN),
+        "vocabulary": _integer(text, "vocab_size"),
+        "heads": _integer(text, *_HEADS),
+        "positions": _integer(text, *_POSITIONS),
+        "runs_on_inputs": (_integer(text, *_EXPERTS) or 0) <= 1,
+        "dtype": _dtype(case, config, text, tensors),
+    }
+    if weights.pickled:
+        unknown.append("the weights of the base are a pickle, which has no header: memory is that of its files")
+        return found | {"converted_bytes": sum(file.stat().st_size for file in weights.files)}
+    if config.get("quantization_config") is not None:
+        unknown.append("the base is quantized: what its kernels take is not estimated, nor their time")
+    if found["hidden"] is None:
+        unknown.append("the config states no hidden size: activations are not estimated")
+    width = _DTYPES.get(found["dtype"], 2)
+    mapped = converted = 0
+    for header in tensors.values():
+        count = math.prod(header.shape)
+        if header.dtype in _BY_CODE and _BY_CODE[header.dtype] != found["dtype"]:
+            converted += count * width
+        else:
+            mapped += count * _bits(header.dtype) // 8
+    largest = max(tensors.values(), key=lambda header: math.prod(header.shape))
+    return found | _blocks(tensors) | {
+        "elements": sum(math.prod(header.shape) for header in tensors.values()),
+        "tensors": len(tensors),
+        "mapped_bytes": mapped,
+        "converted_bytes": converted,
+        "largest_elements": math.prod(largest.shape),
+        "matrix_elements": _matrix_elements(tensors, tied=_is_tied(tensors, config)),
+    }  # fmt: skip
+
+
+def _blocks(tensors: Mapping[str, TensorHeader]) -> dict[str, Any]:
+    """Return the figures of the blocks that repeat: tensors whose names differ by their first number."""
+    elements, features = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for header in tensors.values():
+        match = _NUMBERED.match(header.name)
+        if match is not None:
+            place = (match["stack"], match["number"])
+            elements[place] += math.prod(header.shape)
+            features[place] += sum(header.shape) if len(header.shape) == 2 else 0
+    return {
+        "blocks": len(elements),
+        "block_elements": max(elements.values(), default=0),
+        "block_features": max(features.values(), default=0),
+    }
+
+
+def _matrix_elements(tensors: Mapping[str, TensorHeader], *, tied: bool) -> int:
+    matrices = {name: math.prod(header.shape) for name, header in tensors.items() if len(header.shape) == 2}
+    looked_up = {name: count for name, count in matrices.items() if _EMBEDDING.search(name)}
+    head = max(looked_up.values(), default=0) if tied else 0
+    return sum(matrices.values()) - sum(looked_up.values()) + head
+
+
+def _is_tied(tensors: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> bool:
+    """Report whether a head of words reuses the embeddings: the class has one, and no file holds it."""
+    classes = config.get("architectures") or []
+    has_head = any(str(name).endswith(("LMHeadModel", "ForCausalLM", "ForConditionalGeneration", "ForMaskedLM"))
+                   for name in classes if isinstance(classes, list))  # fmt: skip
+    return has_head and not any("lm_head" in name or "decoder.weight" in name for name in tensors)
+
+
+def _dtype(case: Case, config: Mapping[str, Any], text: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> str:
+    """Return the dtype that transformers loads in: the one asked for, the config's, or that of most elements."""
+    if case.dtype != "auto":
+        return case.dtype
+    keys = [(table, key) for table in (config, text) for key in ("dtype", "torch_dtype")]
+    declared = next((table[key] for table, key in keys if table.get(key)), None)
+    if isinstance(declared, str) and declared.removeprefix("torch.") in _DTYPES:
+        return declared.removeprefix("torch.")
+    elements = Counter[str]()
+    for header in tensors.values():
+        elements[header.dtype] += math.prod(header.shape)
+    return next((_BY_CODE[code] for code, _ in elements.most_common() if code in _BY_CODE), "float32")
+
+
+def _adapter(case: Case, base: Mapping[str, TensorHeader], unknown: list[str]) -> dict[str, Any]:
+    assert case.adapter is not None
+    config, tensors = read_adapter(Path(case.adapter), allow_pickle=case.allow_pickle)
+    if not tensors:
+        unknown.append("the adapter is a pickle, which has no header: its layers are not estimated")
+        size = sum(file.stat().st_size for file in Path(case.adapter).glob("adapter_model*"))
+        return {"adapter_bytes": size, "method": str(config["peft_type"])}
+    layers: dict[str, Layer] = {}
+    whole = tuple(config.get("modules_to_save") or ())
+    factors = config["peft_type"] == "LORA"
+    for header in tensors.values():
+        layer = _adapted(header, base)
+        if layer is not None and (layer.rank is not None or not factors):
+            layers[layer.name] = layer
+    if not layers:
+        unknown.append(f"no layer that {config['peft_type']} adapts is in the headers: merges are not estimated")
+    counts = {header.name: math.prod(header.shape) for header in tensors.values()}
+    return {
+        # PEFT holds what it trains in float32, and what it saved whole in the dtype of its file
+        "adapter_bytes": sum(
+            count * max(32 if "lora_" in name else 0, _bits(tensors[name].dtype)) // 8 for name, count in counts.items()
+        ),
+        "adapter_elements": sum(counts.values()),
+        "adapter_tensors": len(counts),
+        # a LoRA's file may hold embeddings that its config does not train
+        "trained_elements": sum(
+            count
+            for name, count in counts.items()
+            if not factors or "lora_" in name or any(f".{part}." in name for part in whole)
+        ),
+        "method": str(config["peft_type"]),
+        "layers": tuple(layers.values()),
+    }
+
+
+def _adapted(header: TensorHeader, base: Mapping[str, TensorHeader]) -> Layer | None:
+    """Return the layer of the base that a tensor of an adapter belongs to."""
+    parts = header.name.removeprefix("base_model.model.").split(".")
+    sides = [i for i, part in enumerate(parts) if part.startswith("lora_")]
+    rank = min(header.shape) if sides and len(header.shape) == 2 else None
+    for end in range(sides[0] if sides else len(parts) - 1, 0, -1):
+        name = ".".join(parts[:end])
+        for owner in _names(name, base):
+            shape = base[owner].shape
+            if len(shape) >= 2:
+                return Layer(name=name, elements=math.prod(shape), rank=rank)
+    return None
+
+
+def _names(module: str, base: Mapping[str, TensorHeader]) -> Iterator[str]:
+    """Yield the names under which a file may hold a module's weight: leading components differ between files."""
+    parts = module.split(".")
+    for start in range(len(parts)):
+        name = ".".join([*parts[start:], "weight"])
+        if name in base:
+            yield name
+
+
+def _bits(code: str) -> int:
+    """Return the bits of an element: the number in a dtype's name (`F8_E4M3` has 8), a byte for a boolean."""
+    match = _BITS.search(code)
+    return 8 if match is None else int(match[0])
+
+
+def _integer(table: Mapping[str, Any], *names: str) -> int | None:
+    found = (table.get(name) for name in names)
+    return next((v for v in found if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)

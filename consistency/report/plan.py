@@ -1,0 +1,115 @@
+"""The text and the JSON of a budget, for `--plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from consistency.capture.wording import counted, size
+from consistency.case.budget.estimate import WorkerEstimate
+from consistency.case.budget.fit import Budget
+from consistency.case.budget.shape import Shape
+from consistency.report.text import one_line
+
+SCHEMA = "consistency.plan/1"
+
+_COLUMNS = "{:28}{:>13}{:>13}{:>13}{:>11}"
+
+
+def as_table(budget: Budget) -> dict[str, Any]:
+    """Return a budget as JSON has it: bytes, seconds, and null for what is unknown."""
+    shape = {field.name: getattr(budget.shape, field.name) for field in dataclasses.fields(Shape)}
+    layers, unknown = shape.pop("layers"), shape.pop("unknown")
+    return {
+        "schema": SCHEMA,
+        "case": budget.case.name,
+        "model": {**shape, "adapted_layers": len(layers)},
+        "host": {
+            "available_bytes": budget.host_available_bytes,
+            "private_bytes": budget.host_private_bytes,
+            "mapped_bytes": budget.host_mapped_bytes,
+        },
+        "workers": [msgspec.to_builtins(worker) for worker in budget.workers],
+        "workers_at_a_time": budget.at_once,
+        "seconds": budget.seconds,
+        "fit": msgspec.to_builtins(budget.case.fit),
+        "changes": budget.changes,
+        "not_looked_at": budget.not_checked,
+        "unknown": tuple(dict.fromkeys((*unknown, *budget.unknown))),
+    }
+
+
+def render(budget: Budget) -> str:
+    """Return a budget as text: the model, each worker stage by stage, all together, and what was changed to fit."""
+    lines = [f"consistency plan · {one_line(budget.case.name)} · level {budget.case.level}", ""]
+    lines += [f"  {line}" for line in _model(budget.shape)]
+    for worker in budget.workers:
+        lines += ["", *_worker(worker)]
+    lines += ["", *_together(budget)]
+    for title, texts in (
+        ("changed to fit", budget.changes),
+        ("not checked because of that", budget.not_checked),
+        ("not estimated", budget.unknown),
+    ):
+        if texts:
+            lines += ["", f"  {title}", *(f"    {one_line(text)}" for text in texts)]
+    if not budget.changes:
+        lines += ["", "  fits: nothing is left out for lack of memory"]
+    return "\n".join(lines) + "\n"
+
+
+def _model(shape: Shape) -> Iterator[str]:
+    if shape.elements:
+        converted = f", {size(shape.converted_bytes)} of them converted" if shape.converted_bytes else ""
+        yield (
+            f"base      {shape.elements / 1e9:.3g} B parameters, {size(shape.loaded_bytes)} in {shape.dtype}"
+            f"{converted}; "
+            f"{counted(shape.blocks, 'block')}, largest tensor {size(shape.largest_elements * shape.width)}"
+        )
+    if shape.adapter_bytes:
+        ranks = sorted({layer.rank for layer in shape.layers if layer.rank is not None})
+        rank = f" of rank {', '.join(map(str, ranks))}" if ranks else ""
+        yield (
+            f"adapter   {one_line(shape.method)}{rank} on {counted(len(shape.layers), 'layer')}, "
+            f"{size(shape.adapter_bytes)}"
+        )
+
+
+def _worker(worker: WorkerEstimate) -> Iterator[str]:
+    notes = [text for text, holds in (("reference", worker.makes_reference), ("offload", worker.placement == "offload"))
+             if holds]  # fmt: skip
+    name = one_line(worker.worker) + (f" ({', '.join(notes)})" if notes else "")
+    yield "  " + _COLUMNS.format(name, "host private", "host mapped", "device", "time")
+    for stage in worker.stages:
+        figures = (stage.host_private_bytes, stage.host_mapped_bytes, stage.device_bytes)
+        yield "  " + _COLUMNS.format(f"  {stage.stage}", *map(_size, figures), _time(stage.seconds))
+    figures = (worker.host_private_bytes, worker.host_mapped_bytes, worker.device_bytes)
+    yield "  " + _COLUMNS.format("  peaks, and the whole time", *map(_size, figures), _time(worker.seconds))
+    if worker.device_bytes is not None:
+        has = "of unknown size" if worker.device_memory_bytes is None else f"with {size(worker.device_memory_bytes)}"
+        yield f"    a device {has}"
+
+
+def _together(budget: Budget) -> Iterator[str]:
+    free = budget.host_available_bytes
+    yield (
+        f"  together  {counted(budget.at_once, 'worker')} at a time: {size(budget.host_private_bytes)} private and "
+        f"{size(budget.host_mapped_bytes)} mapped, of "
+        + ("an unknown amount of memory" if free is None else f"{size(free)} available on this host")
+    )
+    yield f"  time      {_time(budget.seconds)}, estimated from this host's processor"
+
+
+def _size(count: int | None) -> str:
+    return "–" if not count else size(count)
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    if seconds < 90:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,59 @@
+"""Sizes of made models, for the tests of the budget."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from consistency.case.budget.shape import Layer, Shape
+
+GIB = 2**30
+
+
+def llama(hidden: int, inner: int, blocks: int, vocabulary: int) -> Shape:
+    """Return the sizes of a Llama in bfloat16 with a LoRA of rank 16 on all linear layers of its blocks."""
+    of_block = [(hidden, hidden)] * 2 + [(hidden // 8, hidden)] * 2 + [(inner, hidden)] * 3
+    elements = sum(a * b for a, b in of_block)
+    ends = vocabulary * hidden
+    layers = tuple(
+        Layer(name=f"layers.{block}.{number}", elements=a * b, rank=16)
+        for block in range(blocks)
+        for number, (a, b) in enumerate(of_block)
+    )
+    factors = blocks * sum(16 * (a + b) for a, b in of_block)
+    return Shape(
+        dtype="bfloat16",
+        elements=blocks * elements + 2 * ends,
+        tensors=9 * blocks + 3,
+        mapped_bytes=2 * (blocks * elements + 2 * ends),
+        largest_elements=max(ends, inner * hidden),
+        block_elements=elements,
+        blocks=blocks,
+        block_features=sum(a + b for a, b in of_block),
+        matrix_elements=blocks * elements + ends,
+        hidden=hidden,
+        vocabulary=vocabulary,
+        heads=hidden // 128,
+        positions=2048,
+        adapter_bytes=4 * factors,
+        adapter_elements=factors,
+        adapter_tensors=2 * len(layers),
+        trained_elements=factors,
+        method="LORA",
+        layers=layers,
+    )
+
+
+SMALL = llama(256, 512, 4, 1000)
+LARGE = llama(4096, 14336, 32, 128256)
+
+
+def deeper(shape: Shape, times: int) -> Shape:
+    """Return the same model with as many times the blocks, and an unchanged adapter."""
+    more = (times - 1) * shape.blocks * shape.block_elements
+    return dataclasses.replace(
+        shape,
+        blocks=times * shape.blocks,
+        elements=shape.elements + more,
+        mapped_bytes=shape.mapped_bytes + 2 * more,
+        matrix_elements=shape.matrix_elements + more,
+    )

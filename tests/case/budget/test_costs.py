@@ -1,0 +1,89 @@
+"""How the cost of a stage grows with what is asked of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from consistency.case.budget.costs import STAGE_COSTS, Setting, Work, slower
+from consistency.case.budget.speed import Speed
+from consistency.case.case import Case
+from consistency.case.fit import Fit
+from consistency.case.stages import Stage
+from tests.case.budget.shapes import LARGE, SMALL, deeper
+
+SPEED = Speed(float64_flop=1e9, float32_flop=2e9, half_flop=8e9, read_bytes=1e9, fresh_bytes=1e9, cores=4)
+
+
+def setting(**changes: object) -> Setting:
+    plain = Setting(
+        shape=LARGE, case=Case(name="x", base="b", adapter="a"), on_device=False, makes_reference=True, paths=2
+    )
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def test_every_stage_has_a_cost() -> None:
+    assert set(STAGE_COSTS) == set(Stage)
+    for cost in STAGE_COSTS.values():
+        taken = cost(setting())
+        assert taken.work.seconds(SPEED, dtype="bfloat16", threads=1) > 0
+        assert min(taken.host_bytes, taken.device_bytes, taken.window_bytes) >= 0
+
+
+def test_gradient_grows_with_the_depth_by_the_states_between_blocks_alone() -> None:
+    cost = STAGE_COSTS[Stage.GRADIENT]
+    once, twice = cost(setting()), cost(setting(shape=deeper(LARGE, 2)))
+    states = 2 * 16 * LARGE.blocks * 4096 * (8 + 2)  # sequences × tokens × blocks × hidden × bytes of both dtypes
+    assert twice.host_bytes - once.host_bytes == states
+    assert twice.work.float64_flop == pytest.approx(2 * once.work.float64_flop, rel=0.1)
+
+
+@pytest.mark.parametrize("stage", [Stage.FORWARD, Stage.GRADIENT])
+def test_fewer_sequences_at_a_time_and_fewer_tokens_take_less_memory(stage: Stage) -> None:
+    cost = STAGE_COSTS[stage]
+
+    def taken(fit: Fit) -> int:
+        return cost(setting(case=Case(name="x", base="b", adapter="a", fit=fit))).host_bytes
+
+    whole, one = taken(Fit()), taken(Fit(micro_batch=1))
+    assert one < whole
+    assert taken(Fit(micro_batch=1, tokens=4)) < one
+    assert taken(Fit(micro_batch=1, tokens=4, sequences=1)) <= taken(Fit(micro_batch=1, tokens=4))
+
+
+@pytest.mark.parametrize("stage", [Stage.FORWARD, Stage.GRADIENT])
+def test_only_the_worker_that_makes_the_reference_computes_in_float64(stage: Stage) -> None:
+    cost = STAGE_COSTS[stage]
+    other = cost(setting(makes_reference=False))
+    assert other.work.float64_flop == 0
+    assert other.work.native_flop == cost(setting()).work.native_flop > 0
+    assert other.host_bytes < cost(setting()).host_bytes
+
+
+@pytest.mark.parametrize("stage", [Stage.FORWARD, Stage.GRADIENT])
+def test_a_mixture_of_experts_costs_nothing_in_stages_that_skip_it(stage: Stage) -> None:
+    experts = setting(shape=dataclasses.replace(LARGE, runs_on_inputs=False))
+    assert STAGE_COSTS[stage](experts).work.native_flop == 0
+
+
+def test_work_is_shared_by_threads_and_takes_the_speed_of_its_dtype() -> None:
+    work = Work(native_flop=1e9)
+    assert work.seconds(SPEED, dtype="bfloat16", threads=2) == work.seconds(SPEED, dtype="bfloat16", threads=1) / 2
+    assert work.seconds(SPEED, dtype="float32", threads=1) == 4 * work.seconds(SPEED, dtype="bfloat16", threads=1)
+    assert Work(fixed_s=3.0).seconds(SPEED, dtype="float32", threads=8) == 3.0
+
+
+def test_a_variant_is_slower_and_has_no_fast_half_type() -> None:
+    found = slower(SPEED, "avx2")
+    assert (found.float64_flop, found.half_flop) == (0.5e9, None)
+    assert slower(SPEED, None) == SPEED
+    half = Work(native_flop=1e9)
+    assert half.seconds(found, dtype="bfloat16", threads=1) == half.seconds(found, dtype="float32", threads=1)
+
+
+def test_inputs_of_a_file_have_their_own_size() -> None:
+    from_file = setting(shape=dataclasses.replace(SMALL, sequences=3, tokens=700))
+    assert (from_file.sequences, from_file.tokens) == (3, 700)
+    short = setting(shape=dataclasses.replace(SMALL, positions=5))
+    assert (short.sequences, short.tokens) == (8, 5)

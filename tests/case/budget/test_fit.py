@@ -1,0 +1,145 @@
+"""A case is cut to the memory that there is, in the order of what that costs, and says so."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from consistency.case.budget import fit
+from consistency.case.budget.estimate import PlannedWorker
+from consistency.case.budget.fit import MARGIN, Budget, make_budget
+from consistency.case.budget.shape import Shape
+from consistency.case.budget.speed import Speed
+from consistency.case.case import Case
+from consistency.case.fit import Fit
+from consistency.case.stages import Stage
+from consistency.devices.spec import parse_device
+from consistency.errors import InputError
+from tests.case.budget.shapes import GIB, LARGE
+
+CASE = Case(name="x", base="b", adapter="a", stages=(Stage.BASE, Stage.GRADIENT))
+SPEED = Speed(float64_flop=1e11, float32_flop=2e11, half_flop=None, read_bytes=1e10, fresh_bytes=1e10, cores=2)
+
+
+@pytest.fixture(autouse=True)
+def shape(monkeypatch: pytest.MonkeyPatch) -> Shape:
+    monkeypatch.setattr(fit, "read_shape", lambda _: LARGE)
+    return LARGE
+
+
+def planned(*names: str, device_gib: float = 80, wave: int = 0) -> list[PlannedWorker]:
+    return [
+        PlannedWorker(
+            label=name,
+            spec=parse_device(name),
+            device_memory_bytes=None if name.startswith("cpu") else int(device_gib * GIB),
+            makes_reference=number == 0,
+            wave=wave,
+        )
+        for number, name in enumerate(names)
+    ]
+
+
+def budget(available_bytes: float | None, *names: str, case: Case = CASE, device_gib: float = 80) -> Budget:
+    return make_budget(
+        case,
+        planned(*(names or ("cpu", "cpu@avx2", "cpu@baseline")), device_gib=device_gib),
+        available_bytes=None if available_bytes is None else int(available_bytes),
+    )
+
+
+def test_what_fits_is_not_changed() -> None:
+    found = budget(1000 * GIB)
+    assert found.case is not CASE
+    assert found.case == CASE
+    assert (found.at_once, found.changes, found.not_checked, found.unknown) == (3, (), (), ())
+
+
+def test_a_host_that_reports_no_memory_is_not_fitted_to() -> None:
+    found = budget(None)
+    assert (found.case, found.at_once, found.changes) == (CASE, 3, ())
+
+
+def test_what_is_cut_first_leaves_nothing_unchecked() -> None:
+    alone = budget(None).workers[0].host_private_bytes
+    fewer = budget(MARGIN * alone)
+    assert (fewer.case.fit, fewer.at_once) == (Fit(), 1)
+    assert fewer.changes == ("1 of 3 workers at a time",)
+    assert fewer.not_checked == ()
+    parts = budget(MARGIN * alone - 1)
+    assert parts.case.fit.micro_batch is not None
+    assert (parts.case.sequences, parts.case.tokens, parts.not_checked) == (8, 16, ())
+    assert any("at a time" in text and "gradient" in text for text in parts.changes)
+
+
+def test_what_is_left_out_is_said() -> None:
+    def least(case: Case) -> int:
+        return make_budget(case, planned("cpu"), available_bytes=None).workers[0].host_private_bytes
+
+    one = least(msgspec.structs.replace(CASE, fit=Fit(micro_batch=1)))
+    found = budget(MARGIN * one - 1)
+    assert found.case.tokens < 16
+    assert found.case.sequences == 8
+    text = f"{16 - found.case.tokens} of 16 tokens of each, for lack of memory"
+    assert found.not_checked == (text,)
+    assert text in found.case.not_looked_at()
+    assert f"forward and gradient: {found.case.tokens} of 16 tokens" in found.changes
+
+
+def test_inputs_of_the_user_are_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = msgspec.structs.replace(CASE, inputs="file.safetensors")
+    monkeypatch.setattr(fit, "read_shape", lambda _: dataclasses.replace(LARGE, sequences=8, tokens=2000))
+    whole = budget(None, "cpu", case=given).workers[0].host_private_bytes
+    found = budget(whole, "cpu", case=given)
+    assert found.case.fit == Fit(micro_batch=1)
+    assert found.not_checked == ()
+
+
+def test_a_case_that_cannot_fit_is_refused_with_its_figures() -> None:
+    with pytest.raises(InputError, match="does not fit the memory of this host") as refused:
+        budget(0.3 * GIB, "cpu")
+    assert refused.value.where is not None
+    assert "cpu" in refused.value.where
+    assert refused.value.wanted is not None
+    assert "0.3 GiB" in refused.value.wanted
+
+
+def test_a_refusal_takes_no_margin() -> None:
+    cut = msgspec.structs.replace(CASE, fit=Fit(micro_batch=1, tokens=4, sequences=1))
+    least = make_budget(cut, planned("cpu"), available_bytes=None)
+    assert budget(least.workers[0].host_private_bytes, "cpu").case.sequences == 1
+
+
+def test_files_are_mapped_once_for_all_and_need_no_room_of_their_own() -> None:
+    found = budget(12 * GIB)
+    assert found.host_mapped_bytes < 1.2 * LARGE.loaded_bytes
+    assert found.host_mapped_bytes > 12 * GIB
+    assert any("read again" in text for text in found.unknown)
+
+
+def test_the_time_on_an_accelerator_is_unknown_and_named() -> None:
+    found = make_budget(CASE, planned("cpu", "cuda:0"), available_bytes=None, speed=SPEED)
+    assert found.workers[0].seconds is not None
+    assert (found.workers[1].seconds, found.seconds) == (None, None)
+    assert any("cuda:0" in text for text in found.unknown)
+
+
+def test_workers_that_take_turns_take_longer() -> None:
+    def seconds(available_bytes: float) -> float:
+        workers = planned("cpu", "cpu@avx2")
+        found = make_budget(CASE, workers, available_bytes=int(available_bytes), speed=SPEED, threads=1)
+        assert found.seconds is not None
+        return found.seconds
+
+    alone = budget(None).workers[0].host_private_bytes
+    both = seconds(1000 * GIB)
+    assert seconds(MARGIN * alone) > both
+
+
+def test_waves_do_not_share_memory() -> None:
+    workers = [*planned("cpu", wave=0), *planned("cpu@avx2", wave=1)]
+    alone = budget(None, "cpu").workers[0].host_private_bytes
+    found = make_budget(CASE, workers, available_bytes=int(MARGIN * alone))
+    assert (found.at_once, found.changes) == (1, ())

@@ -1,0 +1,118 @@
+"""Sizes from headers, compared with those of the tensors in the files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from consistency.case.budget.shape import Shape, read_shape
+from consistency.case.builtin import builtin_folder
+from consistency.case.case import Case
+from consistency.case.options import Options
+from consistency.case.preflight import prepare_case
+from tests.made_weights import Given, put
+
+
+def zeros(*shape: int, dtype: str = "F32") -> Given:
+    count = 1
+    for size in shape:
+        count *= size
+    return (dtype, shape, bytes(count * {"F32": 4, "BF16": 2, "U8": 1}[dtype]))
+
+
+def made(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Given],
+    adapter: dict[str, Given] | None = None,
+    **more: Any,
+) -> Shape:
+    put(folder / "base/model.safetensors", tensors)
+    (folder / "base/config.json").write_text(json.dumps({"model_type": "x", **config}))
+    if adapter is not None:
+        put(folder / "adapter/adapter_model.safetensors", adapter)
+        settings = {"peft_type": "LORA", "r": 2, "target_modules": ["q"], **more}
+        (folder / "adapter/adapter_config.json").write_text(json.dumps(settings))
+    given = None if adapter is None else str(folder / "adapter")
+    return read_shape(Case(name="x", base=str(folder / "base"), adapter=given))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_builtin_case_has_the_sizes_of_its_files(name: str) -> None:
+    found = read_shape(prepare_case(Options(base=f"builtin:{name}")))
+    folder = builtin_folder(name)
+    with safe_open(folder / "base/model.safetensors", framework="numpy") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+    with safe_open(folder / "adapter/adapter_model.safetensors", framework="numpy") as file:
+        factors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert found.elements == sum(tensor.size for tensor in tensors.values())
+    assert (found.mapped_bytes, found.converted_bytes) == (sum(t.nbytes for t in tensors.values()), 0)
+    assert found.largest_elements == max(tensor.size for tensor in tensors.values())
+    assert (found.blocks, found.hidden, found.vocabulary, found.unknown) == (4, 128, 512, ())
+    assert (found.adapter_bytes, found.adapter_tensors) == (sum(f.nbytes for f in factors.values()), len(factors))
+    assert len(found.layers) == sum("lora_A" in key for key in factors)
+    assert {layer.rank for layer in found.layers} == {min(f.shape) for key, f in factors.items() if "lora_A" in key}
+    assert found.block_elements * found.blocks < found.matrix_elements + 10_000 < found.elements + 10_000
+
+
+def test_a_dtype_that_the_file_does_not_have_is_converted_and_no_worker_shares_it() -> None:
+    found = read_shape(prepare_case(Options(base="builtin:llama", dtype="bfloat16")))
+    assert (found.dtype, found.mapped_bytes, found.converted_bytes) == ("bfloat16", 0, 2 * found.elements)
+
+
+def test_a_head_that_no_file_holds_multiplies_by_the_embeddings(tmp_path: Path) -> None:
+    tensors = {"embed.weight": zeros(10, 4), "layers.0.q.weight": zeros(4, 4), "layers.1.q.weight": zeros(4, 4)}
+    assert made(tmp_path, {"architectures": ["XForCausalLM"]}, tensors).matrix_elements == 2 * 16 + 40
+    assert made(tmp_path, {"architectures": ["XModel"]}, tensors).matrix_elements == 2 * 16
+
+
+def test_what_the_adapter_saves_but_does_not_train_has_no_gradient(tmp_path: Path) -> None:
+    base = {"embed.weight": zeros(10, 4), "layers.0.q.weight": zeros(4, 4), "lm_head.weight": zeros(10, 4)}
+    place = "base_model.model"
+    adapter = {
+        f"{place}.layers.0.q.lora_A.weight": zeros(2, 4),
+        f"{place}.layers.0.q.lora_B.weight": zeros(4, 2),
+        f"{place}.embed.weight": zeros(10, 4),
+        f"{place}.lm_head.weight": zeros(10, 4),
+    }
+    found = made(tmp_path, {"hidden_size": 4}, base, adapter, modules_to_save=["lm_head"])
+    assert (found.adapter_elements, found.trained_elements) == (96, 16 + 40)
+    assert [(layer.name, layer.elements, layer.rank) for layer in found.layers] == [("layers.0.q", 16, 2)]
+
+
+def test_names_that_differ_by_leading_components_meet(tmp_path: Path) -> None:
+    adapter = {"base_model.model.model.layers.0.q.lora_A.weight": zeros(2, 4)}
+    found = made(tmp_path, {}, {"layers.0.q.weight": zeros(4, 6)}, adapter)
+    assert [layer.elements for layer in found.layers] == [24]
+
+
+def test_another_method_adapts_the_layers_that_its_tensors_name(tmp_path: Path) -> None:
+    adapter = {"base_model.model.layers.0.q.ia3_l": zeros(4, 1)}
+    found = made(tmp_path, {}, {"layers.0.q.weight": zeros(4, 6)}, adapter, peft_type="IA3")
+    assert [(layer.elements, layer.rank) for layer in found.layers] == [(24, None)]
+
+
+def test_rounding_chooses_the_experts_so_nothing_runs_on_inputs(tmp_path: Path) -> None:
+    tensors = {"layers.0.q.weight": zeros(4, 4)}
+    assert not made(tmp_path, {"num_local_experts": 8}, tensors).runs_on_inputs
+    assert made(tmp_path, {"num_local_experts": 1}, tensors).runs_on_inputs
+
+
+def test_what_is_not_stated_is_named_and_not_guessed(tmp_path: Path) -> None:
+    tensors = {"layers.0.q.weight": zeros(4, 4, dtype="U8")}
+    found = made(tmp_path, {"quantization_config": {"bits": 4}, "hidden_size": True}, tensors)
+    assert found.hidden is None
+    assert len(found.unknown) == 2
+    assert any("quantized" in text for text in found.unknown)
+    assert any("hidden size" in text for text in found.unknown)
+    made_by_function = read_shape(Case(name="x", base="python:a:b"))
+    assert made_by_function.loaded_bytes == 0
+    assert "function" in made_by_function.unknown[0]
+
+
+def test_a_case_without_a_model_has_no_size() -> None:
+    assert read_shape(Case(name="x", base="")) == Shape()

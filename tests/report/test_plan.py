@@ -1,0 +1,91 @@
+"""What `--plan` prints of a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from consistency.capture.json_codec import encode_json
+from consistency.case.budget.estimate import StageEstimate, WorkerEstimate
+from consistency.case.budget.fit import Budget
+from consistency.case.budget.shape import Layer, Shape
+from consistency.case.case import Case
+from consistency.case.fit import Fit
+from consistency.report.plan import as_table, render
+
+GIB = 2**30
+
+
+def worker(name: str, seconds: float | None, device_bytes: int | None = None) -> WorkerEstimate:
+    stage = StageEstimate(
+        stage="forward", host_private_bytes=3 * GIB, host_mapped_bytes=5 * GIB, device_bytes=device_bytes,
+        seconds=seconds,
+    )  # fmt: skip
+    return WorkerEstimate(
+        worker=name, makes_reference=name == "cpu", placement="host", host_private_bytes=3 * GIB,
+        host_mapped_bytes=5 * GIB, device_bytes=device_bytes, device_memory_bytes=None, seconds=seconds, wave=0,
+        stages=(stage,),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def budget() -> Budget:
+    return Budget(
+        case=Case(name="llama + \x1b[31mlora", base="b", fit=Fit(tokens=4)),
+        shape=Shape(
+            dtype="bfloat16", elements=8 * 10**9, mapped_bytes=16 * 10**9, blocks=32, largest_elements=2**29,
+            adapter_bytes=2**27, method="LORA", layers=(Layer(name="q", elements=9, rank=16),),
+        ),
+        workers=(worker("cpu", 400.0), worker("cuda:0", None, 17 * GIB)),
+        at_once=1,
+        host_available_bytes=6 * GIB,
+        host_private_bytes=3 * GIB,
+        host_mapped_bytes=5 * GIB,
+        seconds=None,
+        changes=("1 of 2 workers at a time",),
+        not_checked=("12 of 16 tokens of each, for lack of memory",),
+        unknown=("the time on cuda:0",),
+    )  # fmt: skip
+
+
+def test_a_reader_sees_every_figure_what_was_changed_and_what_is_unknown(budget: Budget) -> None:
+    text = render(budget)
+    for expected in (
+        "8 B parameters, 14.9 GiB in bfloat16; 32 blocks, largest tensor 1.0 GiB",
+        "LORA of rank 16 on 1 layer, 128 MiB",
+        "cpu (reference)",
+        "3.0 GiB",
+        "5.0 GiB",
+        "17.0 GiB",
+        "7 min",
+        "unknown",
+        "1 worker at a time: 3.0 GiB private and 5.0 GiB mapped, of 6.0 GiB available",
+        "1 of 2 workers at a time",
+        "12 of 16 tokens of each, for lack of memory",
+        "the time on cuda:0",
+    ):
+        assert expected in text
+    assert "fits:" not in text
+    assert "\x1b" not in text, "a name cannot write to the terminal"
+
+
+def test_what_fits_says_so(budget: Budget) -> None:
+    whole = dataclasses.replace(budget, changes=(), not_checked=(), unknown=())
+    assert "nothing is left out for lack of memory" in render(whole)
+
+
+def test_json_has_bytes_and_seconds_and_null_for_what_is_unknown(budget: Budget) -> None:
+    table = json.loads(encode_json(as_table(budget)))
+    assert table["schema"] == "consistency.plan/1"
+    assert table["host"] == {"available_bytes": 6 * GIB, "private_bytes": 3 * GIB, "mapped_bytes": 5 * GIB}
+    assert [(w["worker"], w["seconds"], w["device_bytes"]) for w in table["workers"]] == [
+        ("cpu", 400.0, None),
+        ("cuda:0", None, 17 * GIB),
+    ]
+    assert table["workers"][0]["stages"][0]["stage"] == "forward"
+    assert table["fit"] == {"sequences": None, "tokens": 4, "micro_batch": None}
+    assert (table["workers_at_a_time"], table["seconds"]) == (1, None)
+    assert table["not_looked_at"] == ["12 of 16 tokens of each, for lack of memory"]
+    assert table["model"]["adapted_layers"] == 1

@@ -1,0 +1,61 @@
+"""The budget of a case on the devices of a host, and that a run keeps to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from consistency.case.budget.fit import MARGIN
+from consistency.case.case import Case
+from consistency.case.options import Options
+from consistency.case.preflight import prepare_case
+from consistency.case.stages import Stage
+from consistency.devices.discovery import select
+from consistency.errors import InputError
+from consistency.workflows import pipeline, planning
+
+OPTIONS = Options(base="builtin:llama", devices=("cpu", "cpu@baseline"))
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
+    monkeypatch.setattr(planning, "available_bytes", lambda: mib * 2**20)
+
+
+def test_a_small_case_is_run_as_it_is_and_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "measure_speed", lambda _: pytest.fail("only --plan needs the time"))
+    with_memory(monkeypatch, 4096)
+    plan = pipeline.prepare(OPTIONS)
+    assert plan.case == prepare_case(OPTIONS)
+    assert plan.limits.at_once == 2
+
+
+def test_workers_that_do_not_fit_side_by_side_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = planning.budget_of(prepare_case(OPTIONS), select(OPTIONS.devices)).workers[0].host_private_bytes
+    with_memory(monkeypatch, int(1.5 * MARGIN * alone) >> 20)
+    plan = pipeline.prepare(OPTIONS)
+    assert plan.limits.at_once == 1
+    assert plan.case.not_looked_at() == prepare_case(OPTIONS).not_looked_at()
+
+
+def test_a_host_without_room_for_one_worker_is_refused_before_any_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_memory(monkeypatch, 100)
+    with pytest.raises(InputError, match="does not fit the memory of this host"):
+        pipeline.prepare(OPTIONS)
+
+
+def test_each_worker_of_each_wave_has_its_stages() -> None:
+    case = prepare_case(OPTIONS)
+    found = planning.budget_of(case, select(OPTIONS.devices), timed=True)
+    assert [worker.worker for worker in found.workers] == ["cpu", "cpu@baseline"]
+    assert [worker.makes_reference for worker in found.workers] == [True, False]
+    for worker in found.workers:
+        names = [stage.stage for stage in worker.stages]
+        assert names[0] == "start"
+        assert names.index("load base") < names.index(Stage.BASE) < names.index("load adapter") < names.index("merged")
+        assert set(case.stages) <= set(names)
+        assert all(stage.seconds is not None for stage in worker.stages)
+
+
+def test_a_case_without_a_model_has_a_budget() -> None:
+    case = Case(name="host", base="", stages=(Stage.TRANSFER, Stage.OPERATORS))
+    (worker,) = planning.budget_of(case, select(("cpu",))).workers
+    assert [stage.stage for stage in worker.stages] == ["start", "transfer", "operators"]
