@@ -12,7 +12,7 @@ from consistency.capture.wording import counted, size
 from consistency.case.budget.estimate import WorkerEstimate
 from consistency.case.budget.fit import Budget
 from consistency.case.budget.shape import Shape
-from consistency.report.text import one_line
+from consistency.report.text import clean, one_line
 
 SCHEMA = "consistency.plan/1"
 
@@ -38,6 +38,7 @@ def as_table(budget: Budget) -> dict[str, Any]:
         "fit": msgspec.to_builtins(budget.case.fit),
         "changes": budget.changes,
         "not_looked_at": budget.not_checked,
+        "refusal": None if budget.refusal is None else budget.refusal.parts,
         "unknown": tuple(dict.fromkeys((*unknown, *budget.unknown))),
     }
 
@@ -56,7 +57,9 @@ def render(budget: Budget) -> str:
     ):
         if texts:
             lines += ["", f"  {title}", *(f"    {one_line(text)}" for text in texts)]
-    if not budget.changes:
+    if budget.refusal is not None:
+        lines += ["", "  does not fit: this case would be refused", *_indented(clean(str(budget.refusal)))]
+    elif not budget.changes:
         lines += ["", "  fits: nothing is left out for lack of memory"]
     return "\n".join(lines) + "\n"
 
@@ -101,6 +104,10 @@ def _together(budget: Budget) -> Iterator[str]:
         + ("an unknown amount of memory" if free is None else f"{size(free)} available on this host")
     )
     yield f"  time      {_time(budget.seconds)}, estimated from this host's processor"
+
+
+def _indented(text: str) -> list[str]:
+    return [f"    {line}" for line in text.splitlines()]
 
 
 def _size(count: int | None) -> str:

@@ -80,9 +80,17 @@ def prepare(options: Options) -> Plan:
 
 
 def plan_of(case: Case, options: Options) -> Plan:
-    """Return the plan of a case on the devices, and within the limits, that the options name; cut to what fits."""
+    """Return the plan of a case on the devices, and within the limits, that the options name; cut to what fits.
+
+    Raises
+    ------
+    InputError
+        It does not fit the memory of this host, however it is cut.
+    """
     devices = select(options.devices)
     budget = budget_of(case, devices, threads=options.threads)
+    if budget.refusal is not None:
+        raise budget.refusal
     limits = Limits(timeout_s=options.timeout, stall_s=options.stall, threads=options.threads, at_once=budget.at_once)
     return Plan(case=budget.case, devices=devices, limits=limits)
 

@@ -16,13 +16,7 @@ from consistency.launch.plan import WorkerPlan, plan_waves
 
 
 def budget_of(case: Case, devices: Sequence[DeviceInfo], *, threads: int | None = None, timed: bool = False) -> Budget:
-    """Return the budget of a case; `timed` measures this host's processor for it, in a tenth of a second.
-
-    Raises
-    ------
-    InputError
-        The case does not fit this host or its devices.
-    """
+    """Return the budget of a case; `timed` measures this host's processor for it, in a fifth of a second."""
     planned = list(_planned(plan_waves(case, devices)))
     speed = measure_speed(cpu_flags()) if timed else None
     return make_budget(case, planned, available_bytes=available_bytes(), speed=speed, threads=threads)

@@ -13,6 +13,7 @@ from consistency.case.budget.fit import Budget
 from consistency.case.budget.shape import Layer, Shape
 from consistency.case.case import Case
 from consistency.case.fit import Fit
+from consistency.errors import InputError
 from consistency.report.plan import as_table, render
 
 GIB = 2**30
@@ -76,6 +77,12 @@ def test_what_fits_says_so(budget: Budget) -> None:
     assert "nothing is left out for lack of memory" in render(whole)
 
 
+def test_what_does_not_fit_is_shown_with_its_figures(budget: Budget) -> None:
+    refused = dataclasses.replace(budget, refusal=InputError("does not fit", where="forward on cpu", got="9 GiB"))
+    assert "would be refused\n    does not fit\n      where:  forward on cpu\n      got:    9 GiB" in render(refused)
+    assert as_table(refused)["refusal"]["where"] == "forward on cpu"
+
+
 def test_json_has_bytes_and_seconds_and_null_for_what_is_unknown(budget: Budget) -> None:
     table = json.loads(encode_json(as_table(budget)))
     assert table["schema"] == "consistency.plan/1"
@@ -88,4 +95,5 @@ def test_json_has_bytes_and_seconds_and_null_for_what_is_unknown(budget: Budget)
     assert table["fit"] == {"sequences": None, "tokens": 4, "micro_batch": None}
     assert (table["workers_at_a_time"], table["seconds"]) == (1, None)
     assert table["not_looked_at"] == ["12 of 16 tokens of each, for lack of memory"]
+    assert table["refusal"] is None
     assert table["model"]["adapted_layers"] == 1

@@ -50,6 +50,8 @@ class Budget:
         What is not checked because of that.
     unknown : tuple of str
         What is not estimated, and why.
+    refusal : InputError or None
+        Why the case cannot be run: a worker does not fit, however the case is cut.
     """
 
     case: Case
@@ -63,6 +65,7 @@ class Budget:
     changes: tuple[str, ...] = field(default=())
     not_checked: tuple[str, ...] = field(default=())
     unknown: tuple[str, ...] = field(default=())
+    refusal: InputError | None = None
 
 
 def make_budget(
@@ -85,11 +88,6 @@ def make_budget(
         Of its processor; without it no time is estimated.
     threads : int, optional
         Per worker; by default they share the processors.
-
-    Raises
-    ------
-    InputError
-        A worker does not fit the host's memory, however the case is cut.
     """
     shape = read_shape(case)
     for cut in _cuts(case, shape):
@@ -97,9 +95,7 @@ def make_budget(
         estimates = [estimate_worker(fitted, shape, worker) for worker in planned]
         if all(_fits(found, available_bytes, margin=MARGIN) for found in estimates):
             break
-    for found in estimates:
-        if not _fits(found, available_bytes):
-            raise _refusal(found, available_bytes)
+    too_large = next((found for found in estimates if not _fits(found, available_bytes)), None)
     at_once = _at_once(estimates, available_bytes)
     own_threads = threads or threads_per_worker(at_once)
     workers = tuple(estimate_worker(fitted, shape, worker, speed=speed, threads=own_threads) for worker in planned)
@@ -117,6 +113,7 @@ def make_budget(
         changes=tuple(_changes(case, fitted, workers, at_once)),
         not_checked=tuple(text for text in fitted.not_looked_at() if text not in case.not_looked_at()),
         unknown=(*shape.unknown, *_unknown(workers, timed=speed is not None, beyond=beyond)),
+        refusal=None if too_large is None else _refusal(too_large, available_bytes),
     )
 
 

@@ -16,7 +16,6 @@ from consistency.case.case import Case
 from consistency.case.fit import Fit
 from consistency.case.stages import Stage
 from consistency.devices.spec import parse_device
-from consistency.errors import InputError
 from tests.case.budget.shapes import GIB, LARGE
 
 CASE = Case(name="x", base="b", adapter="a", stages=(Stage.BASE, Stage.GRADIENT))
@@ -98,18 +97,21 @@ def test_inputs_of_the_user_are_never_cut(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_case_that_cannot_fit_is_refused_with_its_figures() -> None:
-    with pytest.raises(InputError, match="does not fit the memory of this host") as refused:
-        budget(0.3 * GIB, "cpu")
-    assert refused.value.where is not None
-    assert "cpu" in refused.value.where
-    assert refused.value.wanted is not None
-    assert "0.3 GiB" in refused.value.wanted
+    refusal = budget(0.2 * GIB, "cpu").refusal
+    assert refusal is not None
+    assert "does not fit the memory of this host" in refusal.what
+    assert refusal.where is not None
+    assert "cpu" in refusal.where
+    assert refusal.wanted is not None
+    assert "0.2 GiB" in refusal.wanted
 
 
 def test_a_refusal_takes_no_margin() -> None:
     cut = msgspec.structs.replace(CASE, fit=Fit(micro_batch=1, tokens=4, sequences=1))
     least = make_budget(cut, planned("cpu"), available_bytes=None)
-    assert budget(least.workers[0].host_private_bytes, "cpu").case.sequences == 1
+    found = budget(least.workers[0].host_private_bytes, "cpu")
+    assert (found.case.sequences, found.refusal) == (1, None)
+    assert budget(least.workers[0].host_private_bytes - 1, "cpu").refusal is not None
 
 
 def test_files_are_mapped_once_for_all_and_need_no_room_of_their_own() -> None:
