@@ -97,16 +97,19 @@ def merged_waves(
 
     There is one process per device and default load path; each is a list of the cases that need it, by number, with
     the worker that it is for them. Every process takes them in the same order, so that none waits for a reference that
-    is made only after it has ended. Cases with different `keys` share no process.
+    is made only after it has ended. Cases with different `keys` share no process, and run one after the other: a device
+    has one process at a time.
     """
     plans = [(number, plan) for number, waves in enumerate(cases) for wave in waves for plan in wave]
     chosen = {plan.load_path.main for _, plan in plans if not plan.info.spec.is_cpu}
-    order = [path for path in LoadPath if path in chosen]
-    merged: list[dict[object, list[tuple[int, WorkerPlan]]]] = [{} for _ in range(max(1, len(order)))]
+    order = [path for path in LoadPath if path in chosen] or [LoadPath.ISOLATED]
+    different = list(dict.fromkeys(keys)) or [None]
+    merged: dict[tuple[object, LoadPath], dict[str, list[tuple[int, WorkerPlan]]]]
+    merged = {(key, path): {} for key in different for path in order}
     for number, plan in plans:
-        wave = merged[0 if plan.info.spec.is_cpu else order.index(plan.load_path.main)]
-        wave.setdefault((plan.slug, keys[number] if keys else None), []).append((number, plan))
-    return [list(wave.values()) for wave in merged]
+        path = order[0] if plan.info.spec.is_cpu else plan.load_path.main
+        merged[keys[number] if keys else None, path].setdefault(plan.slug, []).append((number, plan))
+    return [list(wave.values()) for wave in merged.values() if wave]
 
 
 def side_by_side(waves: Sequence[Sequence[T]], at_once: int | None) -> list[Sequence[T]]:

@@ -8,17 +8,23 @@ the protocol that both share.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from consistency.capture.json_codec import decode_json
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.worker import lifeline
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.protocol import CANNOT_WRITE, EventLog, Job
+
+if TYPE_CHECKING:
+    from consistency.worker.model.kept_base import BaseKeeper
 
 
 def main(path: Path) -> int:
@@ -30,14 +36,14 @@ def main(path: Path) -> int:
     jobs = decode_json(path.read_bytes(), list[Job])
     lifeline.hold(jobs[0].parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides what ends
-    status = 0
+    status, bases = 0, _Bases(jobs)
     for number, job in enumerate(jobs):
         try:
             events = _move_to(Path(job.folder), is_first=number == 0)
         except OSError:
             return CANNOT_WRITE
         with events:
-            status, goes_on = _do(job, events)
+            status, goes_on = _do(job, events, bases)
         if not goes_on:
             break
     return status
@@ -57,13 +63,26 @@ def _move_to(folder: Path, *, is_first: bool) -> EventLog:
     return EventLog(folder / "events.jsonl")
 
 
-def _do(job: Job, events: EventLog) -> tuple[int, bool]:
+class _Bases:
+    """The keeper of bases, made after torch was imported by the first job."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._jobs = jobs
+
+    @functools.cached_property
+    def keeper(self) -> BaseKeeper:
+        from consistency.worker.model.kept_base import BaseKeeper
+
+        return BaseKeeper(self._jobs)
+
+
+def _do(job: Job, events: EventLog, bases: _Bases) -> tuple[int, bool]:
     """Do one job; return the exit status, and whether this process can take another."""
     try:
         events.stage("import")
         from consistency.worker.session import run
 
-        usable = run(job, events)
+        usable = run(job, events, bases.keeper)
         events.done()
         return 0, usable
     except BaseException as error:  # nothing may pass here: the parent reports the error

@@ -151,7 +151,8 @@ class Recorder:
         evidence: Mapping[str, Any] | None = None,
         cast: str = "",
         name_in_file: str = "",
-    ) -> TensorDigest:
+        digests: tuple[TensorDigest, TensorDigest] | None = None,
+    ) -> None:
         """Compare a tensor whose bytes were only moved with the bytes in the file, and record the result.
 
         Parameters
@@ -166,8 +167,10 @@ class Recorder:
             Store both tensors, so that captures made apart can be compared element by element.
         cast, name_in_file : str
             See `TensorRecord`.
+        digests : tuple of TensorDigest, optional
+            Of both tensors, if they are known.
         """
-        here, reference = digest(actual), digest(expected)
+        here, reference = digests or (digest(actual), digest(expected))
         row = TensorRecord(
             stage=stage,
             layer=layer,
@@ -186,7 +189,7 @@ class Recorder:
         if here.value == reference.value:
             blob = self.keep(actual) if keep else None
             self.write(msgspec.structs.replace(row, blob=blob, reference_blob=blob))
-            return here
+            return
         host = actual.detach().to("cpu")
         found, diagnosis = None, diagnose_structure(host, expected)
         if diagnosis is None:
@@ -204,7 +207,6 @@ class Recorder:
             evidence={"blocks": differing_blocks(here.blocks, reference.blocks)[:64]},
             keep=keep or host.nbytes <= KEEP_BYTES,
         )
-        return here
 
     def differs(
         self,

@@ -19,14 +19,17 @@ from consistency.capture.writer import write_json
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import SPECS, Model, Stage, StageSpec, run_order
 from consistency.errors import UsageError
-from consistency.numerics.digest import digest
+from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.words import Word
 from consistency.worker import determinism, environment
+from consistency.worker.memory.host_memory import reset_peak
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
 from consistency.worker.model.id_checks import KernelAssertedError
 from consistency.worker.model.inputs import digest_of, fixed_inputs
-from consistency.worker.model.loading import expected_adapter, load_adapter, load_base
+from consistency.worker.model.kept_base import BaseKeeper, Taken
+from consistency.worker.model.loading import LoadedBase, expected_adapter, load_adapter, load_base
+from consistency.worker.model.structure import Structure
 from consistency.worker.model.weight_files import WeightFiles
 from consistency.worker.protocol import STATE_FILE, EventLog, Job, WorkerState
 from consistency.worker.recorder import Recorder
@@ -37,11 +40,16 @@ from consistency.worker.stages.context import Context, Machine
 class Session:
     """Run the stages of a job one after the other, and check the settings after each."""
 
-    def __init__(self, job: Job, events: EventLog, asked: dict[str, Any]) -> None:
+    def __init__(self, job: Job, events: EventLog, asked: dict[str, Any], bases: BaseKeeper | None = None) -> None:
         self._job = job
         self._events = events
         self._asked = asked
+        self._bases = bases or BaseKeeper()
+        self._structure: Structure | None = None
         self._placement = Placement(torch.device(job.device))
+        if not self._bases.is_first(job):
+            reset_peak()
+            self._placement.start_again()
         self._placement.look("import")
         self._memory = StageMemoryLog(torch.device(job.device))
         described, in_force = environment.describe(torch.device(job.device)), determinism.in_force()
@@ -81,6 +89,8 @@ class Session:
                     for later in specs[number + 1 :]:
                         _skip(record, later, "an earlier kernel assertion took the device's context with it")
                     return False
+        if context is not None and self._structure is not None:
+            self._bases.keep(job, context.model, context.base, self._structure, context.digests)
         return True
 
     def _run(self, spec: StageSpec, context: Machine) -> None:
@@ -92,17 +102,15 @@ class Session:
     def _load(self, machine: Machine, specs: list[StageSpec]) -> Context:
         """Load base and adapter; the stage `base` runs in between."""
         job, case = self._job, self._job.case
-        self._begin("load base")
-        loaded = load_base(case, job.device)
+        loaded, digests = self._load_base()
         self._update(
             environment={**self._state.environment, "dtype": loaded.dtype, "model_class": type(loaded.model).__name__}
         )
-        self._check("load base")
         context = Context(
             **{field.name: getattr(machine, field.name) for field in dataclasses.fields(machine)},
             base=loaded,
             model=loaded.model,
-            digests={},
+            digests=digests,
             expected={},
             initial={},
             rewritten=frozenset(),
@@ -110,11 +118,12 @@ class Session:
         checks_base = SPECS[Stage.BASE] in specs
         if checks_base:
             self._run(SPECS[Stage.BASE], context)
+        if case.adapter is not None or self._structure is not None:
+            for name, tensor in loaded.tensors.items():
+                if name not in context.digests:
+                    context.digests[name] = digest(tensor)
         if case.adapter is None:
             return context
-        for name, tensor in loaded.tensors.items():
-            if name not in context.digests:
-                context.digests[name] = digest(tensor)
         self._begin("load adapter")
         with self._placement.watching():
             model = load_adapter(loaded, case, initial=context.initial, autocast=job.autocast_adapter_dtype)
@@ -127,6 +136,26 @@ class Session:
             base.look_again(context, changed)
         self._check("base, after the adapter")
         return dataclasses.replace(context, model=model, expected=expected, rewritten=frozenset(changed))
+
+    def _load_base(self) -> tuple[LoadedBase, dict[str, TensorDigest]]:
+        """Load the base, or take that of the case before; return its digests too, as far as they are known."""
+        job, taken = self._job, None
+        if self._bases.keeps:
+            self._begin("take the adapter off")
+            taken = self._bases.take(job)
+            self._check("take the adapter off")
+        if isinstance(taken, Taken):
+            text = f"kept from the case before, {taken.restored} of {len(taken.digests)} tensors restored from the file"
+            self._update(environment={**self._state.environment, "base": text})
+            self._structure = taken.structure if self._bases.is_wanted_after(job) else None
+            return taken.base, dict(taken.digests)
+        if taken is not None:
+            self._update(environment={**self._state.environment, "base": f"loaded anew: {taken}"})
+        self._begin("load base")
+        loaded = load_base(job.case, job.device)
+        self._check("load base")
+        self._structure = Structure(loaded.model) if self._bases.is_wanted_after(job) else None
+        return loaded, {}
 
     def _begin(self, stage: str) -> None:
         determinism.seed_all()
@@ -187,8 +216,11 @@ def _import_libraries() -> ModuleType:
         ) from error
 
 
-def run(job: Job, events: EventLog) -> bool:
-    """Run a job with the settings of its profile; return whether this process can take another."""
+def run(job: Job, events: EventLog, bases: BaseKeeper | None = None) -> bool:
+    """Run a job with the settings of its profile.
+
+    Return whether this process can take another; `bases` keeps the base for that one.
+    """
     if job.case.needs_model:
         events.stage("import libraries")  # from a cold network disk this takes a while: a sign of life
         transformers = _import_libraries()
@@ -203,4 +235,4 @@ def run(job: Job, events: EventLog) -> bool:
         planted = plant(job.fault)
     pins = job.case.is_pinned
     with planted, determinism.deterministic(threads=job.threads, pins=pins, **job.settings) as asked:
-        return Session(job, events, asked).run()
+        return Session(job, events, asked, bases).run()

@@ -94,7 +94,7 @@ def test_moved_bytes_that_differ_are_measured_named_and_kept(tmp_path: Path, rec
     expected = torch.arange(1.0, 9.0)
     actual = expected.clone()
     actual[3:5] = 0
-    assert record.moved(**WEIGHT, actual=actual, expected=expected, evidence={"from": "file"}) == digest(actual)
+    record.moved(**WEIGHT, actual=actual, expected=expected, evidence={"from": "file"})
     (back,) = read_records(tmp_path / "records.jsonl")
     assert (back.status, back.rule, back.shape, back.dtype) == ("outside", "bitwise", (8,), "float32")
     assert (back.digest, back.reference_digest) == (digest(actual).value, digest(expected).value)

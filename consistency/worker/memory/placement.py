@@ -192,13 +192,13 @@ class Placement:
         self._contexts = contexts or Contexts(own)
         self._touches: dict[tuple[torch.device, str], str] = {}
         self._before: dict[torch.device, Figures] = {}
-        self._opened: set[torch.device] = set()
+        self._opened: dict[torch.device, str] = {}
 
     def look(self, step: str) -> None:
         """Read every counter; a change since the last call happened in this step."""
         for device in self.others:
             if step in ON_PURPOSE:
-                self._start_again(device)
+                self._start_again(device, f"the stages {listed(sorted(ON_PURPOSE))} open every device")
                 continue
             figures = self.figures(device)
             for name, moved in (("allocated", figures.peak_allocated), ("reserved", figures.peak_reserved)):
@@ -220,14 +220,21 @@ class Placement:
     def context(self, device: torch.device) -> ContextSeen:
         """Return whether there is a context; one that was opened on purpose hides any other."""
         if device in self._opened and (device, "context") not in self._touches:
-            return ContextSeen(exists=None, reason=f"the stages {listed(sorted(ON_PURPOSE))} open every device")
+            return ContextSeen(exists=None, reason=self._opened[device])
         return self._contexts.look(device)
 
-    def _start_again(self, device: torch.device) -> None:
+    def start_again(self) -> None:
+        """Leave out what an earlier case of this process has left on other devices."""
+        for device in self.others:
+            unopened = self._contexts.look(device).exists is False
+            self._start_again(device, "" if unopened else "an earlier case of this process may have opened it")
+
+    def _start_again(self, device: torch.device, opened: str) -> None:
         allocator = Allocator(device.type)
         allocator.reset_peak(device)
         self._before[device] = allocator.figures(device)
-        self._opened.add(device)
+        if opened:
+            self._opened[device] = opened
 
     def first_step(self, device: torch.device, counter: str) -> str | None:
         """Return the step in which a counter (`allocated`, `reserved`, `context`) first moved on a device."""

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from consistency.case.case import Case
 from consistency.errors import InputError
-from consistency.numerics.digest import digest
+from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import name_of
 from consistency.worker.model.head_class import HEAD, auto_class, labels
 from consistency.worker.model.synthetic_head import is_synthetic, overwrite, synthetic
@@ -61,6 +61,8 @@ class LoadedBase:
         `consistency.worker.model.synthetic_head`, which are the same everywhere; torch's own random values are not.
     persistent : frozenset of str
         Names of the state dict: parameters and persistent buffers.
+    in_file : dict of str to TensorDigest
+        Of the values that the files imply, by name in the model, as far as they were read.
     """
 
     model: torch.nn.Module
@@ -69,6 +71,7 @@ class LoadedBase:
     file_names: Mapping[str, str]
     not_in_file: frozenset[str]
     persistent: frozenset[str]
+    in_file: dict[str, TensorDigest] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
@@ -221,15 +224,20 @@ def _recording_load_state_dict(model: torch.nn.Module) -> Iterator[dict[str, tor
         torch.nn.Module.load_state_dict = real  # type: ignore[method-assign]
 
 
-def _from_folder(
-    case: Case, device: str, device_map: str | Mapping[str, Any] | None = None
-) -> tuple[torch.nn.Module, frozenset[str]]:
+def class_and_labels(case: Case) -> tuple[Any, int | None]:
+    """Return the Auto class that a folder is loaded as, and the number of labels if it is not the config's."""
     from transformers import AutoConfig
 
     of_config = (ValueError, KeyError, TypeError, OSError)
     with _as_input_error(of_config, "transformers cannot use this config", where=Path(case.base) / "config.json"):
         config = AutoConfig.from_pretrained(case.base, trust_remote_code=case.trust_remote_code)
-    auto = auto_class(config, case)
+    return auto_class(config, case), labels(config, case)
+
+
+def _from_folder(
+    case: Case, device: str, device_map: str | Mapping[str, Any] | None = None
+) -> tuple[torch.nn.Module, frozenset[str]]:
+    auto, wanted = class_and_labels(case)
     arguments: dict[str, Any] = {
         "dtype": case.dtype if case.dtype == "auto" else getattr(torch, case.dtype),
         "trust_remote_code": case.trust_remote_code,
@@ -240,7 +248,6 @@ def _from_folder(
         arguments["device_map"] = device_map
     elif device != "cpu":
         arguments["device_map"] = {"": device}
-    wanted = labels(config, case)
     if wanted is not None:
         arguments.update(num_labels=wanted, ignore_mismatched_sizes=True)
     with _as_input_error(UNUSABLE, f"transformers cannot load this base as {auto.__name__}", where=case.base):

@@ -51,6 +51,10 @@ class WeightFiles:
         found = read_checkpoint(Path(folder), stem=stem, pickle_stem=pickle_stem, allow_pickle=allow_pickle)
         return cls(found, allow_pickle=allow_pickle)
 
+    def mapped_anew(self) -> WeightFiles:
+        """Return a reader with mappings of its own: what is written into its tensors reaches no other reader."""
+        return WeightFiles(self._checkpoint, allow_pickle=bool(self._loaded))
+
     def names(self) -> Iterable[str]:
         return self._loaded or self._checkpoint.tensors
 

@@ -32,20 +32,23 @@ def run(context: Context) -> None:
         if not record.wants("base", layer):
             continue
         context.events.step(name, done, len(base.tensors))
-        expected = base.expected(name)
+        here, in_file = found.get(name) or digest(tensor), base.in_file.get(name)
+        # of a base that stayed loaded, a tensor with the digest of its file is not read once more
+        expected = tensor if here == in_file else base.expected(name)
         evidence = {}
         if name in base.not_in_file:
             evidence["not_in_file"] = "no file holds it: " + (
                 "values made from its name" if expected is not None else "initialised by transformers"
             )
+        found[name] = here
         if expected is not None:
-            in_file = base.file_names.get(name, name)
-            found[name] = record.moved(
+            base.in_file[name] = in_file or digest(expected)
+            key = base.file_names.get(name, name)
+            record.moved(
                 "base", layer, part, actual=tensor, expected=expected, evidence=evidence,
-                name_in_file="" if in_file == name else in_file,
+                name_in_file="" if key == name else key, digests=(here, base.in_file[name]),
             )  # fmt: skip
             continue
-        found[name] = digest(tensor)
         table = exact.get(name)
         computed = table is not None and tensor.dtype in UNIT_ROUNDOFF and table.shape == tensor.shape
         host = tensor.detach().to("cpu")

@@ -43,3 +43,11 @@ def on_llama(base: Path, config: Any) -> Path:
 def case_of(base: Path, adapter: Path | None, **changes: Any) -> Case:
     fields = {"name": "x", "base": str(base), "adapter": None if adapter is None else str(adapter), "dtype": "float32"}
     return Case(**{**fields, **changes})
+
+
+def a_model() -> Any:
+    """Return a model that no file holds."""
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
+    )

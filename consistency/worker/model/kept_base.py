@@ -1,0 +1,154 @@
+"""A base that stays loaded between two cases: the adapter is taken off, and digests prove that nothing of it is left.
+
+Where a tensor of the base is not what it was after loading, because the adapter was merged into it or its method
+rewrites it, its bytes are taken from the file again. Where that does not bring it back, the base is loaded anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from consistency.case.case import Case
+from consistency.errors import ConsistencyError
+from consistency.numerics.digest import TensorDigest, digest
+from consistency.worker.model.loading import LoadedBase, class_and_labels
+from consistency.worker.model.merging import adapted_layers
+from consistency.worker.model.structure import Structure
+from consistency.worker.protocol import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A base that was kept; `digests` are those that it has now, and had after loading."""
+
+    base: LoadedBase
+    structure: Structure
+    digests: Mapping[str, TensorDigest]
+    restored: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    key: object
+    base: LoadedBase
+    structure: Structure
+    digests: Mapping[str, TensorDigest]
+    merged: frozenset[int]
+
+
+class BaseKeeper:
+    """Keep the base of one case for the next one in the same process, if that needs the same one."""
+
+    def __init__(self, jobs: Sequence[Job] = ()) -> None:
+        self._following = {job.folder: after for job, after in pairwise(jobs)}
+        self._first = jobs[0].folder if jobs else None
+        self._keys: dict[str, object] = {}
+        self._kept: _Kept | None = None
+
+    @property
+    def keeps(self) -> bool:
+        return self._kept is not None
+
+    def is_first(self, job: Job) -> bool:
+        """Return whether no other case has run in this process."""
+        return self._first in (None, job.folder)
+
+    def is_wanted_after(self, job: Job) -> bool:
+        """Return whether the next case needs the base of this one."""
+        following = self._following.get(job.folder)
+        return following is not None and self._same(self._key(job), self._key(following))
+
+    def keep(
+        self,
+        job: Job,
+        model: torch.nn.Module,
+        base: LoadedBase,
+        structure: Structure,
+        digests: Mapping[str, TensorDigest],
+    ) -> None:
+        """Take the adapter off a base, and keep it; `digests` are those that it had after loading."""
+        merged = {
+            id(tensor)
+            for _, layer in adapted_layers(model)
+            if layer.merged_adapters
+            for tensor in layer.get_base_layer().parameters()
+        }
+        if structure.restore():
+            self._kept = _Kept(
+                key=self._key(job), base=base, structure=structure, digests=digests, merged=frozenset(merged)
+            )
+
+    def take(self, job: Job) -> Taken | str | None:
+        """Return the base of the case before; None where there is none for this case, or why it cannot be used."""
+        kept, self._kept = self._kept, None
+        if kept is None or not self._same(kept.key, self._key(job)):
+            return None
+        base, restored = kept.base, 0
+        files = base if base.files is None else dataclasses.replace(base, files=base.files.mapped_anew())
+        for name, tensor in base.tensors.items():
+            restored += id(tensor) in kept.merged and _restore(files, name)
+        found = {name: digest(tensor) for name, tensor in base.tensors.items()}
+        for name, here in found.items():
+            if here.value != kept.digests[name].value and _restore(files, name):
+                restored += 1
+                found[name] = digest(base.tensors[name])
+        different = [name for name, here in found.items() if here.value != kept.digests[name].value]
+        if different:
+            return f"{different[0]} is not what it was before the adapter of the case before"
+        if not kept.structure.restore():
+            return "tensors that shared their memory no longer do"
+        return Taken(base=base, structure=kept.structure, digests=found, restored=restored)
+
+    def _key(self, job: Job) -> object:
+        if job.folder not in self._keys:
+            self._keys[job.folder] = _key(job)
+        return self._keys[job.folder]
+
+    @staticmethod
+    def _same(a: object, b: object) -> bool:
+        return a is not None and a == b
+
+
+def _restore(base: LoadedBase, name: str) -> bool:
+    """Give a tensor its value in the file; return whether there is one.
+
+    The reader of `base` must have no other use: a tensor on the CPU becomes a part of its mapping.
+    """
+    expected, tensor = base.expected(name), base.tensors[name]
+    if expected is None or expected.shape != tensor.shape:
+        return False
+    with torch.no_grad():
+        if tensor.device.type == "cpu":
+            tensor.data = expected  # mapped from the file, as transformers loads it, which takes no memory
+        else:
+            tensor.copy_(expected)
+    return True
+
+
+def _key(job: Job) -> object:
+    """Return what has to be equal for two cases to have the same base, None where a case shares none.
+
+    A fault that is planted for one case may be in its base.
+    """
+    case = job.case
+    if job.fault is not None or not case.needs_model:
+        return None
+    made_of: Any = case.base
+    if case.factory is None:
+        try:
+            files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in _files(case)]
+            made_of = (case.base, files, *class_and_labels(case))
+        except (ConsistencyError, OSError, ValueError):
+            return None  # loading it states what is wrong
+    return made_of, case.dtype, case.allow_pickle, case.trust_remote_code, job.device
+
+
+def _files(case: Case) -> list[Path]:
+    return sorted(file for file in Path(case.base).iterdir() if file.is_file())
