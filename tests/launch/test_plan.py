@@ -133,3 +133,12 @@ def test_no_more_workers_than_fit_run_side_by_side() -> None:
     assert side_by_side([[1, 2, 3], [4]], 2) == [[1, 2], [3], [4]]
     assert side_by_side([[1, 2, 3], [4]], None) == [[1, 2, 3], [4]]
     assert side_by_side([[]], 1) == side_by_side([[]], None) == []
+
+
+def test_cases_that_share_no_process_run_one_after_the_other() -> None:
+    names = ("cpu", "cuda:0")
+    merged = merged_waves([plan_waves(CASE, devices(*names)) for _ in range(3)], ["pinned", "deployed", "pinned"])
+    assert [[(process[0][1].label, [number for number, _ in process]) for process in wave] for wave in merged] == [
+        [("cpu", [0, 2]), ("cuda:0", [0, 2])],
+        [("cpu", [1]), ("cuda:0", [1])],
+    ]
