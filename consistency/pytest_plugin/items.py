@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from consistency.errors import ConsistencyError
 from consistency.launch.plan import WorkerPlan
 from consistency.pytest_plugin.item_names import Place
 from consistency.pytest_plugin.session import LostWorkerError, Session
+from consistency.pytest_plugin.session_case import SessionCase
 from consistency.report.summary import class_text
 from consistency.report.text import clean
 
@@ -35,11 +37,11 @@ class Branch(pytest.Collector):
 
 
 class CaseItem(pytest.Item):
-    """An item whose outcome is part of the session's one comparison."""
+    """An item whose outcome is part of the comparison of its case."""
 
-    def __init__(self, *, session_of_case: Session, **rest: Any) -> None:
+    def __init__(self, *, case: SessionCase, session_of_case: Session, **rest: Any) -> None:
         super().__init__(**rest)
-        self.session_of_case = session_of_case
+        self.case, self.session_of_case = case, session_of_case
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         return self.path, None, self.nodeid.replace("::", " ")  # pytest splits a node id at dots
@@ -69,8 +71,8 @@ class DeviceItem(CaseItem):
         self.found: list[tuple[TensorComparison, Row]] = []
 
     def setup(self) -> None:
-        comparison = self.session_of_case.comparison()
-        self.found = list(self.session_of_case.rows().rows(self.place, self.plan))
+        comparison = self.session_of_case.comparison(self.case)
+        self.found = list(self.session_of_case.rows(self.case).rows(self.place, self.plan))
         if not self.found:
             self.lost(comparison, self.plan.name, self.plan.load_path)
         for tensor, row in self.found:
@@ -107,12 +109,12 @@ class RunItem(CaseItem):
     """Findings about more than one tensor: results that do not repeat, equal devices that differ, other load paths."""
 
     def setup(self) -> None:
-        comparison = self.session_of_case.comparison()
+        comparison = self.session_of_case.comparison(self.case)
         for worker in comparison.workers:
             self.lost(comparison, worker.name, worker.load_path)
 
     def runtest(self) -> None:
-        comparison = self.session_of_case.comparison()
+        comparison = self.session_of_case.comparison(self.case)
         if comparison.simulated:
             self.user_properties.append(("simulated", "true"))
         findings = [f for f in comparison.findings if f.severity == "error"]
@@ -121,29 +123,59 @@ class RunItem(CaseItem):
             raise MismatchError("\n\n".join(_sentence(f) for f in bad))
 
 
+class InputItem(CaseItem):
+    """A case of a suite whose input cannot be used, which is an error of its set-up."""
+
+    def setup(self) -> None:
+        if self.case.error is not None:
+            raise self.case.error
+
+    def runtest(self) -> None:
+        """Nothing else is to be tested: the set-up raises."""
+
+
 def make_items(parent: pytest.Session, session: Session) -> list[pytest.Item]:
-    """Make the items of the session's case, or those of them that the command line names."""
-    case = _part(session.plan.case.name)
+    """Make the items of the session's cases, or those of them that the command line names."""
     root = Branch.from_parent(parent, name=_ROOT, nodeid=_ROOT)
-    home = Branch.from_parent(root, name=case, nodeid=f"{_ROOT}::{case}")
+    return [item for case in session.cases for item in _items_of(root, case, session)]
+
+
+def _items_of(root: Branch, case: SessionCase, session: Session) -> Iterator[pytest.Item]:
+    name = _part(case.name)
+    home = Branch.from_parent(root, name=name, nodeid=f"{_ROOT}::{name}")
+    wanted = session.arguments
+    if wanted and not any(_is_within(one, home.nodeid) or _is_within(home.nodeid, one) for one in wanted):
+        return  # no item of the case is asked for: do not make thousands to find that out
     stages: dict[Stage, Branch] = {}
-    items: list[pytest.Item] = []
 
-    def add(kind: type[CaseItem], branch: Branch, name: str, **of_kind: Any) -> None:
+    def made(kind: type[CaseItem], branch: Branch, name: str, **of_kind: Any) -> Iterator[pytest.Item]:
         nodeid = f"{branch.nodeid}::{name}"
-        if not session.arguments or any(_is_within(nodeid, wanted) for wanted in session.arguments):
-            items.append(kind.from_parent(branch, name=name, nodeid=nodeid, session_of_case=session, **of_kind))
+        if not wanted or any(_is_within(nodeid, one) for one in wanted):
+            yield kind.from_parent(branch, name=name, nodeid=nodeid, case=case, session_of_case=session, **of_kind)
 
-    for place in session.places:
+    if case.error is not None:
+        yield from made(InputItem, home, "input")
+        return
+    for place in case.places:
         if place.stage not in stages:
-            name = place.stage.value  # names travel between xdist's processes, which know plain strings alone
-            stages[place.stage] = Branch.from_parent(home, name=name, nodeid=f"{home.nodeid}::{name}")
-        for plan in session.workers:
+            stage = place.stage.value  # names travel between xdist's processes, which know plain strings alone
+            stages[place.stage] = Branch.from_parent(home, name=stage, nodeid=f"{home.nodeid}::{stage}")
+        for plan in case.workers:
             where = plan.name if plan.load_path is LoadPath.ISOLATED else f"{plan.name}-{plan.load_path}"
-            name = f"{_part(place.name)}[{where}]"
-            add(DeviceItem, stages[place.stage], name, place=place, plan=plan)
-    add(RunItem, Branch.from_parent(home, name="run", nodeid=f"{home.nodeid}::run"), "agreement")
-    return items
+            label = f"{_part(place.name)}[{where}]"
+            yield from made(DeviceItem, stages[place.stage], label, place=place, plan=plan)
+    yield from made(RunItem, Branch.from_parent(home, name="run", nodeid=f"{home.nodeid}::run"), "agreement")
+
+
+def selection(items: Sequence[pytest.Item]) -> dict[SessionCase, list[tuple[Place, WorkerPlan]]]:
+    """Return the cases of items, each with the places and workers of those about a device."""
+    found: dict[SessionCase, list[tuple[Place, WorkerPlan]]] = {}
+    for item in items:
+        if isinstance(item, CaseItem):
+            selected = found.setdefault(item.case, [])
+            if isinstance(item, DeviceItem):
+                selected.append((item.place, item.plan))
+    return found
 
 
 def _is_within(nodeid: str, wanted: str) -> bool:

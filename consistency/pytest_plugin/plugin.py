@@ -6,7 +6,7 @@ options only; the rest is imported when an option or a fixture of the plugin is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Start one xdist worker per device where the plugin is used."""
     session = config.stash.get(_SESSION, None)
-    return None if session is None else len(session.plan.devices)
+    return None if session is None else len(session.devices)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -88,9 +88,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Record the selected items: only what they need is captured."""
     found = session.config.stash.get(_SESSION, None)
     if found is not None:
-        from consistency.pytest_plugin.items import DeviceItem
+        from consistency.pytest_plugin.items import selection
 
-        found.selected = [(i.place, i.plan) for i in session.items if isinstance(i, DeviceItem)]
+        found.selected = selection(session.items)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -102,11 +102,11 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the verdict of the run, if there was one."""
     found = config.stash.get(_SESSION, None)
-    if found is not None and (text := found.verdict()) is not None:
+    lines = [] if found is None else list(found.summary())
+    if lines:
         terminalreporter.write_sep("-", "consistency")
-        terminalreporter.write_line(text)
-        for note in found.notes():
-            terminalreporter.write_line(f"note: {note}")
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture
@@ -158,9 +158,17 @@ def consistency_check_wrapped() -> Callable[..., WrapperReport]:
 
 
 @pytest.fixture(scope="session")
-def consistency_report(pytestconfig: pytest.Config) -> Comparison:
-    """Return the comparison of the case that the options name; it runs once per session."""
+def consistency_reports(pytestconfig: pytest.Config) -> Mapping[str, Comparison]:
+    """Return the comparisons of the cases that the options name, by name; they run once per session."""
     session = pytestconfig.stash.get(_SESSION, None)
     if session is None:
         pytest.skip("no case: give --consistency-base, --consistency-adapter or --consistency-config")
-    return session.comparison()
+    return session.comparisons()
+
+
+@pytest.fixture(scope="session")
+def consistency_report(consistency_reports: Mapping[str, Comparison]) -> Comparison:
+    """Return the comparison of the one case that the options name."""
+    if len(consistency_reports) > 1:
+        pytest.fail(f"the configuration has {len(consistency_reports)} cases: use consistency_reports", pytrace=False)
+    return next(iter(consistency_reports.values()))

@@ -1,88 +1,120 @@
 """One pytest session's run: made once, under a lock, for the controller and all of its xdist workers.
 
-The process that needs the comparison first runs the devices; all others wait for the lock and read its result.
+The process that needs a comparison first runs the devices, for all selected cases; all others wait for the lock and
+read its results.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
-from consistency.case.load_path import LoadPath
+from consistency.capture.wording import counted
 from consistency.case.options import OPTIONS, Edge
 from consistency.case.reading import gather_options
-from consistency.case.stages import Stage
 from consistency.comparison.findings.tolerances import KIND as TOLERANCE
 from consistency.comparison.result import Comparison
+from consistency.comparison.suite import CaseResult, SuiteResult, common_findings
 from consistency.errors import CaptureError, ConsistencyError
-from consistency.launch.plan import WorkerPlan, plan_waves
-from consistency.pytest_plugin.item_names import Place, RowFinder, places
-from consistency.report.sentences import sentence
+from consistency.launch.plan import WorkerPlan
+from consistency.pytest_plugin.item_names import Place, RowFinder
+from consistency.pytest_plugin.session_case import SessionCase
+from consistency.report.suite.summarize import summarize
 from consistency.report.text import clean
 from consistency.workflows import pipeline
 
 _ARGUMENT = "consistency::"
-_COMPARISON, _ERROR, _STARTED = "comparison.json", "error.json", "started"
+_COMPARISON, _ERROR, _STARTED, _RESULT = "comparison.json", "error.json", "started", "result.json"
 
 
 class LostWorkerError(Exception):
     """The worker of a device was lost, so there is nothing to compare."""
 
 
+Plans = Mapping[str, pipeline.Plan | ConsistencyError]
+"""The plan of each case by name, or why it has none."""
+
+
+def planned(file: str | None, given: Mapping[str, object]) -> tuple[str, Plans]:
+    """Return the name of what is checked, and its plans."""
+    plan = pipeline.prepare(gather_options(file, given, Edge.PYTEST))
+    return plan.case.name, {plan.case.name: plan}
+
+
+@dataclass(slots=True)
+class _Read:
+    """The comparison that was read last: those of a hundred cases would not fit in memory."""
+
+    case: SessionCase
+    comparison: Comparison
+    finder: RowFinder
+
+
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """The case of a pytest session, the items selected from it, and its one run.
+    """The cases of a pytest session, the items selected from them, and their one run.
 
     The controller and its workers share `folder`; without `consistency::…` in `arguments`, every item is made.
+
+    Attributes
+    ----------
+    selected : mapping of SessionCase to sequence
+        The cases that items need, each with the places and workers of those about a device.
     """
 
-    plan: pipeline.Plan
+    name: str
+    cases: tuple[SessionCase, ...]
     folder: Path
     out: Path | None
     is_controller: bool
     arguments: tuple[str, ...] = ()
     alone: bool = False
-    places: tuple[Place, ...] = ()
-    workers: tuple[WorkerPlan, ...] = ()
-    selected: Sequence[tuple[Place, WorkerPlan]] = ()
-    _comparison: Comparison | None = None
-    _failure: ConsistencyError | None = None
-    _finder: RowFinder | None = field(default=None, repr=False)
+    selected: Mapping[SessionCase, Sequence[tuple[Place, WorkerPlan]]] = field(default_factory=dict)
+    _last: _Read | None = field(default=None, repr=False)
+    _failures: dict[SessionCase, ConsistencyError] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: pytest.Config) -> Session:
         """Make the session from the options, and check the case before anything is collected."""
         given = getattr(config, "workerinput", {}).get("consistency")
         values = {option.name: config.getoption(f"consistency_{option.name}", None) for option in OPTIONS}
-        plan = pipeline.prepare(gather_options(config.getoption("consistency_config"), values, Edge.PYTEST))
+        name, plans = planned(config.getoption("consistency_config"), values)
         out = config.getoption("consistency_out")
         return cls(
-            plan=plan,
+            name=name,
+            cases=tuple(SessionCase.of(number, *named) for number, named in enumerate(plans.items())),
             folder=Path(given["folder"]) if given else Path(tempfile.mkdtemp(prefix="consistency-pytest-")),
             out=None if out is None else Path(config.invocation_params.dir, out),
             is_controller=given is None,
             arguments=tuple(given["arguments"]) if given else (),
             alone=given is not None and given["alone"],
-            places=places(plan.case),
-            workers=tuple(worker for wave in plan_waves(plan.case, plan.devices) for worker in wave),
         )
 
     @property
+    def devices(self) -> list[str]:
+        """Return the names of the devices, each once, marked where they are simulated."""
+        plans = [case.plan for case in self.cases if case.plan is not None]
+        names = (info.spec.name + (" (simulated)" if info.simulated else "") for plan in plans for info in plan.devices)
+        return list(dict.fromkeys(names))
+
+    @property
     def headline(self) -> str:
-        case = self.plan.case
-        devices = (info.spec.name + (" (simulated)" if info.simulated else "") for info in self.plan.devices)
-        profile = [] if case.is_pinned else [f"profile {case.profile}"]
-        return clean(", ".join([case.name, case.dtype, *profile, *map(str, case.settings), f"on {', '.join(devices)}"]))
+        first = self.cases[0].plan
+        what = [counted(len(self.cases), "case")]
+        if first is not None and len(self.cases) == 1:
+            case = first.case
+            profile = [] if case.is_pinned else [f"profile {case.profile}"]
+            what = [case.dtype, *profile, *map(str, case.settings)]
+        return clean(", ".join([self.name, *what, f"on {', '.join(self.devices) or 'no device'}"]))
 
     def take_arguments(self, config: pytest.Config) -> None:
         """Take `consistency::…` from the arguments; without a path, collect the plugin's items only."""
@@ -100,52 +132,73 @@ class Session:
         """Return the part of the session that an xdist worker needs."""
         return {"folder": str(self.folder), "arguments": list(self.arguments), "alone": self.alone}
 
-    def comparison(self) -> Comparison:
-        """Return the session's comparison; run the devices if nobody has yet."""
-        if self._failure is not None:
-            raise self._failure
-        if self._comparison is None:
-            from filelock import FileLock
+    def comparison(self, case: SessionCase) -> Comparison:
+        """Return the comparison of a case; run the devices if nobody has yet.
 
-            try:
-                with FileLock(self.folder / "lock"):
-                    self._comparison = self._read() or self._make()
-            except ConsistencyError as error:
-                self._failure = error
-                raise
-        return self._comparison
+        Raises
+        ------
+        ConsistencyError
+            The case could not be checked.
+        """
+        return self._reading(case).comparison
 
-    def rows(self) -> RowFinder:
-        """Return the rows of the session's comparison by place."""
-        if self._finder is None:
-            self._finder = RowFinder(self.comparison(), self.places)
-        return self._finder
+    def comparisons(self) -> Mapping[str, Comparison]:
+        """Return the comparisons of the cases by name, each read when it is asked for."""
+        return _Comparisons(self)
 
-    def verdict(self) -> str | None:
-        """Return the verdict as a sentence, None where nothing was run."""
-        try:
-            self._comparison = comparison = self._comparison or self._read()
-        except ConsistencyError:
-            return None
-        return None if comparison is None else clean(f"{comparison.verdict}: {sentence(comparison)}")
+    def rows(self, case: SessionCase) -> RowFinder:
+        """Return the rows of the comparison of a case by place."""
+        return self._reading(case).finder
 
-    def notes(self) -> tuple[str, ...]:
-        """Return which of the user's tolerances were applied."""
-        found = self._comparison
-        return () if found is None else tuple(clean(f.message) for f in found.findings if f.kind == TOLERANCE)
+    def result(self) -> SuiteResult | None:
+        """Return what is kept of each case that was run, None where nothing was."""
+        path = self.folder / _RESULT
+        return decode_json(path.read_bytes(), SuiteResult) if path.exists() else None
+
+    def summary(self) -> Iterator[str]:
+        """Yield the verdict as a sentence, and which of the user's tolerances were applied."""
+        found = self.result()
+        if found is None:
+            return
+        text = found.sentence if len(self.cases) > 1 else found.cases[0].headline
+        yield clean(f"{found.verdict}: {text}")
+        for note in common_findings(found.cases) if len(self.cases) > 1 else found.cases[0].findings:
+            if note.kind == TOLERANCE:
+                yield f"note: {clean(note.message)}"
 
     def close(self) -> None:
         """Remove the folder that the session's processes share."""
         if self.is_controller:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _read(self) -> Comparison | None:
-        """Return the comparison that another process of the pytest session made, or raise its error."""
-        if (self.folder / _ERROR).exists():
-            raise ConsistencyError(**decode_json((self.folder / _ERROR).read_bytes(), dict[str, Any]))
-        if (self.folder / _COMPARISON).exists():
-            return decode_json((self.folder / _COMPARISON).read_bytes(), Comparison)
-        if (self.folder / _STARTED).exists():
+    def _reading(self, case: SessionCase) -> _Read:
+        if case in self._failures:
+            raise self._failures[case]
+        if self._last is None or self._last.case is not case:
+            from filelock import FileLock
+
+            try:
+                with FileLock(self.folder / "lock"):
+                    if not (self.folder / _STARTED).exists():
+                        self._make()
+                    found = self._read(case)
+            except ConsistencyError as error:
+                self._failures[case] = error
+                raise
+            if found is None:
+                raise CaptureError("the case was not run", where=case.name)
+            self._last = _Read(case, found, RowFinder(found, case.places))
+        return self._last
+
+    def _read(self, case: SessionCase) -> Comparison | None:
+        """Return the comparison that a process of the pytest session made, or raise its error."""
+        home = self._home(case)
+        for errors in (self.folder / _ERROR, home / _ERROR):
+            if errors.exists():
+                raise ConsistencyError(**decode_json(errors.read_bytes(), dict[str, Any]))
+        if (home / _COMPARISON).exists():
+            return decode_json((home / _COMPARISON).read_bytes(), Comparison)
+        if (self.folder / _STARTED).exists() and not (self.folder / _RESULT).exists():
             raise CaptureError(
                 "the pytest process that ran the devices died before it was done, and its workers with it",
                 got=(self.folder / _STARTED).read_text(encoding="utf-8"),
@@ -153,42 +206,55 @@ class Session:
             )
         return None
 
-    def _make(self) -> Comparison:
+    def _make(self) -> None:
+        """Run the selected cases, all of them where no item is selected."""
         (self.folder / _STARTED).write_text(f"process {os.getpid()}", encoding="utf-8")
         try:
-            found = pipeline.run(self._narrowed(), self.out, watch=lambda *_: None, replace=True).comparison
+            result = self._run(self.selected or dict.fromkeys(self.cases, ()))
         except ConsistencyError as error:
             (self.folder / _ERROR).write_bytes(encode_json(error.parts))
             raise
-        (self.folder / _COMPARISON).write_bytes(encode_json(found))
-        return found
+        (self.folder / _RESULT).write_bytes(encode_json(result))
 
-    def _narrowed(self) -> pipeline.Plan:
-        """Return the plan narrowed to the stages, layers and devices of the selected items."""
-        if not self.selected:
-            return self.plan
-        case = self.plan.case
-        chosen_places = {place for place, _ in self.selected}
-        chosen_workers = [worker for _, worker in self.selected]
-        names = {worker.name for worker in chosen_workers}
-        maker = next(worker for worker in self.workers if worker.makes_reference)
-        taken = {r for w in chosen_workers if not w.info.spec.is_cpu for r in (w.load_path, *w.alternative_paths)}
-        taken = taken or {r for w in chosen_workers for r in (LoadPath.ISOLATED, *w.alternative_paths)}
-        whole = len(self.selected) == len(self.places) * len(self.workers)
-        return dataclasses.replace(
-            self.plan,
-            case=msgspec.structs.replace(
-                case,
-                stages=tuple(s for s in case.stages if any(place.stage is s for place in chosen_places)),
-                load_paths=tuple(r for r in LoadPath if r in taken),
-                only=() if whole else tuple(sorted({_prefix(place) for place in chosen_places})),
-            ),
-            devices=tuple(i for i in self.plan.devices if i.spec.name in names or i is maker.info),
-        )
+    def _run(self, chosen: Mapping[SessionCase, Sequence[tuple[Place, WorkerPlan]]]) -> SuiteResult:
+        started = time.monotonic()
+        found = []
+        for case, selected in chosen.items():
+            folder = f"cases/{case.name}"
+            out = self.out if self.out is None or len(self.cases) == 1 else self.out / folder
+            try:
+                report = pipeline.run(case.narrowed(selected), out, watch=lambda *_: None, replace=True)
+            except ConsistencyError as error:
+                if len(self.cases) == 1:
+                    raise
+                self._put(case, _ERROR, error.parts)
+                found.append(CaseResult.of_error(case.name, folder, error))
+            else:
+                self._put(case, _COMPARISON, report.comparison)
+                found.append(summarize(case.name, folder, report.comparison, report.elapsed_s))
+        return SuiteResult(name=self.name, cases=tuple(found), elapsed_s=time.monotonic() - started)
+
+    def _put(self, case: SessionCase, name: str, value: object) -> None:
+        home = self._home(case)
+        home.mkdir(exist_ok=True)
+        (home / name).write_bytes(encode_json(value))
+
+    def _home(self, case: SessionCase) -> Path:
+        return self.folder / str(case.number)
 
 
-def _prefix(place: Place) -> str:
-    # a layer of the base may have another name in its file than in the model, so that stage is checked as a whole
-    if place.is_rest or place.stage is Stage.BASE:
-        return place.stage.value
-    return f"{place.stage}::{place.layer}"
+class _Comparisons(Mapping[str, Comparison]):
+    """The comparisons of a session's cases by name."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._cases = {case.name: case for case in session.cases}
+
+    def __getitem__(self, name: str) -> Comparison:
+        return self._session.comparison(self._cases[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cases)
+
+    def __len__(self) -> int:
+        return len(self._cases)

@@ -1,0 +1,106 @@
+"""Items of a suite, from outside: by case, selected by case, and one run for all."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+OPTIONS = ("--consistency-base", "builtin:llama", "--consistency-devices", "cpu", "--consistency-stages", "adapter")
+
+# A suite of three cases, of which the input of one cannot be used.
+SUITE = """
+import dataclasses
+from consistency.case.reading import make_options
+from consistency.errors import InputError
+from consistency.pytest_plugin import session
+from consistency.workflows import pipeline
+
+FAULTS = {faults!r}
+
+
+def planned(file, given):
+    def plan(base, name):
+        options = make_options(dict(base=base, name=name, devices="cpu", stages="adapter", level="quick"))
+        return dataclasses.replace(pipeline.prepare(options), faults=FAULTS.get(name, {{}}))
+
+    gone = InputError("no such folder for the adapter", where="./gone")
+    return "nightly", {{"plain": plan("builtin:llama", "plain"), "other": plan("builtin:gpt2", "other"), "gone": gone}}
+
+
+session.planned = planned
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_inherited_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester) -> pytest.Pytester:
+    pytester.makeconftest(SUITE.format(faults={"other": {"cpu": "adapter-bit-flip"}}))
+    return pytester
+
+
+def collected(pytester: pytest.Pytester, *arguments: str) -> list[str]:
+    done = pytester.runpytest_subprocess("--co", "-q", *OPTIONS, *arguments)
+    return [line for line in done.outlines if line.startswith("consistency::")]
+
+
+def test_items_are_by_case(suite: pytest.Pytester) -> None:
+    found = collected(suite)
+    assert {one.split("::")[1] for one in found} == {"plain", "other", "gone"}
+    assert "consistency::plain::adapter::model.layers.1.self_attn.v_proj.lora_B[cpu]" in found
+    assert "consistency::other::adapter::transformer.h.1.attn.c_attn.lora_B[cpu]" in found
+    assert [one for one in found if "::gone::" in one] == ["consistency::gone::input"]
+    assert len(found) == len(set(found))
+    assert set(collected(suite, "-k", "other")) == {one for one in found if "::other::" in one}
+    assert collected(suite, "consistency::gone") == ["consistency::gone::input"]
+
+
+def test_outcomes_of_all_cases(suite: pytest.Pytester) -> None:
+    done = suite.runpytest_subprocess(*OPTIONS, "--junitxml", "out.xml", "-n", "2")
+    outcomes = done.parseoutcomes()
+    assert (outcomes["failed"], outcomes["errors"]) == (1, 1)
+    assert outcomes["passed"] > 50
+    done.stdout.fnmatch_lines([
+        "*no such folder for the adapter*",
+        "*adapter: cpu is outside (bit-flip)*",
+        "inconsistent: 1 of 3 cases is inconsistent, 1 could not be checked and 1 is consistent",
+    ])  # fmt: skip
+    root = ElementTree.parse(suite.path / "out.xml").getroot()
+    (failed,) = [case for case in root.iter("testcase") if case.find("failure") is not None]
+    assert failed.get("classname") == "consistency.other.adapter"
+    again = suite.runpytest_subprocess(*OPTIONS, "--lf")
+    again.assert_outcomes(failed=1, errors=1)
+
+
+def test_only_selected_cases_are_captured(suite: pytest.Pytester) -> None:
+    done = suite.runpytest_subprocess(*OPTIONS, "--consistency-out", "out", "-k", "plain and v_proj and layers.1")
+    assert done.parseoutcomes()["passed"] == 2
+    assert [path.name for path in (suite.path / "out" / "cases").iterdir()] == ["plain"]
+    records = suite.path / "out" / "cases" / "plain" / "captures" / "workers" / "cpu.isolated" / "records.jsonl"
+    assert {json.loads(line)["layer"] for line in records.read_text().splitlines()} == {
+        "model.layers.1.self_attn.v_proj"
+    }
+
+
+def test_reports_by_case(suite: pytest.Pytester) -> None:
+    suite.makepyfile(
+        test_own="""
+        import pytest
+
+        def test_both(consistency_reports):
+            assert list(consistency_reports) == ["plain", "other", "gone"]
+            assert consistency_reports["plain"].verdict == "consistent"
+            assert consistency_reports["other"].verdict == "inconsistent"
+
+        def test_one(consistency_report):
+            pass
+        """
+    )
+    done = suite.runpytest_subprocess(*OPTIONS, "test_own.py", "-k", "test_own")
+    done.assert_outcomes(passed=1, errors=1, deselected=len(collected(suite)))
+    done.stdout.fnmatch_lines(["*the configuration has 3 cases: use consistency_reports*"])
