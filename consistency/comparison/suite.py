@@ -110,6 +110,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         Of the case's report and captures, relative to the folder of the suite: `cases/NAME`.
     headline : str
         The verdict in one sentence.
+    profile, settings
+        As in `Comparison`.
     error : str or None
         Why the case could not be checked: its input cannot be used.
     """
@@ -122,6 +124,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     dtype: str = ""
     level: str = ""
+    profile: str = ""
+    settings: tuple[str, ...] = ()
     elapsed_s: float = 0.0
     error: str | None = None
     findings: tuple[CaseFinding, ...] = ()

@@ -9,6 +9,7 @@ from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.result import BAD, Comparison, Divergence
+from consistency.comparison.suite import CaseResult
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
 from consistency.report.summary import Cell, divergences, worst_ratio
 from consistency.report.text import one_line
@@ -76,7 +77,7 @@ def facts(comparison: Comparison) -> list[str]:
     return [text for text in (*found, f"level {comparison.level}", *profile_texts(comparison)) if text]
 
 
-def profile_texts(comparison: Comparison) -> list[str]:
+def profile_texts(comparison: Comparison | CaseResult) -> list[str]:
     """Return the profile and the settings on top of it, where they are not the default."""
     if comparison.profile in ("", "pinned") and not comparison.settings:
         return []

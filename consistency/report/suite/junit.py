@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 from consistency.comparison.suite import CaseFinding, CaseResult, SuiteResult
 from consistency.report.formats import View
 from consistency.report.junit import BLOCKED, ERRORS, NOT_COMPARED, add_case, add_result, complete, count, text_of
+from consistency.report.sentences import profile_texts
 
 
 def render(suite: SuiteResult, _: View) -> Iterator[bytes]:
@@ -45,7 +46,8 @@ def _suite(case: CaseResult) -> ElementTree.Element:
         add_result(test, "failure", finding.message, finding.kind, _lines([finding]))
     if case.error is not None:
         add_result(add_case(suite, case.name, "input"), "error", case.headline, "input", [case.error])
-    complete(suite, simulated=any(worker.simulated for worker in case.workers))
+    simulated = any(worker.simulated for worker in case.workers)
+    complete(suite, simulated=simulated, profile=" ".join(profile_texts(case)))
     return suite
 
 

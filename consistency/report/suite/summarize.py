@@ -37,6 +37,8 @@ def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) 
         adapter=comparison.adapter,
         dtype=comparison.dtype,
         level=comparison.level,
+        profile=comparison.profile,
+        settings=comparison.settings,
         elapsed_s=elapsed_s,
         findings=tuple(_findings(comparison)),
         stages=tuple(_stage(stage, tensors) for stage, tensors in by_stage.items()),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from consistency.capture.wording import counted
 from consistency.comparison.suite import CaseResult, SuiteResult, SuiteVerdict, worst_first
+from consistency.report.sentences import profile_texts
 from consistency.report.summary import Cell, merged, stage_order
 
 
@@ -94,7 +95,8 @@ def suite_facts(suite: SuiteResult) -> list[str]:
     dtypes = dict.fromkeys(case.dtype for case in suite.cases if case.dtype)
     levels = dict.fromkeys(case.level for case in suite.cases if case.level)
     found = [counted(len(suite.cases), "case"), ", ".join(dtypes), counted(len(suite.workers), "worker")]
-    return [text for text in (*found, f"level {', '.join(levels)}" if levels else "") if text]
+    profiles = dict.fromkeys(text for case in suite.cases for text in profile_texts(case))
+    return [text for text in (*found, f"level {', '.join(levels)}" if levels else "", *profiles) if text]
 
 
 def seconds(elapsed_s: float) -> str:
