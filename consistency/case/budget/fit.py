@@ -90,11 +90,8 @@ def make_budget(
         Per worker; by default they share the processors.
     """
     shape = read_shape(case)
-    for cut in _cuts(case, shape):
-        fitted = msgspec.structs.replace(case, fit=cut)
-        estimates = [estimate_worker(fitted, shape, worker) for worker in planned]
-        if all(_fits(found, available_bytes, margin=MARGIN) for found in estimates):
-            break
+    fitted = _fitted(case, shape, planned, available_bytes)
+    estimates = [estimate_worker(fitted, shape, worker) for worker in planned]
     too_large = next((found for found in estimates if not _fits(found, available_bytes)), None)
     at_once = _at_once(estimates, available_bytes)
     own_threads = threads or threads_per_worker(at_once)
@@ -115,6 +112,17 @@ def make_budget(
         unknown=(*shape.unknown, *_unknown(workers, timed=speed is not None, beyond=beyond)),
         refusal=None if too_large is None else _refusal(too_large, available_bytes),
     )
+
+
+def _fitted(case: Case, shape: Shape, planned: Sequence[PlannedWorker], available_bytes: int | None) -> Case:
+    """Return the case with the first cut that fits; uncut where none does, because cutting it would not help."""
+    cuts = [msgspec.structs.replace(case, fit=cut) for cut in _cuts(case, shape)]
+    for margin, tried in ((MARGIN, cuts), (1.0, cuts[-1:])):
+        for cut in tried:
+            found = (estimate_worker(cut, shape, worker) for worker in planned)
+            if all(_fits(worker, available_bytes, margin=margin) for worker in found):
+                return cut
+    return case
 
 
 def _cuts(case: Case, shape: Shape) -> Iterator[Fit]:

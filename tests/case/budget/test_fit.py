@@ -97,8 +97,10 @@ def test_inputs_of_the_user_are_never_cut(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_case_that_cannot_fit_is_refused_with_its_figures() -> None:
-    refusal = budget(0.2 * GIB, "cpu").refusal
+    found = budget(0.2 * GIB, "cpu")
+    refusal = found.refusal
     assert refusal is not None
+    assert found.case == CASE, "cutting it does not help"
     assert "does not fit the memory of this host" in refusal.what
     assert refusal.where is not None
     assert "cpu" in refusal.where
