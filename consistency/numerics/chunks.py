@@ -1,8 +1,8 @@
-"""A computed tensor with its exact value and its tolerance, in chunks: for measuring and for diagnosis."""
+"""A computed tensor with its exact value and its tolerance, piece by piece: for measuring and for diagnosis."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,7 @@ _LARGEST_BLOCK = 1 << 19
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A stretch of a computed tensor, flat and on the CPU. Its arrays are valid until the next chunk is drawn.
+    """A stretch of a computed tensor, flat and on the CPU, with its exact value and its tolerance.
 
     Attributes
     ----------
@@ -56,59 +56,125 @@ Chunks = Callable[[], Iterable[Chunk]]
 """Return the chunks of a tensor, from the first one each time it is called."""
 
 
-def low_rank_chunks(
-    actual: torch.Tensor,
-    *,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    scaling: float,
-    base: torch.Tensor | None,
-    allowance: Allowance | UserAllowance,
-) -> Iterator[Chunk]:
-    r"""Yield a delta or a merged weight with its exact value, :math:`W + s\,(L R)` in float64.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """A stretch of a computed tensor, flat and on the CPU, with what its exact value and its tolerance are made from.
+
+    Attributes
+    ----------
+    start : int
+        Flat index of the first element.
+    actual : torch.Tensor
+        `(n,)` of the tested dtype.
+    value : np.ndarray
+        `(n,)` float64: the exact value, without `base`. Valid until the next stretch is drawn, as `size` is.
+    base : torch.Tensor or None
+        `(n,)` of any dtype, the tensor that the computation added to, if any.
+    size : np.ndarray or None
+        `(n,)` float64: what an `Allowance` needs, the sum of magnitudes in each element's inner product; without an
+        allowance, the tolerance of each element.
+    allowance : Allowance or UserAllowance or None
+        The rule of the tolerance; None where `size` is the tolerance, or none is known.
+    """
+
+    start: int
+    actual: torch.Tensor
+    value: np.ndarray
+    base: torch.Tensor | None = None
+    size: np.ndarray | None = None
+    allowance: Allowance | UserAllowance | None = None
+
+    def chunk(self, start: int, length: int) -> Chunk:
+        """Return a part of it, from an element counted from its own start, with exact value and tolerance."""
+        part = slice(start, start + length)
+        exact, base = self.value[part], None if self.base is None else self.base[part]
+        size = None if self.size is None else self.size[part]
+        weight = None
+        with np.errstate(all="ignore"):  # factors and weights may not be finite: their sums exceed tolerance
+            if base is not None:
+                weight = base.to(torch.float64).numpy()
+                exact = exact + weight
+            if isinstance(self.allowance, UserAllowance):
+                allowed: np.ndarray | None = self.allowance.around(exact)
+            elif self.allowance is not None:
+                assert size is not None
+                allowed = size * self.allowance.product
+                if weight is not None:
+                    allowed += np.abs(weight) * self.allowance.weight
+                allowed += self.allowance.floor
+            else:
+                allowed = size
+        return Chunk(start=self.start + start, actual=self.actual[part], exact=exact, allowed=allowed, base=base)
+
+    def chunks(self) -> Iterator[Chunk]:
+        for start in range(0, len(self.value), CHUNK):
+            yield self.chunk(start, CHUNK)
+
+
+class LowRankProduct:
+    r"""The exact value of LoRA deltas and merged weights, :math:`W + s\,(L R)` in float64, made block by block of rows.
 
     Parameters
     ----------
-    actual : torch.Tensor
-        `(rows, columns)` on the CPU.
     left, right : torch.Tensor
         `(rows, rank)` and `(rank, columns)`: B and A, or the transposes of A and B where the layer stores its weight
         as (in, out).
     base : torch.Tensor or None
         `(rows, columns)`, the weight before the merge; None for a delta.
     """
-    rows, columns = actual.shape
-    scaled = left.detach().to(torch.float64).numpy() * scaling
-    right64 = right.detach().to(torch.float64).numpy()
-    scaled_size, right_size = np.abs(scaled), np.abs(right64)
-    step = max(1, min(max(_BLOCK // max(1, columns), _BLAS_ROWS), _LARGEST_BLOCK // max(1, columns)))
-    products = np.empty((2, min(step, rows), columns))
-    held = np.empty(CHUNK)
-    for row in range(0, rows, step):
-        part = slice(row, min(rows, row + step))
-        exact_rows, size_rows = products[:, : part.stop - row]
-        with np.errstate(all="ignore"):  # factors may not be finite: their products exceed tolerance
-            _multiply(scaled[part], right64, exact_rows)
-            if isinstance(allowance, Allowance):
-                _multiply(scaled_size[part], right_size, size_rows)
-        exact, size, tested = exact_rows.reshape(-1), size_rows.reshape(-1), actual.detach()[part].reshape(-1)
-        below = None if base is None else base.detach()[part].reshape(-1)
-        for start in range(0, len(exact), CHUNK):
-            chunk = slice(start, start + CHUNK)
-            weight = None
-            if below is not None:
-                weight = held[: len(exact[chunk])]
-                torch.from_numpy(weight).copy_(below[chunk])
-                with np.errstate(all="ignore"):
-                    exact[chunk] += weight
-            allowed = _allowed(allowance, exact[chunk], size[chunk], weight)
-            yield Chunk(
-                start=row * columns + start,
-                actual=tested[chunk],
-                exact=exact[chunk],
-                allowed=allowed,
-                base=None if below is None else below[chunk],
+
+    def __init__(
+        self, *, left: torch.Tensor, right: torch.Tensor, scaling: float, base: torch.Tensor | None = None
+    ) -> None:
+        self._left = left.detach().to(torch.float64).numpy() * scaling
+        self._right = right.detach().to(torch.float64).numpy()
+        self._left_size, self._right_size = np.abs(self._left), np.abs(self._right)
+        self._base = None if base is None else base.detach()
+        self.rows, self.columns = len(self._left), self._right.shape[1]
+        width = max(1, self.columns)
+        self.rows_per_block = max(1, min(max(_BLOCK // width, _BLAS_ROWS), _LARGEST_BLOCK // width))
+
+    def stretches(self, tensors: Sequence[LowRankTensor], rows: range) -> Iterator[tuple[Stretch, ...]]:
+        """Yield a stretch of every tensor for each block of rows; `rows` begins with a block."""
+        sizes = any(isinstance(tested.allowance, Allowance) for tested in tensors)
+        products = np.empty((2, min(self.rows_per_block, len(rows)), self.columns))
+        for row in rows[:: self.rows_per_block]:
+            part = slice(row, min(rows.stop, row + self.rows_per_block))
+            value, size = products[:, : part.stop - row]
+            with np.errstate(all="ignore"):  # factors may not be finite: their products exceed tolerance
+                _multiply(self._left[part], self._right, value)
+                if sizes:
+                    _multiply(self._left_size[part], self._right_size, size)
+            below = None if self._base is None else self._base[part].reshape(-1)
+            yield tuple(
+                Stretch(
+                    start=row * self.columns,
+                    actual=tested.actual.detach()[part].reshape(-1),
+                    value=value.reshape(-1),
+                    base=below if tested.has_base else None,
+                    size=size.reshape(-1) if isinstance(tested.allowance, Allowance) else None,
+                    allowance=tested.allowance,
+                )
+                for tested in tensors
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankTensor:
+    """A tensor `(rows, columns)` on the CPU that is to be `LowRankProduct`'s, with its tolerance.
+
+    `has_base`: whether it is the weight after the merge, and not the delta.
+    """
+
+    actual: torch.Tensor
+    allowance: Allowance | UserAllowance
+    has_base: bool
+
+
+def low_rank_chunks(tested: LowRankTensor, product: LowRankProduct) -> Iterator[Chunk]:
+    """Yield a delta or a merged weight with its exact value."""
+    for (stretch,) in product.stretches([tested], range(product.rows)):
+        yield from stretch.chunks()
 
 
 def _multiply(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
@@ -118,22 +184,6 @@ def _multiply(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
     for start in range(0, right.shape[1], width):
         part = slice(start, start + width)
         np.matmul(left, right[:, part], out=out[:, part])
-
-
-def _allowed(
-    allowance: Allowance | UserAllowance, exact: np.ndarray, size: np.ndarray, weight: np.ndarray | None
-) -> np.ndarray:
-    """Return the tolerance of each element of a chunk, computed in place: `size` and `weight` are overwritten."""
-    if isinstance(allowance, UserAllowance):
-        return allowance.around(exact)
-    with np.errstate(all="ignore"):  # NaN and infinities of the weight, which the tally settles
-        np.multiply(size, allowance.product, out=size)
-        if weight is not None:
-            np.abs(weight, out=weight)
-            np.multiply(weight, allowance.weight, out=weight)
-            np.add(size, weight, out=size)
-        np.add(size, allowance.floor, out=size)
-    return size
 
 
 def exact_chunks(

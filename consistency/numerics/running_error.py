@@ -25,9 +25,8 @@ import numpy as np
 import torch
 
 from consistency.numerics.bound import gamma
-from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
-from consistency.numerics.error import measure_chunks
+from consistency.numerics.error import measure_against_exact
 from consistency.numerics.measure import Measure
 from consistency.numerics.precision import Precision, partial_sums_error
 
@@ -237,4 +236,4 @@ def _over(error: np.ndarray, least: np.ndarray) -> np.ndarray:
 def measure_tracked(actual: torch.Tensor, exact: Tracked) -> Measure:
     """Measure how far a tensor on the CPU is from exact values of its shape, by the tolerance of each element."""
     value, allowed = (torch.from_numpy(np.ascontiguousarray(part)) for part in (exact.value, exact.allowed))
-    return measure_chunks(actual, exact_chunks(actual, value, allowed))
+    return measure_against_exact(actual, value, allowed)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consistency.numerics.bound import Allowance, UserAllowance, delta_allowance, gamma, merged_allowance
-from consistency.numerics.chunks import CHUNK, low_rank_chunks
+from consistency.numerics.chunks import CHUNK, LowRankProduct, LowRankTensor
 from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
-from consistency.numerics.error import measure_against_exact, measure_chunks
+from consistency.numerics.error import measure_against_exact, measure_low_rank
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.measure import Measure
 from consistency.numerics.precision import Precision
@@ -32,8 +32,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def measure_low_rank(actual: torch.Tensor, **factors: Any) -> Measure:
-    return measure_chunks(actual, low_rank_chunks(actual, **factors))
+def measure_one(
+    actual: torch.Tensor, *, allowance: Allowance | UserAllowance, base: torch.Tensor | None, **factors: Any
+) -> Measure:
+    tested = LowRankTensor(actual=actual, allowance=allowance, has_base=base is not None)
+    (found,) = measure_low_rank([tested], LowRankProduct(base=base, **factors))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,7 @@ class Lora:
         return ((self.b.float() @ self.a.float()) * self.scaling).to(self.a.dtype)
 
     def measure(self, actual: torch.Tensor, allowance: Allowance | UserAllowance, *, base: bool = False) -> Measure:
-        return measure_low_rank(
+        return measure_one(
             actual,
             left=self.b,
             right=self.a,
@@ -322,7 +326,7 @@ def test_rows_longer_than_a_chunk_are_measured() -> None:
 
 def test_the_ratio_is_the_error_over_what_is_allowed() -> None:
     exact = torch.tensor([[6.0, 0.0]], dtype=torch.float64)
-    found = measure_low_rank(
+    found = measure_one(
         torch.tensor([[6.5, 0.0]]),
         left=torch.tensor([[1.0, 1.0]]),
         right=torch.tensor([[1.0, 2.0], [1.0, -2.0]]),
@@ -414,7 +418,7 @@ def test_tf32_products_lie_outside_the_float32_bound_and_inside_their_own(rank: 
     def measured(*, allowed: bool) -> float:
         products = Precision.TF32 if allowed else Precision.FLOAT32
         allowance = delta_allowance(rank, scaling=2.0, adapter=torch.float32, products=products)
-        found = measure_low_rank(delta, left=b, right=a, scaling=2.0, base=None, allowance=allowance)
+        found = measure_one(delta, left=b, right=a, scaling=2.0, base=None, allowance=allowance)
         assert found.bound_ratio is not None
         return float(found.bound_ratio)
 
@@ -497,7 +501,7 @@ def test_no_tolerance_is_wide_enough_for_what_is_not_finite(fault: float, given:
     assert not share(found) <= 1
     assert found.worst_index == (3,)
     low_rank = torch.ones(5, 1), torch.ones(1, 1)
-    merged = measure_low_rank(
+    merged = measure_one(
         actual.reshape(5, 1), left=low_rank[0], right=low_rank[1], scaling=1.0, base=torch.ones(5, 1), allowance=given
     )
     assert not share(merged) <= 1

@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consistency.numerics.bound import Allowance, UserAllowance, delta_allowance, merged_allowance
-from consistency.numerics.chunks import exact_chunks, low_rank_chunks
+from consistency.numerics.chunks import LowRankProduct, LowRankTensor, exact_chunks, low_rank_chunks
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.diagnosis_computed import diagnose_computed
 from consistency.numerics.dtype import bit_patterns
-from consistency.numerics.error import measure_against_exact, measure_chunks
+from consistency.numerics.error import measure_against_exact, measure_low_rank
 from consistency.numerics.measure import Measure
 from consistency.numerics.precision import Precision
 from consistency.numerics.real import Real
@@ -60,13 +59,16 @@ class Case:
             delta = delta_allowance(RANK, scaling=self.scaling, adapter=self.adapter, products=products)
             return delta if self.weight is None else merged_allowance(delta, weight=self.weight, roundings=1)
 
-        factors: dict[str, Any] = {"left": self.left, "right": self.right, "scaling": self.scaling, "base": self.base}
-        plain, wide = (
-            partial(low_rank_chunks, actual, **factors, allowance=allowance(products))
-            for products in (Precision.FLOAT32, Precision.TF32)
-        )
-        found = measure_chunks(actual, plain())
-        return diagnose_computed(found, plain, in_tf32=lambda: measure_chunks(actual, wide()))
+        plain, wide = (self.tested(actual, allowance(products)) for products in (Precision.FLOAT32, Precision.TF32))
+        (found,) = measure_low_rank([plain], self.product())
+        chunks = partial(low_rank_chunks, plain, self.product())
+        return diagnose_computed(found, chunks, in_tf32=lambda: measure_low_rank([wide], self.product())[0])
+
+    def tested(self, actual: torch.Tensor, allowance: Allowance | UserAllowance) -> LowRankTensor:
+        return LowRankTensor(actual=actual, allowance=allowance, has_base=self.base is not None)
+
+    def product(self) -> LowRankProduct:
+        return LowRankProduct(left=self.left, right=self.right, scaling=self.scaling, base=self.base)
 
 
 CASES = [
@@ -257,10 +259,9 @@ def test_a_tolerance_of_the_users_own_is_what_is_gone_by() -> None:
     actual = case.healthy()
     bit_patterns(actual.reshape(-1))[7] ^= 1 << 30
     tight = UserAllowance(atol=1e-3, rtol=1e-3)
-    factors: dict[str, Any] = {"left": case.left, "right": case.right, "scaling": case.scaling, "base": case.base}
-    chunks = partial(low_rank_chunks, actual, **factors, allowance=tight)
-    word = diagnose_computed(measure_chunks(actual, chunks()), chunks).word
-    assert word == "bit-flip"
+    tested = case.tested(actual, tight)
+    (found,) = measure_low_rank([tested], case.product())
+    assert diagnose_computed(found, partial(low_rank_chunks, tested, case.product())).word == "bit-flip"
     exact = normal(64, 300, dtype=torch.float64)
     scaled = (exact * 3).float()
     measured = measure_against_exact(scaled, exact, tight)

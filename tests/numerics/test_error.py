@@ -8,9 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consistency.numerics.chunks import CHUNK, Chunk
+from consistency.numerics import error
+from consistency.numerics.bound import Allowance
+from consistency.numerics.chunks import CHUNK, LowRankProduct, LowRankTensor, Stretch
 from consistency.numerics.distance import hexadecimal
-from consistency.numerics.error import ErrorTally, measure_against_exact
+from consistency.numerics.error import ErrorMeter, measure_against_exact, measure_low_rank
+from consistency.numerics.kernels.tally import ErrorTally, total
+
+pytestmark = pytest.mark.usefixtures("numerics_path")
 
 NAN, INF = math.nan, math.inf
 
@@ -72,40 +77,66 @@ def test_an_error_is_found_in_whatever_chunk_it_is(place: int) -> None:
     assert (found.mismatched, found.max_abs) == (1, 0.5)
 
 
-def test_the_ratio_is_the_largest_over_all_chunks() -> None:
-    tally = ErrorTally(shape=(4,), dtype=torch.float32)
-    for start, error in ((0, 0.5), (2, 0.25)):
-        exact = torch.ones(2, dtype=torch.float64)
-        actual = (exact + torch.tensor([0.0, error])).float()
-        tally.add(Chunk(actual=actual, exact=exact.numpy(), allowed=np.full(2, 0.25), start=start))
-    found = tally.result()
-    assert (found.bound_ratio, found.worst_index) == (2.0, (1,))
+def metered(*parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]) -> ErrorTally:
+    """Measure stretches of one tensor, each with its exact value and its tolerance."""
+    meter, start = ErrorMeter(parts[0][0].dtype), 0
+    for actual, exact, allowed in parts:
+        size = None if allowed is None else allowed.numpy()
+        meter.add(Stretch(start=start, actual=actual, value=exact.numpy(), size=size))
+        start += actual.numel()
+    return meter.tally()
+
+
+def worst(tally: ErrorTally) -> int | None:
+    return None if tally.worst is None else tally.worst.index
+
+
+def test_the_ratio_is_the_largest_over_all_stretches() -> None:
+    one, room = torch.ones(2, dtype=torch.float64), torch.full((2,), 0.25, dtype=torch.float64)
+    found = metered(*(((one + torch.tensor([0.0, off])).float(), one, room) for off in (0.5, 0.25)))
+    assert (found.ratio, worst(found)) == (2.0, 1)
 
 
 def test_the_worst_element_is_the_one_that_is_worst_by_what_is_allowed() -> None:
-    tally = ErrorTally(shape=(2,), dtype=torch.float32)
-    exact = tensor(1.0, 1.0, dtype=torch.float64)
-    tally.add(Chunk(actual=tensor(1.5, 1.25), exact=exact.numpy(), allowed=np.array([1.0, 0.125]), start=0))
-    found = tally.result()
+    exact, allowed = tensor(1.0, 1.0, dtype=torch.float64), tensor(1.0, 0.125, dtype=torch.float64)
+    found = measure_against_exact(tensor(1.5, 1.25), exact, allowed)
     assert (found.bound_ratio, found.worst_index, found.max_abs) == (2.0, (1,), 0.5)
 
 
 def test_nothing_off_where_nothing_is_allowed_is_right() -> None:
-    tally = ErrorTally(shape=(2,), dtype=torch.float32)
-    exact = tensor(1.0, 2.0, dtype=torch.float64)
-    tally.add(Chunk(actual=exact.float(), exact=exact.numpy(), allowed=np.zeros(2), start=0))
-    assert tally.result().bound_ratio == 0.0
-    tally.add(Chunk(actual=tensor(1.0, 2.5), exact=exact.numpy(), allowed=np.zeros(2), start=0))
-    assert tally.result().bound_ratio == INF
+    exact, nothing = tensor(1.0, 2.0, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    assert metered((exact.float(), exact, nothing)).ratio == 0.0
+    assert metered((exact.float(), exact, nothing), (tensor(1.0, 2.5), exact, nothing)).ratio == INF
 
 
 def test_a_ratio_that_was_nan_stays_nan() -> None:
-    tally = ErrorTally(shape=(2,), dtype=torch.float32)
-    for start, value in ((0, NAN), (1, 1.0)):
-        one = tensor(1.0, dtype=torch.float64)
-        tally.add(Chunk(actual=tensor(value), exact=one.numpy(), allowed=one.numpy(), start=start))
-    assert math.isnan(tally.result().bound_ratio or 0)
-    assert tally.result().worst_index == (0,)
+    one = tensor(1.0, dtype=torch.float64)
+    found = metered((tensor(NAN), one, one), (tensor(1.0), one, one))
+    assert math.isnan(found.ratio or 0)
+    assert worst(found) == 0
+
+
+@pytest.mark.parametrize("threads", [2, 3, 9])
+@pytest.mark.parametrize("spoiled", [None, NAN, INF])
+def test_threads_give_the_same_bits(threads: int, spoiled: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are taken by chunk, the earlier of two worst elements is shown, whichever thread saw it."""
+    monkeypatch.setattr(error, "_ELEMENTS_PER_THREAD", 1)
+    left, right, base = normal(300, 4), normal(4, 700, seed=1), normal(300, 700, seed=2)
+    actual = base + left @ right
+    for row in (40, 120, 290):
+        actual[row, 5] = 70.0 if spoiled is None else spoiled
+        base[row], left[row] = base[40], left[40]
+    tested = LowRankTensor(actual=actual, allowance=Allowance(product=1e-6, weight=1e-6, floor=1e-9), has_base=True)
+    product = LowRankProduct(left=left, right=right, scaling=1.0, base=base)
+    before = torch.get_num_threads()
+    seen = []
+    for number in (1, threads):
+        torch.set_num_threads(number)
+        (found,) = measure_low_rank([tested], product)
+        seen += [repr(found), repr(measure_against_exact(actual, actual.double() + 1e-9))]
+    torch.set_num_threads(before)
+    assert seen[:2] == seen[2:]
+    assert found.worst_index == (40, 5)
 
 
 SPECIAL = st.sampled_from([0.0, -0.0, NAN, INF, -INF, 1e300, 1e39, 7e4, 1e-46, 1e-8])
@@ -131,13 +162,9 @@ def test_the_measure_is_what_one_element_after_the_other_gives(
     actual = torch.tensor([a for a, _ in pairs], dtype=torch.float64).to(dtype)
     exact = torch.tensor([e for _, e in pairs], dtype=torch.float64)
     rounded = exact.to(dtype)
-    tally = ErrorTally(shape=(len(pairs),), dtype=dtype)
-    room = None if allowed is None else np.array(allowed[: len(pairs)])
-    for start in range(0, len(pairs), cut):
-        part = slice(start, start + cut)
-        limit = None if room is None else room[part]
-        tally.add(Chunk(actual=actual[part], exact=exact[part].numpy(), allowed=limit, start=start))
-    found = tally.result()
+    room = None if allowed is None else torch.tensor(allowed[: len(pairs)], dtype=torch.float64)
+    parts = [slice(start, start + cut) for start in range(0, len(pairs), cut)]
+    found = metered(*((actual[part], exact[part], None if room is None else room[part]) for part in parts))
 
     off, relative, badness = [], [], []
     same_bits = [hexadecimal(a) == hexadecimal(r) for a, r in zip(actual, rounded, strict=True)]
@@ -147,22 +174,20 @@ def test_the_measure_is_what_one_element_after_the_other_gives(
             error = np.float64(0) if settled else np.abs(a - e)
             off.append(error)
             relative.append(error if error == 0 or np.isinf(error) else error / np.abs(e))
-            badness.append(error if room is None or error == 0 else error / room[i])
+            badness.append(error if room is None or error == 0 else error / room.numpy()[i])
         assert found.mismatched == same_bits.count(False)
         assert np.array_equal(float(found.max_abs), np.max(off), equal_nan=True)
         assert np.array_equal(float(found.max_rel), np.max(relative), equal_nan=True)
-        assert float(found.mean_abs) == pytest.approx(float(np.sum(off)) / len(off), nan_ok=True, rel=1e-12)
-        squares = float(np.sum(np.square(off)))
-        assert float(found.rms) == pytest.approx(math.sqrt(squares / len(off)), nan_ok=True, rel=1e-12)
+        assert total(found.sums) == pytest.approx(float(np.sum(off)), nan_ok=True, rel=1e-12)
+        assert total(found.squares) == pytest.approx(float(np.sum(np.square(off))), nan_ok=True, rel=1e-12)
     assert found.magnitude == max((abs(e) for e in exact.tolist() if math.isfinite(e)), default=0.0)
     if room is not None:
-        assert np.array_equal(float(found.bound_ratio or 0), np.max(badness), equal_nan=True)
-    if found.worst_index is None:
+        assert np.array_equal(float(found.ratio or 0), np.max(badness), equal_nan=True)
+    if found.worst is None:
         assert np.max(badness) == 0
     else:
-        (place,) = found.worst_index
-        assert np.array_equal(badness[place], np.max(badness), equal_nan=True)
-        assert found.worst_actual_bits == hexadecimal(actual[place])
-        assert found.worst_expected_bits == hexadecimal(rounded[place])
+        assert found.worst.index == int(np.argmax(badness))
+        assert np.array_equal(found.worst.score, np.max(badness), equal_nan=True)
+        assert np.array_equal(found.worst.exact, exact[found.worst.index], equal_nan=True)
     if np.isnan(off).any():
         assert found.max_ulp is None

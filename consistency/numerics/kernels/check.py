@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from consistency.numerics.bound import Allowance, UserAllowance
+from consistency.numerics.chunks import Stretch
 from consistency.numerics.dtype import bit_patterns, name_of, named
 from consistency.numerics.kernels import numpy_digest
-from consistency.numerics.kernels.compiled import BLOCK, CHUNK, DIGEST, Kernel
+from consistency.numerics.kernels.compiled import BLOCK, CHUNK, DIGEST, KINDS, Kernel, errors_in
+from consistency.numerics.kernels.compiled_error import CompiledErrors
 from consistency.numerics.kernels.numpy_distance import measure_by_numpy
-from consistency.numerics.kernels.tally import Tally, total
+from consistency.numerics.kernels.numpy_error import errors_by_numpy
+from consistency.numerics.kernels.tally import ErrorTally, Tally, total
 
 SUMS_APART = 2 * (CHUNK + 2) * 2.0**-53
 """Allowed relative difference between the sums of both paths. A sum of n terms of one sign is off by at most (n - 1) u,
@@ -21,13 +26,17 @@ mean is off by no more; the root halves it."""
 
 _ELEMENTS = 3 * BLOCK + 78  # whole blocks and a partial one; even, for complex numbers
 
+_CHUNK = 2 * BLOCK
+
 _OVERFLOWING_BYTES = 257 << 10
 """The kernel counts set bits of 16 vectors of 64 bytes at a time, and keeps at most 255 such counts in a byte."""
 
 
 def check(kernel: Kernel, purpose: str) -> str | None:
     """Return what the kernel gets wrong for a purpose; None if it may be trusted."""
-    return _check_digest(kernel) if purpose == DIGEST else _check_measures(kernel, purpose)
+    if purpose == DIGEST:
+        return _check_digest(kernel)
+    return _check_measures(kernel, purpose) if purpose in KINDS else _check_errors(kernel, purpose)
 
 
 def _check_digest(kernel: Kernel) -> str | None:
@@ -55,6 +64,114 @@ def _check_measures(kernel: Kernel, kind: str) -> str | None:
             if wrong is not None:
                 return f"wrong {wrong} on {name}"
     return None if _counts_all_bits(kernel, dtype) else "wrong count of flipped bits"
+
+
+def _check_errors(kernel: Kernel, purpose: str) -> str | None:
+    dtype = named(next(kind for kind in KINDS if errors_in(kind) == purpose))
+    for name, stretch in hard_stretches(dtype):
+        wrong = errors_differ_in(*errors_by_both(kernel, stretch))
+        if wrong is not None:
+            return f"wrong {wrong} on {name}"
+    return None
+
+
+def errors_by_both(kernel: Kernel, stretch: Stretch) -> tuple[ErrorTally, ErrorTally]:
+    """Measure a stretch with a given kernel, in two parts, and with NumPy, by chunks of two blocks."""
+    compiled, expected = CompiledErrors(kernel, chunk=_CHUNK), ErrorTally()
+    length = len(stretch.value)
+    middle = length // 2 // _CHUNK * _CHUNK
+    for part in (slice(0, middle), slice(middle, length)):
+        compiled.add(cut(stretch, part))
+    for start in range(0, length, _CHUNK):
+        expected.include(errors_by_numpy(stretch.chunk(start, _CHUNK)))
+    return compiled.tally(), expected
+
+
+def cut(stretch: Stretch, part: slice) -> Stretch:
+    """Return a part of a stretch."""
+    return replace(
+        stretch,
+        start=stretch.start + part.start,
+        actual=stretch.actual[part],
+        value=stretch.value[part],
+        base=None if stretch.base is None else stretch.base[part],
+        size=None if stretch.size is None else stretch.size[part],
+    )
+
+
+def hard_stretches(dtype: torch.dtype) -> list[tuple[str, Stretch]]:
+    """Return stretches that are off by some roundings, by every kind of allowance; and with arbitrary values.
+
+    Exact values are no numbers of the dtype; some are subnormal, zero, a tie between two numbers, or round to infinity.
+    """
+    stream = np.random.Generator(np.random.PCG64(2))
+    info = torch.finfo(dtype)
+    tiny = info.tiny * info.eps  # the smallest subnormal number
+    exact = stream.standard_normal(_ELEMENTS) * 2.0 ** stream.integers(-4, 5, _ELEMENTS)
+    size, steps = np.abs(stream.standard_normal(_ELEMENTS)) + 0.5, stream.integers(-2, 3, _ELEMENTS)
+    exact[:BLOCK] *= info.tiny / 2
+    special = (0.0, -0.0, 1 + info.eps / 2, 1 + 1.5 * info.eps, 2.5 * tiny)
+    exact[BLOCK : BLOCK + len(special)] = special
+    base = torch.from_numpy(stream.standard_normal(_ELEMENTS)).to(dtype)
+    on_top = exact + base.to(torch.float64).numpy()
+    alone, merged = (torch.from_numpy(numbers * (1 + steps * info.eps)).to(dtype) for numbers in (exact, on_top))
+    plain = Stretch(start=7, actual=alone, value=exact)
+    on_base = Stretch(start=0, actual=merged, value=exact, base=base)
+    share = {"product": 3 * info.eps, "weight": 2 * info.eps, "floor": float(info.eps)}
+    bounds = [Allowance(**{"product": 0.0, name: value}) for name, value in share.items()] + [Allowance(**share)]
+    user = UserAllowance(atol=info.eps, rtol=2 * info.eps)
+    return [
+        ("errors", plain),
+        ("errors over tolerances", replace(plain, size=size * info.eps)),
+        ("errors over a tolerance of zero", replace(plain, size=np.where(steps == 0, 0.0, size))),
+        ("errors over NaN", replace(plain, size=np.where(np.arange(_ELEMENTS) == BLOCK + 9, math.nan, size))),
+        *(("deltas", replace(plain, size=size, allowance=bound)) for bound in bounds if not bound.weight),
+        ("deltas by a user's tolerance", replace(plain, allowance=user)),
+        *(("merged weights", replace(on_base, size=size, allowance=bound)) for bound in bounds),
+        ("merged weights by a user's tolerance", replace(on_base, allowance=user)),
+        *_extreme_stretches(plain, steps, size),
+    ]
+
+
+def _extreme_stretches(plain: Stretch, steps: np.ndarray, size: np.ndarray) -> list[tuple[str, Stretch]]:
+    dtype, info = plain.actual.dtype, torch.finfo(plain.actual.dtype)
+    tiny = info.tiny * info.eps
+    about_zero = torch.from_numpy(np.where(steps == 0, -0.0, steps * tiny)).to(dtype)
+    largest = torch.full((_CHUNK,), info.max, dtype=dtype)
+    factors = 1 + np.append(info.eps * np.linspace(0, 0.5, _CHUNK - 1), 0.9)
+    with np.errstate(over="ignore"):  # of float64
+        beyond = np.minimum(info.max * factors, np.finfo(np.float64).max)
+    twice, exact_twice = plain.actual.clone(), plain.value.copy()
+    for place in (BLOCK + 7, 2 * BLOCK + 9):
+        exact_twice[place], twice[place] = 3.0, 2.0
+    one_infinity, exact_infinity = plain.actual.clone(), plain.value.copy()
+    one_infinity[BLOCK + 3], exact_infinity[BLOCK + 3] = math.inf, beyond[-1]
+    anything = torch.from_numpy(made_up(np.dtype(f"i{dtype.itemsize}"), _ELEMENTS)).view(dtype)
+    wild = made_up(np.dtype(np.int64), _ELEMENTS).view(np.float64)
+    wild[_CHUNK:] = anything[_CHUNK:].to(torch.float64).numpy()[::-1]
+    derived = Allowance(product=3 * info.eps, weight=2 * info.eps, floor=float(info.tiny))
+    return [
+        ("values of both signs about zero", Stretch(start=0, actual=about_zero, value=np.roll(steps, 1) * tiny)),
+        ("values beyond the largest", Stretch(start=0, actual=largest, value=beyond)),
+        ("an error that comes twice", Stretch(start=0, actual=twice, value=exact_twice)),
+        ("one infinity", Stretch(start=0, actual=one_infinity, value=exact_infinity)),
+        ("one infinity too many", replace(plain, actual=one_infinity)),
+        ("arbitrary values", Stretch(start=0, actual=anything, value=wild, size=size)),
+        ("arbitrary weights", replace(plain, base=anything, size=size, allowance=derived)),
+    ]
+
+
+def errors_differ_in(actual: ErrorTally, expected: ErrorTally) -> str | None:
+    """Return the first measure in which two paths disagree; None if they agree. Sums may be `SUMS_APART`."""
+    for name in ("mismatched", "max_abs", "max_rel", "max_ulp", "ratio", "magnitude"):
+        if not _same(getattr(actual, name), getattr(expected, name)):
+            return name
+    x, y = actual.worst, expected.worst
+    if (x is None) != (y is None) or (x is not None and y is not None and x.index != y.index):
+        return "worst"
+    if x is not None and y is not None and not (_same(x.score, y.score) and _same(x.exact, y.exact)):
+        return "worst"
+    return _sums_differ_in(actual, expected)
 
 
 def measure_by(
@@ -126,6 +243,10 @@ def differs_in(actual: Tally, expected: Tally) -> str | None:
             return name
     if actual.worst is not None and expected.worst is not None and actual.worst[1:] != expected.worst[1:]:
         return "worst"
+    return _sums_differ_in(actual, expected)
+
+
+def _sums_differ_in(actual: Tally | ErrorTally, expected: Tally | ErrorTally) -> str | None:
     for name in ("sums", "squares"):
         x, y = total(getattr(actual, name)), total(getattr(expected, name))
         if not _same(x, y) and not abs(x - y) <= SUMS_APART * abs(y):

@@ -34,7 +34,20 @@ KINDS = ("float16", "bfloat16", "float32", "float64")
 """The dtypes that the kernel measures, in the order of `enum kind` in `kernel.c`."""
 
 DIGEST = "digest"
+
+
+def errors_in(kind: str) -> str:
+    """Return the purpose of measuring a dtype of `KINDS` against exact values."""
+    return f"errors in {kind}"
+
+
+PURPOSES = (*KINDS, *map(errors_in, KINDS), DIGEST)
+"""What the kernel is used for: measuring two tensors of a dtype, or one and its exact values; and digests."""
+
 VARIANTS = ("plain", "avx2", "avx512")
+
+
+_NONE = np.empty(0, np.int64)
 
 
 class _Range(ctypes.Structure):
@@ -50,6 +63,40 @@ class _Range(ctypes.Structure):
         ("max_ulp", ctypes.c_uint64),
         ("flips", ctypes.c_int64 * 64),
     )
+
+
+class Errors(ctypes.Structure):
+    """What was seen of a tensor against its exact value; `struct errors` of `kernel.c`, which documents the fields."""
+
+    _fields_ = (
+        ("mismatched", ctypes.c_int64),
+        ("worst", ctypes.c_int64),
+        ("max_abs", ctypes.c_double),
+        ("max_rel", ctypes.c_double),
+        ("ratio", ctypes.c_double),
+        ("magnitude", ctypes.c_double),
+        ("worst_exact", ctypes.c_double),
+        ("max_ulp", ctypes.c_uint64),
+    )
+
+
+class Computed(ctypes.Structure):
+    """A tensor, its exact value and its allowance; `struct computed` of `kernel.c`, which documents the fields."""
+
+    _fields_ = (
+        ("actual", ctypes.c_void_p),
+        ("value", ctypes.c_void_p),
+        ("size", ctypes.c_void_p),
+        ("base", ctypes.c_void_p),
+        ("allowance", ctypes.c_int),
+        ("product_or_rtol", ctypes.c_double),
+        ("weight", ctypes.c_double),
+        ("floor_or_atol", ctypes.c_double),
+    )
+
+
+ALLOWANCES = ("none", "given", "derived", "user")
+"""Kinds of allowances, in the order of `enum allowance` in `kernel.c`."""
 
 
 class Kernel:
@@ -76,6 +123,9 @@ class Kernel:
         self._measure = library.consistency_measure
         self._measure.argtypes = (number, number, number, pointer, pointer, count, count, pointer, pointer, pointer)
         self._measure.restype = None
+        self._errors = library.consistency_errors
+        self._errors.argtypes = (number, number, pointer, count, count, count, pointer, pointer, pointer, pointer)
+        self._errors.restype = count
         self._digest = library.consistency_digest
         self._digest.argtypes = (number, pointer, count, pointer, pointer, pointer)
         self._digest.restype = None
@@ -122,9 +172,37 @@ class Kernel:
             return found
 
         starts = range(0, elements, step)
-        others = [_pool(os.getpid(), threads - 1).submit(measure_from, start) for start in starts[1:]]
+        others = [pool(os.getpid(), threads - 1).submit(measure_from, start) for start in starts[1:]]
         ranges = [*map(measure_from, starts[:1]), *(other.result() for other in others)]
         return _merged(zip(starts, ranges, strict=True), sums)
+
+    def errors(
+        self, kind: str, of: Computed, seen: Errors, *, start: int, elements: int, chunk: int, sums: np.ndarray
+    ) -> np.ndarray:
+        """Add elements of a tensor to what was seen of it.
+
+        Parameters
+        ----------
+        kind : str
+            One of `KINDS`.
+        start : int
+            Number of the first element in the tensor.
+        chunk : int
+            Elements that share a sum, a multiple of `BLOCK`.
+        sums : np.ndarray
+            `(2, chunks)` float64: written are the sums of errors and of their squares.
+
+        Returns
+        -------
+        np.ndarray
+            Numbers of the chunks that were left out, because something in them is not finite.
+        """
+        left_out = np.empty(sums.shape[1], np.uint8)
+        any_left_out = self._errors(
+            self.variant, KINDS.index(kind), ctypes.addressof(of), start, elements, chunk,
+            sums[0].ctypes.data, sums[1].ctypes.data, left_out.ctypes.data, ctypes.addressof(seen),
+        )  # fmt: skip
+        return np.flatnonzero(left_out) if any_left_out else _NONE
 
     def digest(self, data: int, rows: int, w: np.ndarray, v: np.ndarray, out: np.ndarray) -> None:
         """Digest whole rows at an address, with the weights of a row, into contiguous int64."""
@@ -153,7 +231,8 @@ def _merged(ranges: Iterable[tuple[int, _Range]], sums: np.ndarray) -> Tally:
 
 
 @functools.cache
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:  # noqa: ARG001 - a forked process has none of the threads
+def pool(process: int, threads: int) -> ThreadPoolExecutor:  # noqa: ARG001 - a forked process has none of the threads
+    """Return threads for a process's measuring."""
     return ThreadPoolExecutor(threads, thread_name_prefix="consistency-kernel")
 
 

@@ -1,4 +1,5 @@
-/* The measures of two tensors and the digest of rows, compiled: what distance.py and digest.py compute with NumPy.
+/* The measures of two tensors, the errors of one, and the digest of rows, compiled: what distance.py, error.py and
+ * digest.py compute with NumPy.
  *
  * NumPy takes some twenty passes over each chunk, and each call waits for the interpreter; here there is one pass, and no
  * interpreter. Plain C without Python's interface, loaded by ctypes (compiled.py), which holds it against NumPy's answers
@@ -390,6 +391,223 @@ MEASURE(measure_avx2, AVX2)
 MEASURE(measure_avx512, AVX512)
 #endif
 
+/* --- errors against exact values --------------------------------------------------------------------------------- */
+
+/* What is allowed of an element: nothing is known, a value each, a LoRA's bound, or a user's tolerance; see `Allowance`
+ * and `UserAllowance` in bound.py. */
+enum allowance { NONE, GIVEN, DERIVED, USER };
+
+/* A tensor and its exact values: `value`, float64, with `base` added where there is one, a tensor of the same dtype.
+ * `size` holds the allowed errors (GIVEN) or the sums of magnitudes of the products (DERIVED). */
+struct computed {
+    const unsigned char *actual, *value, *size, *base;
+    int allowance;
+    double product_or_rtol, weight, floor_or_atol;
+};
+
+/* What was seen of a tensor so far; compiled.py has the same structure. `worst` is the first element of the largest ratio,
+ * or of the largest error where nothing is known to be allowed; -1 where all errors are 0. */
+struct errors {
+    int64_t mismatched, worst;
+    double max_abs, max_rel, ratio, magnitude, worst_exact;
+    uint64_t max_ulp;
+};
+
+/* The float32 next to a value in float16: ties go to the even one. Infinity stays, NaN does not come here. */
+INLINE uint16_t to_float16(uint32_t bits)
+{
+    const uint32_t x = bits & 0x7fffffff;
+    uint32_t normal = (x - (112u << 23) + 0xfff + (x >> 13 & 1)) >> 13; /* biases 15 and 127; 10 and 23 bits of mantissa */
+    normal = normal > 0x7c00 ? 0x7c00 : normal; /* the exponent of infinity and beyond */
+    const float shifted = of_float32(x) + 0.5f; /* of 0.5 the last bit of the mantissa is that of a subnormal */
+    uint32_t small;
+    memcpy(&small, &shifted, 4);
+    return (uint16_t)(bits >> 16 & 0x8000) | (uint16_t)(x < 113u << 23 ? small - (126u << 23) : normal);
+}
+
+/* Round a block, as torch does: to the narrow formats by way of float32. */
+INLINE void round_to(enum kind kind, const double *restrict exact, unsigned char *restrict to)
+{
+    if (kind == FLOAT64) { memcpy(to, exact, BLOCK * 8); return; }
+    for (int i = 0; i < BLOCK; i++) {
+        const float narrow = (float)exact[i];
+        uint32_t bits;
+        memcpy(&bits, &narrow, 4);
+        if (kind == FLOAT32) { memcpy(to + 4 * i, &bits, 4); continue; }
+        const uint16_t half = kind == BFLOAT16 ? (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : to_float16(bits);
+        memcpy(to + 2 * i, &half, 2);
+    }
+}
+
+/* The exact values and the errors of a block, and the keys of the largest of each. */
+INLINE struct largest errors_of(enum kind kind, int has_base, const struct computed *of, double *restrict exact,
+                                double *restrict off)
+{
+    int64_t most = 0, magnitude = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        double e = of_float64(load64(of->value, i));
+        if (has_base) e += number(kind, of->base, i);
+        const double d = fabs(number(kind, of->actual, i) - e);
+        exact[i] = e, off[i] = d;
+        most = key(d) > most ? key(d) : most;
+        magnitude = key(fabs(e)) > magnitude ? key(fabs(e)) : magnitude;
+    }
+    return (struct largest){.off = most, .relative = magnitude};
+}
+
+/* The order of operations is that of chunks.py and bound.py. */
+INLINE void allowed_of(enum kind kind, int has_base, const struct computed *of, const double *restrict exact,
+                       double *restrict allowed)
+{
+    const double p = of->product_or_rtol, w = of->weight, f = of->floor_or_atol;
+    if (of->allowance == USER)
+        for (int i = 0; i < BLOCK; i++) allowed[i] = fabs(exact[i]) * p + f;
+    else if (of->allowance == GIVEN)
+        memcpy(allowed, of->size, BLOCK * 8);
+    else if (has_base)
+        for (int i = 0; i < BLOCK; i++)
+            allowed[i] = of_float64(load64(of->size, i)) * p + fabs(number(kind, of->base, i)) * w + f;
+    else
+        for (int i = 0; i < BLOCK; i++) allowed[i] = of_float64(load64(of->size, i)) * p + f;
+}
+
+/* Whether an error over `by` may exceed the largest quotient so far. If d / by > best, then d > best * by, and since d is
+ * a float64, d is no smaller than that product rounded: a multiplication tells, and few blocks divide. NaN divides. */
+INLINE int may_exceed(const double *restrict off, const double *restrict by, double best)
+{
+    int64_t any = 0;
+    for (int i = 0; i < BLOCK; i++) any |= (off[i] > 0) & !(off[i] < best * fabs(by[i]));
+    return any != 0;
+}
+
+/* The key of the largest error over `by`; 0 / 0 is 0: no error. */
+INLINE int64_t largest_quotient(const double *restrict off, const double *restrict by, double *restrict quotient)
+{
+    int64_t most = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        double q = off[i] / fabs(by[i]);
+        q = fabs(off[i] == 0 ? 0.0 : q);
+        quotient[i] = q;
+        most = key(q) > most ? key(q) : most;
+    }
+    return most;
+}
+
+/* Add a block; return 0 where a value or an error is not finite, or a quotient is NaN: NumPy settles those. */
+INLINE int add_block(enum kind kind, int has_base, const struct computed *of, int64_t start, struct errors *seen,
+                     double *sums, double *squares)
+{
+    double exact[BLOCK], off[BLOCK], by[BLOCK], quotient[BLOCK];
+    uint64_t flips[BLOCK];
+    unsigned char rounded[BLOCK * 8];
+    const int words = BLOCK * bytes_of(kind) / 8;
+    const struct largest most = errors_of(kind, has_base, of, exact, off);
+    if (most.off >= KEY_OF_INFINITY || most.relative >= KEY_OF_INFINITY) return 0;
+    seen->magnitude = of_key(most.relative) > seen->magnitude ? of_key(most.relative) : seen->magnitude;
+    const double *badness = NULL;
+    int64_t score = 0;
+    if (of->allowance != NONE) {
+        allowed_of(kind, has_base, of, exact, by);
+        if (may_exceed(off, by, seen->ratio)) {
+            score = largest_quotient(off, by, quotient);
+            if (score > KEY_OF_INFINITY) return 0;
+            if (of_key(score) > seen->ratio) badness = quotient, seen->ratio = of_key(score);
+        }
+    } else if (of_key(most.off) > seen->max_abs) {
+        badness = off, score = most.off;
+    }
+    if (badness) {
+        int i = 0;
+        while (key(badness[i]) != score) i++;
+        seen->worst = start + i, seen->worst_exact = exact[i];
+    }
+    seen->max_abs = of_key(most.off) > seen->max_abs ? of_key(most.off) : seen->max_abs;
+    if (may_exceed(off, exact, seen->max_rel)) {
+        const double relative = of_key(largest_quotient(off, exact, quotient));
+        seen->max_rel = relative > seen->max_rel ? relative : seen->max_rel;
+    }
+    round_to(kind, exact, rounded);
+    uint64_t any = 0;
+    for (int i = 0; i < words; i++) {
+        flips[i] = load64(of->actual, i) ^ load64(rounded, i);
+        any |= flips[i];
+    }
+    if (any) {
+        seen->mismatched += differing(kind, 1, flips);
+        const uint64_t steps = farthest(kind, of->actual, rounded);
+        seen->max_ulp = steps > seen->max_ulp ? steps : seen->max_ulp;
+    }
+    add_up(off, sums, squares);
+    return 1;
+}
+
+/* Zeros for what the last block lacks. */
+struct filled {
+    unsigned char actual[BLOCK * 8], value[BLOCK * 8], size[BLOCK * 8], base[BLOCK * 8];
+};
+
+INLINE const unsigned char *fill(unsigned char *to, const unsigned char *from, int64_t held)
+{
+    if (!from) return NULL;
+    memset(to, 0, BLOCK * 8);
+    memcpy(to, from, (size_t)held);
+    return to;
+}
+
+INLINE int64_t errors_range(enum kind kind, int has_base, const struct computed *whole, int64_t start, int64_t n,
+                            int64_t chunk, double *chunk_sums, double *chunk_squares, unsigned char *left_out,
+                            struct errors *seen)
+{
+    const int width = bytes_of(kind);
+    int64_t unsettled = 0;
+    for (int64_t first = 0; first < n; first += chunk, chunk_sums++, chunk_squares++, left_out++) {
+        const int64_t stop = n - first < chunk ? n : first + chunk;
+        double sums[LANES] = {0}, squares[LANES] = {0};
+        struct errors here = *seen;
+        int settled = 1;
+        for (int64_t block = first; settled && block < stop; block += BLOCK) {
+            struct computed part = *whole;
+            struct filled last;
+            part.actual += block * width, part.value += block * 8;
+            if (part.size) part.size += block * 8;
+            if (has_base) part.base += block * width;
+            if (stop - block < BLOCK) {
+                const int64_t held = stop - block;
+                part.actual = fill(last.actual, part.actual, held * width);
+                part.value = fill(last.value, part.value, held * 8);
+                part.size = fill(last.size, part.size, held * 8);
+                part.base = fill(last.base, part.base, held * width);
+            }
+            settled = add_block(kind, has_base, &part, start + block, &here, sums, squares);
+        }
+        if (settled) *seen = here;
+        unsettled += *left_out = !settled;
+        *chunk_sums = settled ? folded(sums) : 0;
+        *chunk_squares = settled ? folded(squares) : 0;
+    }
+    return unsettled;
+}
+
+#define ERRORS_OF(kind)                                                                                                \
+    return of->base ? errors_range(kind, 1, of, start, n, chunk, sums, squares, left_out, seen)                        \
+                    : errors_range(kind, 0, of, start, n, chunk, sums, squares, left_out, seen)
+
+#define ERRORS(name, ...)                                                                                              \
+    __VA_ARGS__ static int64_t name(int kind, const struct computed *of, int64_t start, int64_t n, int64_t chunk,      \
+                                    double *sums, double *squares, unsigned char *left_out, struct errors *seen)       \
+    {                                                                                                                  \
+        if (kind == FLOAT32) ERRORS_OF(FLOAT32);                                                                       \
+        if (kind == BFLOAT16) ERRORS_OF(BFLOAT16);                                                                     \
+        if (kind == FLOAT16) ERRORS_OF(FLOAT16);                                                                       \
+        ERRORS_OF(FLOAT64);                                                                                            \
+    }
+
+ERRORS(errors_plain)
+#if X86_VARIANTS
+ERRORS(errors_avx2, AVX2)
+ERRORS(errors_avx512, AVX512)
+#endif
+
 /* --- the digest of rows ------------------------------------------------------------------------------------------ */
 
 /* The sum of w_i X_i + v_i (X_i >> 32) over the words of each row, modulo 2**64; digest.py says what it is good for. A sum of
@@ -453,6 +671,21 @@ EXPORT void consistency_measure(int variant, int kind, int parts, const unsigned
 #endif
     (void)variant;
     measure_plain(kind, parts, a, e, n, chunk, sums, squares, out);
+}
+
+/* Add n elements to what was seen, of which the first is number `start`; `chunk`, a multiple of BLOCK, is how many share a
+ * sum and an element of `left_out`: 1 where something is not finite, and nothing was added. Return how many were left
+ * out. */
+EXPORT int64_t consistency_errors(int variant, int kind, const struct computed *of, int64_t start, int64_t n,
+                                  int64_t chunk, double *sums, double *squares, unsigned char *left_out,
+                                  struct errors *seen)
+{
+#if X86_VARIANTS
+    if (variant == 2) return errors_avx512(kind, of, start, n, chunk, sums, squares, left_out, seen);
+    if (variant == 1) return errors_avx2(kind, of, start, n, chunk, sums, squares, left_out, seen);
+#endif
+    (void)variant;
+    return errors_plain(kind, of, start, n, chunk, sums, squares, left_out, seen);
 }
 
 /* Digest whole rows. */

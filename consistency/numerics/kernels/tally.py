@@ -1,4 +1,4 @@
-"""What a comparison of two tensors has counted so far, by NumPy or by the compiled kernel."""
+"""What a comparison has counted so far, of two tensors or of one and its exact value, by NumPy or by the kernel."""
 
 from __future__ import annotations
 
@@ -32,6 +32,53 @@ class Tally:
     first: int | None = None
     last: int | None = None
     worst: tuple[float, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorstError:
+    """The element of the largest `score`: its ratio, or its error where nothing is known to be allowed."""
+
+    score: float
+    index: int
+    exact: float
+
+    def comes_before(self, other: WorstError | None) -> bool:
+        """Report whether this is the worse element, or the earlier one of two that are as bad."""
+        if other is None or is_worse(self.score, other.score):
+            return True
+        return not is_worse(other.score, self.score) and self.index < other.index
+
+
+@dataclass(slots=True, kw_only=True)
+class ErrorTally:
+    """Counts, maxima and sums over a tensor and its exact value; `sums` and `squares` by chunk.
+
+    `ratio` is None as long as no tolerance was given, `max_ulp` once it is not defined.
+    """
+
+    mismatched: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    max_ulp: int | None = 0
+    ratio: float | None = None
+    magnitude: float = 0.0
+    sums: list[float] = field(default_factory=list)
+    squares: list[float] = field(default_factory=list)
+    worst: WorstError | None = None
+
+    def include(self, other: ErrorTally) -> None:
+        """Add what was counted of other elements."""
+        self.mismatched += other.mismatched
+        self.max_abs = worse(self.max_abs, other.max_abs)
+        self.max_rel = worse(self.max_rel, other.max_rel)
+        self.max_ulp = None if self.max_ulp is None or other.max_ulp is None else max(self.max_ulp, other.max_ulp)
+        if other.ratio is not None:
+            self.ratio = worse(self.ratio or 0.0, other.ratio)
+        self.magnitude = max(self.magnitude, other.magnitude)
+        self.sums += other.sums
+        self.squares += other.squares
+        if other.worst is not None and other.worst.comes_before(self.worst):
+            self.worst = other.worst
 
 
 def total(values: list[float]) -> float:

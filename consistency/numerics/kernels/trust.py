@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 
 from consistency.numerics.kernels import check
-from consistency.numerics.kernels.compiled import DIGEST, KINDS, VARIANTS, Kernel, load
+from consistency.numerics.kernels.compiled import PURPOSES, VARIANTS, Kernel, load
 
 
 @functools.cache
@@ -22,7 +22,7 @@ def _refused(purpose: str) -> str | None:
 
 
 def trusted(purpose: str) -> Kernel | None:
-    """Return the kernel if it may be used to measure a dtype of `KINDS` or to `DIGEST`; None means NumPy."""
+    """Return the kernel if it may be used for one of `PURPOSES`; None means NumPy."""
     found = load()
     return found if isinstance(found, Kernel) and _refused(purpose) is None else None
 
@@ -32,7 +32,7 @@ def state() -> str:
     found = load()
     if isinstance(found, str):
         return f"numpy: {found}"
-    refused = [f"{purpose}: {reason}" for purpose in (*KINDS, DIGEST) if (reason := _refused(purpose)) is not None]
+    refused = [f"{purpose}: {reason}" for purpose in PURPOSES if (reason := _refused(purpose)) is not None]
     return f"numpy: {'; '.join(refused)}" if refused else f"compiled: {VARIANTS[found.variant]}"
 
 

@@ -20,8 +20,15 @@ from consistency.numerics.kernels import check as kernel_check
 from consistency.numerics.kernels import compiled as kernel
 from consistency.numerics.kernels import trust
 from consistency.numerics.kernels.build import compile_kernel
-from consistency.numerics.kernels.check import differs_in, hard_pairs, measure_by
-from consistency.numerics.kernels.compiled import CHUNK, DIGEST, KINDS, Kernel
+from consistency.numerics.kernels.check import (
+    differs_in,
+    errors_by_both,
+    errors_differ_in,
+    hard_pairs,
+    hard_stretches,
+    measure_by,
+)
+from consistency.numerics.kernels.compiled import CHUNK, DIGEST, KINDS, PURPOSES, Kernel, errors_in
 from consistency.numerics.kernels.numpy_digest import ROW_BYTES, sum_rows, weights_of_row
 from consistency.numerics.kernels.numpy_distance import measure_by_numpy
 from consistency.numerics.kernels.tally import Tally
@@ -57,7 +64,7 @@ def rounded_differently(kind: str, elements: int, seed: int = 0) -> tuple[torch.
 
 def test_every_variant_passes_its_check(variants: list[Kernel]) -> None:
     for found in variants:
-        for purpose in (*KINDS, DIGEST):
+        for purpose in PURPOSES:
             assert kernel_check.check(found, purpose) is None
 
 
@@ -110,6 +117,27 @@ def test_variants_and_threads_give_the_same_bits(
     for a, e in pairs:
         seen = [measure_by(k, a, e, threads=threads) for k in variants for threads in (1, 2, 3, 9)]
         assert [repr(s) for s in seen] == [repr(seen[0])] * len(seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_are_those_of_numpy_from_every_variant_with_the_same_bits(kind: str, variants: list[Kernel]) -> None:
+    for name, stretch in hard_stretches(named(kind)):
+        seen = [errors_by_both(found, stretch) for found in variants]
+        assert [errors_differ_in(*pair) for pair in seen] == [None] * len(seen), name
+        assert [repr(compiled) for compiled, _ in seen] == [repr(seen[0][0])] * len(seen), name
+
+
+def test_errors_of_elements_that_lie_at_any_byte_are_measured(variants: list[Kernel]) -> None:
+    _, stretch = hard_stretches(torch.float32)[-1]
+    assert stretch.base is not None
+    moved = torch.zeros(2, stretch.actual.nbytes + 3, dtype=torch.uint8)[:, 3:]
+    for place, tensor in zip(moved, (stretch.actual, stretch.base), strict=True):
+        place.copy_(tensor.view(torch.uint8))
+    # a mapped file's tensor may start anywhere: torch cannot view it so, NumPy can
+    actual, base = (torch.from_numpy(place.numpy().view(np.float32)) for place in moved)
+    unaligned = dataclasses.replace(stretch, actual=actual, base=base)
+    for found in variants:
+        assert repr(errors_by_both(found, unaligned)) == repr(errors_by_both(found, stretch))
 
 
 def test_ranges_that_lie_at_any_byte_are_measured(variants: list[Kernel]) -> None:
@@ -171,20 +199,41 @@ def test_it_is_checked_once_for_each_purpose(kernel_library: Path, monkeypatch: 
 
 
 FLOATS = set(KINDS)
+ERRORS = set(map(errors_in, KINDS))
+HALF, BRAIN = {errors_in("float16")}, {errors_in("bfloat16")}
 WRONG = {  # what is planted, and the purposes for which it has to be refused
-    "a wrong scale of subnormals": ("0x1p-24f", "0x1p-25f", {"float16"}),
-    "a wrong exponent of infinity": ("? 112u << 23 : 0", "? 111u << 23 : 0", {"float16"}),
+    "a wrong scale of subnormals": ("0x1p-24f", "0x1p-25f", {"float16", *HALF}),
+    "a wrong exponent of infinity": ("? 112u << 23 : 0", "? 111u << 23 : 0", {"float16", *HALF}),
     "a byte that overflows": ("GROUPS_PER_DRAIN = 255", "GROUPS_PER_DRAIN = 256", FLOATS),
     "a carry of the wrong weight": ("4 * (c->fours", "3 * (c->fours", FLOATS),
-    "a lane too few": ("i += LANES)", "i += LANES + LANES)", FLOATS),
-    "a square that is none": ("t0 += d0 * d0", "t0 += d0", FLOATS),
-    "zeros of two signs a step apart": ("(0 - magnitude)", "(~magnitude)", FLOATS),
+    "a lane too few": ("i += LANES)", "i += LANES + LANES)", FLOATS | ERRORS),
+    "a square that is none": ("t0 += d0 * d0", "t0 += d0", FLOATS | ERRORS),
+    "zeros of two signs a step apart": ("(0 - magnitude)", "(~magnitude)", FLOATS | ERRORS),
     "relative to the other side": ("double r = d / fabs(q);", "double r = d / fabs(number(kind, a, i));", FLOATS),
     "paired NaNs that differ": ("|| (isnan(p) && isnan(q))", "", FLOATS),
     "the last of the worst": ("if (most.off > worst_key)", "if (most.off >= worst_key)", FLOATS),
     "an end that is not read": ("if (!any) continue;", "if (!any || stop - block < BLOCK) continue;", FLOATS),
     "a shift without the sign": ("(sign | x >> 32)", "(x >> 32)", {DIGEST}),
     "a row of the wrong length": ("ROW_WORDS = 8192 / 8", "ROW_WORDS = 8192 / 8 - 1", {DIGEST}),
+    "an exact value that is cut": ("(bits + 0x7fff + (bits >> 16 & 1)) >> 16", "bits >> 16", BRAIN),
+    "ties that go up": ("0xfff + (x >> 13 & 1)", "0x1000", HALF),
+    "subnormals that are a step off": ("small - (126u << 23)", "small - (126u << 23) + 1", HALF),
+    "an exponent beyond that of infinity": ("normal > 0x7c00 ? 0x7c00 : normal", "normal", HALF),
+    "a weight that is taken away": ("e += number(kind, of->base, i)", "e -= number(kind, of->base, i)", ERRORS),
+    "a weight that is allowed nothing": ("* p + fabs(number(kind, of->base, i)) * w + f", "* p + f", ERRORS),
+    "a tolerance of the signed value": ("fabs(exact[i]) * p + f", "exact[i] * p + f", ERRORS),
+    "no floor under what is allowed": ("load64(of->size, i)) * p + f;", "load64(of->size, i)) * p;", ERRORS),
+    "quotients that are not taken": ("!(off[i] < best * fabs(by[i]))", "off[i] > 2 * best * fabs(by[i])", ERRORS),
+    "nothing over nothing": ("fabs(off[i] == 0 ? 0.0 : q)", "fabs(q)", ERRORS),
+    "NaN over NaN": ("if (score > KEY_OF_INFINITY) return 0;", "", ERRORS),
+    "infinity that is a number": ("most.off >= KEY_OF_INFINITY || ", "0 || ", ERRORS - {errors_in("float64")}),
+    "the last of the largest errors": (
+        "(of_key(most.off) > seen->max_abs) {",
+        "(of_key(most.off) >= seen->max_abs) {",
+        ERRORS,
+    ),
+    "chunks left out that count": ("if (settled) *seen = here;", "*seen = here;", ERRORS),
+    "an element too few": ("const int64_t held = stop - block;", "const int64_t held = stop - block - 1;", ERRORS),
 }
 
 
@@ -201,7 +250,7 @@ def test_a_wrong_kernel_is_refused(
         pytest.skip(f"the kernel cannot be compiled here: {reason}")
     monkeypatch.setattr(kernel, "SOURCE", source)
     monkeypatch.setattr(kernel, "LIBRARY", library)
-    assert {purpose for purpose in (*KINDS, DIGEST) if trust.trusted(purpose) is None} == refused
+    assert {purpose for purpose in PURPOSES if trust.trusted(purpose) is None} == refused
     assert trust.state().startswith("numpy: ")
     assert all(purpose in trust.state() for purpose in refused)
 

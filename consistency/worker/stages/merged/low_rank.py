@@ -35,6 +35,11 @@ class LowRank:
     def rank(self) -> int:
         return int(self.right.shape[0])
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the delta."""
+        return int(self.left.shape[0]), int(self.right.shape[1])
+
 
 def low_rank_of(context: Context, name: str, layer: Any) -> LowRank | None:
     """Return the factors of a plain LoRA on a linear, Conv1D or embedding layer; None for every other method."""

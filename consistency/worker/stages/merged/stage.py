@@ -11,8 +11,9 @@ besides the model there are a few copies of one layer's weight.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,19 +21,23 @@ import torch
 from consistency.capture.names import DELTA, SAFE_WEIGHT, WEIGHT, module_place
 from consistency.errors import first_line
 from consistency.numerics.bound import Allowance
-from consistency.numerics.chunks import Chunk, exact_chunks, low_rank_chunks
+from consistency.numerics.chunks import Chunk, LowRankProduct, LowRankTensor, exact_chunks, low_rank_chunks
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF
-from consistency.numerics.error import measure_against_exact, measure_chunks
+from consistency.numerics.error import measure_against_exact, measure_low_rank
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.measure import Measure
-from consistency.numerics.rules import Rule, passes
+from consistency.numerics.rules import Rule
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import NO_MERGE, adapted_layers, merged, weight_of
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.recorder import UserTolerance
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.merged.low_rank import LowRank, allowance_of, low_rank_of
+
+_TOGETHER_BYTES = 256 * 2**20
+"""Tensors of a layer are held and measured together where its delta, in float32, is no larger. Their exact values are
+made once then, half the work of measuring; but of a large vocabulary's layer one tensor is held at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,45 @@ class Truth:
     low_rank: LowRank | None = None
     base: torch.Tensor | None = None
     exact: torch.Tensor | None = None
+
+    def judges(self, tensor: torch.Tensor) -> bool:
+        """Report whether there is an exact value of a tensor's shape."""
+        shape = None if self.exact is None else self.exact.shape
+        return tensor.shape == (shape if self.low_rank is None else self.low_rank.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """A tensor that the device computed, and what judges it.
+
+    Attributes
+    ----------
+    safe : bool or None
+        How it was merged; None for a delta.
+    digests : list of TensorDigest
+        One per run on this device.
+    rule : Rule
+        The derived rule of its method.
+    own_error : float or None
+        The CPU's own error where a layer of another device has no closed form.
+    """
+
+    actual: torch.Tensor
+    safe: bool | None
+    digests: list[TensorDigest]
+    rule: Rule
+    truth: Truth
+    tolerance: UserTolerance | None
+    own_error: float | None = None
+
+    @property
+    def tested(self) -> LowRankTensor:
+        """The tensor on the CPU with its tolerance, where it is judged by its factors."""
+        assert self.truth.low_rank is not None
+        allowance = allowance_of(
+            self.truth.low_rank, self.tolerance, self.actual, roundings=_roundings(self.truth, safe=self.safe)
+        )
+        return LowRankTensor(actual=self.actual.to("cpu"), allowance=allowance, has_base=self.safe is not None)
 
 
 def run(context: Context) -> None:
@@ -56,54 +100,52 @@ def run(context: Context) -> None:
 
 
 def _look(context: Context, name: str, place: str, layer: Any) -> None:
-    record, repeats = context.record, context.job.case.repeat
     low_rank = low_rank_of(context, name, layer)
+    together = low_rank is not None and 4 * math.prod(low_rank.shape) <= _TOGETHER_BYTES
+    known: dict[str, tuple[Measure | None, float | None]] = {}
+    waiting: list[Computed] = []
+    for computed in _computed(context, name, place, layer, low_rank):
+        waiting.append(computed)
+        del computed  # or it is held while the next one is made
+        if not together:
+            _judge(context, place, waiting, known)
+            waiting.clear()
+    _judge(context, place, waiting, known)
+
+
+def _computed(context: Context, name: str, place: str, layer: Any, low_rank: LowRank | None) -> Iterator[Computed]:
+    """Yield delta and merged weights of a layer; record what PEFT does not compute."""
     if hasattr(layer, "get_delta_weight"):
-        _delta(context, place, layer, low_rank, repeats)
-    derived = Rule.BOUND if low_rank else Rule.RELATIVE
+        yield from _delta(context, place, layer, low_rank)
+    rule = Rule.BOUND if low_rank else Rule.RELATIVE
     truth: Truth | None = None
-    seen: tuple[TensorDigest, Measure | None, float | None] | None = None
     for safe in (False, True) if context.job.case.plan.safe_merge else (False,):
-        tensor = SAFE_WEIGHT if safe else WEIGHT
         try:
-            tolerance = record.tolerance(stage="merged", layer=place, dtype=weight_of(layer).dtype)
+            tolerance = context.record.tolerance(stage="merged", layer=place, dtype=weight_of(layer).dtype)
             # before the merge: of a layer that is merged, PEFT merges no copy
             truth = truth or _truth(context, name, place, layer, low_rank)
-            own = None if tolerance else _own_error(context, name, layer, truth, safe=safe)
+            own_error = None if tolerance else _own_error(context, name, layer, truth, safe=safe)
             with merged(layer, safe=safe) as weight:
                 here = digest(weight)
-                if seen is not None and seen[0].value == here.value:
-                    found, error = seen[1], seen[2]  # the same bits have the same measure
-                else:
-                    found = _judge(weight, truth, tolerance, safe=safe)
-                    is_own_error = own is None and not (low_rank or tolerance)
-                    error = float(found.max_abs) if found is not None and is_own_error else own
-                exceeds = found is not None and found.bound_ratio is not None and not passes(found.bound_ratio)
-                host = weight.to("cpu", copy=True) if exceeds or context.job.case.keep else weight
-            again = [_digest_again(layer, safe=safe) for _ in range(repeats - 1)]
+            again = [_digest_again(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
         except NO_MERGE as failure:
             if is_out_of_memory(failure):
                 raise
-            record.absent(
-                "merged", place, tensor, rule=derived, status="skipped",
+            context.record.absent(
+                "merged", place, SAFE_WEIGHT if safe else WEIGHT, rule=rule, status="skipped",
                 reason=f"PEFT does not merge this layer: {first_line(failure)}",
             )  # fmt: skip
             continue
-        seen = (here, found, error)
-        record.computed(
-            "merged",
-            place,
-            tensor,
-            actual=host,
+        yield Computed(
+            actual=weight,
+            safe=safe,
             digests=[here, *again],
-            found=found,
-            rule=derived,
+            rule=rule,
+            truth=truth,
             tolerance=tolerance,
-            reference_error=error,
-            exact=truth.exact,
-            ingredients=_ingredients(truth),
-            **_outside(host, truth, tolerance, safe=safe),
+            own_error=own_error,
         )
+        del weight
 
 
 def _base_weight(context: Context, place: str, layer: Any) -> torch.Tensor:
@@ -112,11 +154,11 @@ def _base_weight(context: Context, place: str, layer: Any) -> torch.Tensor:
     return weight_of(layer).to("cpu", copy=True) if known is None else known
 
 
-def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, repeats: int) -> None:
+def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None) -> Iterator[Computed]:
     try:
         with torch.no_grad():
             delta = _delta_weight(layer)
-            again = [digest(_delta_weight(layer)) for _ in range(repeats - 1)]
+            again = [digest(_delta_weight(layer)) for _ in range(context.job.case.repeat - 1)]
     except (*NO_MERGE, KeyError) as failure:
         if is_out_of_memory(failure):
             raise
@@ -125,23 +167,13 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None, r
             reason=f"PEFT gives no delta of this layer: {first_line(failure)}",
         )  # fmt: skip
         return
-    found, truth = None, Truth(low_rank=low_rank)
-    tolerance = context.record.tolerance(stage="merged", layer=place, dtype=delta.dtype)
-    if low_rank is not None and delta.shape == (low_rank.left.shape[0], low_rank.right.shape[1]):
-        found = _judge(delta, truth, tolerance, safe=None)
-    context.record.computed(
-        "merged",
-        place,
-        DELTA,
+    yield Computed(
         actual=delta,
+        safe=None,
         digests=[digest(delta), *again],
-        found=found,
         rule=Rule.BOUND,
-        tolerance=tolerance,
-        status="skipped",
-        reason=None if found is not None else "this method's delta has no closed form: its merged weight is judged",
-        ingredients=_ingredients(truth),
-        **_outside(delta, truth, tolerance, safe=None),
+        truth=Truth(low_rank=low_rank),
+        tolerance=context.record.tolerance(stage="merged", layer=place, dtype=delta.dtype),
     )
 
 
@@ -185,14 +217,63 @@ def _own_error(context: Context, name: str, layer: Any, truth: Truth, *, safe: b
     return float(measure_against_exact(own, truth.exact).max_abs) if own.shape == truth.exact.shape else None
 
 
-def _judge(weight: torch.Tensor, truth: Truth, tolerance: UserTolerance | None, *, safe: bool | None) -> Measure | None:
-    """Measure a merged weight, or a delta (`safe` None); None where there is no exact value of its shape."""
-    if truth.low_rank is not None:
-        allowance = allowance_of(truth.low_rank, tolerance, weight, roundings=_roundings(truth, safe=safe))
-        return measure_chunks(weight, low_rank_chunks(weight.to("cpu"), **_factors(truth), allowance=allowance))
-    if truth.exact is None or truth.exact.shape != weight.shape:
-        return None
-    return measure_against_exact(weight.to("cpu"), truth.exact, tolerance)
+def _judge(
+    context: Context,
+    place: str,
+    computed: Sequence[Computed],
+    known: dict[str, tuple[Measure | None, float | None]],
+) -> None:
+    """Measure and record tensors of one layer.
+
+    `known` is filled with measure and own error of each merged weight by its digest: the same bits have the same ones.
+    """
+    measures = _measured(computed, known)
+    for one in computed:
+        here = one.digests[0].value
+        found, error = measures.get((one.safe, here)), one.own_error
+        if one.safe is not None:
+            if error is None and found is not None and one.truth.low_rank is None and one.tolerance is None:
+                error = float(found.max_abs)
+            found, error = known.setdefault(here, (found, error))
+        no_form = "this method's delta has no closed form: its merged weight is judged"
+        context.record.computed(
+            "merged",
+            place,
+            DELTA if one.safe is None else SAFE_WEIGHT if one.safe else WEIGHT,
+            actual=one.actual,
+            digests=one.digests,
+            found=found,
+            rule=one.rule,
+            tolerance=one.tolerance,
+            status="skipped" if one.safe is None else "measured",
+            reason=no_form if one.safe is None and found is None else None,
+            reference_error=error,
+            exact=one.truth.exact,
+            ingredients=_ingredients(one.truth),
+            **_outside(one),
+        )
+
+
+def _measured(computed: Sequence[Computed], known: Collection[str]) -> dict[tuple[bool | None, str], Measure]:
+    """Measure the tensors of one layer that have an exact value, but bits that are known, in one pass."""
+    found: dict[tuple[bool | None, str], Measure] = {}
+    low_rank: list[Computed] = []
+    seen = set(known)
+    for one in computed:
+        here = one.digests[0].value
+        if not one.truth.judges(one.actual) or (one.safe is not None and here in seen):
+            continue
+        if one.safe is not None:
+            seen.add(here)
+        if one.truth.exact is None:
+            low_rank.append(one)
+        else:
+            found[one.safe, here] = measure_against_exact(one.actual.to("cpu"), one.truth.exact, one.tolerance)
+    if low_rank:
+        product = _product(max((one.truth for one in low_rank), key=lambda truth: truth.base is not None))
+        measures = measure_low_rank([one.tested for one in low_rank], product)
+        found |= {(one.safe, one.digests[0].value): measure for one, measure in zip(low_rank, measures, strict=True)}
+    return found
 
 
 def _copy_from_files(context: Context, name: str, layer: Any) -> Any:
@@ -223,44 +304,43 @@ def _roundings(truth: Truth, *, safe: bool | None) -> int:
     return 2 if safe or (truth.low_rank is not None and truth.low_rank.rounds_delta) else 1
 
 
-def _factors(truth: Truth) -> dict[str, Any]:
-    assert truth.low_rank is not None
+def _product(truth: Truth) -> LowRankProduct:
     low_rank = truth.low_rank
-    return {"left": low_rank.left, "right": low_rank.right, "scaling": low_rank.scaling, "base": truth.base}
+    assert low_rank is not None
+    return LowRankProduct(left=low_rank.left, right=low_rank.right, scaling=low_rank.scaling, base=truth.base)
 
 
-def _outside(
-    tensor: torch.Tensor, truth: Truth, tolerance: UserTolerance | None, *, safe: bool | None
-) -> dict[str, Any]:
-    """Return what `Recorder.judged` asks for where a merged weight, or a delta (`safe` None), is outside its rule.
+def _outside(one: Computed) -> dict[str, Any]:
+    """Return what `Recorder.computed` asks for where a tensor is outside its rule.
 
     That is its chunks, its measure as if the products had run in TF32, and how it can be made and judged again.
     """
-    low_rank, roundings = truth.low_rank, _roundings(truth, safe=safe)
+    truth, tolerance, low_rank = one.truth, one.tolerance, one.truth.low_rank
     if low_rank is None:
 
         def exact() -> Iterator[Chunk]:
             assert truth.exact is not None  # a ratio without factors is one by the user's own tolerance
             assert tolerance is not None
-            return exact_chunks(tensor.to("cpu"), truth.exact, tolerance)
+            return exact_chunks(one.actual.to("cpu"), truth.exact, tolerance)
 
         return {"chunks": exact}
-    allowed = allowance_of(low_rank, tolerance, tensor, roundings=roundings)
-    in_tf32 = allowance_of(low_rank, None, tensor, roundings=roundings, tf32=True)
+    roundings = _roundings(truth, safe=one.safe)
+
+    def in_tf32() -> Measure:
+        allowed = allowance_of(low_rank, None, one.actual, roundings=roundings, tf32=True)
+        (found,) = measure_low_rank([replace(one.tested, allowance=allowed)], _product(truth))
+        return found
 
     def recipe() -> dict[str, Any]:
+        allowed = one.tested.allowance
         if not isinstance(allowed, Allowance):
             return {}
         figures = {"product": allowed.product, "weight": allowed.weight, "floor": allowed.floor}
-        return {"recipe": {"scaling": low_rank.scaling, "safe": bool(safe), "allowance": figures}}
+        return {"recipe": {"scaling": low_rank.scaling, "safe": bool(one.safe), "allowance": figures}}
 
     return {
-        "chunks": lambda: low_rank_chunks(tensor.to("cpu"), **_factors(truth), allowance=allowed),
-        "in_tf32": (
-            lambda: measure_chunks(tensor, low_rank_chunks(tensor.to("cpu"), **_factors(truth), allowance=in_tf32))
-        )
-        if low_rank.adapter == torch.float32
-        else None,
+        "chunks": lambda: low_rank_chunks(one.tested, _product(truth)),
+        "in_tf32": in_tf32 if low_rank.adapter == torch.float32 else None,
         "outside": recipe,
     }
 
