@@ -6,7 +6,7 @@ import msgspec
 
 from consistency.case.fit import Fit
 from consistency.case.load_path import LoadPath
-from consistency.case.options import Dtype, Profile
+from consistency.case.options import Dtype, Placement, Profile
 from consistency.case.profile import Switch
 from consistency.case.stages import LARGE_COPIES, LEVELS, SPECS, Level, LevelPlan, Model, Stage
 from consistency.case.tolerance import Override
@@ -28,6 +28,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         `pinned` fixes every numerical setting, `deployed` none.
     settings : tuple of Switch
         Settings that the user chose on top of the profile.
+    placement : str
+        Whether an accelerator holds the base, or `offload`: it stays on the host, and each layer is brought to the
+        device when it is needed. `auto` offloads a base that does not fit.
     load_paths : tuple of LoadPath or None
         None leaves the choice to the level and the devices: isolated, and shared too where there are several
         accelerators, each with the level's alternatives. An alternative includes its default path.
@@ -55,6 +58,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dtype: Dtype = "auto"
     profile: Profile = "pinned"
     settings: tuple[Switch, ...] = ()
+    placement: Placement = "auto"
     stages: tuple[Stage, ...] = LEVELS[Level.STANDARD].stages
     load_paths: tuple[LoadPath, ...] | None = None
     level: Level = Level.STANDARD

@@ -17,9 +17,9 @@ _BITS = re.compile(r"^(?:F|BF|F8_|I|U|C)(\d+)")
 _FACTOR = re.compile(r"^(?P<layer>.+)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?$")
 _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
-FIXED_BYTES = 256 << 20
-"""Scratch that no model's size changes: three arrays of the digests' 64 MiB (`numerics/digest.py`), the matrix
-library's workspace (`:4096:8` is 32 MiB), and what the allocator's segments leave unused."""
+FIXED_BYTES = 128 << 20
+"""Scratch that no model's size changes: three arrays of the digests' 16 MiB (`numerics/digest.py`), the matrix
+library's workspace (`:4096:8` is 32 MiB), and the 48 MiB that the segments of an allocator may leave unused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

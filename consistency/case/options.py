@@ -23,6 +23,8 @@ T = TypeVar("T")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Profile = Literal["pinned", "deployed"]
 
+Placement = Literal["auto", "device", "offload"]
+
 
 class Edge(enum.Enum):
     """A place where options are given."""
@@ -91,6 +93,12 @@ class Options:
     )
     set: tuple[Switch, ...] = _option(
         (), "one numerical setting of torch, on top of the profile; may be repeated", "NAME=VALUE", repeatable=True
+    )
+    placement: Placement = _option(
+        "auto",
+        "base on the device, or streamed from the host to the device layer by layer (default: streamed if it does not "
+        "fit)",
+        choices=get_args(Placement),
     )
     stages: tuple[Stage, ...] | None = _option(None, f"any of {','.join(Stage)} (default: by level)", "LIST")
     load_paths: tuple[LoadPath, ...] | None = _option(

@@ -51,6 +51,7 @@ def prepare_case(options: Options) -> Case:
         dtype=options.dtype,
         profile=options.profile,
         settings=options.set,
+        placement=options.placement,
         stages=_stages(options),
         load_paths=options.load_paths,
         level=options.level,

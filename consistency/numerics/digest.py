@@ -33,7 +33,9 @@ from consistency.numerics.kernels import numpy_digest, triton_digest, trust
 from consistency.numerics.kernels.compiled import DIGEST
 from consistency.numerics.kernels.numpy_digest import ROW_BYTES, ROW_WORDS, sum_short_row, weights_of_row
 
-_GPU_CHUNK_ROWS = 8192  # 64 MiB of scratch on an accelerator: enough work per launch, little compared with a model
+_GPU_CHUNK_ROWS = 2048
+"""Rows of 16 MiB, of which three arrays are alive on an accelerator: the kernels outlast their launches (some 5 µs at 3
+TB/s), and a device that holds little besides one layer has room for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.words import Word
 from consistency.worker import determinism, environment
 from consistency.worker.memory.host_memory import reset_peak
+from consistency.worker.memory.offload_choice import choose
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
 from consistency.worker.model.id_checks import KernelAssertedError
@@ -103,9 +104,8 @@ class Session:
         """Load base and adapter; the stage `base` runs in between."""
         job, case = self._job, self._job.case
         loaded, digests = self._load_base()
-        self._update(
-            environment={**self._state.environment, "dtype": loaded.dtype, "model_class": type(loaded.model).__name__}
-        )
+        facts = {"dtype": loaded.dtype, "model_class": type(loaded.model).__name__}
+        self._update(environment={**self._state.environment, **facts})
         context = Context(
             **{field.name: getattr(machine, field.name) for field in dataclasses.fields(machine)},
             base=loaded,
@@ -119,9 +119,8 @@ class Session:
         if checks_base:
             self._run(SPECS[Stage.BASE], context)
         if case.adapter is not None or self._structure is not None:
-            for name, tensor in loaded.tensors.items():
-                if name not in context.digests:
-                    context.digests[name] = digest(tensor)
+            for name, tensor in loaded.on_device(loaded.tensors.keys() - context.digests.keys()):
+                context.digests[name] = digest(tensor)
         if case.adapter is None:
             return context
         self._begin("load adapter")
@@ -146,15 +145,21 @@ class Session:
             self._check("take the adapter off")
         if isinstance(taken, Taken):
             text = f"kept from the case before, {taken.restored} of {len(taken.digests)} tensors restored from the file"
-            self._update(environment={**self._state.environment, "base": text})
+            place = {} if job.device == "cpu" else {"placement": "device"}
+            self._update(environment={**self._state.environment, "base": text, **place})
             self._structure = taken.structure if self._bases.is_wanted_after(job) else None
             return taken.base, dict(taken.digests)
         if taken is not None:
             self._update(environment={**self._state.environment, "base": f"loaded anew: {taken}"})
         self._begin("load base")
-        loaded = load_base(job.case, job.device)
+        placed = choose(job.case, torch.device(job.device))
+        if job.device != "cpu":
+            self._update(environment={**self._state.environment, "placement": str(placed)})
+        loaded = load_base(job.case, job.device, offload=placed.offload)
         self._check("load base")
-        self._structure = Structure(loaded.model) if self._bases.is_wanted_after(job) else None
+        # a base on the host is mapped anew in no time
+        keeps = self._bases.is_wanted_after(job) and loaded.offload is None
+        self._structure = Structure(loaded.model) if keeps else None
         return loaded, {}
 
     def _begin(self, stage: str) -> None:

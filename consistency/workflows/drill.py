@@ -57,10 +57,11 @@ def choose(only: Sequence[str]) -> tuple[Fault, ...]:
         if name not in FAULTS:
             raise UsageError(f"unknown fault: {name}", where="--only", wanted=", ".join(FAULTS))
     chosen = tuple(FAULTS[name] for name in only or FAULTS)
-    possible = tuple(fault for fault in chosen if not fault.two_devices or len(accelerators()) > 1)
+    possible = tuple(fault for fault in chosen if not fault.accelerators or len(accelerators()) >= fault.accelerators)
     if only and possible != chosen:
         missing = next(fault for fault in chosen if fault not in possible)
-        raise UsageError("this fault needs two accelerators", where=f"--only {missing.name}", got=len(accelerators()))
+        needed = "two accelerators" if missing.two_devices else "an accelerator"
+        raise UsageError(f"this fault needs {needed}", where=f"--only {missing.name}", got=len(accelerators()))
     return possible
 
 
@@ -76,6 +77,7 @@ def drill(faults: Sequence[Fault], *, out: Path | None, watch: Watcher, replace:
             load_paths=(LoadPath.SHARED,) if fault.two_devices else fault.load_paths,
             stall=STALL_S,
             wrapper=fault.wrapper,
+            placement="offload" if fault.offloads else "auto",
         )
         worker = devices[-1].spec.name
         plan = dataclasses.replace(pipeline.prepare(options), faults={worker: fault.name})

@@ -1,10 +1,12 @@
-"""The stage `memory` on several devices, in one process that has the double: run by `test_memory_on_double.py`."""
+"""Memory of several devices and of the host, in one process that has the double: run by `test_memory_on_double.py`."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,12 @@ import transformers
 from consistency.capture.json_codec import decode_json
 from consistency.capture.records import TensorRecord
 from consistency.case.builtin import builtin_folder
+from consistency.case.case import Case
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import Stage
 from consistency.worker import session
+from consistency.worker.memory.host_memory import private_bytes
 from consistency.worker.memory.placement import Placement
 from consistency.worker.protocol import STATE_FILE, EventLog, Job, WorkerState
 
@@ -45,12 +49,12 @@ def _untouched() -> Iterator[None]:
 def look(tmp_path: Path) -> Callable[..., tuple[Facts, WorkerState]]:
     number = itertools.count()
 
-    def run(fault: str | None = None, *, device: str = "npu:1") -> tuple[Facts, WorkerState]:
+    def run(fault: str | None = None, *, device: str = "npu:1", case: Case | None = None) -> tuple[Facts, WorkerState]:
         folder = tmp_path / str(next(number))
         folder.mkdir()
         job = Job(
-            case=prepare_case(Options(base="builtin:llama", stages=(Stage.MEMORY,))), name=device, device=device,
-            load_path="shared", folder=str(folder), blobs=str(folder), scratch=str(folder), settings={},
+            case=case or prepare_case(Options(base="builtin:llama", stages=(Stage.MEMORY,))), name=device,
+            device=device, load_path="shared", folder=str(folder), blobs=str(folder), scratch=str(folder), settings={},
             makes_reference=False, threads=1, parent_pid=os.getpid(), fault=fault,
         )  # fmt: skip
         with EventLog(folder / "events.jsonl") as events:
@@ -85,7 +89,7 @@ def test_peft_goes_through_device_0_and_the_call_is_told(look: Callable[..., tup
         assert peak.status == "within"
         assert float(peak.limit_ratio or 0) > 0.5
     loaded = {s.stage: s for s in told.stage_memory}
-    assert list(loaded) == ["load base", "load adapter", "memory"]
+    assert list(loaded) == ["load base", "load adapter", "base, after the adapter", "memory"]
     base, adapter = loaded["load base"].device_resident_bytes, loaded["load adapter"].device_resident_bytes
     assert base is not None
     assert adapter is not None
@@ -126,3 +130,55 @@ def test_faults(look: Callable[..., tuple[Facts, WorkerState]], fault: str, told
     if fault == "placed-elsewhere":
         (wrong,) = (r for (_, tensor), r in facts.items() if tensor == "placement" and r.status == "outside")
         assert wrong.evidence == {"got": {"lora_A": "npu:0"}, "wanted": "npu:1"}
+
+
+def llama(folder: Path, *, layers: int) -> Case:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=704, num_hidden_layers=layers, num_attention_heads=4
+    )
+    base = transformers.LlamaForCausalLM(config)
+    base.save_pretrained(folder / "base")
+    lora = peft.LoraConfig(r=1, target_modules=["q_proj"], layers_to_transform=[0], init_lora_weights=False)
+    peft.get_peft_model(base, lora).save_pretrained(folder / "adapter")
+    stages = (Stage.BASE, Stage.ADAPTER, Stage.MERGED, Stage.MEMORY)
+    return prepare_case(Options(base=str(folder / "base"), adapter=str(folder / "adapter"), stages=stages))
+
+
+class PrivatePeak:
+    """The most memory that no other process can share, by samples from another thread."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def __enter__(self) -> PrivatePeak:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps of earlier work is not this one's
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._done.is_set():
+            self.bytes = max(self.bytes, private_bytes() or 0)
+            self._done.wait(0.001)
+
+
+def test_host_memory_does_not_grow_with_a_model_on_the_device(
+    look: Callable[..., tuple[Facts, WorkerState]], tmp_path: Path
+) -> None:
+    """The mapped file and the device's memory are not the process's own; a copy of the larger model would be."""
+    peaks, base_bytes = [], []
+    for layers in (8, 32):
+        case = llama(tmp_path / str(layers), layers=layers)
+        with PrivatePeak() as peak:
+            look(case=case)
+        peaks.append(peak.bytes)
+        base_bytes.append((tmp_path / str(layers) / "base" / "model.safetensors").stat().st_size)
+    assert base_bytes[1] > 3.9 * base_bytes[0]
+    assert base_bytes[1] > 0.2 * peaks[0]
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.1), peaks

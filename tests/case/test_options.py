@@ -15,8 +15,8 @@ from consistency.pytest_plugin import plugin
 
 TEXTS = {
     "devices": "cpu", "dtype": "bfloat16", "stages": "base", "load_paths": "shared", "level": "quick", "repeat": "2",
-    "tolerance": "atol=1,rtol=1", "timeout": "2", "stall": "3", "threads": "4",
     "profile": "deployed", "set": "cudnn_enabled=false",
+    "placement": "offload", "tolerance": "atol=1,rtol=1", "timeout": "2", "stall": "3", "threads": "4",
 }  # fmt: skip
 """A value that is not the default, as a command line takes it; any text will do for the others."""
 

@@ -29,6 +29,8 @@ class Fault:
         What the finding's message has to contain, besides its kind.
     two_devices : bool
         Whether it needs a second accelerator, and a worker that sees both.
+    offloads : bool
+        Whether it needs an accelerator whose base is offloaded.
     load_paths : tuple of LoadPath or None
         Those that distinguish it from other causes, where the level's do not.
     wrapper : str or None
@@ -43,8 +45,14 @@ class Fault:
     words: str = ""
     repeat: int = 1
     two_devices: bool = False
+    offloads: bool = False
     load_paths: tuple[LoadPath, ...] | None = None
     wrapper: str | None = None
+
+    @property
+    def accelerators(self) -> int:
+        """Return how many accelerators it needs."""
+        return 2 if self.two_devices else int(self.offloads)
 
 
 HARMLESS_WRAPPER = "python:consistency.worker.faults.wrapping:harmless"
@@ -102,6 +110,9 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(name="base-bit-flip", plant="base:one_bit", expected="bit-flip", stages=_BASE),
     Fault(name="base-through-bfloat16", plant="base:through_bfloat16", expected="rounded-to-bf16", stages=_BASE),
+    Fault(
+        name="offload-bit-flip", plant="offload:one_bit_on_arrival", expected="bit-flip", stages=_BASE, offloads=True
+    ),
     Fault(name="merge-bit-flip", plant="computed:one_bit_of_weight", expected="bit-flip", stages=_MERGED),
     Fault(name="merge-in-tf32", plant="computed:products_in_tf32", expected="tf32-products", stages=_MERGED),
     Fault(name="merge-zeros", plant="computed:zero_delta", expected="zeros", stages=_MERGED),

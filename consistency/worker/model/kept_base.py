@@ -147,7 +147,7 @@ def _key(job: Job) -> object:
             made_of = (case.base, files, *class_and_labels(case))
         except (ConsistencyError, OSError, ValueError):
             return None  # loading it states what is wrong
-    return made_of, case.dtype, case.allow_pickle, case.trust_remote_code, job.device
+    return made_of, case.dtype, case.placement, case.allow_pickle, case.trust_remote_code, job.device
 
 
 def _files(case: Case) -> list[Path]:

@@ -7,12 +7,12 @@ import os
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Container, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +25,9 @@ from consistency.worker.model.head_class import HEAD, auto_class, labels
 from consistency.worker.model.synthetic_head import is_synthetic, overwrite, synthetic
 from consistency.worker.model.weight_files import WeightFiles, file_names
 from consistency.worker.out_of_memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from consistency.worker.model.offload import Offload
 
 ADAPTER_NAME = "default"
 
@@ -53,7 +56,8 @@ class LoadedBase:
     files : WeightFiles or None
         None for a model made by a factory.
     tensors : mapping of str to torch.Tensor
-        Every parameter and buffer by its name in the base, the non-persistent ones too; tied ones once.
+        Every parameter and buffer by its name in the base, the non-persistent ones too; tied ones once. Those of an
+        offloaded base are on the host: `on_device` has them as they arrive on the device.
     file_names : mapping of str to str
         Name in the file, by name in the model, where transformers loads the tensor as it is.
     not_in_file : frozenset of str
@@ -63,6 +67,8 @@ class LoadedBase:
         Names of the state dict: parameters and persistent buffers.
     in_file : dict of str to TensorDigest
         Of the values that the files imply, by name in the model, as far as they were read.
+    offload : Offload or None
+        Brings the tensors to the device; None where they are there.
     """
 
     model: torch.nn.Module
@@ -72,6 +78,7 @@ class LoadedBase:
     not_in_file: frozenset[str]
     persistent: frozenset[str]
     in_file: dict[str, TensorDigest] = field(default_factory=dict)
+    offload: Offload | None = None
 
     @property
     def dtype(self) -> str:
@@ -81,6 +88,20 @@ class LoadedBase:
             if tensor.is_floating_point():
                 elements[name_of(tensor.dtype)] += tensor.numel()
         return elements.most_common(1)[0][0] if elements else "none"
+
+    def on_device(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor, or those of `names`, on the device: an offloaded one until the next is taken."""
+        chosen = {name: tensor for name, tensor in self.tensors.items() if names is None or name in names}
+        return iter(chosen.items()) if self.offload is None else self.offload.tensors(chosen)
+
+    def onload(self, module: torch.nn.Module) -> AbstractContextManager[None]:
+        """Hold every weight inside a module on the device for as long as a `with` block takes."""
+        return nullcontext() if self.offload is None else self.offload.onload(module)
+
+    def addresses(self) -> set[int]:
+        """Return where the tensors begin in memory."""
+        there = () if self.offload is None else self.offload.buffers()
+        return {tensor.data_ptr() for tensor in chain(self.tensors.values(), there)}
 
     def expected(self, name: str) -> torch.Tensor | None:
         """Return a tensor's value in the file, cast on the CPU to the dtype that it has in the model.
@@ -95,12 +116,15 @@ class LoadedBase:
         return self.files.read(key).to(self.tensors[name].dtype)
 
 
-def load_base(case: Case, device: str, *, device_map: str | Mapping[str, Any] | None = None) -> LoadedBase:
-    """Load the base of a case onto a device, or onto several by a device map."""
+def load_base(
+    case: Case, device: str, *, device_map: str | Mapping[str, Any] | None = None, offload: bool = False
+) -> LoadedBase:
+    """Load the base of a case onto a device, or onto several by a device map; `offload` leaves it on the host."""
+    place = "cpu" if offload else device
     if case.factory is not None:
-        model, files, missing = _from_factory(case.factory, device), None, frozenset[str]()
+        model, files, missing = _from_factory(case.factory, place), None, frozenset[str]()
     else:
-        model, missing = _from_folder(case, device, device_map)
+        model, missing = _from_folder(case, place, device_map)
         files = WeightFiles.of_base(case.base, allow_pickle=case.allow_pickle)
     model.eval()
     missing = overwrite(model, missing)
@@ -110,8 +134,17 @@ def load_base(case: Case, device: str, *, device_map: str | Mapping[str, Any] | 
     names = {} if files is None else file_names(filled, files)
     persistent = frozenset(model.state_dict(keep_vars=True))
     return LoadedBase(
-        model=model, files=files, tensors=tensors, file_names=names, not_in_file=missing, persistent=persistent
-    )
+        model=model, files=files, tensors=tensors, file_names=names, not_in_file=missing, persistent=persistent,
+        offload=_offloaded(model, device) if offload else None,
+    )  # fmt: skip
+
+
+def _offloaded(model: torch.nn.Module, device: str) -> Offload:
+    from consistency.worker.model.offload import Offload
+
+    offload = Offload(model, torch.device(device))
+    offload.attach(model)
+    return offload
 
 
 def load_adapter(
@@ -126,6 +159,8 @@ def load_adapter(
 
     assert case.adapter is not None
     recording = nullcontext() if initial is None else _recording_initial_values(base, initial)
+    if base.offload is not None:
+        base.offload.detach()
     problem, hint = "PEFT cannot load this adapter onto this base", f"is it for {case.base}?"
     with _as_input_error(UNUSABLE, problem, where=case.adapter, hint=hint), recording:
         model = PeftModel.from_pretrained(
@@ -133,6 +168,8 @@ def load_adapter(
         )
     assert isinstance(model, torch.nn.Module)
     model.eval()
+    if base.offload is not None:
+        base.offload.attach(model)
     return model
 
 
@@ -161,7 +198,7 @@ def _recording_initial_values(base: LoadedBase, initial: dict[str, str]) -> Iter
     """Take digests as PEFT begins to load the file: the adapter is in place and still at initialization."""
     from peft import PeftModel
 
-    of_base = {tensor.data_ptr() for tensor in base.tensors.values()}
+    of_base = base.addresses()
     real = PeftModel.load_adapter
 
     def look(model: Any, *args: Any, **options: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -89,3 +89,33 @@ def _attributes(module: torch.nn.Module) -> Callable[[], None]:
             container.extend(content) if isinstance(container, list) else container.update(content)
 
     return restore
+
+
+def merge_adapter(model: Any) -> None:
+    """Merge the adapter into the whole model by PEFT's own code.
+
+    Merged weights of an offloaded base would take as much memory as the base: its layers are merged on the device
+    whenever their weights arrive there. Each is merged once at first, so that what PEFT raises is raised here.
+    """
+    from consistency.worker.model.offload import units_of
+
+    units = units_of(model)
+    try:
+        for module, unit in units:
+            unit.around = _merged_inside
+            unit.pre_forward(module)
+            unit.post_forward(module, None)
+    except NO_MERGE:
+        for _, unit in units:
+            unit.around = None
+        raise
+    if not units:
+        model.merge_adapter()
+
+
+@contextmanager
+def _merged_inside(module: torch.nn.Module) -> Iterator[None]:
+    with ExitStack() as stack:
+        for _, layer in adapted_layers(module):
+            stack.enter_context(merged(layer, safe=False))
+        yield

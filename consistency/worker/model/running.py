@@ -21,12 +21,27 @@ def is_of_the_model(error: Exception, model: torch.nn.Module) -> bool:
     """
     if is_out_of_memory(error):
         return False
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    return on_cpu or not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError)
+    if device_of(model).type == "cpu" or _is_out_of_reach(error):
+        return True
+    return not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError)
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return the device that a model computes on, which an offloaded one's parameters are not on."""
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    device = next((hook.execution_device for hook in hooks if hook is not None), None)
+    return next(model.parameters()).device if device is None else torch.device(device)
+
+
+def _is_out_of_reach(error: Exception) -> bool:
+    """Report whether an offloaded model's code met a weight that is not on the device: one on meta has no bytes."""
+    return isinstance(error, RuntimeError | NotImplementedError) and "meta" in str(error)
 
 
 def refusal(case: Case, error: Exception) -> str:
     """Return why the model does not run on the inputs; on the user's own inputs that is the user's error."""
+    if _is_out_of_reach(error):
+        return f"the model reads weights that accelerate's hooks do not bring to the device: {first_line(error)}"
     if case.inputs is not None:
         raise InputError("the model does not run on these inputs", where=case.inputs, got=first_line(error)) from error
     return f"the model does not run on inputs made from its config: {first_line(error)}: give --inputs FILE.safetensors"
@@ -45,10 +60,8 @@ def activations(model: torch.nn.Module, inputs: Activations) -> Activations:
 
 def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Activations, Activations]:
     """Run the model and return, on its device, its hidden states and its other outputs, by name."""
-    parameter = next(model.parameters())
-    moved = {
-        name: t.to(parameter.device, parameter.dtype if t.is_floating_point() else None) for name, t in inputs.items()
-    }
+    device, dtype = device_of(model), next(model.parameters()).dtype
+    moved = {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in inputs.items()}
     output = model(**moved, **_extras(model))
     if isinstance(output, torch.Tensor):
         return {}, {"output": output}

@@ -27,11 +27,10 @@ def run(context: Context) -> None:
     """Record every tensor of the base, and note the digests of all."""
     base, record, found = context.base, context.record, context.digests
     exact = _exact_tables(base.model)
-    for done, (name, tensor) in enumerate(base.tensors.items()):
+    wanted = {name for name in base.tensors if record.wants("base", split_name(name)[0])}
+    for done, (name, tensor) in enumerate(base.on_device(wanted)):
         layer, part = split_name(name)
-        if not record.wants("base", layer):
-            continue
-        context.events.step(name, done, len(base.tensors))
+        context.events.step(name, done, len(wanted))
         here, in_file = found.get(name) or digest(tensor), base.in_file.get(name)
         # of a base that stayed loaded, a tensor with the digest of its file is not read once more
         expected = tensor if here == in_file else base.expected(name)
@@ -71,7 +70,7 @@ def run(context: Context) -> None:
 
 def rewritten(context: Context) -> dict[str, TensorDigest]:
     """Return what loading the adapter has changed of the base: the digests after it, by name."""
-    now = {name: digest(tensor) for name, tensor in context.base.tensors.items()}
+    now = {name: digest(tensor) for name, tensor in context.base.on_device()}
     return {name: after for name, after in now.items() if after.value != context.digests[name].value}
 
 
@@ -82,8 +81,8 @@ def look_again(context: Context, changed: Mapping[str, TensorDigest]) -> None:
     others have the bytes from before, which were compared with the file.
     """
     base, record = context.base, context.record
-    for name, after in changed.items():
-        tensor = base.tensors[name]
+    for name, tensor in base.on_device(changed):
+        after = changed[name]
         layer, part = split_name(name)
         if not record.wants("base", layer):
             continue

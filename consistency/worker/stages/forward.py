@@ -28,7 +28,7 @@ from consistency.worker.model.float64_reference import Reference, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
-from consistency.worker.model.merging import NO_MERGE, adapted_layers
+from consistency.worker.model.merging import NO_MERGE, adapted_layers, merge_adapter
 from consistency.worker.model.running import Activations, activations, is_of_the_model, refusal, unbounded
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.context import Context
@@ -158,7 +158,7 @@ def _merge(model: Any) -> str:
     """Merge the adapter as a user would; return why PEFT refuses, or nothing."""
     try:
         with torch.no_grad():
-            model.merge_adapter()
+            merge_adapter(model)
     except NO_MERGE as failure:
         if is_out_of_memory(failure):
             raise

@@ -137,7 +137,8 @@ def placement(context: Context) -> None:
 
 def _merge_peaks(context: Context) -> None:
     """Measure the peak of merging the largest adapted layer; at the level `thorough`, of every one."""
-    layers = [(name, layer) for name, layer in adapted_layers(context.model) if not weight_of(layer).is_meta]
+    offloaded = context.base.offload is not None
+    layers = [(n, layer) for n, layer in adapted_layers(context.model) if offloaded or not weight_of(layer).is_meta]
     if not layers:
         return
     if context.job.case.level is not Level.THOROUGH:
@@ -148,8 +149,9 @@ def _merge_peaks(context: Context) -> None:
         place = module_place(name)
         if context.record.wants("memory", place):
             context.events.step(place, done, len(layers))
-            for safe in (False, True):
-                _merge_peak(context, place, layer, meter, safe=safe, model_bytes=model_bytes)
+            with context.base.onload(layer):
+                for safe in (False, True):
+                    _merge_peak(context, place, layer, meter, safe=safe, model_bytes=model_bytes)
 
 
 def _merge_peak(

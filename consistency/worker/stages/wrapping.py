@@ -32,6 +32,10 @@ def run(context: Context) -> None:
         reason = "no wrapper is given: --wrapper python:package.module:function"
         context.record.fact(STAGE, WHOLE_MODEL, "everything", status="skipped", reason=reason)
         return
+    if context.base.offload is not None:
+        reason = "the base is offloaded: the device does not hold the plain model that is to be wrapped"
+        context.record.fact(STAGE, WHOLE_MODEL, "everything", status="skipped", reason=reason)
+        return
     plain = load_base(case, context.job.device).model
     wrapped = wrap(case.wrapper, plain)
     record(context, check_wrapped(wrapped, plain, adapter=_adapter(case.adapter)))

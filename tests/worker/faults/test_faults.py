@@ -38,7 +38,7 @@ LOST = {
     "out-of-memory": "ran out of memory",
 }
 OTHERS = {"merge-not-repeatable", "setting-flipped"}
-WRONG = [f for f in FAULTS.values() if f.name not in {*LOST, *OTHERS} and not f.two_devices]
+WRONG = [f for f in FAULTS.values() if f.name not in {*LOST, *OTHERS} and not f.accelerators]
 SENTENCES = {
     "labels-changed-on-hop": "labels changed during transfer to device cpu: labels[0, 3] was",
     "ids-past-vocabulary": "ids past the vocabulary: largest id 515, embedding has 512 rows",
@@ -68,7 +68,7 @@ BY_LOAD_PATH = {
 
 
 def test_every_fault_is_a_function_that_plants_it() -> None:
-    """The one that needs two devices is tried in tests/accelerator/inside_memory.py."""
+    """Those that need accelerators are tried on the double: inside_memory.py and test_offload_on_double.py."""
     found = [pkgutil.resolve_name(f"consistency.worker.faults.{fault.plant}") for fault in FAULTS.values()]
     assert all(map(callable, found))
     assert len(set(found)) == len(found)
@@ -76,7 +76,7 @@ def test_every_fault_is_a_function_that_plants_it() -> None:
 
 def test_the_readme_counts_them() -> None:
     readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    everywhere = sum(not fault.two_devices for fault in FAULTS.values())
+    everywhere = sum(not fault.accelerators for fault in FAULTS.values())
     assert f" {len(FAULTS)}" in readme
     assert f"{everywhere} of {everywhere} planted faults" in readme
 

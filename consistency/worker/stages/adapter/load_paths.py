@@ -42,7 +42,7 @@ def run(context: Context, by_digest: Mapping[str, str]) -> None:
 def _by_peft(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]) -> None:
     model: Any = context.model
     device = {None: None, "cpu": "cpu", "target": context.job.device}[load_path.torch_device]
-    with as_it_was(model, context.expected) as state:
+    with as_it_was(model, context.expected) as state, _shown_on(model, context.device):
         poison(tensor for tensor in state.values() if tensor.is_floating_point())
         try:
             model.load_adapter(
@@ -66,7 +66,7 @@ def _by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[s
         skip(context, "transformers does not load prompts")
         return
     try:
-        shell = stand_in(model).unload()
+        shell = stand_in(model, context.device).unload()
         with _poisoned_injection():
             shell.load_adapter(
                 context.job.case.adapter, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=load_path.low_memory
@@ -126,11 +126,24 @@ def _look(
         )
 
 
-def stand_in(model: torch.nn.Module) -> Any:
+@contextmanager
+def _shown_on(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Put stand-ins of an offloaded base on the device: PEFT moves an adapter to the device of the weight below it.
+
+    With `low_cpu_mem_usage=True` it does so on every load. What it finds here is put back by `as_it_was`.
+    """
+    for module in model.modules():
+        for name, tensor in module._parameters.items():
+            if tensor is not None and tensor.is_meta:
+                module._parameters[name] = _without_memory(tensor, device)
+    yield
+
+
+def stand_in(model: torch.nn.Module, device: torch.device) -> Any:
     """Return a model of the same modules, whose tensors have the same shape, dtype and device but not the values.
 
     All elements of a tensor share one address, so it needs no memory, and writes while an adapter is put in place
-    cannot reach the model.
+    cannot reach the model. An offloaded base has its tensors on the device that it is brought to.
 
     Raises
     ------
@@ -141,10 +154,13 @@ def stand_in(model: torch.nn.Module) -> Any:
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) not in (torch.nn.Parameter, torch.Tensor):
             raise TypeError(f"no stand-in for a {type(tensor).__name__}")
-        one = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        copies[id(tensor)] = torch.nn.Parameter(one, requires_grad=False) if is_parameter else one
+        copies[id(tensor)] = _without_memory(tensor, device if tensor.is_meta else tensor.device)
     return copy.deepcopy(model, copies)
+
+
+def _without_memory(tensor: torch.Tensor, device: torch.device) -> Any:
+    one = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+    return torch.nn.Parameter(one, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else one
 
 
 @contextmanager

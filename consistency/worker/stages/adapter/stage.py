@@ -110,11 +110,13 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
     rounding explains.
     """
     model, record = context.model, context.record
-    known = {t.data_ptr() for t in context.base.tensors.values()}
+    known = context.base.addresses()
     known |= {state[name].data_ptr() for name in (*context.expected, *missing) if name in state}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
         strided = tensor.layout is torch.strided and tensor.numel() > 0
+        if tensor.is_meta and context.base.offload is not None:
+            continue  # a weight of the base, which is on the host
         if not strided or tensor.data_ptr() in known or not record.wants("adapter", layer):
             continue
         record.computed(

@@ -96,7 +96,8 @@ def run(context: Context) -> None:
         if not context.record.wants("merged", place):
             continue
         context.events.step(place, done, len(layers))
-        _look(context, name, place, layer)
+        with context.base.onload(layer):
+            _look(context, name, place, layer)
 
 
 def _look(context: Context, name: str, place: str, layer: Any) -> None:

@@ -82,6 +82,8 @@ def run(context: Context) -> None:
     inputs, reason = fixed_inputs(case, model)
     if case.factory is not None:
         reason = "a model that a function makes has no device map"
+    if context.base.offload is not None:
+        reason = "the base is offloaded: one device does not hold the model that layouts are compared with"
     if inputs is None or reason:
         _skip(context, WHOLE_MODEL, reason)
         return

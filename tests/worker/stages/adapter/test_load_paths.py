@@ -147,7 +147,7 @@ def test_whatever_a_load_puts_in_place_is_taken_out_again(tiny: Any) -> None:
 
 def test_a_stand_in_takes_no_memory_and_lets_nothing_through(tiny: Any) -> None:
     before = fingerprint(tiny)
-    shell = stand_in(tiny)
+    shell = stand_in(tiny, torch.device("cpu"))
     weight, its = (m.base_model.model.model.embed_tokens.weight for m in (shell, tiny))
     assert (weight.shape, weight.dtype, weight.device) == (its.shape, its.dtype, its.device)
     assert weight.untyped_storage().nbytes() == weight.element_size()
@@ -158,7 +158,7 @@ def test_a_stand_in_takes_no_memory_and_lets_nothing_through(tiny: Any) -> None:
     its_kind = type("Quantized", (torch.nn.Parameter,), {})
     tiny.base_model.model.model.norm.weight = its_kind(torch.ones(8))
     with pytest.raises(TypeError, match="no stand-in for a Quantized"):
-        stand_in(tiny)
+        stand_in(tiny, torch.device("cpu"))
 
 
 class Recorder:

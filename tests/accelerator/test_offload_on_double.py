@@ -1,0 +1,124 @@
+"""A model three times as large as its device: streamed through it, checked whole, and a fault in one layer found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from consistency.case.model_size import model_size
+from consistency.case.options import Options
+from consistency.case.preflight import prepare_case
+
+from .fixtures import Double, RunOnDouble, RunsOnDouble
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
+
+LAYERS = 12
+STAGES = "base,adapter,merged,forward,memory,sharding"
+
+# one worker is healthy, and of the other a fault hits the last layer's weight whenever it arrives
+RUN = """
+import dataclasses, sys
+from pathlib import Path
+from consistency.case.reading import make_options
+from consistency.workflows import pipeline
+
+base, adapter, stages, out = sys.argv[1:]
+table = {"base": base, "adapter": adapter, "devices": "cpu,npu:0,npu:1", "stages": stages, "load_paths": "isolated"}
+plan = dataclasses.replace(pipeline.prepare(make_options(table)), faults={"npu:1": "offload-bit-flip"})
+done = pipeline.run(plan, Path(out), watch=lambda *_: None)
+sys.exit(done.comparison.exit_status)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Save a base of 11 MB whose largest weight is one of sixty, and an adapter."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=LAYERS, num_attention_heads=4,
+        max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    base = transformers.LlamaForCausalLM(config)
+    base.save_pretrained(folder / "base")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False)
+    peft.get_peft_model(base, lora).save_pretrained(folder / "adapter", save_embedding_layers=False)
+    return folder / "base", folder / "adapter"
+
+
+def a_third(model: tuple[Path, Path]) -> int:
+    found = model_size(prepare_case(Options(base=str(model[0]))))
+    assert found is not None
+    return found.base // 3
+
+
+@pytest.fixture(scope="module")
+def run(double: Double, model: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> RunOnDouble:
+    out = tmp_path_factory.mktemp("offloaded") / "out"
+    return RunOnDouble(double.python("-c", RUN, *model, STAGES, out, devices=2, memory_bytes=a_third(model)), out)
+
+
+def rows_of(run: RunOnDouble, worker: str) -> list[tuple[str, str, str, str]]:
+    return [
+        (t.stage, t.layer, t.tensor, row.status)
+        for t in run.comparison.tensors
+        for row in t.rows
+        if row.worker == worker
+    ]
+
+
+def test_the_healthy_worker_has_no_finding(run: RunOnDouble) -> None:
+    assert run.process.returncode == 1, run.process.stdout + run.process.stderr
+    found = rows_of(run, "npu:0")
+    assert {status for stage, _, _, status in found if stage in ("base", "adapter")} == {"equal"}
+    assert {status for stage, _, _, status in found if stage in ("merged", "forward", "memory")} == {"equal", "within"}
+    weights = {(layer, tensor) for stage, layer, tensor, _ in found if stage == "base"}
+    assert len(weights) == 9 * LAYERS + 5, "the two tables of rotary frequencies too"
+    assert sum(stage == "merged" for stage, *_ in found) == 3 * (2 * LAYERS + 1), "delta, weight and safe weight"
+    assert {tensor for stage, _, tensor, _ in found if stage == "forward"} == {
+        "adapter_on", "adapter_off", "adapter_merged",
+    }  # fmt: skip
+    assert [(stage, status) for stage, *_, status in found if status == "skipped"] == [("sharding", "skipped")]
+
+
+def test_a_flipped_bit_is_found_in_the_layer_where_it_arrives(run: RunOnDouble) -> None:
+    errors = [finding for finding in run.comparison.findings if finding.severity == "error"]
+    assert {finding.workers for finding in errors} == {("npu:1",)}
+    assert (errors[0].kind, errors[0].message.partition(" · ")[0]) == ("bit-flip", "base")
+    assert errors[0].tensors == (f"base::model.layers.{LAYERS - 1}.mlp.down_proj.weight",)
+    (first,) = run.comparison.first_divergence
+    assert (first.worker, first.layer) == ("npu:1", f"model.layers.{LAYERS - 1}.mlp.down_proj")
+
+
+def test_the_report_states_what_was_offloaded_and_why(run: RunOnDouble) -> None:
+    said = {worker["name"]: worker["environment"].get("placement") for worker in run.report["workers"]}
+    assert said["cpu"] is None
+    for name in ("npu:0", "npu:1"):
+        assert said[name].startswith("offload: the base, the adapter and the work on them take ")
+        assert said[name].endswith(" (10.3 MiB of it the base), and the device has 3.4 MiB free")
+
+
+def test_the_device_holds_a_layer_and_the_host_no_second_model(run: RunOnDouble, model: tuple[Path, Path]) -> None:
+    worker: dict[str, Any] = json.loads((run.folder / "captures/workers/npu_0.isolated/worker.json").read_text())
+    stages = {stage["stage"]: stage for stage in worker["stage_memory"]}
+    assert max(stage["device_peak_bytes"] for stage in stages.values()) <= a_third(model)
+    assert stages["base"]["device_resident_bytes"] < 2**16, "no weight stays"
+
+
+def test_without_offloading_the_worker_runs_out_of_memory(
+    run_on_double: RunsOnDouble, model: tuple[Path, Path]
+) -> None:
+    run = run_on_double(
+        {"devices": 1, "memory_bytes": a_third(model)},
+        base=str(model[0]), adapter=str(model[1]), devices="npu:0", stages="base", placement="device",
+    )  # fmt: skip
+    assert run.process.returncode == 3
+    (worker,) = run.report["workers"]
+    assert "out of memory" in worker["reason"]

@@ -1,0 +1,76 @@
+"""Where the base is put: exactly what does not fit is offloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from consistency.case.case import Case
+from consistency.case.model_size import model_size
+from consistency.case.options import Options
+from consistency.case.preflight import prepare_case
+from consistency.worker.memory import offload_choice
+from consistency.worker.memory.offload_choice import choose
+
+NPU = torch.device("meta")  # any device that is not the host
+
+
+@pytest.fixture
+def case() -> Case:
+    return prepare_case(Options(base="builtin:llama"))
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return lambda count: monkeypatch.setattr(offload_choice, "_room", lambda _: count)
+
+
+def test_what_fits_to_the_byte_is_on_the_device(case: Case, free: Any) -> None:
+    needed = model_size(case)
+    assert needed is not None
+    free(needed.whole)
+    assert str(choose(case, NPU)) == "device"
+    free(needed.whole - 1)
+    found = choose(case, NPU)
+    assert found.offload
+    assert str(found).startswith("offload: the base, the adapter and the work on them take 1")
+    assert "(2.8 MiB of it the base), and the device has 1" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("placement", "said"), [("device", "device: as requested"), ("offload", "offload: as requested")]
+)
+def test_a_request_is_followed_whatever_fits(placement: Any, said: str, free: Any) -> None:
+    case = prepare_case(Options(base="builtin:llama", placement=placement))
+    for count in (0, 2**40, None):
+        free(count)
+        assert str(choose(case, NPU)) == said
+
+
+def test_the_host_holds_its_base_itself(free: Any) -> None:
+    free(0)
+    for placement in ("auto", "offload"):
+        case = prepare_case(Options(base="builtin:llama", placement=placement))
+        assert not choose(case, torch.device("cpu")).offload
+
+
+def test_unknown_sizes_are_tried_on_the_device(case: Case, free: Any) -> None:
+    free(None)
+    assert str(choose(case, NPU)) == "device"
+    free(0)
+    assert not choose(prepare_case(Options(base="python:tests.worker.model.made_models:perturb")), NPU).offload
+
+
+def test_a_quantized_base_is_not_offloaded(free: Any, tmp_path: Path) -> None:
+    built_in = Path(prepare_case(Options(base="builtin:llama")).base)
+    (tmp_path / "model.safetensors").symlink_to(built_in / "model.safetensors")
+    config = json.loads((built_in / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
+    free(0)
+    found = choose(prepare_case(Options(base=str(tmp_path))), NPU)
+    assert not found.offload
+    assert str(found).endswith("but a quantized base is not offloaded")
