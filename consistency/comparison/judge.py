@@ -144,13 +144,16 @@ def _relative(
     found = record.measure
     if found is None:
         return _equal(subject, record, reference=FLOAT64)
-    own = record.reference_error
-    if (own is None or subject.is_cpu) and reference.is_cpu and expected is not None and expected.measure is not None:
+    own, reason = record.reference_error, None
+    if record.stage != Stage.BASE and (subject.products or reference.products):
+        # the reference worker's own error is of other products; the record has that of this worker's products
+        if record.stage == Stage.MERGED and subject.is_cpu and not subject.products:
+            own, reason = None, f"{reference.label} multiplies in another precision: its own error is no measure here"
+    elif (own is None or subject.is_cpu) and reference.is_cpu and expected is not None and expected.measure is not None:
         # a CPU's own error must not excuse it
         own = expected.measure.max_abs if expected.dtype == record.dtype else None
-    reason = None
     if own is None:
-        reason = "the error of a CPU in this dtype is unknown: no CPU took part"
+        reason = reason or record.reason or "the error of a CPU in this dtype is unknown: no CPU took part"
     elif record.dtype == "float16" and not math.isfinite(own):  # the range of the other dtypes suffices for any model
         reason = "the CPU's own values overflow float16 (largest value 65504): there is no error to compare with"
     if own is None or reason is not None:

@@ -65,6 +65,13 @@ class ComparedWorker:
             return None
         return (self.info.architecture, self.info.model, self.info.kernel_key)
 
+    @property
+    def products(self) -> dict[str, str]:
+        """Return how float32 products may be computed, by kind of product, where not in float32."""
+        found = self.info.environment.get("products")
+        names = ("matmul", "convolution")
+        return {name: str(found[name]) for name in names if name in found} if isinstance(found, dict) else {}
+
     def kind(self) -> bytes:
         """Return everything that `judge` may use of a worker other than its record and its stored tensors.
 

@@ -52,7 +52,7 @@ def permitted(kind: str, settings: Mapping[str, object], variables: Mapping[str,
         Values in force, by the names of `SETTINGS`. Of a switch of TF32 that torch refuses to read it is not known
         that it is off.
     variables : mapping
-        Environment variables of the process.
+        Further environment variables that libraries follow.
     """
     by_name = _BY_MATMUL_PRECISION.get(str(settings.get("float32_matmul_precision")), Precision.FLOAT32)
     if kind == CPU:
@@ -75,7 +75,7 @@ def permitted(kind: str, settings: Mapping[str, object], variables: Mapping[str,
         found = _least(by_name, _ONEDNN.get(str(settings.get("mkldnn_matmul_fp32_precision")), Precision.FLOAT32))
         convolution = _ONEDNN.get(str(settings.get("mkldnn_conv_fp32_precision")), Precision.FLOAT32)
         return Products(matmul=found, convolution=convolution, partial_terms=partial)
-    override = variables.get("NVIDIA_TF32_OVERRIDE")
+    override = settings.get("nvidia_tf32_override")
     if override == "0":
         return Products(partial_terms=partial)
     # CUDA has no bfloat16 mode for float32: `medium` is TF32 there

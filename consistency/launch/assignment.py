@@ -20,8 +20,8 @@ from consistency.errors import CaptureError, ConsistencyError, InputError, Usage
 from consistency.launch.change import Change
 from consistency.launch.engine import Limits
 from consistency.launch.environment import torch_device
-from consistency.launch.plan import WorkerPlan
-from consistency.worker.protocol import CANNOT_WRITE, STATE_FILE, Event, EventReader, Job, WorkerState
+from consistency.launch.plan import WorkerPlan, settings_of
+from consistency.worker.protocol import CANNOT_WRITE, STATE_FILE, Event, EventReader, Job, Peer, WorkerState
 
 JOBS = "jobs.json"
 """Name of the file with the jobs of a process, in the folder of the first."""
@@ -88,6 +88,7 @@ class Assignment:
             makes_reference=self.plan.makes_reference,
             threads=threads,
             alternative_paths=self.plan.alternative_paths,
+            peers=tuple(Peer(type=info.spec.type, settings=settings_of(info, self.case)) for info in self.plan.peers),
             parent_pid=os.getpid(),
             fault=self.fault,
             autocast_adapter_dtype=change.autocast_adapter_dtype is not False,

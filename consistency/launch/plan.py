@@ -30,12 +30,15 @@ class WorkerPlan:
         The default load path that it is started for.
     makes_reference : bool
         Whether it computes the float64 activations for all workers.
+    peers : tuple of DeviceInfo
+        The devices of these.
     """
 
     info: DeviceInfo
     load_path: LoadPath
     alternative_paths: tuple[LoadPath, ...] = ()
     makes_reference: bool = False
+    peers: tuple[DeviceInfo, ...] = ()
     change: Change | None = None
 
     @property
@@ -48,17 +51,19 @@ class WorkerPlan:
 
     def settings(self, case: Case) -> dict[str, Any]:
         """Return the settings that differ from the profile's: the user's, the variant's, and those of the change."""
-        variant = self.info.spec.numerical_variant()
-        return {
-            **{switch.name: switch.value for switch in case.settings},
-            **({} if variant is None else variant.settings),
-            **({} if self.change is None else self.change.settings),
-        }
+        return {**settings_of(self.info, case), **({} if self.change is None else self.change.settings)}
 
     @property
     def label(self) -> str:
         """Return the name for people: the load path is named where it is not the default."""
         return self.name if self.load_path is LoadPath.ISOLATED else f"{self.name} ({self.load_path})"
+
+
+def settings_of(info: DeviceInfo, case: Case) -> dict[str, Any]:
+    """Return the settings that a case asks a device for."""
+    variant = info.spec.numerical_variant()
+    chosen = {switch.name: switch.value for switch in case.settings}
+    return chosen if variant is None else {**chosen, **variant.settings}
 
 
 def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPlan]]:
@@ -80,6 +85,7 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
                 load_path=LoadPath.ISOLATED if info.spec.is_cpu else main,
                 alternative_paths=_on_cpu(sides, chosen=case.load_paths is not None) if info.spec.is_cpu else sides,
                 makes_reference=number == 0 and info is maker,
+                peers=tuple(devices) if number == 0 and info is maker else (),
             )
             for info in devices
             if number == 0 or not info.spec.is_cpu

@@ -12,7 +12,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,25 @@ from consistency.errors import UsageError, first_line
 SEED = 0
 
 _Access = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+class _Request(NamedTuple):
+    asked: dict[str, Any]
+    pins: bool
+
+
+_requests: list[_Request] = []
+"""What `deterministic` was asked for, the innermost last."""
+
+
+def meant() -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Return the settings and variables that results are to be judged by.
+
+    What was asked for is that, even where a library has changed it since: TF32 that nobody requested is a fault. What
+    nobody asked for is as it is.
+    """
+    found, pins = (_requests[-1].asked, _requests[-1].pins) if _requests else ({}, False)
+    return {**in_force(), **found}, {} if pins else os.environ
 
 
 def pinned() -> dict[str, Any]:
@@ -78,7 +97,11 @@ def deterministic(
         try:
             _apply(asked, chosen=overrides)
             seed_all(seed)
-            yield asked
+            _requests.append(_Request(asked=asked, pins=pins))
+            try:
+                yield asked
+            finally:
+                _requests.pop()
         finally:
             _apply(before)
 

@@ -23,8 +23,8 @@ _AMPERE = (8, 0)
 
 
 def products_of(device: torch.device) -> Products:
-    """Return how products may be computed on a device of this process, by the settings in force now."""
-    found = permitted(device.type, determinism.in_force(), os.environ)
+    """Return how products may be computed on a device of this process, by its settings."""
+    found = permitted(device.type, *determinism.meant())
     if device.type == CPU:
         return _on_cpu(found)
     return _on_cuda(found, device) if device.type == "cuda" else found

@@ -37,6 +37,13 @@ STATE_FILE = "state.json"
 """Name of the file with a worker's `WorkerState`."""
 
 
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """Another worker of the run: the type of its device, and the settings that it is asked for."""
+
+    type: str
+    settings: dict[str, Any]
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road", "alternative_paths": "side_roads"}):
     """Everything a worker needs to know of one case.
 
@@ -56,6 +63,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
         None leaves them as the environment has them.
     makes_reference : bool
         Whether this worker computes the float64 activations for all.
+    peers : tuple of Peer
+        Every worker of the run, where this one computes the reference.
     fault : str or None
         A fault to plant, of `consistency.worker.faults`.
     autocast_adapter_dtype : bool
@@ -74,6 +83,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
     threads: int | None
     parent_pid: int
     alternative_paths: tuple[LoadPath, ...] = ()
+    peers: tuple[Peer, ...] = ()
     fault: str | None = None
     autocast_adapter_dtype: bool = True
 

@@ -67,6 +67,22 @@ def test_tf32_is_of_ampere_and_later(
         assert products_of(torch.device("cuda:0")).matmul is precision
 
 
+@pytest.mark.usefixtures("_with_bfloat16_units")
+def test_what_a_library_changes_against_a_request_is_not_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with deterministic(threads=1):
+        torch.set_float32_matmul_precision("medium")
+        monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
+        assert products_of(CPU) == Products(), "pinned: results in bfloat16 are a finding"
+    with deterministic(pins=False):
+        torch.set_float32_matmul_precision("medium")
+        assert products_of(CPU) == Products(matmul=Precision.BFLOAT16, convolution=Precision.BFLOAT16)
+        torch.set_float32_matmul_precision("highest")
+    with deterministic(pins=False, float32_matmul_precision="highest"):
+        monkeypatch.delenv("ONEDNN_DEFAULT_FPMATH_MODE")
+        torch.set_float32_matmul_precision("medium")
+        assert products_of(CPU) == Products(), "chosen with --set"
+
+
 def test_nothing_is_asked_of_a_device_whose_settings_permit_nothing() -> None:
     """A pinned worker must not open a device to learn its capability."""
     with deterministic(threads=1):

@@ -28,7 +28,9 @@ class Reference:
     Attributes
     ----------
     errors : dict
-        The CPU's own largest error, by mode and name.
+        The CPU's own largest error with float32 products, by mode and name.
+    errors_with : dict
+        The same with other products, by the name of `consistency.worker.yardstick`.
     samples : dict
         How many independent errors that is the largest of.
     failures : dict
@@ -39,12 +41,19 @@ class Reference:
     errors: dict[str, float]
     samples: dict[str, int]
     failures: dict[str, str]
+    errors_with: dict[str, dict[str, float]]
 
     @classmethod
     def of(cls, path: Path) -> Reference:
         with safe_open(path, framework="pt", device="cpu") as file:
             tables = {name: json.loads(text) for name, text in file.metadata().items()}
-        return cls(path=path, errors=tables["errors"], samples=tables["draws"], failures=tables["failures"])
+        return cls(
+            path=path,
+            errors=tables["errors"],
+            samples=tables["draws"],
+            failures=tables["failures"],
+            errors_with=tables["errors_with"],
+        )
 
     def read(self, name: str) -> torch.Tensor | None:
         """Return an exact tensor on the CPU; None where the reference has none of that name."""
@@ -63,11 +72,12 @@ def publish(
     errors: dict[str, float],
     samples: dict[str, int],
     failures: dict[str, str],
+    errors_with: dict[str, dict[str, float]] | None = None,
     file: str = REFERENCE_FILE,
 ) -> Reference:
     """Write the reference atomically, so that a worker that finds it can read it."""
     partial = scratch / f"{file}.tmp"
-    tables = {"errors": errors, "draws": samples, "failures": failures}
+    tables = {"errors": errors, "draws": samples, "failures": failures, "errors_with": errors_with or {}}
     save_file(
         {name: t.contiguous().clone() for name, t in exact.items()},
         partial,

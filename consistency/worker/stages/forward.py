@@ -24,6 +24,7 @@ from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.exact import in_float64
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.rules import Rule
+from consistency.worker import yardstick
 from consistency.worker.model.float64_reference import Reference, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
 from consistency.worker.model.inputs import fixed_inputs
@@ -57,10 +58,11 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Float64 activations by mode and name, and why a mode has none."""
+    """Float64 activations by mode and name, and why a mode has none; `others` are the CPU's with other products."""
 
     outputs: Activations = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    others: dict[str, Activations] = field(default_factory=dict)
 
 
 def run(context: Context) -> None:
@@ -123,6 +125,12 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
                 raise
             found.refused[mode] = refusal(context.job.case, error)
             continue
+        for title, products in yardstick.others_of_run(context.job, model).items() if exact is not None else ():
+            assert exact is not None
+            context.events.step(f"{mode}, {title}", done, len(modes))
+            with yardstick.computing_with(products), _without_adapter(model) if off else nullcontext():
+                found_with = activations(model, inputs)
+            exact.others.setdefault(title, {}).update((f"{mode}::{name}", t) for name, t in found_with.items())
         if exact is not None and mode != MERGED:
             context.events.step(f"{mode}, float64", done, len(modes))
             try:
@@ -140,8 +148,9 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
 def _publish(context: Context, found: Passes, exact: Exact) -> Reference:
     on_cpu = {f"{mode}::{name}": tensor for mode, outputs in found.outputs.items() for name, tensor in outputs.items()}
     return publish_errors(
-        context, on_cpu, exact.outputs, samples=independent_rows, failures=exact.failures, exact_name=_exact
-    )
+        context, on_cpu, exact.outputs, samples=independent_rows, failures=exact.failures, exact_name=_exact,
+        others=exact.others,
+    )  # fmt: skip
 
 
 def _modes(context: Context) -> list[str]:

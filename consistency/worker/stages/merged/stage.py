@@ -31,9 +31,11 @@ from consistency.numerics.rules import Rule
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import NO_MERGE, adapted_layers, merged, weight_of
 from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.precision import products_of
 from consistency.worker.recorder import UserTolerance
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.merged.low_rank import LowRank, allowance_of, low_rank_of
+from consistency.worker.yardstick import computing_with
 
 _TOGETHER_BYTES = 256 * 2**20
 """Tensors of a layer are held and measured together where its delta, in float32, is no larger. Their exact values are
@@ -211,10 +213,15 @@ def _truth(context: Context, name: str, place: str, layer: Any, low_rank: LowRan
 
 
 def _own_error(context: Context, name: str, layer: Any, truth: Truth, *, safe: bool) -> float | None:
-    """Return the CPU's own error where a layer of another device has no closed form."""
-    if truth.exact is None or weight_of(layer).device.type == "cpu":
+    """Return the CPU's own error where a layer of another device has no closed form.
+
+    It is that of products as the device may compute them; where that is less than float32, on the CPU too.
+    """
+    products = products_of(context.device)
+    if truth.exact is None or (weight_of(layer).device.type == "cpu" and not products.is_reduced):
         return None
-    own = _merge_copy(_copy_from_files(context, name, layer), safe=safe)
+    with computing_with(products):
+        own = _merge_copy(_copy_from_files(context, name, layer), safe=safe)
     return float(measure_against_exact(own, truth.exact).max_abs) if own.shape == truth.exact.shape else None
 
 

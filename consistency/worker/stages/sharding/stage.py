@@ -39,10 +39,12 @@ from consistency.worker.model.id_checks import KernelAssertedError, asserted, co
 from consistency.worker.model.inputs import fixed_inputs, with_labels
 from consistency.worker.model.loading import load_adapter, load_base, load_model
 from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.sharding.device_maps import Layout, layouts, load, same_model
 from consistency.worker.stages.sharding.moves import ChangedInTransferError, Moves, watched
+from consistency.worker.yardstick import computing_with, products_in
 
 STAGE = "sharding"
 PINNED = "one device"
@@ -73,7 +75,9 @@ class _Exact:
     @cached_property
     def found(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         model = load_model(self.context.job.case, "cpu")
-        return _outputs(model, self.inputs), in_float64(_outputs, model, self.inputs)
+        with computing_with(products_in(model, products_of(self.context.device))):
+            own = _outputs(model, self.inputs)
+        return own, in_float64(_outputs, model, self.inputs)
 
 
 def run(context: Context) -> None:

@@ -1,0 +1,91 @@
+"""Compute float32 products as a unit does that rounds their operands: in TF32 or bfloat16, accumulated in float32.
+
+The `relative` rule compares a device's error with the CPU's own. Where a device may multiply in a lower precision, the
+CPU's error that fits is that of the same products: `ReducedProducts` sits below autograd and below torch's composite
+operations, and rounds the operands of every matrix product and convolution, forward and backward, before the CPU's
+float32 kernels multiply them. A product of two operands of 11 or 8 bits is exact in float32, so that this is what such
+a unit computes, up to the order in which it adds.
+
+Operands in TF32 are truncated: the wider of the two errors that units make (`consistency.numerics.precision`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from consistency.numerics.precision import Precision
+
+_TF32_DROPPED = 13
+"""Of float32's 23 stored mantissa bits, those that TF32 does not have."""
+
+_aten = torch.ops.aten
+
+_MATMUL: dict[Any, tuple[int, ...]] = {
+    _aten.mm.default: (0, 1),
+    _aten.bmm.default: (0, 1),
+    _aten.mv.default: (0, 1),
+    _aten.dot.default: (0, 1),
+    _aten.addmm.default: (1, 2),
+    _aten.baddbmm.default: (1, 2),
+    _aten.addbmm.default: (1, 2),
+    _aten.addmv.default: (1, 2),
+    _aten._addmm_activation.default: (1, 2),
+}
+_CONVOLUTION: dict[Any, tuple[int, ...]] = {
+    _aten.convolution.default: (0, 1),
+    _aten.convolution_backward.default: (0, 1, 2),
+}
+"""Operations with the places of the operands that are multiplied; what is added is not rounded."""
+
+
+def truncated_to_tf32(values: torch.Tensor) -> torch.Tensor:
+    """Return float32 values without the mantissa bits that TF32 lacks; NaN and infinity stay."""
+    cut = (values.contiguous().view(torch.int32) & ~((1 << _TF32_DROPPED) - 1)).view(torch.float32)
+    return torch.where(torch.isfinite(values), cut, values)
+
+
+def rounded_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
+    """Return float32 values rounded to bfloat16, to nearest even."""
+    return values.to(torch.bfloat16).to(torch.float32)
+
+
+_ROUND: dict[Precision, Callable[[torch.Tensor], torch.Tensor]] = {
+    Precision.FLOAT32: lambda values: values,
+    Precision.TF32: truncated_to_tf32,
+    Precision.BFLOAT16: rounded_to_bfloat16,
+}
+
+
+class ReducedProducts(TorchDispatchMode):
+    """Round the operands of float32 products while the mode is active.
+
+    Attention has to be computed by its formula (`sdpa_math`): a fused kernel is one operation, whose inner products
+    cannot be reached.
+    """
+
+    def __init__(self, *, matmul: Precision, convolution: Precision) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
+        self._round = {
+            **{func: (places, _ROUND[matmul]) for func, places in _MATMUL.items()},
+            **{func: (places, _ROUND[convolution]) for func, places in _CONVOLUTION.items()},
+        }
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._round:
+            places, cut = self._round[func]
+            args = tuple(cut(a) if i in places and _is_float32(a) else a for i, a in enumerate(args))
+        elif torch.is_inference_mode_enabled() and func._can_decompose():  # which inference mode leaves whole
+            with self:
+                return func.decompose(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_float32(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
