@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from consistency.case.model_size import model_size
+from consistency.case.budget.shape import read_shape
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 
@@ -54,9 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def a_third(model: tuple[Path, Path]) -> int:
-    found = model_size(prepare_case(Options(base=str(model[0]))))
-    assert found is not None
-    return found.base // 3
+    return read_shape(prepare_case(Options(base=str(model[0])))).loaded_bytes // 3
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +99,8 @@ def test_the_report_states_what_was_offloaded_and_why(run: RunOnDouble) -> None:
     said = {worker["name"]: worker["environment"].get("placement") for worker in run.report["workers"]}
     assert said["cpu"] is None
     for name in ("npu:0", "npu:1"):
-        assert said[name].startswith("offload: the base, the adapter and the work on them take ")
-        assert said[name].endswith(" (10.3 MiB of it the base), and the device has 3.4 MiB free")
+        assert said[name].startswith("offload: the stages need ")
+        assert said[name].endswith(" 10.3 MiB of it for the base, and 3.4 MiB are free")
 
 
 def test_the_device_holds_a_layer_and_the_host_no_second_model(run: RunOnDouble, model: tuple[Path, Path]) -> None:

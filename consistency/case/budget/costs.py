@@ -24,6 +24,9 @@ PART_FLOAT64_BYTES = 1 << 28
 """Weights widened to float64 that are kept for one block, and the part of a larger one (`KEEP_BYTES` and `PART_BYTES`
 of `numerics.wide_weights`)."""
 
+DIGEST_BYTES = 3 * 16 * MIB
+"""Scratch of a digest on a device: three arrays of `_GPU_CHUNK_ROWS` rows of `numerics.digest`."""
+
 GRADIENT_PASSES = 4
 """Parts of the batch, each with a backward pass of its own (`PASSES` of the stage `gradient`)."""
 
@@ -153,6 +156,7 @@ def base(s: Setting) -> Cost:
     largest = s.shape.largest_elements * s.shape.width
     return Cost(
         host_bytes=largest if s.shape.converted_bytes else 0,
+        device_bytes=DIGEST_BYTES,
         window_bytes=min(s.shape.mapped_bytes, WINDOW_BYTES + largest),
         work=Work(fixed_s=PER_TENSOR_S * s.shape.tensors, digested_bytes=2 * s.shape.loaded_bytes),
     )
@@ -169,7 +173,7 @@ def load_adapter(s: Setting) -> Cost:
 
 def after_adapter(s: Setting) -> Cost:
     """Digest the base again."""
-    return Cost(work=Work(digested_bytes=s.shape.loaded_bytes))
+    return Cost(device_bytes=DIGEST_BYTES, work=Work(digested_bytes=s.shape.loaded_bytes))
 
 
 def adapter(s: Setting) -> Cost:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from consistency.case.budget.estimate import PlannedWorker, WorkerEstimate, estimate_worker, together
+from consistency.case.budget.placement import is_offloaded
 from consistency.case.budget.shape import Shape, read_shape
 from consistency.case.budget.speed import Speed
 from consistency.case.case import Case
@@ -91,11 +92,11 @@ def make_budget(
     """
     shape = read_shape(case)
     fitted = _fitted(case, shape, planned, available_bytes)
-    estimates = [estimate_worker(fitted, shape, worker) for worker in planned]
+    estimates = [_estimate(fitted, shape, worker) for worker in planned]
     too_large = next((found for found in estimates if not _fits(found, available_bytes)), None)
     at_once = _at_once(estimates, available_bytes)
     own_threads = threads or threads_per_worker(at_once)
-    workers = tuple(estimate_worker(fitted, shape, worker, speed=speed, threads=own_threads) for worker in planned)
+    workers = tuple(_estimate(fitted, shape, worker, speed=speed, threads=own_threads) for worker in planned)
     private, mapped = max((_largest(wave, at_once) for wave in _waves(workers)), key=sum)
     beyond = available_bytes is not None and private + mapped > available_bytes
     return Budget(
@@ -114,12 +115,19 @@ def make_budget(
     )
 
 
+def _estimate(
+    case: Case, shape: Shape, worker: PlannedWorker, *, speed: Speed | None = None, threads: int = 1
+) -> WorkerEstimate:
+    offloads = worker.on_device and is_offloaded(case, shape, worker.device_memory_bytes)
+    return estimate_worker(case, shape, worker, speed=speed, threads=threads, offloads=offloads)
+
+
 def _fitted(case: Case, shape: Shape, planned: Sequence[PlannedWorker], available_bytes: int | None) -> Case:
     """Return the case with the first cut that fits; uncut where none does, because cutting it would not help."""
     cuts = [msgspec.structs.replace(case, fit=cut) for cut in _cuts(case, shape)]
     for margin, tried in ((MARGIN, cuts), (1.0, cuts[-1:])):
         for cut in tried:
-            found = (estimate_worker(cut, shape, worker) for worker in planned)
+            found = (_estimate(cut, shape, worker) for worker in planned)
             if all(_fits(worker, available_bytes, margin=margin) for worker in found):
                 return cut
     return case

@@ -65,6 +65,8 @@ class Shape:
         None where the model has none, or the config does not state it.
     sequences, tokens : int or None
         Of the inputs file; None where inputs are made.
+    quantized : bool
+        Whether the base is: its kernels need it on the device.
     runs_on_inputs : bool
         Whether `forward` and `gradient` run: not where rounding chooses the experts.
     adapter_bytes, adapter_elements, adapter_tensors : int
@@ -93,6 +95,7 @@ class Shape:
     positions: int | None = None
     sequences: int | None = None
     tokens: int | None = None
+    quantized: bool = False
     runs_on_inputs: bool = True
     adapter_bytes: int = 0
     adapter_elements: int = 0
@@ -154,13 +157,14 @@ def _base(case: Case, config: Mapping[str, Any], weights: Checkpoint, unknown: l
         "vocabulary": _integer(text, "vocab_size"),
         "heads": _integer(text, *_HEADS),
         "positions": _integer(text, *_POSITIONS),
+        "quantized": config.get("quantization_config") is not None,
         "runs_on_inputs": (_integer(text, *_EXPERTS) or 0) <= 1,
         "dtype": _dtype(case, config, text, tensors),
     }
     if weights.pickled:
         unknown.append("the weights of the base are a pickle, which has no header: memory is that of its files")
         return found | {"converted_bytes": sum(file.stat().st_size for file in weights.files)}
-    if config.get("quantization_config") is not None:
+    if found["quantized"]:
         unknown.append("the base is quantized: what its kernels take is not estimated, nor their time")
     if found["hidden"] is None:
         unknown.append("the config states no hidden size: activations are not estimated")

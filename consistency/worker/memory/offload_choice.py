@@ -1,16 +1,15 @@
-"""Whether the device holds the base, or the host does and the base is brought to the device layer by layer."""
+"""Whether this worker's device holds the base, or the base stays on the host and streams through the device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from consistency.capture.wording import size
+from consistency.case.budget.placement import is_offloaded, needed_bytes
+from consistency.case.budget.shape import read_shape
 from consistency.case.case import Case
-from consistency.case.checkpoint import read_json
-from consistency.case.model_size import model_size
 from consistency.worker.memory.host_memory import free_bytes
 
 
@@ -32,17 +31,16 @@ def choose(case: Case, device: torch.device) -> Placed:
         return Placed(offload=False, reason="")
     if case.placement != "auto":
         return Placed(offload=case.placement == "offload", reason="as requested")
-    needed, free = model_size(case), _room(device)
-    if needed is None or free is None or needed.whole <= free:
+    shape, free = read_shape(case), _room(device)
+    if free is None or not shape.loaded_bytes or needed_bytes(case, shape) <= free:
         return Placed(offload=False, reason="")
-    adapter = ", the adapter" if case.adapter is not None else ""
     reason = (
-        f"the base{adapter} and the work on them take {size(needed.whole)} ({size(needed.base)} of it the base), "
-        f"and the device has {size(free)} free"
+        f"the stages need {size(needed_bytes(case, shape))} with the base on the device, by estimate, "
+        f"{size(shape.loaded_bytes)} of it for the base, and {size(free)} are free"
     )
-    if read_json(Path(case.base) / "config.json").get("quantization_config"):
-        return Placed(offload=False, reason=f"{reason}, but a quantized base is not offloaded")
-    return Placed(offload=True, reason=reason)
+    if is_offloaded(case, shape, free):
+        return Placed(offload=True, reason=reason)
+    return Placed(offload=False, reason=f"{reason}, but a quantized base is not offloaded")
 
 
 def _room(device: torch.device) -> int | None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from consistency.case.budget.placement import needed_bytes
+from consistency.case.budget.shape import read_shape
 from consistency.case.case import Case
-from consistency.case.model_size import model_size
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.worker.memory import offload_choice
@@ -30,15 +31,14 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_what_fits_to_the_byte_is_on_the_device(case: Case, free: Any) -> None:
-    needed = model_size(case)
-    assert needed is not None
-    free(needed.whole)
+    needed = needed_bytes(case, read_shape(case))
+    free(needed)
     assert str(choose(case, NPU)) == "device"
-    free(needed.whole - 1)
+    free(needed - 1)
     found = choose(case, NPU)
     assert found.offload
-    assert str(found).startswith("offload: the base, the adapter and the work on them take 1")
-    assert "(2.8 MiB of it the base), and the device has 1" in str(found)
+    assert str(found).startswith("offload: the stages need 6")
+    assert str(found).endswith("2.8 MiB of it for the base, and 63.0 MiB are free")
 
 
 @pytest.mark.parametrize(
