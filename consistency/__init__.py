@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from consistency.case.tolerance import Override
     from consistency.errors import ConsistencyError
     from consistency.worker.wrapper_check import WrapperReport, check_wrapped
-    from consistency.workflows.api import Comparison, Report, compare, run
+    from consistency.workflows.api import Comparison, Report, SuiteResult, compare, run, run_suite
 
 __all__ = [
     "Case",
@@ -24,11 +24,13 @@ __all__ = [
     "Options",
     "Override",
     "Report",
+    "SuiteResult",
     "WrapperReport",
     "__version__",
     "check_wrapped",
     "compare",
     "run",
+    "run_suite",
 ]
 
 _HOMES = {
@@ -39,8 +41,10 @@ _HOMES = {
     "Override": "consistency.case.tolerance",
     "Comparison": "consistency.workflows.api",
     "Report": "consistency.workflows.api",
+    "SuiteResult": "consistency.workflows.api",
     "compare": "consistency.workflows.api",
     "run": "consistency.workflows.api",
+    "run_suite": "consistency.workflows.api",
     # these two import torch when they are used
     "WrapperReport": "consistency.worker.wrapper_check",
     "check_wrapped": "consistency.worker.wrapper_check",

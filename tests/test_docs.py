@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from consistency.case.options import Edge
 from consistency.case.reading import read_options
+from consistency.case.suite import gather_suite
 from consistency.cli.main import build_parser
 from consistency.errors import UsageError
 
@@ -124,7 +126,8 @@ def test_option_files_and_pytest_options_are_known(document: str, tmp_path: Path
     for number, block in enumerate(block for language, block in _FENCE.findall(text) if language == "toml"):
         path = tmp_path / f"{number}.toml"
         path.write_text(block, encoding="utf-8")
-        read_options(path)
+        if gather_suite(path, {"adapter": "./my-lora"}, Edge.TOML) is None:  # patterns match nothing here
+            read_options(path)
     for name in re.findall(r"--consistency-[a-z-]*[a-z]", text):
         pytestconfig.getoption(name)
 

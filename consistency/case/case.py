@@ -8,7 +8,7 @@ from consistency.case.fit import Fit
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Dtype, Placement, Profile
 from consistency.case.profile import Switch
-from consistency.case.stages import LARGE_COPIES, LEVELS, SPECS, Level, LevelPlan, Model, Stage
+from consistency.case.stages import HOST_STAGES, LARGE_COPIES, LEVELS, SPECS, Level, LevelPlan, Model, Stage
 from consistency.case.tolerance import Override
 
 
@@ -48,6 +48,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         A function that takes the plain base and returns it wrapped.
     device_map : str or None
         A further way to shard the base: `auto`, `balanced`, `sequential`, or a JSON file of module names to devices.
+    host_checked_by : str
+        The case of the same suite that has the stages of the host, which this one then leaves out; empty where it is
+        this one, or where there is no other case.
     fit : Fit
         What it is cut to where memory is short.
     """
@@ -72,6 +75,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     allow_pickle: bool = False
     trust_remote_code: bool = False
     fit: Fit = Fit()
+    host_checked_by: str = ""
 
     @property
     def sequences(self) -> int:
@@ -114,7 +118,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def not_looked_at(self) -> tuple[str, ...]:
         """Return what this run does not check, for the report."""
-        skipped = [f"stage {s}" for s in Stage if s not in self.stages]
+        elsewhere = HOST_STAGES if self.host_checked_by else ()
+        skipped = [f"stage {s}" for s in Stage if s not in self.stages and s not in elsewhere]
+        skipped += [f"stage {s} (checked in case {self.host_checked_by})" for s in elsewhere if s not in self.stages]
         rest = [text for text in self.plan.not_looked_at if text not in list(Stage)]
         if Stage.OPERATORS not in self.stages:
             rest = [text for text in rest if "operators" not in text]

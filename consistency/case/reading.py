@@ -27,37 +27,52 @@ _BY_NAME = {name: option for option in OPTIONS for name in (option.name, *option
 
 def make_options(table: Mapping[str, object], base: Options | None = None) -> Options:
     """Parse options that are given by name in Python; `base` holds those that are not given."""
-    return dataclasses.replace(base or Options(), **_parse(table, where=str))
+    return dataclasses.replace(base or Options(), **parse(table, where=str))
 
 
 def gather_options(config: str | Path | None, given: Mapping[str, object], edge: Edge) -> Options:
     """Merge the options of a TOML file with those of a command line, which win; None stands for one not given."""
     file = {} if config is None else read_options(Path(config))
-    own = _parse({name: value for name, value in given.items() if value is not None}, where=edge.spell)
+    own = parse({name: value for name, value in given.items() if value is not None}, where=edge.spell)
+    return layered(file, own)
+
+
+def layered(*layers: Mapping[str, Any]) -> Options:
+    """Return the options of several places, by field; those of a later one win."""
     # the last tolerance that matches applies: those of the command line follow those of the file
-    tolerance = (*file.get("tolerance", ()), *own.get("tolerance", ()))
-    switches = merged(file.get("set", ()), own.get("set", ()))
-    return Options(**{**file, **own, "tolerance": tolerance, "set": switches})
+    tolerance = tuple(one for layer in layers for one in layer.get("tolerance", ()))
+    switches = merged(*(layer.get("set", ()) for layer in layers))
+    fields = {name: value for layer in layers for name, value in layer.items()}
+    return Options(**{**fields, "tolerance": tolerance, "set": switches})
 
 
 def read_options(path: Path) -> dict[str, Any]:
-    """Read the options that a TOML file sets; a relative path in it is relative to the file."""
+    """Read the options that a TOML file sets."""
+    return options_of(read_table(path), path)
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a TOML file."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError("no such configuration file", where=path) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError("cannot read the configuration file", where=path, got=error) from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError("the configuration is not TOML", where=path, got=error) from None
-    values = _parse(table, where=lambda name: f"{name} in {path}")
+
+
+def options_of(table: Mapping[str, object], path: Path, *, part: str = "") -> dict[str, Any]:
+    """Return the options of a TOML file, or of a part of it; a relative path in it is relative to the file."""
+    values = parse(table, where=lambda name: f"{name} in {part}{path}")
     for name, value in values.items():
         if _BY_NAME[name].is_path and not value.startswith(("python:", "builtin:")) and (path.parent / value).exists():
             values[name] = str(path.parent / value)
     return values
 
 
-def _parse(table: Mapping[str, object], *, where: Callable[[str], str]) -> dict[str, Any]:
+def parse(table: Mapping[str, object], *, where: Callable[[str], str]) -> dict[str, Any]:
     """Return typed values by field of `Options`; `where` names the place of an option in errors."""
     values: dict[str, Any] = {}
     for name, given in table.items():

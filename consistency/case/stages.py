@@ -185,6 +185,9 @@ COMPUTES_WITH_WEIGHTS = stages_of(lambda spec: spec.kind is Kind.COMPUTES and sp
 MODEL_LESS: tuple[Stage, ...] = stages_of(lambda spec: spec.model is not Model.REQUIRED)
 """Stages that check the machine alone. Of these `memory` checks the model too, where there is one."""
 
+HOST_STAGES: tuple[Stage, ...] = stages_of(lambda spec: spec.model is Model.UNUSED)
+"""Of these the stages that never check a model: they are the same for every case of a suite."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelPlan:

@@ -1,4 +1,4 @@
-"""The Python interface: `consistency.run(...)` and `consistency.compare(...)`."""
+"""The Python interface: `consistency.run(...)`, `consistency.run_suite(...)` and `consistency.compare(...)`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import Any
 
 from consistency.capture.folder import Capture
 from consistency.case.case import Case
-from consistency.case.options import Options
+from consistency.case.options import Edge, Options
 from consistency.case.reading import make_options
+from consistency.case.suite import gather_suite
 from consistency.comparison.history.baseline import read_baseline
 from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison
+from consistency.comparison.suite import SuiteResult
+from consistency.errors import UsageError
 from consistency.launch.engine import Watcher
-from consistency.workflows import pipeline
+from consistency.workflows import pipeline, suite
 from consistency.workflows.pipeline import Report
 
-__all__ = ["Comparison", "Report", "compare", "run"]
+__all__ = ["Comparison", "Report", "SuiteResult", "compare", "run", "run_suite"]
 
 
 def run(
@@ -74,6 +77,58 @@ def run(
     return pipeline.run(
         plan,
         target,
+        watch=watch or (lambda *_: None),
+        replace=replace,
+        history=None if history is None else History(str(history)),
+        baseline=None if baseline is None else read_baseline(Path(baseline)),
+    )
+
+
+def run_suite(
+    config: str | Path | None = None,
+    *,
+    cases: Iterable[str] = (),
+    out: str | Path | None = None,
+    replace: bool = False,
+    history: str | Path | None = None,
+    baseline: str | Path | None = None,
+    watch: Watcher | None = None,
+    **options: Any,
+) -> SuiteResult:
+    """Run many cases with one set of workers.
+
+    Parameters
+    ----------
+    config : path, optional
+        TOML file with `[[case]]` tables.
+    cases : iterable of str, optional
+        Patterns of the names of the cases to check; all without it.
+    out : path, optional
+        Folder for the suite's files and `cases/NAME/`, each with what `run` leaves; nothing is kept without it.
+    replace, history, baseline, watch
+        As for `run`.
+    **options
+        Options by name; they win over those of the file. `adapter` may be a list or a pattern (`adapters/*`), and
+        `dtype` a list: each adapter is then checked in each dtype.
+
+    Returns
+    -------
+    SuiteResult
+        What is kept of each case; the comparison of a case is in `out` alone.
+
+    Raises
+    ------
+    UsageError
+        They describe no suite.
+    ConsistencyError
+        A capture cannot be written. A case whose input cannot be used is a result, never raised.
+    """
+    found = gather_suite(config, options, Edge.TOML)
+    if found is None:
+        raise UsageError("there is only one case", wanted="a file with [[case]], several adapters, or several dtypes")
+    return suite.run_suite(
+        suite.prepare_suite(found.chosen(tuple(cases))),
+        None if out is None else Path(out),
         watch=watch or (lambda *_: None),
         replace=replace,
         history=None if history is None else History(str(history)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,15 +79,17 @@ def prepare(options: Options) -> Plan:
     return plan_of(prepare_case(options), options)
 
 
-def plan_of(case: Case, options: Options) -> Plan:
+def plan_of(case: Case, options: Options, *, devices: tuple[DeviceInfo, ...] | None = None) -> Plan:
     """Return the plan of a case on the devices, and within the limits, that the options name; cut to what fits.
+
+    `devices` are those of the options, if they have been discovered.
 
     Raises
     ------
     InputError
         It does not fit the memory of this host, however it is cut.
     """
-    devices = select(options.devices)
+    devices = devices or select(options.devices)
     budget = budget_of(case, devices, threads=options.threads)
     if budget.refusal is not None:
         raise budget.refusal
@@ -143,16 +145,16 @@ def run(
         Accepted findings.
     """
     started = time.monotonic()
-    with _output(out, replace=replace) as folder:
+    with output(out, replace=replace) as folder:
         made = capture(plan, folder / CAPTURES, watch=watch, replace=replace)
-        captures, unread = _read_captures(made.captures)
+        captures, unread = read_captures(made.captures)
         comparison = compare_captures(captures, unread=[*made.lost, *unread])
         if history is not None:
             comparison = add_run(history, captures, comparison, baseline)
         elif baseline is not None:
             comparison = apply(baseline, comparison)
         elapsed_s = time.monotonic() - started
-        _write_reports(comparison, out)
+        write_reports(comparison, out)
     return Report(comparison=comparison, folder=out, elapsed_s=elapsed_s)
 
 
@@ -169,14 +171,14 @@ def compare_folders(
     """
     with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
         sources = [one if isinstance(one, Capture) else fetch(str(one), Path(scratch)) for one in given]
-        captures, unread = _read_captures(sources)
+        captures, unread = read_captures(sources)
         comparison = compare_captures(captures, unread=unread)
         comparison = msgspec.structs.replace(comparison, captures=tuple(map(_place, given)))
         if baseline is not None:
             comparison = apply(baseline, comparison)
         folders = [one.folder if isinstance(one, Capture) else one for one in sources]
-        with _output(out, replace=replace, reads=folders):
-            _write_reports(comparison, out)
+        with output(out, replace=replace, reads=folders):
+            write_reports(comparison, out)
     return comparison
 
 
@@ -186,7 +188,7 @@ def _place(one: Capture | str | Path) -> str:
     return str(one) if is_remote(str(one)) else str(Path(one).resolve())
 
 
-def _read_captures(sources: Sequence[Capture | Path]) -> tuple[list[Capture], list[str]]:
+def read_captures(sources: Sequence[Capture | Path]) -> tuple[list[Capture], list[str]]:
     """Return the captures that can be read, and one sentence for each of the others.
 
     One damaged capture, or one of another version, does not keep a thousand others from being compared. A path that
@@ -218,9 +220,9 @@ def diff_weights(
     actual: Path, expected: Path, out: Path | None, *, allow_pickle: bool = False, replace: bool = False
 ) -> Comparison:
     """Compare two weight files or folders; write the report to `out`."""
-    with _output(out, replace=replace, reads=(actual, expected)):  # refused before any work
+    with output(out, replace=replace, reads=(actual, expected)):  # refused before any work
         comparison = diff(actual, expected, allow_pickle=allow_pickle)
-        _write_reports(comparison, out)
+        write_reports(comparison, out)
     return comparison
 
 
@@ -241,7 +243,8 @@ def compare_captures(captures: Sequence[Capture], *, unread: Sequence[str] = ())
     return comparison
 
 
-def _write_reports(comparison: Comparison, out: Path | None) -> None:
+def write_reports(comparison: Comparison, out: Path | None) -> None:
+    """Write the files of a report to a folder."""
     if out is not None:
         view = View(groups=all_groups(comparison))
         for row in formats(Chosen.OUT):
@@ -249,8 +252,25 @@ def _write_reports(comparison: Comparison, out: Path | None) -> None:
 
 
 @contextmanager
-def _output(out: Path | None, *, replace: bool, reads: Sequence[Path] = ()) -> Iterator[Path]:
-    """Yield the folder to write into; one that was made here is removed where the work fails."""
+def output(
+    out: Path | None,
+    *,
+    replace: bool,
+    reads: Sequence[Path] = (),
+    writes: Sequence[str] = (*(row.name for row in formats(Chosen.OUT)), CAPTURES),
+    keeps: Callable[[Path], bool] = lambda _: False,
+) -> Iterator[Path]:
+    """Yield the folder to write into; one that was made here is removed where the work fails.
+
+    Parameters
+    ----------
+    reads : sequence of Path
+        Folders that are read, and so cannot be it.
+    writes : sequence of str
+        What will be in it, and must not be there yet unless `replace`.
+    keeps : callable
+        Reports whether the folder of failed work holds something worth keeping.
+    """
     if out is None:
         with tempfile.TemporaryDirectory(prefix="consistency-run-") as scratch:
             yield Path(scratch)
@@ -259,7 +279,7 @@ def _output(out: Path | None, *, replace: bool, reads: Sequence[Path] = ()) -> I
         raise CaptureError("--out must be a folder", where=out, got="a file")
     if out.resolve() in [folder.resolve() for folder in reads]:
         raise CaptureError("--out is one of the folders that are compared", where=out, hint="choose another folder")
-    present = [name for name in (*(row.name for row in formats(Chosen.OUT)), CAPTURES) if (out / name).exists()]
+    present = [name for name in writes if (out / name).exists()]
     if present and not replace:
         raise CaptureError(
             "an earlier run's results are in the way",
@@ -275,7 +295,7 @@ def _output(out: Path | None, *, replace: bool, reads: Sequence[Path] = ()) -> I
     try:
         yield out
     except BaseException:
-        if not existed:
+        if not existed and not keeps(out):
             with suppress(OSError):
                 shutil.rmtree(out)
         raise

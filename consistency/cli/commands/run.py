@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from consistency.case.options import OPTIONS, Edge, Options, add_options
 from consistency.cli.output import add_format_options, add_report_options, print_json, read_baseline, show
+from consistency.errors import ConsistencyError, UsageError
+from consistency.report.formats import Subject
+from consistency.report.text import clean
+
+if TYPE_CHECKING:
+    from consistency.capture.folder import WorkerCapture
+    from consistency.case.suite import SuiteOptions
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -34,9 +42,22 @@ def read_case(parsed: argparse.Namespace) -> Options:
     return gather_options(getattr(parsed, "config", None), given, Edge.COMMAND_LINE)
 
 
+def read_suite(parsed: argparse.Namespace) -> SuiteOptions | None:
+    """Return the suite that command line and file describe, narrowed by `--case`; None if they describe one case."""
+    from consistency.case.suite import gather_suite
+
+    given = {option.name: getattr(parsed, option.name, None) for option in OPTIONS}
+    suite = gather_suite(parsed.config, given, Edge.COMMAND_LINE)
+    patterns = [one.strip() for text in parsed.case or () for one in text.split(",") if one.strip()]
+    if suite is None and patterns:
+        raise UsageError("there is only one case", where="--case", wanted="a file with [[case]], or several adapters")
+    return None if suite is None else suite.chosen(patterns)
+
+
 def _add_case(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is checked, and where").add_argument
-    add("config", nargs="?", type=Path, metavar="CONFIG.toml", help="options by name; the command line wins")
+    add("config", nargs="?", type=Path, metavar="CONFIG.toml", help="options by name, and cases; the command line wins")
+    add("--case", action="append", metavar="PATTERN", help="check only the cases of a suite with such a name")
     add_options(add, Edge.COMMAND_LINE)
 
 
@@ -49,6 +70,15 @@ def _run(parsed: argparse.Namespace) -> int:
         return _plan(parsed)
     history = None if parsed.history is None else History(parsed.history)
     baseline = read_baseline(parsed)
+    suite = read_suite(parsed)
+    if suite is not None:
+        from consistency.workflows.suite import prepare_suite, run_suite
+
+        cases = prepare_suite(suite)
+        with progress() as watch:
+            result = run_suite(cases, parsed.out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
+        show(parsed, result, subject=Subject.SUITE, elapsed_s=result.elapsed_s)
+        return result.exit_status
     plan = pipeline.prepare(read_case(parsed))
     with progress() as watch:
         report = pipeline.run(plan, parsed.out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
@@ -62,12 +92,18 @@ def _plan(parsed: argparse.Namespace) -> int:
     from consistency.report import plan
     from consistency.workflows.planning import budget_of
 
-    options = read_case(parsed)
-    budget = budget_of(prepare_case(options), select(options.devices), threads=options.threads, timed=True)
+    suite = read_suite(parsed)
+    shared = read_case(parsed) if suite is None else suite.shared
+    devices = select(shared.devices)
+    budgets = [
+        budget_of(prepare_case(options), devices, threads=shared.threads, timed=True)
+        for options in ([shared] if suite is None else suite.cases)
+    ]
     if parsed.json:
-        print_json(plan.as_table(budget))
+        tables = [plan.as_table(budget) for budget in budgets]
+        print_json(tables[0] if suite is None else tables)
     else:
-        print(plan.render(budget), end="")
+        print("\n".join(plan.render(budget) for budget in budgets), end="")
     return 0
 
 
@@ -75,10 +111,49 @@ def _capture(parsed: argparse.Namespace) -> int:
     from consistency.cli.progress import progress
     from consistency.workflows import pipeline
 
+    suite = read_suite(parsed)
+    if suite is not None:
+        return _capture_suite(parsed, suite)
     plan = pipeline.prepare(read_case(parsed))
     with progress() as watch:
         found = pipeline.capture_to(plan, parsed.out, watch=watch, replace=parsed.force)
-    rows = [
+    rows = _rows(found.workers)
+    if parsed.json:
+        print_json({"capture": parsed.out, "workers": rows})
+    else:
+        _print_workers(rows)
+        print(f"capture: {parsed.out}")
+    return 0 if all(worker.info.status == "ok" for worker in found.workers) else 3
+
+
+def _capture_suite(parsed: argparse.Namespace, suite: SuiteOptions) -> int:
+    from consistency.capture.transport import travels
+    from consistency.cli.progress import progress
+    from consistency.workflows.suite import capture_suite, prepare_suite
+
+    if travels(parsed.out):
+        raise UsageError("the captures of a suite need a folder", where="--out", got=parsed.out)
+    plan = prepare_suite(suite)
+    with progress() as watch:
+        found = capture_suite(plan, Path(parsed.out), watch=watch, replace=parsed.force)
+    unusable = {name: error for name, error in found.items() if isinstance(error, ConsistencyError)}
+    workers = {name: workers for name, workers in found.items() if not isinstance(workers, ConsistencyError)}
+    if parsed.json:
+        cases = {name: {"workers": _rows(those)} for name, those in workers.items()}
+        errors = {name: {"error": error.parts} for name, error in unusable.items()}
+        print_json({"capture": parsed.out, "cases": {name: (cases | errors)[name] for name in found}})
+    else:
+        for name, those in found.items():
+            print(f"{clean(name)}{f': {clean(str(unusable[name]))}' if name in unusable else ''}")
+            _print_workers(_rows(() if isinstance(those, ConsistencyError) else those), indent="  ")
+        print(f"captures: {parsed.out}")
+    if any(worker.info.status != "ok" for those in workers.values() for worker in those):
+        return 3
+    return 2 if unusable else 0
+
+
+def _rows(workers: Sequence[WorkerCapture]) -> list[dict[str, Any]]:
+    return [
         {
             "name": worker.info.name,
             "road": worker.info.load_path,
@@ -86,13 +161,11 @@ def _capture(parsed: argparse.Namespace) -> int:
             "reason": worker.info.reason,
             "tensors": len(worker.records),
         }
-        for worker in found.workers
+        for worker in workers
     ]
-    if parsed.json:
-        print_json({"capture": parsed.out, "workers": rows})
-    else:
-        for row in rows:
-            note = f": {row['reason']}" if row["reason"] else ""
-            print(f"{row['name']} ({row['road']}): {row['status']}, {row['tensors']} tensors{note}")
-        print(f"capture: {parsed.out}")
-    return 0 if all(worker.info.status == "ok" for worker in found.workers) else 3
+
+
+def _print_workers(rows: Sequence[dict[str, Any]], *, indent: str = "") -> None:
+    for row in rows:
+        note = f": {row['reason']}" if row["reason"] else ""
+        print(f"{indent}{row['name']} ({row['road']}): {row['status']}, {row['tensors']} tensors{note}")

@@ -1,0 +1,239 @@
+"""A suite: many cases, one set of workers; each case has the report of a run, and all together one of their own.
+
+A case is compared and written as soon as its last worker has ended it, while the workers go on with the next one, and
+only a summary of it is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from consistency.capture.folder import MANIFEST, WorkerCapture
+from consistency.capture.reader import read_capture
+from consistency.capture.writer import write_whole
+from consistency.case.case import Case
+from consistency.case.options import Options
+from consistency.case.preflight import prepare_case
+from consistency.case.stages import HOST_STAGES
+from consistency.case.suite import SuiteOptions, folder_name
+from consistency.comparison.history.baseline import Baseline, apply
+from consistency.comparison.history.store import History
+from consistency.comparison.history.suite import SuiteEntry
+from consistency.comparison.result import Comparison
+from consistency.comparison.suite import CaseResult, SuiteResult
+from consistency.devices.discovery import select
+from consistency.errors import ConsistencyError, InputError, UsageError
+from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Task, Watcher, engine
+from consistency.report.formats import Chosen, Subject, View, formats
+from consistency.report.suite.summarize import summarize
+from consistency.workflows import pipeline
+
+CASES = "cases"
+"""Folder of `--out` with one folder per case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCase:
+    """One case: its plan, or why it cannot be checked."""
+
+    options: Options
+    plan: pipeline.Plan | None = None
+    error: ConsistencyError | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.options.name)
+
+    @property
+    def folder(self) -> str:
+        """Return where its report and captures are, relative to the suite's."""
+        return f"{CASES}/{folder_name(self.name)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuitePlan:
+    """Cases in the order of their report, and what they share.
+
+    Attributes
+    ----------
+    faults : mapping of str to mapping
+        Faults to plant, as in `Plan`, by name of the case.
+    """
+
+    name: str
+    cases: tuple[PlannedCase, ...]
+    limits: Limits
+    faults: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    engine: str = LOCAL
+
+
+def prepare_suite(suite: SuiteOptions) -> SuitePlan:
+    """Check everything that can be checked before a worker starts; a case whose files are wrong does not stop others.
+
+    Raises
+    ------
+    UsageError
+        The suite has no such device.
+    """
+    devices = select(suite.shared.devices)
+    cases: list[PlannedCase] = []
+    host_checked: dict[object, str] = {}
+    for options in suite.cases:
+        try:
+            case = _without_host_stages(prepare_case(options), options, host_checked)
+            plan = pipeline.plan_of(case, suite.shared, devices=devices)
+        except (InputError, UsageError) as error:
+            cases.append(PlannedCase(options=options, error=error))
+            continue
+        host_checked.setdefault(_host_key(plan.case), plan.case.name)
+        cases.append(PlannedCase(options=options, plan=plan))
+    plans = [one.plan for one in cases if one.plan is not None]
+    fewest = min((plan.limits.at_once for plan in plans if plan.limits.at_once is not None), default=None)
+    shared = suite.shared
+    limits = Limits(timeout_s=shared.timeout, stall_s=shared.stall, threads=shared.threads, at_once=fewest)
+    return SuitePlan(name=suite.name, cases=tuple(cases), limits=limits)
+
+
+def run_suite(
+    plan: SuitePlan,
+    out: Path | None,
+    *,
+    watch: Watcher,
+    replace: bool = False,
+    history: History | None = None,
+    baseline: Baseline | None = None,
+) -> SuiteResult:
+    """Capture, compare and report every case, and the suite.
+
+    The parameters are those of `pipeline.run`; `out` gets `cases/NAME/`, each with what a run leaves, and the suite's
+    own files. A suite that is stopped leaves the cases that were complete.
+    """
+    started = time.monotonic()
+    entry = None if history is None else SuiteEntry(history, baseline)
+    with _output(out, replace=replace) as folder:
+        results = {one.name: _of_error(one, one.error) for one in plan.cases if one.error is not None}
+        for one, captured in _captured(plan, folder, pipeline.CAPTURES, watch=watch):
+            results[one.name] = _finish(one, captured, folder, baseline=baseline, entry=entry)
+            if out is None:
+                shutil.rmtree(folder / one.folder, ignore_errors=True)
+        suite = SuiteResult(
+            name=plan.name,
+            cases=tuple(results[one.name] for one in plan.cases),
+            elapsed_s=time.monotonic() - started,
+        )
+        if out is not None:
+            view = View(elapsed_s=suite.elapsed_s, folder=str(out))
+            for row in formats(Chosen.OUT, Subject.SUITE):
+                write_whole(out / row.name, row.render(suite, view))
+    if entry is not None:
+        entry.commit(suite)
+    return suite
+
+
+def capture_suite(
+    plan: SuitePlan, out: Path, *, watch: Watcher, replace: bool = False
+) -> dict[str, tuple[WorkerCapture, ...] | ConsistencyError]:
+    """Leave a capture of every case at `cases/NAME` in a folder; return what its workers left, or why there is none."""
+    found: dict[str, tuple[WorkerCapture, ...] | ConsistencyError]
+    found = {one.name: one.error for one in plan.cases if one.error is not None}
+    with _output(out, replace=replace) as folder:
+        for one, captured in _captured(plan, folder, "", watch=watch):
+            workers = [worker for path in captured.captures for worker in read_capture(path).workers]
+            found[one.name] = captured.error or tuple(workers)
+    return {one.name: found[one.name] for one in plan.cases}
+
+
+def _captured(plan: SuitePlan, folder: Path, below: str, *, watch: Watcher) -> Iterator[tuple[PlannedCase, Captured]]:
+    """Yield each case with its captures when the last of its workers has ended; `below` its folder are the captures."""
+    of: dict[Path, PlannedCase] = {}
+    tasks: list[CaseTask] = []
+    for one in _in_turn(plan.cases):
+        assert one.plan is not None
+        task = pipeline.task_of(one.plan, folder / one.folder / below)
+        tasks.append(dataclasses.replace(task, faults=plan.faults.get(one.name, {})))
+        of[task.target] = one
+    if not tasks:
+        return
+    with closing(engine(plan.engine).capture(Task(cases=tasks, limits=plan.limits), watch=watch)) as found:
+        for captured in found:
+            yield of[captured.task.target], captured
+
+
+def _finish(
+    one: PlannedCase, captured: Captured, folder: Path, *, baseline: Baseline | None, entry: SuiteEntry | None
+) -> CaseResult:
+    """Compare a case, write its report, and return what is kept of it."""
+    if captured.error is not None:
+        return _of_error(one, captured.error)
+    try:
+        captures, unread = pipeline.read_captures(captured.captures)
+        comparison = pipeline.compare_captures(captures, unread=[*captured.lost, *unread])
+    except ConsistencyError as error:
+        return _of_error(one, error)
+    if entry is not None:
+        comparison = entry.add(one.name, captures, comparison)
+    elif baseline is not None:
+        comparison = apply(baseline, comparison)
+    pipeline.write_reports(comparison, folder / one.folder)
+    return summarize(one.name, one.folder, comparison, _worked_s(comparison))
+
+
+def _worked_s(comparison: Comparison) -> float:
+    return sum(worker.elapsed_s for worker in comparison.workers)
+
+
+def _of_error(one: PlannedCase, error: ConsistencyError) -> CaseResult:
+    options = one.options
+    return CaseResult.of_error(
+        one.name, one.folder, error, base=options.base or "", adapter=options.adapter, dtype=options.dtype
+    )
+
+
+def _host_key(case: Case) -> object:
+    """Return what stages that need no model depend on."""
+    return case.process_key, case.level
+
+
+def _without_host_stages(case: Case, options: Options, checked: Mapping[object, str]) -> Case:
+    """Leave the stages that check the host alone to the first case, unless they were asked for by name."""
+    by = checked.get(_host_key(case))
+    if by is None or options.stages is not None:
+        return case
+    stages = tuple(stage for stage in case.stages if stage not in HOST_STAGES)
+    return msgspec.structs.replace(case, stages=stages, host_checked_by=by)
+
+
+def _in_turn(cases: Iterable[PlannedCase]) -> list[PlannedCase]:
+    """Return the cases that can be checked, those with the same base one after the other: it is loaded once."""
+    planned = [one for one in cases if one.plan is not None]
+    first: dict[object, int] = {}
+    for number, one in enumerate(planned):
+        first.setdefault(_base_key(one), number)
+    return sorted(planned, key=lambda one: first[_base_key(one)])
+
+
+def _base_key(one: PlannedCase) -> object:
+    assert one.plan is not None
+    case = one.plan.case
+    return case.process_key, case.base, case.dtype, case.allow_pickle, case.trust_remote_code
+
+
+@contextmanager
+def _output(out: Path | None, *, replace: bool) -> Iterator[Path]:
+    """Yield the folder to write into, without the cases of an earlier suite."""
+
+    def has_complete_cases(folder: Path) -> bool:
+        return any((folder / CASES).glob("*/report.json")) or any((folder / CASES).glob(f"*/{MANIFEST}"))
+
+    writes = (*(row.name for row in formats(Chosen.OUT, Subject.SUITE)), CASES)
+    with pipeline.output(out, replace=replace, writes=writes, keeps=has_complete_cases) as folder:
+        shutil.rmtree(folder / CASES, ignore_errors=True)
+        yield folder

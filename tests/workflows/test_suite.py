@@ -1,0 +1,174 @@
+"""A suite as a user runs it: one set of workers, a report per case, and one for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import consistency
+from consistency.case.builtin import builtin_folder
+from consistency.case.options import Edge
+from consistency.case.stages import HOST_STAGES
+from consistency.case.suite import SuiteOptions, gather_suite
+from consistency.comparison.suite import SuiteResult
+from consistency.errors import CaptureError, UsageError
+from consistency.launch import local
+from consistency.workflows import suite
+from tests.conftest import Cli
+
+CONFIG = """
+base = "builtin:llama"
+devices = "cpu"
+stages = "base,adapter,merged"
+level = "quick"
+
+[[case]]
+adapter = "adapters/*"
+
+[[case]]
+name = "killed"
+
+[[case]]
+name = "in-bfloat16"
+dtype = "bfloat16"
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("suite")
+    for name in ("one", "two"):
+        shutil.copytree(builtin_folder("llama") / "adapter", home / "adapters" / name)
+    (home / "adapters" / "broken").mkdir()
+    shutil.copy(home / "adapters/one/adapter_config.json", home / "adapters/broken")
+    (home / "night.toml").write_text(CONFIG)
+    return home / "night.toml"
+
+
+def options_of(config: Path, **given: Any) -> SuiteOptions:
+    found = gather_suite(config, given, Edge.COMMAND_LINE)
+    assert found is not None
+    return found
+
+
+@dataclasses.dataclass
+class Ran:
+    out: Path
+    result: SuiteResult
+    processes: list[list[str]]
+
+
+@pytest.fixture(scope="module")
+def ran(config: Path) -> Ran:
+    """Run the suite once, with a case that kills its worker and one whose adapter has no weights."""
+    out = config.parent / "out"
+    plan = dataclasses.replace(suite.prepare_suite(options_of(config)), faults={"killed": {"cpu": "killed"}})
+    started: list[list[str]] = []
+    real = local.WorkerProcess.start
+
+    def start(assignments: Any, **options: Any) -> Any:
+        started.append([one.case.name for one in assignments])
+        return real(assignments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local.WorkerProcess, "start", start)
+        result = suite.run_suite(plan, out, watch=lambda *_: None)
+    return Ran(out=out, result=result, processes=started)
+
+
+def test_each_case_has_its_own_verdict(ran: Ran) -> None:
+    assert {case.name: case.verdict for case in ran.result.cases} == {
+        "broken": "unchecked",
+        "one": "consistent",
+        "two": "consistent",
+        "killed": "incomplete",
+        "in-bfloat16": "consistent",
+    }
+    assert (ran.result.verdict, ran.result.exit_status) == ("incomplete", 3)
+    killed = next(case for case in ran.result.cases if case.name == "killed")
+    assert any("SIGKILL" in str(worker.reason) for worker in killed.workers)
+
+
+def test_one_process_takes_all_cases_until_one_ends_it(ran: Ran) -> None:
+    assert ran.processes == [["one", "two", "killed", "in-bfloat16"], ["in-bfloat16"]]
+
+
+def test_a_case_has_what_a_run_leaves_and_the_suite_its_own_files(ran: Ran) -> None:
+    assert sorted(path.name for path in ran.out.iterdir()) == ["cases", "suite.html", "suite.json", "suite.md"]
+    assert sorted(path.name for path in (ran.out / "cases").iterdir()) == ["in-bfloat16", "killed", "one", "two"]
+    for name in ("one", "killed"):
+        assert sorted(path.name for path in (ran.out / "cases" / name).iterdir()) == [
+            "captures", "report.html", "report.json", "report.md",
+        ]  # fmt: skip
+    report = json.loads((ran.out / "cases/two/report.json").read_text())
+    assert report["verdict"] == "consistent"
+    assert {row["status"] for t in report["tensors"] if t["stage"] == "base" for row in t["rows"]} == {"equal"}
+    (worker,) = report["workers"]
+    assert worker["environment"]["base"].startswith("kept from the case before")
+
+
+def test_results_in_the_way_are_not_overwritten(config: Path, ran: Ran) -> None:
+    with pytest.raises(CaptureError, match="in the way"):
+        suite.run_suite(suite.prepare_suite(options_of(config)), ran.out, watch=lambda *_: None)
+
+
+def test_a_suite_of_unusable_cases_starts_no_worker(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local.WorkerProcess, "start", None)
+    chosen = options_of(config).chosen(["broken"])
+    result = suite.run_suite(suite.prepare_suite(chosen), tmp_path / "out", watch=lambda *_: None)
+    assert (result.verdict, result.exit_status) == ("unchecked", 2)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["suite.html", "suite.json", "suite.md"]
+
+
+def test_the_host_is_checked_in_the_first_case_of_a_level(config: Path) -> None:
+    given = options_of(config, level="quick")
+    text = [dataclasses.replace(case, stages=None) for case in given.cases if case.name != "broken"]
+    text[1] = dataclasses.replace(text[1], stages=HOST_STAGES)
+    plan = suite.prepare_suite(dataclasses.replace(given, cases=tuple(text)))
+    found = [one.plan.case for one in plan.cases if one.plan is not None]
+    assert [set(HOST_STAGES) <= set(case.stages) for case in found] == [True, True, False, False]
+    assert "stage transfer (checked in case one)" in found[2].not_looked_at()
+    assert not any("stage transfer" in text for text in found[0].not_looked_at())
+    assert not set(HOST_STAGES) & set(found[3].stages)
+
+
+def test_cases_with_one_base_follow_one_another(config: Path) -> None:
+    given = options_of(config).chosen(["one", "in-bfloat16", "two"])
+    one, two, half = given.cases
+    plan = suite.prepare_suite(dataclasses.replace(given, cases=(one, half, two)))
+    assert [case.name for case in suite._in_turn(plan.cases)] == ["one", "two", "in-bfloat16"]
+
+
+def test_without_several_cases_there_is_no_suite() -> None:
+    with pytest.raises(UsageError, match="there is only one case"):
+        consistency.run_suite(base="builtin:llama")
+
+
+def test_the_command_line_narrows_a_suite_and_exits_by_its_verdict(cli: Cli, config: Path) -> None:
+    done = cli("run", config, "--case", "broken", "--json")
+    assert done.returncode == 2, done.stderr
+    assert [case["name"] for case in json.loads(done.stdout)["cases"]] == ["broken"]
+    done = cli("run", config, "--case", "nothing")
+    assert done.returncode == 2
+    assert "no case has such a name" in done.stderr
+    done = cli("run", "--case", "x")
+    assert "there is only one case" in done.stderr
+
+
+def test_captures_of_a_suite_lie_by_case(cli: Cli, config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "captures"
+    done = cli("capture", config, "--case", "one,broken", "--stages", "base", "--out", out, "--json")
+    assert done.returncode == 2, done.stderr
+    found = json.loads(done.stdout)["cases"]
+    assert found["one"]["workers"][0]["status"] == "ok"
+    assert found["broken"]["error"]["where"].startswith(str(config.parent))
+    assert (out / "cases/one/capture.json").exists()
+    refused = cli("capture", config, "--out", tmp_path / "x.zip")
+    assert "the captures of a suite need a folder" in refused.stderr
