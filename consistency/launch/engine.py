@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +85,7 @@ class Engine(Protocol):
     Ctrl-C is one.
     """
 
-    def capture(self, task: Task, *, watch: Watcher, replace: bool = False) -> Iterator[Captured]:
+    def capture(self, task: Task, *, watch: Watcher, replace: bool = False) -> Generator[Captured]:
         """Run the cases, and yield each of them when all of its workers have ended; the others go on meanwhile.
 
         Raises
@@ -111,8 +111,8 @@ def engine(name: str) -> Engine:
 
 def capture_case(on: Engine, task: CaseTask, limits: Limits, *, watch: Watcher, replace: bool = False) -> Captured:
     """Run a single case, and raise why it cannot be used."""
-    with closing(on.capture(Task(cases=(task,), limits=limits), watch=watch, replace=replace)) as found:  # type: ignore[type-var]
-        captured: Captured = next(found)
+    with closing(on.capture(Task(cases=(task,), limits=limits), watch=watch, replace=replace)) as found:
+        captured = next(found)
     if captured.error is not None:
         raise captured.error
     return captured

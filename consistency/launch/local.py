@@ -12,7 +12,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +96,7 @@ class _OpenCase:
 class LocalEngine:
     """Run every worker on this host."""
 
-    def capture(self, task: Task, *, watch: Watcher, replace: bool = False) -> Iterator[Captured]:
+    def capture(self, task: Task, *, watch: Watcher, replace: bool = False) -> Generator[Captured]:
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="consistency-")))
             cases = []

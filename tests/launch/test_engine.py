@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, ClassVar
 
 import pytest
@@ -24,7 +24,7 @@ class CountingEngine:
     tasks: ClassVar[list[tuple[Task, bool]]] = []
     delivers: ClassVar[dict[str, Any]] = {}
 
-    def capture(self, task: Task, *, watch: Watcher, replace: bool = False) -> Iterator[Captured]:
+    def capture(self, task: Task, *, watch: Watcher, replace: bool = False) -> Generator[Captured]:
         self.tasks.append((task, replace))
         watch("node-a", Event(at=0.0, kind="stage", stage="base"))
         for one in task.cases:

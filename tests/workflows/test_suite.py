@@ -17,7 +17,7 @@ from consistency.case.stages import HOST_STAGES
 from consistency.case.suite import SuiteOptions, gather_suite
 from consistency.comparison.suite import SuiteResult
 from consistency.errors import CaptureError, UsageError
-from consistency.launch import local
+from consistency.launch.process import WorkerProcess
 from consistency.workflows import suite
 from tests.conftest import Cli
 
@@ -69,14 +69,14 @@ def ran(config: Path) -> Ran:
     out = config.parent / "out"
     plan = dataclasses.replace(suite.prepare_suite(options_of(config)), faults={"killed": {"cpu": "killed"}})
     started: list[list[str]] = []
-    real = local.WorkerProcess.start
+    real = WorkerProcess.start
 
     def start(assignments: Any, **options: Any) -> Any:
         started.append([one.case.name for one in assignments])
         return real(assignments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local.WorkerProcess, "start", start)
+        patch.setattr(WorkerProcess, "start", start)
         result = suite.run_suite(plan, out, watch=lambda *_: None)
     return Ran(out=out, result=result, processes=started)
 
@@ -120,7 +120,7 @@ def test_results_in_the_way_are_not_overwritten(config: Path, ran: Ran) -> None:
 def test_a_suite_of_unusable_cases_starts_no_worker(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local.WorkerProcess, "start", None)
+    monkeypatch.setattr(WorkerProcess, "start", None)
     chosen = options_of(config).chosen(["broken"])
     result = suite.run_suite(suite.prepare_suite(chosen), tmp_path / "out", watch=lambda *_: None)
     assert (result.verdict, result.exit_status) == ("unchecked", 2)
