@@ -85,11 +85,13 @@ def profile_texts(comparison: Comparison | CaseResult) -> list[str]:
 
 
 def sentence(comparison: Comparison) -> str:
-    """Return the verdict in one sentence, and which devices of it are simulated."""
+    """Return the verdict in one sentence, and which devices of it had the base streamed or are simulated."""
     if comparison.load_paths == (FILE_STAGE,):
         return _of_files(comparison)
-    simulated = list(dict.fromkeys(w.name for w in comparison.workers if w.simulated))
-    return _of_workers(comparison) + (f"; simulated: {some(simulated)}" if simulated else "")
+    offloaded = [w.name for w in comparison.workers if str(w.environment.get("placement")).startswith("offload")]
+    simulated = [w.name for w in comparison.workers if w.simulated]
+    found = (("base offloaded", offloaded), ("simulated", simulated))
+    return _of_workers(comparison) + "".join(f"; {what}: {some(names)}" for what, names in found if names)
 
 
 def _of_files(comparison: Comparison) -> str:

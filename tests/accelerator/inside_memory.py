@@ -21,6 +21,7 @@ from consistency.capture.records import TensorRecord
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.options import Options
+from consistency.case.options import Placement as Placed
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import Stage
 from consistency.worker import session
@@ -132,7 +133,7 @@ def test_faults(look: Callable[..., tuple[Facts, WorkerState]], fault: str, told
         assert wrong.evidence == {"got": {"lora_A": "npu:0"}, "wanted": "npu:1"}
 
 
-def llama(folder: Path, *, layers: int) -> Case:
+def llama(folder: Path, *, layers: int, placement: Placed) -> Case:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=256, intermediate_size=704, num_hidden_layers=layers, num_attention_heads=4
     )
@@ -141,7 +142,9 @@ def llama(folder: Path, *, layers: int) -> Case:
     lora = peft.LoraConfig(r=1, target_modules=["q_proj"], layers_to_transform=[0], init_lora_weights=False)
     peft.get_peft_model(base, lora).save_pretrained(folder / "adapter")
     stages = (Stage.BASE, Stage.ADAPTER, Stage.MERGED, Stage.MEMORY)
-    return prepare_case(Options(base=str(folder / "base"), adapter=str(folder / "adapter"), stages=stages))
+    return prepare_case(
+        Options(base=str(folder / "base"), adapter=str(folder / "adapter"), stages=stages, placement=placement)
+    )
 
 
 class PrivatePeak:
@@ -168,13 +171,14 @@ class PrivatePeak:
             self._done.wait(0.001)
 
 
-def test_host_memory_does_not_grow_with_a_model_on_the_device(
-    look: Callable[..., tuple[Facts, WorkerState]], tmp_path: Path
+@pytest.mark.parametrize("placement", ["device", "offload"])
+def test_host_memory_does_not_grow_with_the_model(
+    look: Callable[..., tuple[Facts, WorkerState]], tmp_path: Path, placement: Placed
 ) -> None:
     """The mapped file and the device's memory are not the process's own; a copy of the larger model would be."""
     peaks, base_bytes = [], []
     for layers in (8, 32):
-        case = llama(tmp_path / str(layers), layers=layers)
+        case = llama(tmp_path / str(layers), layers=layers, placement=placement)
         with PrivatePeak() as peak:
             look(case=case)
         peaks.append(peak.bytes)

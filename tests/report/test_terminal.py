@@ -84,6 +84,17 @@ def test_simulated_devices_are_told_as_such() -> None:
     assert "simulated" not in sentence(comparison([tensor([ALL])]))
 
 
+def test_the_verdict_names_the_devices_whose_base_was_offloaded() -> None:
+    workers = (
+        worker("cpu"),
+        worker("npu:0", environment={"placement": "offload: as requested"}),
+        worker("npu:1", environment={"placement": "device"}),
+    )
+    assert sentence(comparison([tensor([ALL])], workers=workers)) == (
+        "the adapter matches on 3 workers; base offloaded: npu:0"
+    )
+
+
 def test_control_characters_are_shown_not_obeyed() -> None:
     assert clean("a\x1b[2Jb\rc") == "a\\x1b[2Jb\\x0dc"
     text = printed(comparison([tensor([ALL], layer="evil\x1b]0;title\x07")], case="x\x1b[31m"), verbose=True)
