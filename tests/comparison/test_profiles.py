@@ -30,7 +30,7 @@ def test_bits_of_one_model_that_differ(
     found = compared(make_capture("a", workers, info=SAME, case=case))
     finding = of_kind(found, "same-model")
     assert (finding.severity, found.verdict) == (severity, verdict)
-    assert ("the profile deployed pins no kernels" in finding.message) == bool(case)
+    assert ("the profile deployed promises no equal bits" in finding.message) == bool(case)
 
 
 @pytest.mark.parametrize(("case", "severity", "verdict"), BOTH)

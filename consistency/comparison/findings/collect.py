@@ -26,7 +26,7 @@ from consistency.devices.host.facts import HostFacts
 
 _SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
 
-AS_DEPLOYED = "; the profile deployed pins no kernels, so this is no fault"
+AS_DEPLOYED = "; the profile deployed promises no equal bits"
 
 
 def find(

@@ -49,6 +49,7 @@ def run(tmp_path: Path, make_capture: MakeCapture) -> Run:
         stages: tuple[str, ...] = ("base", "merged"),
         info: dict[str, Any] | None = None,
         url: str | None = None,
+        case: dict[str, Any] | None = None,
     ) -> Comparison:
         nonlocal count
         count += 1
@@ -60,7 +61,7 @@ def run(tmp_path: Path, make_capture: MakeCapture) -> Run:
             for device, merged in bits.items()
         }
         facts = {d: {"kernel_key": f"{software} {d}", "uuid": f"GPU-{d}", **(info or {}).get(d, {})} for d in bits}
-        captures = [read_capture(make_capture(f"night-{count}", workers, info=facts))]
+        captures = [read_capture(make_capture(f"night-{count}", workers, info=facts, case=case))]
         history = History(url or str(tmp_path / "history"))
         return add_run(history, captures, compare_captures(captures), baseline)
 
@@ -73,6 +74,15 @@ def drift(found: Comparison) -> list[Finding]:
 
 def test_first_run_knows_no_drift(run: Run) -> None:
     assert run({"cuda:0": "m"}).exit_status == 0
+
+
+def test_as_deployed_computed_bits_may_change(run: Run) -> None:
+    case = {"profile": "deployed"}
+    run({"cuda:0": "m"}, case=case)
+    found = run({"cuda:0": "n"}, case=case)
+    (finding,) = [f for f in found.findings if f.kind == "drift"]
+    assert (finding.severity, found.exit_status) == ("note", 0)
+    assert finding.message.endswith("same inputs, same software; the profile deployed promises no equal bits")
 
 
 def test_same_bits_are_no_drift(run: Run) -> None:

@@ -30,6 +30,7 @@ from consistency.numerics.exact import Float64Mode
 from consistency.numerics.independent_errors import independent_lines
 from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic
+from consistency.worker import yardstick
 from consistency.worker.model.float64_reference import Reference, wait_for
 from consistency.worker.model.inputs import SEED, fixed_inputs
 from consistency.worker.model.loading import load_model
@@ -68,6 +69,8 @@ class Backward:
         Float64 gradients, where they were asked for.
     failure : str
         Why there are no float64 gradients.
+    others : dict
+        The CPU's gradients with other products, where they were asked for too.
     """
 
     gradients: Tensors = field(default_factory=dict)
@@ -75,6 +78,7 @@ class Backward:
     refused: str = ""
     exact: Tensors = field(default_factory=dict)
     failure: str = ""
+    others: dict[str, Tensors] = field(default_factory=dict)
 
 
 def run(context: Context) -> None:
@@ -206,6 +210,11 @@ def _backward(context: Context, model: torch.nn.Module, names: list[str], inputs
         found.refused = _refusal(context, model, inputs, error)
         return found
     if exact:
+        for title, products in yardstick.others_of_run(context.job, model).items():
+            context.events.step(f"backward, {title}", 1, 2)
+            with yardstick.computing_with(products):
+                found_with = gradients(model, names, inputs)
+            found.others[title] = {name: tensor.to("cpu") for name, tensor in found_with.items()}
         context.events.step("backward, float64", 1, 2)
         try:
             with _widened([model.get_parameter(name) for name in names]), Float64Mode():
@@ -233,7 +242,7 @@ def _publish(context: Context, found: Backward) -> Reference:
     failure = found.refused or found.failure
     return publish_errors(
         context, found.gradients, found.exact, samples=independent_lines,
-        failures={ADAPTER_ON: failure} if failure else {}, file=GRADIENT_FILE,
+        failures={ADAPTER_ON: failure} if failure else {}, others=found.others, file=GRADIENT_FILE,
     )  # fmt: skip
 
 
