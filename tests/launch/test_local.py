@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from consistency.capture.reader import read_capture
 from consistency.case.case import Case
 from consistency.case.stages import Stage
 from consistency.devices.discovery import select
+from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.errors import InputError
+from consistency.launch.assignment import Assignment
 from consistency.launch.engine import Captured, CaseTask, Limits, Task
-from consistency.launch.local import LocalEngine
+from consistency.launch.local import LocalEngine, _Run
 from consistency.launch.plan import plan_waves
 from consistency.launch.process import WorkerProcess
 from consistency.worker.protocol import Event
@@ -70,3 +72,29 @@ def test_a_case_that_ends_the_process_costs_that_case_alone(tmp_path: Path, star
     assert not list((tmp_path / "last").rglob("log.txt"))
     assert list((tmp_path / "aborts").rglob("log.txt"))
     assert seen == ["first", "no-such-function", "failed", "aborts", "failed", "last"]
+
+
+@pytest.mark.parametrize(
+    ("at_once", "waves"),
+    [
+        (None, [["cpu", "cpu@avx2", "cpu@baseline"]]),
+        (2, [["cpu", "cpu@avx2"], ["cpu@baseline"]]),
+        (1, [["cpu"], ["cpu@avx2"], ["cpu@baseline"]]),
+    ],
+)
+def test_no_more_workers_than_fit_are_started_and_the_reference_comes_first(
+    at_once: int | None, waves: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[list[str]] = []
+
+    def wave(_run: _Run, queues: Sequence[Sequence[Assignment]]) -> Iterator[Captured]:
+        started.append([queue[0].plan.name for queue in queues])
+        yield from ()
+
+    monkeypatch.setattr(_Run, "_wave", wave)
+    names = ("cpu@avx2", "cpu", "cpu@baseline")
+    devices = [DeviceInfo(spec=parse_device(name), architecture="a", model="m") for name in names]
+    case = Case(name="x", base="base", adapter="adapter")
+    task = CaseTask(case=case, waves=plan_waves(case, devices), target=tmp_path / "capture")
+    list(LocalEngine().capture(Task(cases=(task,), limits=Limits(at_once=at_once)), watch=lambda *_: None))
+    assert started == waves

@@ -283,10 +283,11 @@ def memory(s: Setting) -> Cost:
 
 
 def sharding(s: Setting) -> Cost:
-    """Load the base twice more, one copy at a time, spread over devices and the host."""
+    """Load the base twice more, one copy at a time, spread over devices and the host.
+
+    The stage looks for room itself, and is skipped where there is none, so its copies are not counted.
+    """
     return Cost(
-        host_bytes=s.shape.loaded_bytes,
-        device_bytes=s.shape.loaded_bytes,
         work=Work(fixed_s=2 * LOAD_S, fresh_bytes=2 * s.shape.loaded_bytes, native_flop=3 * _flop(s, s.at_a_time())),
     )
 

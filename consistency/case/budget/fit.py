@@ -2,7 +2,7 @@
 
 What is cut, in this order, because each costs more than the one before: sequences that go through the model at a time;
 tokens of each sequence; sequences; workers side by side. Fewer tokens and fewer sequences leave something unchecked,
-and the report says so.
+and the report says so. A base that does not fit its device is streamed through it, where `--placement` allows that.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from consistency.case.budget.shape import Shape, read_shape
 from consistency.case.budget.speed import Speed
 from consistency.case.case import Case
 from consistency.case.fit import Fit
-from consistency.case.stages import SPECS
+from consistency.case.stages import stages_of
 from consistency.devices.cores import threads_per_worker
 from consistency.errors import InputError
 
 MARGIN = 1.25
 """What is fitted leaves room for an estimate that is 25 % too low; a case is refused only by the estimate itself."""
+
+CUT = stages_of(lambda spec: spec.feeds_inputs)
+"""Stages whose memory depends on the size of the inputs."""
 
 FEWEST_TOKENS = 4
 """Of a sequence: with fewer, attention has hardly anything to do."""
@@ -128,7 +131,7 @@ def _fitted(case: Case, shape: Shape, planned: Sequence[PlannedWorker], availabl
     for margin, tried in ((MARGIN, cuts), (1.0, cuts[-1:])):
         for cut in tried:
             found = (_estimate(cut, shape, worker) for worker in planned)
-            if all(_fits(worker, available_bytes, margin=margin) for worker in found):
+            if all(_fits(worker, available_bytes, margin=margin) and _fits_device(worker) for worker in found):
                 return cut
     return case
 
@@ -136,7 +139,7 @@ def _fitted(case: Case, shape: Shape, planned: Sequence[PlannedWorker], availabl
 def _cuts(case: Case, shape: Shape) -> Iterator[Fit]:
     """Yield what a case can be cut to, from nothing to the most."""
     yield case.fit
-    if not any(SPECS[stage].feeds_inputs for stage in case.stages):
+    if not set(CUT) & set(case.stages):
         return
     sequences, tokens = shape.sequences or case.sequences, case.tokens
     for rows in _halves(sequences, 1):
@@ -158,6 +161,13 @@ def _halves(count: int, least: int) -> Iterator[int]:
 def _fits(found: WorkerEstimate, available_bytes: int | None, *, margin: float = 1.0) -> bool:
     """Report whether a worker alone fits; files that are mapped need no room, because their pages can be dropped."""
     return available_bytes is None or margin * found.host_private_bytes <= available_bytes
+
+
+def _fits_device(found: WorkerEstimate) -> bool:
+    """Report whether the stages that can be cut fit the worker's device; the others do not depend on the inputs."""
+    most = found.device_memory_bytes
+    cut = [stage.device_bytes or 0 for stage in found.stages if stage.stage in CUT]
+    return most is None or max(cut, default=0) <= most
 
 
 def _at_once(workers: Sequence[WorkerEstimate], available_bytes: int | None) -> int:
@@ -205,6 +215,9 @@ def _changes(case: Case, fitted: Case, workers: Sequence[WorkerEstimate], at_onc
         yield f"forward and gradient: {fitted.tokens} of {case.tokens} tokens"
     if fitted.sequences < case.sequences:
         yield f"forward and gradient: {fitted.sequences} of {case.sequences} sequences"
+    for worker in workers:
+        if worker.placement == "offload" and case.placement == "auto":
+            yield f"{worker.worker}: offload, the base is streamed from the host layer by layer"
 
 
 def _unknown(workers: Sequence[WorkerEstimate], *, timed: bool, beyond: bool) -> Iterator[str]:
@@ -213,6 +226,9 @@ def _unknown(workers: Sequence[WorkerEstimate], *, timed: bool, beyond: bool) ->
             "the files of the base do not stay in the host's memory: they are read again for every pass, "
             "and the time of that depends on the disk"
         )
+    for worker in workers:
+        if worker.device_memory_bytes is not None and (worker.device_bytes or 0) > worker.device_memory_bytes:
+            yield f"{worker.worker}: whether its device has room; by estimate it needs more than it has"
     names = [worker.worker for worker in workers if worker.seconds is None]
     if timed and names:
         yield f"the time on {', '.join(names)}: these stages have not been measured on such a device"

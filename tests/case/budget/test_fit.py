@@ -123,6 +123,46 @@ def test_files_are_mapped_once_for_all_and_need_no_room_of_their_own() -> None:
     assert any("read again" in text for text in found.unknown)
 
 
+def test_a_base_that_its_device_cannot_hold_is_streamed_and_one_that_it_can_is_not() -> None:
+    small, large = budget(1000 * GIB, "cpu", "cuda:0", device_gib=8), budget(1000 * GIB, "cpu", "cuda:0")
+    assert [worker.placement for worker in small.workers] == ["host", "offload"]
+    assert [worker.placement for worker in large.workers] == ["host", "device"]
+    assert any(text.startswith("cuda:0: offload") for text in small.changes)
+    assert small.workers[1].device_bytes is not None
+    assert small.workers[1].device_bytes < 8 * GIB
+
+
+def test_a_base_that_has_to_be_on_its_device_is_tried_there_with_a_word_of_warning() -> None:
+    given = msgspec.structs.replace(CASE, placement="device")
+    found = budget(1000 * GIB, "cpu", "cuda:0", case=given, device_gib=8)
+    assert (found.workers[1].placement, found.refusal) == ("device", None)
+    assert any(text.startswith("cuda:0: whether its device has room") for text in found.unknown)
+
+
+def test_a_device_without_room_for_the_activations_gets_fewer_sequences_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = msgspec.structs.replace(CASE, inputs="file.safetensors", placement="offload")
+    monkeypatch.setattr(fit, "read_shape", lambda _: dataclasses.replace(LARGE, sequences=64, tokens=2000))
+    whole = budget(None, "cpu", "cuda:0", case=given).workers[1].device_bytes
+    assert whole is not None
+    found = budget(None, "cpu", "cuda:0", case=given, device_gib=whole / 2 / GIB)
+    assert found.case.fit.micro_batch is not None
+    assert found.case.fit.micro_batch < 16
+
+
+def test_a_quantized_base_is_not_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "read_shape", lambda _: dataclasses.replace(LARGE, quantized=True))
+    assert [worker.placement for worker in budget(None, "cuda:0", device_gib=8).workers] == ["device"]
+
+
+def test_a_base_that_is_to_be_streamed_is_streamed() -> None:
+    given = msgspec.structs.replace(CASE, placement="offload")
+    found = budget(1000 * GIB, "cpu", "cuda:0", case=given)
+    assert [worker.placement for worker in found.workers] == ["host", "offload"]
+    assert found.changes == (), "it was asked for"
+
+
 def test_the_time_on_an_accelerator_is_unknown_and_named() -> None:
     found = make_budget(CASE, planned("cpu", "cuda:0"), available_bytes=None, speed=SPEED)
     assert found.workers[0].seconds is not None
