@@ -76,6 +76,8 @@ def test_a_suite_is_one_entry_with_all_cases(night: Suite, history: str) -> None
     (run,) = History(history).runs()
     assert (run.case, run.verdict, run.cases) == ("nightly", "consistent", {"a": "consistent", "b": "consistent"})
     assert [(worker.case, worker.device) for worker in run.workers] == [("a", "GPU-a"), ("b", "GPU-a")]
+    tables = [History(history).table(worker.table) for worker in run.workers]
+    assert all(table is not None and set(table) == {"adapter::l.lora_A", "merged::l.weight"} for table in tables)
     (row,) = run_rows(History(history), 0)
     assert (row.devices, row.cases) == (1, {"a": "consistent", "b": "consistent"})
 
