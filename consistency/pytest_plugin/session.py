@@ -6,10 +6,10 @@ read its results.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,16 +21,18 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.wording import counted
 from consistency.case.options import OPTIONS, Edge
 from consistency.case.reading import gather_options
+from consistency.case.suite import gather_suite
 from consistency.comparison.findings.tolerances import KIND as TOLERANCE
 from consistency.comparison.result import Comparison
-from consistency.comparison.suite import CaseResult, SuiteResult, common_findings
+from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.plan import WorkerPlan
 from consistency.pytest_plugin.item_names import Place, RowFinder
 from consistency.pytest_plugin.session_case import SessionCase
 from consistency.report.suite.summarize import summarize
 from consistency.report.text import clean
-from consistency.workflows import pipeline
+from consistency.worker.protocol import Event
+from consistency.workflows import pipeline, suite
 
 _ARGUMENT = "consistency::"
 _COMPARISON, _ERROR, _STARTED, _RESULT = "comparison.json", "error.json", "started", "result.json"
@@ -38,16 +40,6 @@ _COMPARISON, _ERROR, _STARTED, _RESULT = "comparison.json", "error.json", "start
 
 class LostWorkerError(Exception):
     """The worker of a device was lost, so there is nothing to compare."""
-
-
-Plans = Mapping[str, pipeline.Plan | ConsistencyError]
-"""The plan of each case by name, or why it has none."""
-
-
-def planned(file: str | None, given: Mapping[str, object]) -> tuple[str, Plans]:
-    """Return the name of what is checked, and its plans."""
-    plan = pipeline.prepare(gather_options(file, given, Edge.PYTEST))
-    return plan.case.name, {plan.case.name: plan}
 
 
 @dataclass(slots=True)
@@ -67,12 +59,15 @@ class Session:
 
     Attributes
     ----------
+    plan : SuitePlan or None
+        Of a suite; None where the options describe a single case.
     selected : mapping of SessionCase to sequence
         The cases that items need, each with the places and workers of those about a device.
     """
 
     name: str
     cases: tuple[SessionCase, ...]
+    plan: suite.SuitePlan | None
     folder: Path
     out: Path | None
     is_controller: bool
@@ -87,11 +82,18 @@ class Session:
         """Make the session from the options, and check the case before anything is collected."""
         given = getattr(config, "workerinput", {}).get("consistency")
         values = {option.name: config.getoption(f"consistency_{option.name}", None) for option in OPTIONS}
-        name, plans = planned(config.getoption("consistency_config"), values)
+        file = config.getoption("consistency_config")
+        options = gather_suite(file, values, Edge.PYTEST)
+        planned = None if options is None else suite.prepare_suite(options)
+        if planned is None:
+            cases = [SessionCase.of(0, pipeline.prepare(gather_options(file, values, Edge.PYTEST)))]
+        else:
+            cases = [SessionCase.of_suite(number, one) for number, one in enumerate(planned.cases)]
         out = config.getoption("consistency_out")
         return cls(
-            name=name,
-            cases=tuple(SessionCase.of(number, *named) for number, named in enumerate(plans.items())),
+            name=cases[0].name if planned is None else planned.name,
+            cases=tuple(cases),
+            plan=planned,
             folder=Path(given["folder"]) if given else Path(tempfile.mkdtemp(prefix="consistency-pytest-")),
             out=None if out is None else Path(config.invocation_params.dir, out),
             is_controller=given is None,
@@ -217,22 +219,26 @@ class Session:
         (self.folder / _RESULT).write_bytes(encode_json(result))
 
     def _run(self, chosen: Mapping[SessionCase, Sequence[tuple[Place, WorkerPlan]]]) -> SuiteResult:
-        started = time.monotonic()
-        found = []
-        for case, selected in chosen.items():
-            folder = f"cases/{case.name}"
-            out = self.out if self.out is None or len(self.cases) == 1 else self.out / folder
-            try:
-                report = pipeline.run(case.narrowed(selected), out, watch=lambda *_: None, replace=True)
-            except ConsistencyError as error:
-                if len(self.cases) == 1:
-                    raise
-                self._put(case, _ERROR, error.parts)
-                found.append(CaseResult.of_error(case.name, folder, error))
-            else:
-                self._put(case, _COMPARISON, report.comparison)
-                found.append(summarize(case.name, folder, report.comparison, report.elapsed_s))
-        return SuiteResult(name=self.name, cases=tuple(found), elapsed_s=time.monotonic() - started)
+        if self.plan is None:
+            ((case, selected),) = chosen.items()
+            report = pipeline.run(case.narrowed(selected), self.out, watch=_unwatched, replace=True)
+            self._put(case, _COMPARISON, report.comparison)
+            only = summarize(case.name, ".", report.comparison, report.elapsed_s)
+            return SuiteResult(name=self.name, cases=(only,), elapsed_s=report.elapsed_s)
+        of = {case.name: case for case in chosen}
+        cases = [one for one in self.plan.cases if one.name in of]
+        narrowed = [
+            one if one.plan is None else dataclasses.replace(one, plan=of[one.name].narrowed(chosen[of[one.name]]))
+            for one in cases
+        ]
+        found = suite.run_suite(
+            dataclasses.replace(self.plan, cases=tuple(narrowed)), self.out, watch=_unwatched, replace=True,
+            each=lambda name, comparison: self._put(of[name], _COMPARISON, comparison),
+        )  # fmt: skip
+        for result in found.cases:
+            if result.error is not None:
+                self._put(of[result.name], _ERROR, ConsistencyError(result.error).parts)
+        return found
 
     def _put(self, case: SessionCase, name: str, value: object) -> None:
         home = self._home(case)
@@ -258,3 +264,7 @@ class _Comparisons(Mapping[str, Comparison]):
 
     def __len__(self) -> int:
         return len(self._cases)
+
+
+def _unwatched(_name: str, _event: Event) -> None:
+    """Show no progress: pytest owns the terminal."""

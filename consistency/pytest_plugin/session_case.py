@@ -14,6 +14,7 @@ from consistency.errors import ConsistencyError
 from consistency.launch.plan import WorkerPlan, plan_waves
 from consistency.pytest_plugin.item_names import Place, places
 from consistency.workflows.pipeline import Plan
+from consistency.workflows.suite import PlannedCase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,12 +39,17 @@ class SessionCase:
     workers: tuple[WorkerPlan, ...] = ()
 
     @classmethod
-    def of(cls, number: int, name: str, plan: Plan | ConsistencyError) -> SessionCase:
+    def of(cls, number: int, plan: Plan) -> SessionCase:
         """Return a case with the places of its items, from headers alone."""
-        if isinstance(plan, ConsistencyError):
-            return cls(number=number, name=name, error=plan)
         workers = tuple(worker for wave in plan_waves(plan.case, plan.devices) for worker in wave)
-        return cls(number=number, name=name, plan=plan, places=places(plan.case), workers=workers)
+        return cls(number=number, name=plan.case.name, plan=plan, places=places(plan.case), workers=workers)
+
+    @classmethod
+    def of_suite(cls, number: int, planned: PlannedCase) -> SessionCase:
+        """Return a case of a suite, which may have no plan."""
+        if planned.plan is None:
+            return cls(number=number, name=planned.name, error=planned.error)
+        return cls.of(number, planned.plan)
 
     def narrowed(self, selected: Sequence[tuple[Place, WorkerPlan]]) -> Plan:
         """Return the plan narrowed to the stages, layers and devices of the selected items; whole without any.

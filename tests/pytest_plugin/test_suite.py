@@ -7,29 +7,41 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-OPTIONS = ("--consistency-base", "builtin:llama", "--consistency-devices", "cpu", "--consistency-stages", "adapter")
-
-# A suite of three cases, of which the input of one cannot be used.
+# The input of one case cannot be used.
 SUITE = """
+devices = "cpu"
+stages = ["adapter"]
+level = "quick"
+
+[[case]]
+name = "plain"
+base = "builtin:llama"
+
+[[case]]
+name = "other"
+base = "builtin:gpt2"
+
+[[case]]
+name = "gone"
+base = "builtin:gpt2"
+adapter = "./gone"
+"""
+
+OPTIONS = ("--consistency-config", "nightly.toml")
+
+# A fault in one case, planted from a conftest: the option for it exists in no command line.
+PLANT = """
 import dataclasses
-from consistency.case.reading import make_options
-from consistency.errors import InputError
-from consistency.pytest_plugin import session
-from consistency.workflows import pipeline
+from consistency.workflows import suite
 
-FAULTS = {faults!r}
+real = suite.prepare_suite
 
 
-def planned(file, given):
-    def plan(base, name):
-        options = make_options(dict(base=base, name=name, devices="cpu", stages="adapter", level="quick"))
-        return dataclasses.replace(pipeline.prepare(options), faults=FAULTS.get(name, {{}}))
-
-    gone = InputError("no such folder for the adapter", where="./gone")
-    return "nightly", {{"plain": plan("builtin:llama", "plain"), "other": plan("builtin:gpt2", "other"), "gone": gone}}
+def prepare_suite(options):
+    return dataclasses.replace(real(options), faults={"other": {"cpu": "adapter-bit-flip"}})
 
 
-session.planned = planned
+suite.prepare_suite = prepare_suite
 """
 
 
@@ -40,7 +52,8 @@ def _no_inherited_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
-    pytester.makeconftest(SUITE.format(faults={"other": {"cpu": "adapter-bit-flip"}}))
+    pytester.makefile(".toml", nightly=SUITE)
+    pytester.makeconftest(PLANT)
     return pytester
 
 

@@ -19,6 +19,9 @@ from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.store import History, RunRecord, Table, WorkerRecord, digest_of, record_of
 from consistency.comparison.result import Comparison, Finding, with_findings
 
+DRIFT = "drift"
+"""Kind of the finding that a device's bits are not those of an earlier run."""
+
 _MOST_DETAILS = 5
 
 
@@ -61,7 +64,7 @@ def judge_drift(
     if baseline is not None:
         comparison = apply(baseline, comparison)
     errors = [f for f in comparison.findings if f.severity == "error"]
-    drifted = {label for f in errors if f.kind == "drift" for label in f.workers}
+    drifted = {label for f in errors if f.kind == DRIFT for label in f.workers}
     workers = tuple(
         msgspec.structs.replace(w, drift=stages.get((w.device, w.load_path), ()) if w.name in drifted else ())
         for w in record.workers
@@ -156,13 +159,14 @@ def _finding(worker: WorkerRecord, since: str, differing: Mapping[str, Sequence[
     )
     device = worker.name if worker.device.endswith(f"/{worker.name}") else f"{worker.name} ({worker.device})"
     return Finding(
-        kind="drift",
+        kind=DRIFT,
         severity="error",
         message=(
             f"drift · {device} · {where} tensors differ bitwise from the run of {since[:16].replace('T', ' ')}: "
             "same inputs, same software"
         ),
-        general=f"drift · {device} · {', '.join(differing)} tensors differ bitwise from an earlier run",
+        general=f"drift · {device} · {', '.join(differing)} tensors differ bitwise from an earlier run: same inputs, "
+            "same software",
         workers=(worker.name,),
         tensors=tuple(tensors),
         detail=tuple(tensors[:_MOST_DETAILS]),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from consistency.comparison.history.drift import DRIFT
 from tests.report.made_comparisons import hostile
-from tests.report.suite.made_suites import case, good, lost, many, suite, unusable, zeros
+from tests.report.suite.made_suites import case, good, lost, many, suite, unusable, zeros, zeros_finding
 from tests.report.suite.printed import printed
 
 
@@ -70,8 +71,11 @@ def test_a_case_that_could_not_be_checked_says_why() -> None:
 
 
 def test_what_cannot_be_reproduced_names_no_reproducer() -> None:
-    text = printed(suite(case("killer", lost()), unusable("gone")), folder="run")
+    drifted = msgspec.structs.replace(zeros_finding(2), kind=DRIFT, next="run again")
+    found = msgspec.structs.replace(zeros(2), findings=(drifted,))
+    text = printed(suite(case("killer", lost()), unusable("gone"), case("aged", found)), folder="run")
     assert "killer · cuda:1 was lost" in text
+    assert "next: run again" in text
     assert "reproduce" not in text
 
 
