@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,18 +110,24 @@ def run_suite(
     replace: bool = False,
     history: History | None = None,
     baseline: Baseline | None = None,
+    each: Callable[[str, Comparison], None] = lambda _name, _comparison: None,
 ) -> SuiteResult:
     """Capture, compare and report every case, and the suite.
 
-    The parameters are those of `pipeline.run`; `out` gets `cases/NAME/`, each with what a run leaves, and the suite's
-    own files. A suite that is stopped leaves the cases that were complete.
+    The other parameters are those of `pipeline.run`; `out` gets `cases/NAME/`, each with what a run leaves, and the
+    suite's own files. A suite that is stopped leaves the cases that were complete.
+
+    Parameters
+    ----------
+    each : callable
+        Called with the name of each case that was compared, and its comparison, of which nothing is kept afterwards.
     """
     started = time.monotonic()
     entry = None if history is None else SuiteEntry(history, baseline)
     with _output(out, replace=replace) as folder:
         results = {one.name: _of_error(one, one.error) for one in plan.cases if one.error is not None}
         for one, captured in _captured(plan, folder, pipeline.CAPTURES, watch=watch):
-            results[one.name] = _finish(one, captured, folder, baseline=baseline, entry=entry)
+            results[one.name] = _finish(one, captured, folder, baseline=baseline, entry=entry, each=each)
             if out is None:
                 shutil.rmtree(folder / one.folder, ignore_errors=True)
         suite = SuiteResult(
@@ -168,7 +174,13 @@ def _captured(plan: SuitePlan, folder: Path, below: str, *, watch: Watcher) -> I
 
 
 def _finish(
-    one: PlannedCase, captured: Captured, folder: Path, *, baseline: Baseline | None, entry: SuiteEntry | None
+    one: PlannedCase,
+    captured: Captured,
+    folder: Path,
+    *,
+    baseline: Baseline | None,
+    entry: SuiteEntry | None,
+    each: Callable[[str, Comparison], None],
 ) -> CaseResult:
     """Compare a case, write its report, and return what is kept of it."""
     if captured.error is not None:
@@ -183,6 +195,7 @@ def _finish(
     elif baseline is not None:
         comparison = apply(baseline, comparison)
     pipeline.write_reports(comparison, folder / one.folder)
+    each(one.name, comparison)
     return summarize(one.name, one.folder, comparison, _worked_s(comparison))
 
 

@@ -86,8 +86,9 @@ def test_outcomes_of_all_cases(suite: pytest.Pytester) -> None:
     root = ElementTree.parse(suite.path / "out.xml").getroot()
     (failed,) = [case for case in root.iter("testcase") if case.find("failure") is not None]
     assert failed.get("classname") == "consistency.other.adapter"
-    again = suite.runpytest_subprocess(*OPTIONS, "--lf")
-    again.assert_outcomes(failed=1, errors=1)
+    assert collected(suite, "--lf") == [
+        "consistency::other::adapter::transformer.h.0.attn.c_proj.lora_B[cpu]", "consistency::gone::input",
+    ]  # fmt: skip
 
 
 def test_only_selected_cases_are_captured(suite: pytest.Pytester) -> None:

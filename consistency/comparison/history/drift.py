@@ -166,7 +166,7 @@ def _finding(worker: WorkerRecord, since: str, differing: Mapping[str, Sequence[
             "same inputs, same software"
         ),
         general=f"drift · {device} · {', '.join(differing)} tensors differ bitwise from an earlier run: same inputs, "
-            "same software",
+        "same software",
         workers=(worker.name,),
         tensors=tuple(tensors),
         detail=tuple(tensors[:_MOST_DETAILS]),
