@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from consistency.capture.wording import counted, size
+from consistency.case.budget.costs import START_S
 from consistency.case.budget.estimate import WorkerEstimate
 from consistency.case.budget.fit import Budget
 from consistency.case.budget.shape import Shape
+from consistency.errors import InputError
 from consistency.report.text import clean, one_line
 
 SCHEMA = "consistency.plan/1"
+SUITE_SCHEMA = "consistency.plan-suite/1"
 
 _COLUMNS = "{:28}{:>13}{:>13}{:>13}{:>11}"
 
@@ -62,6 +65,43 @@ def render(budget: Budget) -> str:
     elif not budget.changes:
         lines += ["", "  fits: nothing is left out for lack of memory"]
     return "\n".join(lines) + "\n"
+
+
+def suite_as_table(name: str, budgets: Mapping[str, Budget | InputError]) -> dict[str, Any]:
+    """Return the budgets of a suite as JSON has them; of a case that cannot be checked, why."""
+    cases = {
+        case: {"refusal": found.parts} if isinstance(found, InputError) else as_table(found)
+        for case, found in budgets.items()
+    }
+    return {"schema": SUITE_SCHEMA, "suite": name, "cases": cases, "seconds": _whole_time(budgets)}
+
+
+def render_suite(name: str, budgets: Mapping[str, Budget | InputError]) -> str:
+    """Return the budgets of a suite as text: a line per case, and the most expensive one in full."""
+    known = {case: found for case, found in budgets.items() if isinstance(found, Budget)}
+    lines = [f"consistency plan · {one_line(name)} · {counted(len(budgets), 'case')}", ""]
+    lines.append("  " + _COLUMNS.format("case", "host private", "host mapped", "device", "time"))
+    for case, found in budgets.items():
+        if isinstance(found, InputError):
+            lines.append(f"  {one_line(case)}: cannot be checked: {one_line(found.what)}")
+            continue
+        device = max((worker.device_bytes or 0 for worker in found.workers), default=0)
+        figures = (found.host_private_bytes, found.host_mapped_bytes, device)
+        note = "" if found.refusal is None else f"  refused: {one_line(found.refusal.what)}"
+        lines.append("  " + _COLUMNS.format(one_line(case), *map(_size, figures), _time(found.seconds)) + note)
+    lines += ["", f"  together  {_time(_whole_time(budgets))}: workers are started once and take the cases in turn", ""]
+    text = "\n".join(lines)
+    if not known:
+        return text
+    largest = max(known.values(), key=lambda found: (found.host_private_bytes, found.seconds or 0.0))
+    return f"{text}\nThe case that needs the most memory:\n\n{render(largest)}"
+
+
+def _whole_time(budgets: Mapping[str, Budget | InputError]) -> float | None:
+    """Return the time of all cases, whose workers are started once; None where that of any case is unknown."""
+    seconds = [found.seconds for found in budgets.values() if isinstance(found, Budget)]
+    known = [value for value in seconds if value is not None]
+    return sum(known) - START_S * (len(known) - 1) if known and len(known) == len(seconds) else None
 
 
 def _model(shape: Shape) -> Iterator[str]:

@@ -6,20 +6,41 @@ from collections.abc import Iterator, Sequence
 
 from consistency.case.budget.estimate import PlannedWorker
 from consistency.case.budget.fit import Budget, make_budget
-from consistency.case.budget.speed import measure_speed
+from consistency.case.budget.speed import Speed, measure_speed
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
+from consistency.case.preflight import prepare_case
+from consistency.case.suite import SuiteOptions
 from consistency.devices.discovery import cpu_flags
 from consistency.devices.memory import available_bytes
 from consistency.devices.spec import DeviceInfo
+from consistency.errors import InputError
 from consistency.launch.plan import WorkerPlan, plan_waves
 
 
-def budget_of(case: Case, devices: Sequence[DeviceInfo], *, threads: int | None = None, timed: bool = False) -> Budget:
-    """Return the budget of a case; `timed` measures this host's processor for it, in a fifth of a second."""
+def host_speed() -> Speed:
+    """Measure this host's processor, in a fifth of a second."""
+    return measure_speed(cpu_flags())
+
+
+def budget_of(
+    case: Case, devices: Sequence[DeviceInfo], *, threads: int | None = None, speed: Speed | None = None
+) -> Budget:
+    """Return the budget of a case on these devices of this host; without its `speed` no time is estimated."""
     planned = list(_planned(plan_waves(case, devices)))
-    speed = measure_speed(cpu_flags()) if timed else None
     return make_budget(case, planned, available_bytes=available_bytes(), speed=speed, threads=threads)
+
+
+def budgets_of(suite: SuiteOptions, devices: Sequence[DeviceInfo], speed: Speed) -> dict[str, Budget | InputError]:
+    """Return the budget of every case of a suite by name, or why it cannot be checked."""
+    found: dict[str, Budget | InputError] = {}
+    for options in suite.cases:
+        try:
+            case = prepare_case(options)
+            found[case.name] = budget_of(case, devices, threads=suite.shared.threads, speed=speed)
+        except InputError as error:
+            found[str(options.name)] = error
+    return found
 
 
 def _planned(waves: Sequence[Sequence[WorkerPlan]]) -> Iterator[PlannedWorker]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from consistency.case.budget.fit import MARGIN
@@ -9,8 +11,10 @@ from consistency.case.case import Case
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import Stage
+from consistency.case.suite import SuiteOptions
 from consistency.devices.discovery import select
 from consistency.errors import InputError
+from consistency.report.plan import render_suite, suite_as_table
 from consistency.workflows import pipeline, planning
 
 OPTIONS = Options(base="builtin:llama", devices=("cpu", "cpu@baseline"))
@@ -44,7 +48,7 @@ def test_a_host_without_room_for_one_worker_is_refused_before_any_starts(monkeyp
 
 def test_each_worker_of_each_wave_has_its_stages() -> None:
     case = prepare_case(OPTIONS)
-    found = planning.budget_of(case, select(OPTIONS.devices), timed=True)
+    found = planning.budget_of(case, select(OPTIONS.devices), speed=planning.host_speed())
     assert [worker.worker for worker in found.workers] == ["cpu", "cpu@baseline"]
     assert [worker.makes_reference for worker in found.workers] == [True, False]
     for worker in found.workers:
@@ -59,3 +63,18 @@ def test_a_case_without_a_model_has_a_budget() -> None:
     case = Case(name="host", base="", stages=(Stage.TRANSFER, Stage.OPERATORS))
     (worker,) = planning.budget_of(case, select(("cpu",))).workers
     assert [stage.stage for stage in worker.stages] == ["start", "transfer", "operators"]
+
+
+def test_a_suite_has_a_budget_for_every_case_and_the_reason_where_there_is_none() -> None:
+    cases = tuple(dataclasses.replace(OPTIONS, name=name) for name in ("one", "two"))
+    wrong = dataclasses.replace(OPTIONS, name="wrong", base="./nowhere")
+    suite = SuiteOptions(name="night", shared=OPTIONS, cases=(*cases, wrong))
+    found = planning.budgets_of(suite, select(OPTIONS.devices), planning.host_speed())
+    assert list(found) == ["one", "two", "wrong"]
+    assert isinstance(found["wrong"], InputError)
+    text = render_suite(suite.name, found)
+    assert "wrong: cannot be checked: no such folder for the base" in text
+    assert text.count("consistency plan ·") == 2, "one line per case, and the largest case in full"
+    table = suite_as_table(suite.name, found)
+    whole = [table["cases"][name]["seconds"] for name in ("one", "two")]
+    assert max(whole) < table["seconds"] < sum(whole), "workers are started once"

@@ -90,20 +90,22 @@ def _plan(parsed: argparse.Namespace) -> int:
     from consistency.case.preflight import prepare_case
     from consistency.devices.discovery import select
     from consistency.report import plan
-    from consistency.workflows.planning import budget_of
+    from consistency.workflows.planning import budget_of, budgets_of, host_speed
 
     suite = read_suite(parsed)
-    shared = read_case(parsed) if suite is None else suite.shared
-    devices = select(shared.devices)
-    budgets = [
-        budget_of(prepare_case(options), devices, threads=shared.threads, timed=True)
-        for options in ([shared] if suite is None else suite.cases)
-    ]
+    if suite is not None:
+        budgets = budgets_of(suite, select(suite.shared.devices), host_speed())
+        if parsed.json:
+            print_json(plan.suite_as_table(suite.name, budgets))
+        else:
+            print(plan.render_suite(suite.name, budgets), end="")
+        return 0
+    options = read_case(parsed)
+    budget = budget_of(prepare_case(options), select(options.devices), threads=options.threads, speed=host_speed())
     if parsed.json:
-        tables = [plan.as_table(budget) for budget in budgets]
-        print_json(tables[0] if suite is None else tables)
+        print_json(plan.as_table(budget))
     else:
-        print("\n".join(plan.render(budget) for budget in budgets), end="")
+        print(plan.render(budget), end="")
     return 0
 
 
