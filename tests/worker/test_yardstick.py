@@ -1,0 +1,98 @@
+"""The CPU's own error for devices that multiply in another precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from consistency.devices.products import Products
+from consistency.numerics.precision import Precision
+from consistency.numerics.reduced_products import rounded_to_bfloat16, truncated_to_tf32
+from consistency.worker import yardstick
+from consistency.worker.determinism import deterministic, in_force
+from consistency.worker.protocol import Job, Peer
+from consistency.worker.yardstick import computing_with, name_of, others_of_run, products_in
+from tests.worker.model.made_models import case_of
+
+TF32 = Products(matmul=Precision.TF32, convolution=Precision.TF32)
+BFLOAT16 = Products(matmul=Precision.BFLOAT16, convolution=Precision.BFLOAT16)
+LINEAR, CONVOLUTION = torch.nn.Linear(3, 3), torch.nn.Sequential(torch.nn.Conv1d(3, 3, 2))
+
+
+def job(*peers: Peer) -> Job:
+    return Job(
+        case=case_of(Path("base"), None), name="cpu", device="cpu", load_path="isolated", folder="", blobs="",
+        scratch="", settings={}, makes_reference=True, threads=1, parent_pid=0, peers=peers,
+    )  # fmt: skip
+
+
+def peer(kind: str, **settings: Any) -> Peer:
+    return Peer(type=kind, settings=settings)
+
+
+@pytest.fixture
+def _cpu_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yardstick, "products_of", lambda _: Products(matmul=Precision.BFLOAT16))
+
+
+def test_a_pinned_run_without_such_devices_needs_nothing_else() -> None:
+    with deterministic(threads=1):
+        assert others_of_run(job(peer("cpu"), peer("cuda"), peer("npu")), LINEAR) == {}
+
+
+def test_each_precision_of_the_run_is_needed_once() -> None:
+    high = {"float32_matmul_precision": "high"}
+    with deterministic(threads=1):
+        found = others_of_run(job(peer("cpu"), peer("cuda", **high), peer("npu", **high), peer("cuda")), LINEAR)
+        assert found == {"tf32": TF32}
+        found = others_of_run(job(peer("npu", float32_matmul_precision="medium")), LINEAR)
+        assert found == {"bfloat16": BFLOAT16}
+
+
+def test_what_a_library_turned_on_is_needed_as_deployed() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    with deterministic(pins=False):
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            assert list(others_of_run(job(peer("cuda")), LINEAR)) == ["tf32"]
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("_cpu_in_bfloat16")
+def test_a_cpu_that_is_not_in_float32_needs_its_own_errors_of_float32() -> None:
+    with deterministic(threads=1):
+        assert others_of_run(job(peer("cpu")), LINEAR) == {"bfloat16": BFLOAT16, "float32": Products()}
+
+
+def test_a_model_without_convolutions_does_not_tell_their_precision_apart() -> None:
+    mixed = Products(matmul=Precision.FLOAT32, convolution=Precision.TF32)
+    assert products_in(LINEAR, mixed) == Products()
+    assert products_in(CONVOLUTION, mixed) == mixed
+    assert name_of(mixed) == "float32, convolutions tf32"
+    assert name_of(Products()) == yardstick.PLAIN == "float32"
+
+
+@pytest.mark.parametrize(("products", "cut"), [(TF32, truncated_to_tf32), (BFLOAT16, rounded_to_bfloat16)])
+def test_the_cpu_computes_as_the_device_and_settings_come_back(products: Products, cut: Any) -> None:
+    a, b = torch.rand(64, 64), torch.rand(64, 64)
+    with deterministic(threads=1, float32_matmul_precision="medium", sdpa_flash=True):
+        before = in_force()
+        with computing_with(products):
+            found = a @ b
+            assert in_force()["mkldnn_matmul_fp32_precision"] == "ieee"
+            assert in_force()["sdpa_flash"] is False
+        assert in_force() == before
+    assert torch.equal(found, cut(a) @ cut(b))
+
+
+@pytest.mark.usefixtures("_cpu_in_bfloat16")
+def test_float32_is_float32_whatever_the_cpu_s_settings_permit() -> None:
+    a, b = torch.rand(64, 64), torch.rand(64, 64)
+    with deterministic(threads=1, float32_matmul_precision="medium"), computing_with(Products()):
+        found = a @ b
+    with deterministic(threads=1):
+        assert torch.equal(found, a @ b)
