@@ -429,6 +429,46 @@ def test_tf32_products_lie_outside_the_float32_bound_and_inside_their_own(rank: 
     )
 
 
+@pytest.mark.parametrize("rank", RANKS)
+def test_products_in_bfloat16_lie_outside_the_float32_bound_and_inside_their_own(rank: int) -> None:
+    generator = np.random.Generator(np.random.PCG64(rank))
+    a = torch.from_numpy(generator.standard_normal((rank, 96), dtype=np.float32))
+    b = torch.from_numpy(generator.standard_normal((64, rank), dtype=np.float32))
+    delta = (b.bfloat16().float() @ a.bfloat16().float()) * 2.0
+    shares = {}
+    for products in Precision:
+        allowance = delta_allowance(rank, scaling=2.0, adapter=torch.float32, products=products)
+        found = measure_one(delta, left=b, right=a, scaling=2.0, base=None, allowance=allowance)
+        assert found.bound_ratio is not None
+        shares[products] = float(found.bound_ratio)
+    assert shares[Precision.BFLOAT16] <= 1 < shares[Precision.FLOAT32]
+    assert shares[Precision.TF32] > shares[Precision.BFLOAT16]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("each", [1, 32])
+def test_partial_sums_in_a_half_type_lie_inside_their_own_bound(dtype: torch.dtype, each: int) -> None:
+    rank = 256
+    generator = np.random.Generator(np.random.PCG64(each))
+    a = torch.from_numpy(generator.uniform(0.25, 1, (rank, 96))).to(dtype)
+    b = torch.from_numpy(generator.uniform(0.25, 1, (64, rank))).to(dtype)
+    product = torch.zeros(64, 96, dtype=dtype)
+    for start in range(0, rank, each):
+        part = slice(start, start + each)
+        product = (product.float() + (b[:, part].float() @ a[part].float()).to(dtype).float()).to(dtype)
+    delta = product * 2
+
+    def share(partial_terms: int | None) -> float:
+        allowance = delta_allowance(rank, scaling=2.0, adapter=dtype, partial_terms=partial_terms)
+        found = measure_one(delta, left=b, right=a, scaling=2.0, base=None, allowance=allowance)
+        assert found.bound_ratio is not None
+        return float(found.bound_ratio)
+
+    assert share(each) <= 1
+    if each == 1:
+        assert share(None) > 1, "accumulated in the half type altogether"
+
+
 # --- a tolerance that the user gives ----------------------------------------------------------------------------------
 
 NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)

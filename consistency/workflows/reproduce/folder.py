@@ -20,6 +20,7 @@ from consistency.capture.writer import write_json
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS, Stage
 from consistency.devices.backends import kernel_variables
+from consistency.devices.settings import UNREADABLE
 from consistency.devices.spec import parse_device
 from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.report.text import clean
@@ -232,7 +233,7 @@ def _write(folder: Path, evidence: Evidence, parts: _Parts) -> None:
         "window": parts.window,
         "diagnosis": evidence.record.diagnosis,
         "variables": {name: known[name] for name in sorted(kernel_variables()) if name in known},
-        "settings": info.in_force,
+        "settings": {name: value for name, value in info.in_force.items() if not str(value).startswith(UNREADABLE)},
         "sha256": {
             name: hashlib.sha256(as_bytes(tensor).numpy().tobytes()).hexdigest()
             for name, tensor in parts.tensors.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.writer import CaptureWriter
 from consistency.case.stages import Level
 from consistency.case.tolerance import Override
+from consistency.devices.products import Products
+from consistency.numerics.precision import Precision
 from consistency.worker.protocol import EventLog
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.operators import stage as operators
@@ -109,3 +111,41 @@ def test_only_what_there_is_no_kernel_for_excuses_a_device(
         reason="no float64 on this device",
     )  # fmt: skip
     assert only_row(compared(make_capture("a", {"cpu": [cpu], "mps": [other]})), "mps").status == status
+
+
+BFLOAT16 = Products(matmul=Precision.BFLOAT16)
+MATMUL = ("operators::matmul", "operators::linear")
+
+
+def in_bfloat16(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def compute(operation: Operation, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return real(operation, [x.bfloat16().float() if x.dtype == torch.float32 else x for x in inputs])
+
+    return compute
+
+
+def test_products_in_bfloat16_are_a_finding_unless_settings_permit_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "compute", in_bfloat16(operators.compute))
+    unasked = look(tmp_path / "pinned", only=MATMUL)
+    assert {r.status for r in unasked.values() if r.dtype == "float32"} == {"outside"}
+    permitted = look(tmp_path / "permitted", only=MATMUL, products=BFLOAT16)
+    assert {r.status for r in permitted.values()} <= {"within", "equal"}
+
+
+def test_zeros_are_a_finding_where_bfloat16_is_permitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = operators.compute
+    monkeypatch.setattr(operators, "compute", lambda operation, inputs: real(operation, inputs) * 0)
+    found = look(tmp_path, only=MATMUL, products=BFLOAT16)
+    assert {r.status for r in found.values()} == {"outside"}
+
+
+def test_a_bound_that_zeros_would_pass_is_skipped_where_partial_sums_may_be_stored_in_a_half_type(
+    tmp_path: Path,
+) -> None:
+    found = look(tmp_path, only=MATMUL, products=Products(partial_terms={"float16": 1, "bfloat16": 1}))
+    skipped = {r.dtype: r.reason for r in found.values() if r.status == "skipped"}
+    assert set(skipped) == {"bfloat16"}
+    assert "partial sums may be stored in bfloat16" in str(skipped["bfloat16"])
+    assert {r.status for r in found.values() if r.dtype == "float32"} <= {"within", "equal"}
