@@ -7,6 +7,7 @@ need; the rest is in the case's own report.
 from __future__ import annotations
 
 import datetime
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -235,22 +236,24 @@ def common_findings(cases: Sequence[CaseResult]) -> tuple[SuiteFinding, ...]:
     A cause is the same where kind, severity, workers and the general message are: *cuda:1 · zeros in lora_B tensors*
     is one finding, and not 57, where 57 of 100 cases have it.
     """
-    same: dict[tuple[object, ...], list[tuple[str, CaseFinding]]] = {}
+    same: dict[object, list[tuple[str, CaseFinding]]] = {}
     for case in cases:
+        seen: Counter[object] = Counter()
         for finding in (*_of_error(case), *case.findings):
             key = (finding.kind, finding.severity, finding.workers, finding.general)
-            same.setdefault(key, []).append((case.name, finding))
+            seen[key] += 1  # two findings of one case stay two, however alike they are in general
+            same.setdefault((key, seen[key]), []).append((case.name, finding))
     found = []
     for members in same.values():
         names = tuple(name for name, _ in members)
         first = members[0][1]
-        several = len(set(names)) > 1
-        where = f"{len(set(names))} of {len(cases)} cases" if several else f"case {names[0]}"
+        where = f"{len(names)} of {len(cases)} cases" if len(names) > 1 else f"case {names[0]}"
+        is_same = all(finding.message == first.message for _, finding in members)
         found.append(
             SuiteFinding(
                 kind=first.kind,
                 severity=first.severity,
-                message=f"{where} · {first.general if several else first.message}",
+                message=f"{where} · {first.message if is_same else first.general}",
                 workers=first.workers,
                 cases=names,
                 numbers=tuple(finding.number for _, finding in members),

@@ -73,6 +73,23 @@ def test_one_cause_in_several_cases_is_one_finding() -> None:
     assert second.message == "case c · zeros in 3 of 3 lora_B tensors"
 
 
+def test_a_message_that_all_cases_share_is_kept_whole() -> None:
+    cases = [found("a", "inconsistent", finding()), found("b", "inconsistent", finding()), found("c")]
+    assert common_findings(cases)[0].message == "2 of 3 cases · zeros in 3 of 3 lora_B tensors"
+
+
+def test_findings_of_one_case_stay_apart() -> None:
+    """Two of them may be alike in general: the same word for two steps of a merge, say."""
+    twice = (finding("first", number=1), finding("second", number=2))
+    assert [each.message for each in common_findings([found("a", "inconsistent", *twice)])] == [
+        "case a · first", "case a · second",
+    ]  # fmt: skip
+    both = common_findings([found(name, "inconsistent", *twice) for name in "ab"])
+    assert [(each.message, each.numbers) for each in both] == [
+        ("2 of 2 cases · first", (1, 1)), ("2 of 2 cases · second", (2, 2)),
+    ]  # fmt: skip
+
+
 def test_errors_come_before_warnings_of_more_cases() -> None:
     warning = finding("memory", kind="touched", severity="warning", general="memory")
     cases = [found("a", "consistent", warning), found("b", "inconsistent", warning, finding())]

@@ -18,6 +18,7 @@ from consistency.numerics.words import Word
 
 _MOST_DETAILS = 5
 _MOST_SENTENCES = 3
+_COMPUTED = (Rule.BOUND, Rule.RELATIVE, Rule.USER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +97,8 @@ def find_causes(
         yield Finding(
             kind=cause.word,
             severity="warning" if software else "error",
-            message=f"{opening}{_what(cause, group, _how_many(group, total))}{ending}",
-            general=f"{opening}{_what(cause, group, _names(group))}{ending}",
+            message=f"{opening}{_what(cause, group, total)}{ending}",
+            general=f"{opening}{_in_general(cause, group)}{ending}",
             workers=cause.workers,
             tensors=tuple(t.name for t in group.tensors),
             detail=tuple(
@@ -157,7 +158,7 @@ def _totals(tensors: Sequence[TensorComparison]) -> dict[tuple[str, str], Counte
     return totals
 
 
-def _what(cause: _Cause, group: _Group, tensors: str) -> str:
+def _what(cause: _Cause, group: _Group, totals: Counter[str]) -> str:
     """Name the difference and the tensors; of facts, the workers' own sentences, which are more exact."""
     if group.rule == Rule.LIMIT:
         reasons = list(dict.fromkeys(row.reason for row in group.samples if row.reason))
@@ -165,14 +166,16 @@ def _what(cause: _Cause, group: _Group, tensors: str) -> str:
             reasons = [*reasons[:_MOST_SENTENCES], f"and {len(reasons) - _MOST_SENTENCES} more"]
         if reasons:
             return "; ".join(reasons)
-    computed = group.rule in (Rule.BOUND, Rule.RELATIVE, Rule.USER)
-    return cause.word.about(tensors, computed=computed)
+    return cause.word.about(_how_many(group, totals), computed=group.rule in _COMPUTED)
 
 
-def _names(group: _Group) -> str:
-    """Name the tensors without counting them: `lora_A and lora_B tensors`."""
+def _in_general(cause: _Cause, group: _Group) -> str:
+    """Name the difference and the tensors without counts, sizes and layers, which differ from case to case."""
     names = sorted({tensor.tensor for tensor in group.tensors})
-    return f"{listed(names) if len(names) <= _MOST_SENTENCES else 'several'} tensors"
+    tensors = listed(names) if len(names) <= _MOST_SENTENCES else "several"
+    if group.rule == Rule.LIMIT:
+        return cause.word.phrase.replace("{}", tensors)
+    return cause.word.about(f"{tensors} tensors", computed=group.rule in _COMPUTED)
 
 
 def _how_many(group: _Group, totals: Counter[str]) -> str:

@@ -199,26 +199,25 @@ def find_casts(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
             if partial_workers
             else "on every device: PEFT casts them to the dtype of the base while loading"
         )
+        opening = f"adapter · {listed(tuple(cast.workers))} · the file's values rounded through {dtype}"
+        ending = f"with low_cpu_mem_usage=True ({', '.join(cast.by_load_path)}), {tail}"
         yield Finding(
             kind=DTYPE_ON_THE_WAY,
             severity="error" if partial_workers else "note",
-            message=(
-                f"adapter · {listed(tuple(cast.workers))} · the file's values rounded through {dtype} in "
-                f"{counted(len(first), 'tensor')} with low_cpu_mem_usage=True ({', '.join(cast.by_load_path)}), {tail}"
-            ),
+            message=f"{opening} in {counted(len(first), 'tensor')} {ending}",
+            general=f"{opening} {ending}",
             workers=tuple(cast.workers),
             tensors=tuple(t.name for t in first),
             load_paths=tuple(cast.by_load_path),
         )
     for (dtype, usual), by_load_path in stored.items():
         first = next(iter(by_load_path.values()))
+        where = f"stored in {dtype} on {', '.join(by_load_path)}, and in {usual} by default"
         yield Finding(
             kind=DTYPE_ON_THE_WAY,
             severity="note",
-            message=(
-                f"adapter · {counted(len(first), 'tensor')} stored in {dtype} on {', '.join(by_load_path)}, "
-                f"and in {usual} by default"
-            ),
+            message=f"adapter · {counted(len(first), 'tensor')} {where}",
+            general=f"adapter · tensors {where}",
             workers=tuple(dict.fromkeys(row.worker for row in first[0].rows)),
             tensors=tuple(t.name for t in first),
             load_paths=tuple(by_load_path),

@@ -46,13 +46,13 @@ def find_device_use(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
         workers = tuple(group.rows)
         where = f" on load path {load_path}" if len(load_paths) > 1 else ""
         advice = _advice(workers) if step == "load adapter" and not bad else None
+        opening = f"memory · {some(workers)} · {_STEPS.get(step, f'the step {step}')}"
+        ending = where + (f": give {advice}" if advice else "")
         yield Finding(
             kind=Word.TOUCHED,
             severity="error" if bad else "warning",
-            message=(
-                f"memory · {some(workers)} · {_STEPS.get(step, f'the step {step}')} {_what(group, device)}{where}"
-                + (f": give {advice}" if advice else "")
-            ),
+            message=f"{opening} {_what(group, device)}{ending}",
+            general=f"{opening} used {device}{ending}",
             workers=workers,
             tensors=tuple(group.tensors),
             detail=tuple(_detail(next(iter(group.rows.values())))),

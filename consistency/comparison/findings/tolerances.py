@@ -35,6 +35,7 @@ def _applied(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             kind=KIND,
             severity="note",
             message=f"tolerance {text}: {counted(len(names), 'tensor')} judged by it instead of the tool's own rule",
+            general=f"tolerance {text}: tensors judged by it instead of the tool's own rule",
             workers=tuple(workers[text]),
             tensors=tuple(names),
         )

@@ -18,11 +18,10 @@ def findings_of(suite: SuiteResult, folder: str | None) -> list[Finding]:
 
 def shown_finding(found: SuiteFinding, suite: SuiteResult, folder: str | None) -> Finding:
     """Return a finding with its cases and the first one's evidence in its details, and the next command."""
-    names = tuple(dict.fromkeys(found.cases))
     detail = found.detail
-    if len(names) > 1:
-        first = [f"{names[0]}: {detail[0].strip()}"] if detail else []
-        detail = (f"cases: {some(names)}", *first)
+    if len(found.cases) > 1:
+        first = [f"{found.cases[0]}: {detail[0].strip()}"] if detail else []
+        detail = (f"cases: {some(found.cases)}", *first)
     return Finding(
         kind=found.kind,
         severity=found.severity,

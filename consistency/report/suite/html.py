@@ -34,8 +34,7 @@ def suite_as_html(suite: SuiteResult, folder: str | None = None) -> str:
     folded = [line for line in lines if line.verdict == "consistent"] if len(lines) > _FOLD_ABOVE else []
     cases = {case.name: case for case in suite.cases}
     found = [
-        (shown_finding(one, suite, folder), [cases[name] for name in dict.fromkeys(one.cases)])
-        for one in common_findings(suite.cases)
+        (shown_finding(one, suite, folder), [cases[name] for name in one.cases]) for one in common_findings(suite.cases)
     ]
     environment = page_environment()
     environment.filters.update(link=urllib.parse.quote, seconds=seconds)

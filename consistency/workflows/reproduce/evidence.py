@@ -23,7 +23,7 @@ from consistency.errors import CaptureError, UsageError
 if TYPE_CHECKING:
     import torch
 
-REPORT = "report.json"
+REPORT, SUITE = "report.json", "suite.json"
 
 
 class ReportHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,10 @@ def read_report(path: Path) -> tuple[ReportHead, Path]:
     try:
         head = decode_json(file.read_bytes(), ReportHead)
     except FileNotFoundError:
-        raise UsageError("no report here", where=path, wanted=f"{REPORT}, or the --out folder of a run") from None
+        is_suite = (path / SUITE).exists()
+        hint = f"this is a suite: give the folder of a case, {path / 'cases' / 'NAME'}" if is_suite else None
+        wanted = f"{REPORT}, or the --out folder of a run"
+        raise UsageError("no report here", where=path, wanted=wanted, hint=hint) from None
     except OSError as error:
         raise UsageError("cannot read the report", where=file, got=error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -54,13 +54,18 @@ def test_one_cause_is_one_finding_with_a_command_that_works(
 ) -> None:
     text = printed(ran, folder=str(home / "out"), width=400)
     assert "INCONSISTENT   2 of 3 cases are inconsistent and 1 is consistent" in text
-    assert "1  2 of 3 cases · adapter · cpu · single-bit flips in lora_B tensors" in text
+    assert "1  2 of 3 cases · adapter · cpu · single-bit flips in lora_B of model.layers.0.mlp.gate_proj" in text
     (command,) = [line.strip().removeprefix("next: ") for line in text.splitlines() if "next: " in line]
     program, *arguments = shlex.split(command)
     assert (program, arguments[0], Path(arguments[1]).name) == ("consistency", "reproduce", "alice")
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 0
     assert "recorded: on cpu: 1 of 2048 elements differ" in capsys.readouterr().out
+
+
+def test_a_suite_is_no_report_of_a_case(home: Path, ran: SuiteResult, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", str(home / "out"), "--finding", "1", "--out", str(home / "repro")]) == 2
+    assert f"this is a suite: give the folder of a case, {home}/out/cases/NAME" in capsys.readouterr().err
 
 
 def test_every_link_of_the_page_and_every_path_of_the_file_leads_to_a_report(home: Path, ran: SuiteResult) -> None:

@@ -10,7 +10,10 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.comparison.findings.causes import find_causes
+from consistency.comparison.findings.placement import find_device_use
+from consistency.comparison.result import Row
 from consistency.comparison.suite import CaseResult
+from consistency.numerics.words import Word
 from consistency.report.suite.summarize import summarize
 from tests.report.made_comparisons import ALL, comparison, faulty, tensor
 from tests.report.suite.made_suites import case, lost
@@ -79,3 +82,35 @@ def test_messages_of_causes_have_a_general_form() -> None:
         assert finding.general != finding.message
         forms.add(finding.general)
     assert forms == {"adapter · cuda:1 · zeros where the file is nonzero in lora_B tensors"}
+
+
+def test_general_forms_have_no_sizes() -> None:
+    """Adapters of different sizes pass through device 0 alike."""
+
+    def touched(peak_bytes: int) -> str | None:
+        row = Row(
+            worker="cuda:1", reference=None, status="within", diagnosis=Word.TOUCHED,
+            evidence={"first_step": "load adapter", "peak_bytes": peak_bytes, "resident_bytes": 0},
+        )  # fmt: skip
+        made = msgspec.structs.replace(
+            tensor([["cuda:1"]], stage="memory", layer="cuda:0", tensor="allocated"), rule="limit", rows=(row,)
+        )
+        (finding,) = find_device_use([made])
+        assert str(peak_bytes // 1024) in finding.message
+        return finding.general
+
+    assert touched(256 * 1024) == touched(512 * 1024) is not None
+
+
+def test_general_forms_of_facts_are_their_word() -> None:
+    def third_copy(reason: str) -> str | None:
+        row = Row(worker="cuda:1", reference=None, status="outside", diagnosis=Word.THIRD_COPY, reason=reason)
+        made = msgspec.structs.replace(
+            tensor([["cuda:1"]], stage="memory", layer="layers.0", tensor="merge"), rule="limit", rows=(row,)
+        )
+        (finding,) = find_causes([made], next_step=lambda _: None)
+        assert reason in finding.message
+        return finding.general
+
+    forms = {third_copy("a third copy of 64 MiB"), third_copy("a third copy of 8 MiB")}
+    assert forms == {"memory · cuda:1 · a new weight allocated beside the old one and the delta"}
