@@ -119,8 +119,8 @@ class Session:
         if checks_base:
             self._run(SPECS[Stage.BASE], context)
         if case.adapter is not None or self._structure is not None:
-            for name, tensor in loaded.on_device(loaded.tensors.keys() - context.digests.keys()):
-                context.digests[name] = digest(tensor)
+            others = loaded.on_device(loaded.tensors.keys() - context.digests.keys())
+            context.digests.update({name: digest(tensor) for name, tensor in others})  # no tensor stays in this frame
         if case.adapter is None:
             return context
         self._begin("load adapter")

@@ -133,7 +133,10 @@ def test_faults(look: Callable[..., tuple[Facts, WorkerState]], fault: str, told
         assert wrong.evidence == {"got": {"lora_A": "npu:0"}, "wanted": "npu:1"}
 
 
-def llama(folder: Path, *, layers: int, placement: Placed) -> Case:
+EVERY = (Stage.BASE, Stage.ADAPTER, Stage.MERGED, Stage.MEMORY)
+
+
+def llama(folder: Path, *, layers: int, placement: Placed, stages: tuple[Stage, ...] = EVERY) -> Case:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=256, intermediate_size=704, num_hidden_layers=layers, num_attention_heads=4
     )
@@ -141,7 +144,6 @@ def llama(folder: Path, *, layers: int, placement: Placed) -> Case:
     base.save_pretrained(folder / "base")
     lora = peft.LoraConfig(r=1, target_modules=["q_proj"], layers_to_transform=[0], init_lora_weights=False)
     peft.get_peft_model(base, lora).save_pretrained(folder / "adapter")
-    stages = (Stage.BASE, Stage.ADAPTER, Stage.MERGED, Stage.MEMORY)
     return prepare_case(
         Options(base=str(folder / "base"), adapter=str(folder / "adapter"), stages=stages, placement=placement)
     )
@@ -186,3 +188,14 @@ def test_host_memory_does_not_grow_with_the_model(
     assert base_bytes[1] > 3.9 * base_bytes[0]
     assert base_bytes[1] > 0.2 * peaks[0]
     assert peaks[1] == pytest.approx(peaks[0], rel=0.1), peaks
+
+
+@pytest.mark.parametrize("stages", [(Stage.MEMORY,), (Stage.BASE, Stage.MEMORY)], ids=["alone", "after base"])
+def test_no_weight_of_an_offloaded_base_stays_on_the_device(
+    look: Callable[..., tuple[Facts, WorkerState]], tmp_path: Path, stages: tuple[Stage, ...]
+) -> None:
+    _, told = look(case=llama(tmp_path, layers=2, placement="offload", stages=stages))
+    head_bytes = 64 * 256 * 4  # the smallest matrix
+    assert {s.stage: (s.device_resident_bytes or 0) < head_bytes / 2 for s in told.stage_memory} == dict.fromkeys(
+        [s.stage for s in told.stage_memory], True
+    )
