@@ -109,7 +109,7 @@ class Assignment:
                 self.failure = event.error
             elif event.kind == "done":
                 self.done = True
-            else:
+            elif event.kind != "alive":
                 self.last = str(event)
         return found
 
@@ -176,7 +176,7 @@ class Assignment:
         for name in (JOBS, STATE_FILE, "stack.txt", *(("log.txt",) if status == "ok" else ())):
             (self.folder / name).unlink(missing_ok=True)
         if status == "ok":
-            self.reader.drop("step")
+            self.reader.drop("step", "alive")
 
     def stack(self) -> str | None:
         """Return where the worker was, as far as it is known."""

@@ -3,18 +3,25 @@
 transformers casts to float32 in norms, rotary tables and softmax, so `model.double()` alone is no float64 reference.
 `Float64Mode` sits below that code: every floating-point operand is widened when an operation uses it, and every cast or
 factory that requests a narrower float gets float64. Parameters stay as they are stored; in addition to the model, only
-the operands of one operation at a time exist in float64.
+the operands of one operation at a time exist in float64, of a large weight a part (`Widening`). What is only selected
+from a table, the rows of an embedding, is widened after it is selected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+
+from consistency.numerics.widening import Widening
+
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+"""Whether a gradient may have another dtype than its parameter: from torch 2.10 on."""
 
 _NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -25,17 +32,47 @@ _CHECKED_EARLY = frozenset((
     torch.nn.functional.scaled_dot_product_attention,
 ))  # fmt: skip
 
+_aten = torch.ops.aten
+_SELECTING = frozenset({_aten.embedding.default, _aten.index_select.default, _aten.gather.default})
+
 
 class Float64Mode(TorchDispatchMode):
     """Compute in float64 while the mode is active.
 
     Views of parameters and writes into narrower tensors keep their dtype: widening would detach them from the storage
-    that they share.
+    that they share. Autograd rounds a gradient to the dtype of what it belongs to, so for a backward pass in float64
+    the views of the parameters that have gradients are widened too (`with_gradients`).
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
         self._early = _WidenEarly()
+        self._wide = Widening(torch.float64, _NARROW)
+        self._with_gradients: frozenset[int] = frozenset()
+
+    @contextmanager
+    def with_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+        """Let parameters on the CPU have float64 gradients, whatever their dtype is."""
+        parameters = list(parameters)
+        if not HAS_GRAD_DTYPE:  # they are float64 themselves meanwhile
+            kept = [(parameter, parameter.data) for parameter in parameters]
+            try:
+                for parameter, data in kept:
+                    parameter.data = data.to(torch.float64)
+                yield
+            finally:
+                for parameter, data in kept:
+                    parameter.data = data
+            return
+        self._with_gradients = frozenset(p.untyped_storage().data_ptr() for p in parameters)
+        try:
+            for parameter in parameters:
+                parameter.grad_dtype = None
+            yield
+        finally:
+            self._with_gradients = frozenset()
+            for parameter in parameters:
+                parameter.grad_dtype = parameter.dtype
 
     def __enter__(self) -> Float64Mode:
         self._early.__enter__()  # type: ignore[no-untyped-call]
@@ -52,10 +89,21 @@ class Float64Mode(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in _NARROW:
             kwargs["dtype"] = torch.float64
+        if func.is_view and self._has_gradient(args[0]):
+            return func(self._wide.of(args[0]), *args[1:], **kwargs)
         if _writes(func) or func.is_view:
             return self._in_place(func, args, kwargs)
-        args, kwargs = tree_map(_widen, (args, kwargs))
+        if func in _SELECTING:
+            return _widen(func(*args, **kwargs))
+        product = None if kwargs else self._wide.product(func, args)
+        if product is not None:
+            return product
+        args, kwargs = tree_map(self._wide.of, (args, kwargs))
         return func(*args, **kwargs)
+
+    def _has_gradient(self, value: Any) -> bool:
+        held = self._with_gradients
+        return bool(held) and isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in held
 
     def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = args[0] if args else None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from consistency.capture.json_codec import decode_json
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.worker import lifeline
+from consistency.worker.heartbeat import Heartbeat
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.protocol import CANNOT_WRITE, EventLog, Job
 
@@ -39,18 +40,19 @@ def main(path: Path) -> int:
     status, bases = 0, _Bases(jobs)
     for number, job in enumerate(jobs):
         try:
-            events = _move_to(Path(job.folder), is_first=number == 0)
+            events = _move_to(job, is_first=number == 0)
         except OSError:
             return CANNOT_WRITE
-        with events:
+        with events, Heartbeat(events):
             status, goes_on = _do(job, events, bases)
         if not goes_on:
             break
     return status
 
 
-def _move_to(folder: Path, *, is_first: bool) -> EventLog:
+def _move_to(job: Job, *, is_first: bool) -> EventLog:
     """Send events, stacks and all that is printed to the worker's folder of a case."""
+    folder = Path(job.folder)
     stack = (folder / "stack.txt").open("w", encoding="utf-8")
     faulthandler.enable(file=stack, all_threads=True)
     if hasattr(faulthandler, "register"):
@@ -60,7 +62,7 @@ def _move_to(folder: Path, *, is_first: bool) -> EventLog:
         with (folder / "log.txt").open("wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-    return EventLog(folder / "events.jsonl")
+    return EventLog(folder / "events.jsonl", is_on_cpu=job.device == "cpu")
 
 
 class _Bases:

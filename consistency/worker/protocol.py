@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.errors import CaptureError
 
-EventKind = Literal["case", "stage", "step", "wait", "done", "failed"]
+EventKind = Literal["case", "stage", "step", "wait", "done", "failed", "alive"]
 """`case` is the launcher's: the worker turns to the case of this name."""
 
 REFERENCE_FILE = "reference.safetensors"
@@ -120,11 +120,18 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EventLog:
-    """Append events to a worker's file; each is on disk before the next step begins."""
+    """Append events to a worker's file; each is on disk before the next step begins.
 
-    def __init__(self, path: Path) -> None:
+    Attributes
+    ----------
+    is_on_cpu : bool
+        Whether the worker computes on the CPU now: see `heartbeat`.
+    """
+
+    def __init__(self, path: Path, *, is_on_cpu: bool = False) -> None:
         self._file = path.open("ab", buffering=0)
         self._stage = ""
+        self.is_on_cpu = is_on_cpu
 
     def __enter__(self) -> EventLog:
         return self
@@ -141,6 +148,18 @@ class EventLog:
 
     def wait(self, message: str) -> None:
         self._write(Event(at=time.time(), kind="wait", stage=self._stage, message=message))
+
+    def alive(self) -> None:
+        self._write(Event(at=time.time(), kind="alive"))
+
+    @contextmanager
+    def on_cpu(self) -> Iterator[None]:
+        """Mark what an accelerator's worker computes on the CPU."""
+        before, self.is_on_cpu = self.is_on_cpu, True
+        try:
+            yield
+        finally:
+            self.is_on_cpu = before
 
     def done(self) -> None:
         self._write(Event(at=time.time(), kind="done"))
@@ -170,8 +189,8 @@ class EventReader:
         self._offset += len(whole)
         return [decode_json(line, Event) for line in whole.splitlines()]
 
-    def drop(self, kind: EventKind) -> None:
-        """Remove the events of a kind from the file, once its writer has ended."""
+    def drop(self, *kinds: EventKind) -> None:
+        """Remove the events of these kinds from the file, once its writer has ended."""
         with suppress(OSError, msgspec.MsgspecError, CaptureError):  # the longer file does no harm
             lines = self._path.read_bytes().splitlines(keepends=True)
-            write_whole(self._path, [line for line in lines if decode_json(line, Event).kind != kind])
+            write_whole(self._path, [line for line in lines if decode_json(line, Event).kind not in kinds])

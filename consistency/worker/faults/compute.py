@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from consistency.worker.faults.planting import changing, cut_to_tf32, instead
+from consistency.worker.faults.planting import cut_to_tf32, instead
 
-Tensors = dict[str, torch.Tensor]
 Compute = Callable[..., torch.Tensor]
 
 _operator = instead("consistency.worker.stages.operators.stage:compute")
-_gradients = changing("consistency.worker.stages.gradient.stage:gradients")
+_gradient = instead("consistency.worker.stages.gradient.stage:computed")
 
 
 @_operator
@@ -37,18 +36,18 @@ def softmax_fails(real: Compute, operation: Any, inputs: list[torch.Tensor]) -> 
     return real(operation, inputs)
 
 
-@_gradients
-def gradients_off(found: Tensors) -> Tensors:
-    return {name: tensor * 1.001 for name, tensor in found.items()}
+@_gradient
+def gradients_off(real: Compute, name: str, gradient: torch.Tensor) -> torch.Tensor:
+    return real(name, gradient) * 1.001
 
 
-@_gradients
-def one_layer_lost(found: Tensors) -> Tensors:
-    name = next(name for name in found if "lora_B" in name)
-    return found | {name: torch.zeros_like(found[name])}
+@_gradient
+def one_layer_lost(real: Compute, name: str, gradient: torch.Tensor) -> torch.Tensor:
+    found = real(name, gradient)
+    return torch.zeros_like(found) if "lora_B" in name and ".0." in name else found
 
 
-@instead("consistency.worker.stages.gradient.stage:stepped")
+@instead("consistency.worker.stages.gradient.optimizer_step:stepped")
 def step_off(real: Compute, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Let the optimizer go a thousandth too far."""
     return torch.lerp(parameter.detach(), real(parameter, gradient), 1.001)

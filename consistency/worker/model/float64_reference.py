@@ -5,25 +5,26 @@ They are in a scratch folder that is removed after the run; a capture keeps the 
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from consistency.capture.json_codec import decode_json, encode_json
+from consistency.numerics.real import Real
 from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, EventLog
 
 POLL_S = 0.05
 NOTE_EVERY_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """Exact tensors by name, and the CPU's own errors in the tested dtype.
+class Tables(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the exact tensors, in a file beside theirs.
 
     Attributes
     ----------
@@ -35,56 +36,53 @@ class Reference:
         How many independent errors that is the largest of.
     failures : dict
         Why a mode has none, by mode.
+    names : tuple of str
+        Of the exact tensors.
+    computed_by : str
+        How the CPU computed in the tested dtype, where not by its own kernels.
     """
 
-    path: Path
-    errors: dict[str, float]
+    errors: dict[str, Real]
     samples: dict[str, int]
     failures: dict[str, str]
-    errors_with: dict[str, dict[str, float]]
+    names: tuple[str, ...]
+    errors_with: dict[str, dict[str, Real]] = {}
+    computed_by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Exact tensors by name, and the CPU's own errors in the tested dtype."""
+
+    path: Path
+    tables: Tables
 
     @classmethod
     def of(cls, path: Path) -> Reference:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            tables = {name: json.loads(text) for name, text in file.metadata().items()}
-        return cls(
-            path=path,
-            errors=tables["errors"],
-            samples=tables["draws"],
-            failures=tables["failures"],
-            errors_with=tables["errors_with"],
-        )
+        return cls(path=path, tables=decode_json(_tables(path).read_bytes(), Tables))
 
     def read(self, name: str) -> torch.Tensor | None:
         """Return an exact tensor on the CPU; None where the reference has none of that name."""
+        if name not in self.tables.names:
+            return None
         with safe_open(self.path, framework="pt", device="cpu") as file:
-            if name not in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                return None
             tensor = file.get_tensor(name)
         assert isinstance(tensor, torch.Tensor)
         return tensor
 
 
-def publish(
-    scratch: Path,
-    exact: dict[str, torch.Tensor],
-    *,
-    errors: dict[str, float],
-    samples: dict[str, int],
-    failures: dict[str, str],
-    errors_with: dict[str, dict[str, float]] | None = None,
-    file: str = REFERENCE_FILE,
-) -> Reference:
-    """Write the reference atomically, so that a worker that finds it can read it."""
-    partial = scratch / f"{file}.tmp"
-    tables = {"errors": errors, "draws": samples, "failures": failures, "errors_with": errors_with or {}}
-    save_file(
-        {name: t.contiguous().clone() for name, t in exact.items()},
-        partial,
-        metadata={name: json.dumps(table) for name, table in tables.items()},
-    )
-    os.replace(partial, scratch / file)
-    return Reference.of(scratch / file)
+def publish(scratch: Path, exact: dict[str, torch.Tensor], tables: Tables) -> Reference:
+    """Write exact tensors and their tables, so that a worker that finds the file of the tensors can read both."""
+    partial = scratch / f"{REFERENCE_FILE}.tmp"
+    save_file({name: t.contiguous().clone() for name, t in exact.items()}, partial)
+    return publish_file(partial, scratch / REFERENCE_FILE, tables)
+
+
+def publish_file(partial: Path, path: Path, tables: Tables) -> Reference:
+    """Do the same with a safetensors file that is written already: it gets its name last."""
+    _tables(path).write_bytes(encode_json(tables))
+    os.replace(partial, path)
+    return Reference(path=path, tables=tables)
 
 
 def wait_for(scratch: Path, events: EventLog, file: str = REFERENCE_FILE) -> Reference | str:
@@ -100,3 +98,7 @@ def wait_for(scratch: Path, events: EventLog, file: str = REFERENCE_FILE) -> Ref
             events.wait("for the float64 reference")
             noted = time.monotonic()
         time.sleep(POLL_S)
+
+
+def _tables(path: Path) -> Path:
+    return path.with_suffix(".json")

@@ -75,6 +75,11 @@ def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Ac
     return hidden, last
 
 
+def tokens_of(inputs: Activations) -> int:
+    """Return how many rows of the inputs pass through the model: tokens, or images."""
+    return max((t.numel() if t.dim() < 3 else t.shape[0] for t in inputs.values()), default=1)
+
+
 def _extras(model: torch.nn.Module) -> dict[str, Any]:
     """Ask transformers models for every hidden state and no cache; a user's own model takes its inputs alone."""
     config = getattr(model, "config", None)

@@ -1,4 +1,4 @@
-"""The `bound` rule of `operators` and of the optimizer's step: each element within its running error bound."""
+"""The `bound` rule of `operators`: each element within its running error bound."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def record_bounded(
     actual: torch.Tensor,
     exact: Tracked,
     digests: Sequence[TensorDigest],
-    base: torch.Tensor | None = None,
     in_tf32: Callable[[], Measure] | None = None,
 ) -> None:
     """Record a tensor on the CPU by its exact value's bound, or by the user's tolerance around the same value."""
@@ -39,7 +38,7 @@ def record_bounded(
         found=measure_against_exact(actual, value, tolerance) if tolerance else measure_tracked(actual, exact),
         rule=Rule.BOUND,
         tolerance=tolerance,
-        chunks=lambda: exact_chunks(actual, value, tolerance or allowed, base=base),
+        chunks=lambda: exact_chunks(actual, value, tolerance or allowed),
         in_tf32=in_tf32,
         exact=value,
         ingredients={} if tolerance else {"allowed": allowed},

@@ -25,16 +25,24 @@ from consistency.numerics.exact import in_float64
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.rules import Rule
 from consistency.worker import yardstick
-from consistency.worker.model.float64_reference import Reference, wait_for
+from consistency.worker.model import half_kernels
+from consistency.worker.model.float64_reference import Reference, publish, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.merging import NO_MERGE, adapted_layers, merge_adapter
-from consistency.worker.model.running import Activations, activations, is_of_the_model, refusal, unbounded
+from consistency.worker.model.running import (
+    Activations,
+    activations,
+    is_of_the_model,
+    refusal,
+    tokens_of,
+    unbounded,
+)
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.input_checks import inputs_fit
-from consistency.worker.stages.relative_rule import publish_errors, record_relative
+from consistency.worker.stages.relative_rule import own_errors, record_relative
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +57,14 @@ class Passes:
         One digest per run, by mode and name.
     refused : dict of str to str
         Why a mode has none: PEFT does not merge the adapter, or the model does not run on the inputs.
+    computed_by : str
+        How they were computed, where not by the device's own kernels.
     """
 
     outputs: dict[str, Activations] = field(default_factory=dict)
     digests: dict[tuple[str, str], list[TensorDigest]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    computed_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +95,9 @@ def run(context: Context) -> None:
         answer = _publish(context, found, exact)
     else:
         found = _pass(context, context.model, inputs, exact=None)
-        on_cpu = _pass(context, load_model(context.job.case, "cpu"), inputs, exact=exact)
-        answer = _publish(context, on_cpu, exact)
+        with context.events.on_cpu():
+            on_cpu = _pass(context, load_model(context.job.case, "cpu"), inputs, exact=exact)
+            answer = _publish(context, on_cpu, exact)
     for mode, reason in found.refused.items():
         _not_run(context, [mode], "skipped", reason)
     if isinstance(answer, str):
@@ -97,12 +109,14 @@ def run(context: Context) -> None:
                 record_relative(
                     context, "forward", name, mode, actual=tensor, digests=found.digests[mode, name], reference=answer,
                     name=f"{mode}::{name}", exact_name=_exact(f"{mode}::{name}"), mode=_exact(mode),
+                    computed_by=found.computed_by,
                 )  # fmt: skip
 
 
 def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *, exact: Exact | None) -> Passes:
     """Run a model in every mode, merged last; fill `exact` with float64 activations where it is given."""
-    found = Passes()
+    kernels = half_kernels.replacement(model, tokens_of(inputs))
+    found = Passes(computed_by=half_kernels.described(kernels))
     modes = _modes(context)
     for done, mode in enumerate(modes):
         failure = _merge(model) if mode == MERGED else ""
@@ -113,7 +127,7 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
         try:
             for _ in range(context.job.case.repeat):
                 context.events.step(mode, done, len(modes))
-                with _without_adapter(model) if off else nullcontext():
+                with half_kernels.active(kernels), _without_adapter(model) if off else nullcontext():
                     outputs = activations(model, inputs)
                 for name, tensor in outputs.items():
                     found.digests.setdefault((mode, name), []).append(digest(tensor))
@@ -147,10 +161,12 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
 
 def _publish(context: Context, found: Passes, exact: Exact) -> Reference:
     on_cpu = {f"{mode}::{name}": tensor for mode, outputs in found.outputs.items() for name, tensor in outputs.items()}
-    return publish_errors(
-        context, on_cpu, exact.outputs, samples=independent_rows, failures=exact.failures, exact_name=_exact,
-        others=exact.others,
+    tables = own_errors(
+        on_cpu, on_cpu.get, lambda name: exact.outputs.get(_exact(name)), samples=independent_rows,
+        failures=exact.failures, known=exact.outputs, computed_by=found.computed_by,
+        others={title: tensors.get for title, tensors in exact.others.items()},
     )  # fmt: skip
+    return publish(context.scratch, exact.outputs, tables)
 
 
 def _modes(context: Context) -> list[str]:

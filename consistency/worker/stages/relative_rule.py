@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -11,48 +11,64 @@ from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
+from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule, Verdict, judge_relative, passes
 from consistency.worker import yardstick
-from consistency.worker.model.float64_reference import Reference, publish
+from consistency.worker.model.float64_reference import Reference, Tables
 from consistency.worker.precision import products_of
-from consistency.worker.protocol import REFERENCE_FILE
 from consistency.worker.stages.context import Context
 
 
-def publish_errors(
-    context: Context,
-    on_cpu: Mapping[str, torch.Tensor],
-    exact: dict[str, torch.Tensor],
+Read = Callable[[str], torch.Tensor | None]
+"""Return a tensor by name, None where there is none."""
+
+
+def own_errors(
+    names: Iterable[str],
+    own: Read,
+    exact: Read,
     *,
     samples: Callable[[torch.Tensor, torch.Tensor], int],
-    failures: dict[str, str],
-    exact_name: Callable[[str], str] = str,
-    others: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
-    file: str = REFERENCE_FILE,
-) -> Reference:
-    """Share exact tensors and the CPU's own errors with all workers; `samples` counts the independent errors.
+    failures: Mapping[str, str],
+    known: Iterable[str],
+    others: Mapping[str, Read],
+    computed_by: str = "",
+) -> Tables:
+    """Measure the CPU's own errors, one tensor at a time.
 
-    `others` has the CPU's tensors with other products, by the name of these (`consistency.worker.yardstick`): those in
-    float32 too, where the CPU's settings permit others.
+    Parameters
+    ----------
+    samples : callable
+        Counts the independent errors of a tensor.
+    failures : mapping of str to str
+        Why a mode has no exact tensors.
+    known : iterable of str
+        Names of the exact tensors.
+    others : mapping of str to callable
+        The CPU's tensors with other products, by the name of these (`consistency.worker.yardstick`): those in float32
+        too, where the CPU's settings permit others.
+    computed_by : str
+        How the CPU computed, where not by its own kernels.
     """
-    others = others or {}
+    names = list(names)
 
-    def known(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        pairs = {name: (tensor, exact.get(exact_name(name))) for name, tensor in tensors.items()}
-        return {n: (own, truth) for n, (own, truth) in pairs.items() if truth is not None and own.shape == truth.shape}
+    def pairs(read: Read) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        for name in names:
+            actual, truth = read(name), exact(name)
+            if actual is not None and truth is not None and actual.shape == truth.shape:
+                yield name, actual, truth
 
-    def errors(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        return {name: float(measure_against_exact(*pair).max_abs) for name, pair in known(tensors).items()}
+    def errors(read: Read) -> dict[str, Real]:
+        return {name: measure_against_exact(actual, truth).max_abs for name, actual, truth in pairs(read)}
 
     in_float32 = not products_of(torch.device("cpu")).is_reduced
-    return publish(
-        context.scratch,
-        exact,
-        errors=errors(on_cpu if in_float32 else others.get(yardstick.PLAIN, {})),
-        samples={name: samples(*pair) for name, pair in known(on_cpu).items()},
-        failures=failures,
-        errors_with={name: errors(tensors) for name, tensors in others.items()},
-        file=file,
+    return Tables(
+        errors=errors(own if in_float32 else others.get(yardstick.PLAIN, lambda _: None)),
+        samples={name: samples(actual, truth) for name, actual, truth in pairs(own)},
+        failures=dict(failures),
+        names=tuple(known),
+        errors_with={title: errors(read) for title, read in others.items()},
+        computed_by=computed_by,
     )
 
 
@@ -68,31 +84,40 @@ def record_relative(
     name: str,
     exact_name: str,
     mode: str,
+    computed_by: str = "",
 ) -> None:
     """Record a tensor by the `relative` rule or the user's tolerance; without an exact value by the other workers.
 
-    `reference` has the CPU's own error by `name`, the exact tensor by `exact_name`, and by `mode` why there is none.
+    `reference` has the CPU's own error by `name`, the exact tensor by `exact_name`, and by `mode` why there is none;
+    `computed_by` is how this device computed, where not by its own kernels.
     """
+    tables = reference.tables
     exact = reference.read(exact_name)
     products = yardstick.name_of(yardstick.products_in(context.model, products_of(context.device)))
-    plain, samples = reference.errors.get(name), reference.samples.get(name, 1)
-    error = plain if products == yardstick.PLAIN else reference.errors_with.get(products, {}).get(name)
+    plain, samples = tables.errors.get(name), tables.samples.get(name, 1)
+    error = plain if products == yardstick.PLAIN else tables.errors_with.get(products, {}).get(name)
     tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
     known = exact is not None and exact.shape == actual.shape and actual.dtype in UNIT_ROUNDOFF
+    evidence = {"products": products} if products != yardstick.PLAIN else {}
+    if computed_by:
+        evidence["computed_by"] = computed_by
     judged = error is not None or tolerance is not None or products != yardstick.PLAIN
     if exact is None or not known or not judged:
         context.record.computed(
-            stage, layer, tensor, actual=actual, digests=digests, chunks=tuple, reason=reference.failures.get(mode)
-        )
+            stage, layer, tensor, actual=actual, digests=digests, chunks=tuple, reason=tables.failures.get(mode),
+            evidence=evidence,
+        )  # fmt: skip
         return
     found = measure_against_exact(actual, exact, tolerance)
     verdict: Verdict | None = None
     if tolerance is None:
         dtype = name_of(actual.dtype)
         if error is None and plain is not None:  # what is within the stricter tolerance needs no other
-            verdict = judge_relative(found, dtype, reference_error=plain, samples=samples)
+            verdict = judge_relative(found, dtype, reference_error=float(plain), samples=samples)
             error = plain if passes(verdict.ratio) else None
-        verdict = None if error is None else judge_relative(found, dtype, reference_error=error, samples=samples)
+        verdict = None if error is None else judge_relative(found, dtype, reference_error=float(error), samples=samples)
+        if verdict is not None and tables.computed_by:
+            evidence["reference_error_by"] = tables.computed_by
     reason = None
     if tolerance is None and error is None:
         reason = f"products in {products} are permitted here, and the CPU's own error with such products is unknown"
@@ -110,8 +135,8 @@ def record_relative(
         chunks=None if reason else lambda: exact_chunks(actual, exact, limit),
         reason=reason,
         outside=lambda: {} if verdict is None else {"allowed": verdict.allowed},
-        reference_error=error,
+        reference_error=None if error is None else float(error),
         reference_samples=None if verdict is None else samples,
         exact=exact,
-        evidence={} if products == yardstick.PLAIN else {"products": products},
+        evidence=evidence,
     )

@@ -1,56 +1,47 @@
 """Stage `gradient`: backward passes through the adapted model, then one step of the optimizer.
 
-The loss is a sum of the model's outputs, each element with a fixed sign and one power of two as its weight. Such a loss
-exists for any model; it is linear, so the gradient that enters the model is exact and the same everywhere, and only the
-backward pass can be wrong, not the loss. (A mean of squares would feed the forward pass's own errors in; a
-cross-entropy needs targets, and a confident model has near-zero gradients.)
-
 A gradient is compared with the same backward pass in float64, relative to the CPU's own error, as in the stage
 `forward`. The optimizer's step is compared with the same step in float64 from the gradient's bytes on this device, by a
-derived bound: see `adamw`.
+derived bound: see `optimizer_step`.
 
-The model is left unchanged: gradients are returned without being stored, and the optimizer works on copies.
+No more than one gradient exists at a time: each is digested where it was computed and written to a scratch file, and
+compared from there, tensor by tensor. The model is left unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from consistency.capture.names import ADAPTER_ON, GRADIENT, UPDATED, WHOLE_MODEL, adapter_place
 from consistency.capture.records import RecordStatus
 from consistency.errors import first_line
-from consistency.numerics.digest import TensorDigest, digest
-from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.digest import TensorDigest, block_digests, combine
+from consistency.numerics.dtype import name_of
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.independent_errors import independent_lines
+from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.rules import Rule
-from consistency.numerics.running_error import Arithmetic
 from consistency.worker import yardstick
-from consistency.worker.model.float64_reference import Reference, wait_for
-from consistency.worker.model.inputs import SEED, fixed_inputs
+from consistency.worker.model import half_kernels
+from consistency.worker.model.blocks import RecomputationError
+from consistency.worker.model.float64_reference import Reference, publish_file, wait_for
+from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
-from consistency.worker.model.running import activations, is_of_the_model, outputs, refusal, unbounded
+from consistency.worker.model.running import activations, is_of_the_model, refusal, tokens_of, unbounded
+from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.protocol import GRADIENT_FILE
-from consistency.worker.stages import adamw
-from consistency.worker.stages.bound_rule import record_bounded
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.relative_rule import publish_errors, record_relative
+from consistency.worker.stages.gradient.backward import Tensors, backward, parts_of, trained
+from consistency.worker.stages.gradient.optimizer_step import record_step
+from consistency.worker.stages.relative_rule import own_errors, record_relative
 
-Tensors = dict[str, torch.Tensor]
-
-PASSES = 4
-"""Backward passes over as many parts of the batch.
-
-The gradient of a LoRA factor of rank r has at most r independent errors, often one or two that carry all, and the
-largest of so few varies widely: `rules.error_factor` allows 24 times the CPU's error for 8 samples and 32 thousand
-times for 2. Passes over other sequences have independent errors. Each costs memory of the adapter's size: 8 bytes per
-element where the float64 gradients are made.
-"""
+Blocks = dict[str, tuple[int, ...]]
+Wide = Float64Mode | RoundedProducts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,172 +50,165 @@ class Backward:
 
     Attributes
     ----------
-    gradients : dict
-        By parameter, on the CPU, from the first run.
-    digests : dict
-        One per run.
+    gradients : TensorFile
+        `(passes, *shape)` by parameter, from the first run.
+    digests : list of dict
+        By parameter, one for each run.
     refused : str
         Why there are none.
-    exact : dict
+    exact : TensorFile or None
         Float64 gradients, where they were asked for.
     failure : str
         Why there are no float64 gradients.
     others : dict
         The CPU's gradients with other products, where they were asked for too.
+    computed_by : str
+        How the gradients were computed, where not by the device's own kernels.
     """
 
-    gradients: Tensors = field(default_factory=dict)
-    digests: dict[str, list[TensorDigest]] = field(default_factory=dict)
+    gradients: TensorFile
+    digests: list[dict[str, TensorDigest]] = field(default_factory=list)
     refused: str = ""
-    exact: Tensors = field(default_factory=dict)
+    exact: TensorFile | None = None
     failure: str = ""
-    others: dict[str, Tensors] = field(default_factory=dict)
+    others: dict[str, TensorFile] = field(default_factory=dict)
+    computed_by: str = ""
 
 
 def run(context: Context) -> None:
     """Record the gradient of every tensor of the adapter, and the tensor after one step of the optimizer."""
     inputs, reason = fixed_inputs(context.job.case, context.base.model)
     reason = reason or unbounded(context.base.model)
-    names = _trained(context.model, context.expected)
+    names = trained(context.model, context.expected)
     if not reason and not names:
         reason = "the adapter has no floating-point tensor to train"
     if inputs is None or reason:
         _not_run(context, "skipped", reason)
         return
-    on_cpu = context.device.type == "cpu"
-    found = _backward(context, context.model, names, inputs, exact=context.job.makes_reference and on_cpu)
-    answer: Reference | str
-    if not context.job.makes_reference:
-        answer = wait_for(context.scratch, context.events, GRADIENT_FILE)
-    elif on_cpu:
-        answer = _publish(context, found)
-    else:
-        answer = _publish(context, _backward(context, load_model(context.job.case, "cpu"), names, inputs, exact=True))
-    if found.refused:
-        _not_run(context, "skipped", found.refused)
-        return
-    if isinstance(answer, str):
-        _not_run(context, "blocked", answer)
-        return
-    for name in names:
-        layer, tensor = adapter_place(context.expected[name][0])
-        if context.record.wants("gradient", layer):
-            _judge(context, name, layer, tensor, found, answer)
+    on_cpu, makes = context.device.type == "cpu", context.job.makes_reference
+    with _backward(context, context.model, names, inputs, exact=makes and on_cpu) as found:
+        answer: Reference | str
+        if not makes:
+            answer = wait_for(context.scratch, context.events, GRADIENT_FILE)
+        elif on_cpu:
+            answer = _publish(context, found, names)
+        else:
+            with (
+                context.events.on_cpu(),
+                _backward(context, load_model(context.job.case, "cpu"), names, inputs, exact=True) as reference,
+            ):
+                answer = _publish(context, reference, names)
+        if found.refused:
+            _not_run(context, "skipped", found.refused)
+        elif isinstance(answer, str):
+            _not_run(context, "blocked", answer)
+        else:
+            for done, name in enumerate(names):
+                layer, tensor = adapter_place(context.expected[name][0])
+                if context.record.wants("gradient", layer):
+                    context.events.step(layer, done, len(names))
+                    _judge(context, name, layer, tensor, found, answer)
 
 
-def gradients(model: torch.nn.Module, names: list[str], inputs: Tensors) -> Tensors:
-    """Return the gradients of a model's parameters on their device, `(passes, *shape)` each.
-
-    A parameter that no output depends on has none.
-    """
-    passes = [_one_pass(model, names, part) for part in _parts(inputs)]
-    return {name: torch.stack([found[name] for found in passes]) for name in passes[0]}
-
-
-def _parts(inputs: Tensors) -> list[Tensors]:
-    """Distribute the sequences over passes; inputs that are no batch are one."""
-    sizes = {tensor.shape[:1] for tensor in inputs.values()}
-    count = min(PASSES, next(iter(sizes))[0]) if len(sizes) == 1 and () not in sizes else 1
-    split = {name: torch.tensor_split(tensor, count) if count > 1 else [tensor] for name, tensor in inputs.items()}
-    return [{name: parts[i] for name, parts in split.items()} for i in range(count)]
-
-
-def _one_pass(model: torch.nn.Module, names: list[str], inputs: Tensors) -> Tensors:
-    parameters = dict(model.named_parameters())
-    wanted = [parameters[name] for name in names]
-    with _trainable(model, wanted), torch.enable_grad():
-        _, ends = outputs(model, inputs)
-        ends = {name: tensor for name, tensor in ends.items() if tensor.requires_grad}
-        if not ends:
-            raise ValueError("no output of the model depends on the adapter")
-        found = torch.autograd.grad(
-            list(ends.values()), wanted, [_weights(tensor) for tensor in ends.values()], allow_unused=True
-        )
-    return {name: tensor.detach() for name, tensor in zip(names, found, strict=True) if tensor is not None}
-
-
-def stepped(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a parameter after the first step of the optimizer, on its device."""
-    return adamw.step(parameter, gradient)
-
-
-def _trained(model: torch.nn.Module, expected: dict[str, tuple[str, torch.Tensor]]) -> list[str]:
-    return [name for name, p in model.named_parameters() if name in expected and p.is_floating_point()]
+def computed(name: str, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - for a planted fault to choose by
+    """Return a gradient as this device computed it."""
+    return gradient
 
 
 @contextmanager
-def _trainable(model: torch.nn.Module, wanted: list[torch.nn.Parameter]) -> Iterator[None]:
-    """Let gradients flow to these parameters alone, and restore that at the end."""
-    kept = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in kept:
-            if parameter.is_floating_point():  # torch refuses to set it on integers, which have no gradient
-                parameter.requires_grad_(False)
-        for parameter in wanted:
-            parameter.requires_grad_(True)
-        yield
-    finally:
-        for parameter, needed in kept:
-            parameter.requires_grad_(needed)
-
-
-@contextmanager
-def _widened(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-    """Hold parameters in float64: autograd wants a gradient of the dtype that it noted for a tensor."""
-    kept = [(parameter, parameter.data) for parameter in parameters]
-    try:
-        for parameter, data in kept:
-            parameter.data = data.to(torch.float64)
-        yield
-    finally:
-        for parameter, data in kept:
-            parameter.data = data
-
-
-def _weights(output: torch.Tensor) -> torch.Tensor:
-    """Return the loss's weights of one output: random signs times the power of two nearest to 1/sqrt(elements).
-
-    Powers of two are exact in every dtype; with these the loss is about as large as one element of the output.
-    """
-    generator = np.random.Generator(np.random.PCG64(SEED))
-    signs = generator.integers(0, 2, size=tuple(output.shape)) * 2 - 1
-    size = 2.0 ** -round(np.log2(max(1, output.numel())) / 2)
-    return torch.from_numpy(signs * size).to(output.device, output.dtype)
-
-
-def _backward(context: Context, model: torch.nn.Module, names: list[str], inputs: Tensors, *, exact: bool) -> Backward:
-    found = Backward()
-    # rounded once, before parameters are held in float64: the model casts its inputs to their dtype
+def _backward(
+    context: Context, model: torch.nn.Module, names: list[str], inputs: Tensors, *, exact: bool
+) -> Iterator[Backward]:
+    """Yield the gradients of a model; their files are removed at the end, but a published one."""
+    # rounded once, before float64: the model casts its inputs to its own dtype
     dtype = next(model.parameters()).dtype
     inputs = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
-    context.events.step("backward", 0, 2)
+    passes = parts_of(inputs)
+    parameters = {name: model.get_parameter(name) for name in names}
+    layout = {name: (p.dtype, (counts[name], *p.shape)) for name, p in parameters.items()}
+    stem = f"{context.job.makes_reference:d}-{context.device.type}-{id(model)}"
+    own = TensorFile(
+        context.scratch / f"gradients-{stem}.safetensors",
+        {name: (p.dtype, (len(passes), *p.shape)) for name, p in parameters.items()},
+    )
+    wide = None
     try:
-        for _ in range(context.job.case.repeat):
-            here = gradients(model, names, inputs)
-            for name, tensor in here.items():
-                found.digests.setdefault(name, []).append(digest(tensor))
-            found.gradients = found.gradients or {name: tensor.to("cpu") for name, tensor in here.items()}
-    except Exception as error:  # model code of any kind may raise anything
-        if not is_of_the_model(error, model):
-            raise
-        found.refused = _refusal(context, model, inputs, error)
-        return found
-    if exact:
-        for title, products in yardstick.others_of_run(context.job, model).items():
-            context.events.step(f"backward, {title}", 1, 2)
-            with yardstick.computing_with(products):
-                found_with = gradients(model, names, inputs)
-            found.others[title] = {name: tensor.to("cpu") for name, tensor in found_with.items()}
-        context.events.step("backward, float64", 1, 2)
+        kernels = half_kernels.replacement(model, tokens_of(inputs))
+        found.computed_by = half_kernels.described(kernels)
+        runs = _Runs(context, model, names, passes)
         try:
-            with _widened([model.get_parameter(name) for name in names]), Float64Mode():
-                truth = gradients(model, names, inputs)
-            found.exact = {name: tensor.to(torch.float64) for name, tensor in truth.items()}
-        except Exception as error:  # code that insists on its own dtype
+            for _ in range(context.job.case.repeat):
+                found.digests.append(runs.in_dtype(kernels, None if found.digests else own))
+        except Exception as error:  # model code of any kind may raise anything
             if not is_of_the_model(error, model):
                 raise
-            found.failure = first_line(error)
-    return found
+            found.refused = _refusal(context, model, inputs, error)
+        if exact and not found.refused:
+            shapes = {name: (torch.float64, (len(passes), *p.shape)) for name, p in parameters.items()}
+            found.exact = wide = TensorFile(context.scratch / f"{GRADIENT_FILE}.tmp", shapes)
+            try:
+                runs.in_float64(found.exact)
+            except Exception as error:  # code that insists on its own dtype
+                if not is_of_the_model(error, model):
+                    raise
+                found.failure = first_line(error)
+        yield found
+    finally:
+        for file in (own, *found.others.values()):
+            file.close(remove=True)
+        if found.exact is not None:
+            found.exact.close()
+
+
+class _Runs:
+    """Backward passes of one model over the parts of a batch."""
+
+    def __init__(self, context: Context, model: torch.nn.Module, names: list[str], passes: list[Tensors]) -> None:
+        self._events = context.events
+        self._model = model
+        self._names = names
+        self._passes = passes
+        self._recompute = True
+
+    def in_dtype(
+        self, kernels: RoundedProducts | None, into: TensorFile | None, products: str = ""
+    ) -> dict[str, TensorDigest]:
+        """Compute the gradients in the model's dtype, write them into a file where one is given, and digest them."""
+        blocks: list[Blocks] = [{} for _ in self._passes]
+        kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
+
+        def take(index: int, name: str, gradient: torch.Tensor) -> None:
+            gradient = computed(name, gradient)
+            kinds[name] = gradient.dtype, gradient.shape
+            blocks[index][name] = block_digests(gradient)
+            if into is not None:
+                into.write(name, index, gradient.to("cpu").contiguous())
+
+        self._run(f"backward, {products}" if products else "backward", take, kernels)
+        return {
+            name: combine(
+                name_of(dtype), (len(blocks), *shape), tuple(b for part in blocks for b in part.get(name, ()))
+            )
+            for name, (dtype, shape) in kinds.items()
+        }
+
+    def in_float64(self, into: TensorFile) -> None:
+        """Compute the exact gradients, and write them into a file."""
+
+        def take(index: int, name: str, gradient: torch.Tensor) -> None:
+            into.write(name, index, gradient.to(torch.float64).contiguous())
+
+        self._run("backward, float64", take, Float64Mode())
+
+    def _run(self, label: str, take: Callable[[int, str, torch.Tensor], None], mode: Wide | None) -> None:
+        for index, part in enumerate(self._passes):
+            self._events.step(label, index, len(self._passes))
+            hand_over = functools.partial(take, index)
+            try:
+                backward(self._model, self._names, part, hand_over, recompute=self._recompute, mode=mode)
+            except RecomputationError:
+                self._recompute = False
+                backward(self._model, self._names, part, hand_over, recompute=False, mode=mode)
 
 
 def _refusal(context: Context, model: torch.nn.Module, inputs: Tensors, error: Exception) -> str:
@@ -238,16 +222,21 @@ def _refusal(context: Context, model: torch.nn.Module, inputs: Tensors, error: E
     return f"the backward pass of this model fails: {first_line(error)}"
 
 
-def _publish(context: Context, found: Backward) -> Reference:
-    failure = found.refused or found.failure
-    return publish_errors(
-        context, found.gradients, found.exact, samples=independent_lines,
-        failures={ADAPTER_ON: failure} if failure else {}, others=found.others, file=GRADIENT_FILE,
+def _publish(context: Context, found: Backward, names: list[str]) -> Reference:
+    failure, exact = found.refused or found.failure, found.exact
+    if exact is None:  # every worker waits for a file
+        exact = TensorFile(context.scratch / f"{GRADIENT_FILE}.tmp", {})
+        exact.close()
+    tables = own_errors(
+        names, found.gradients.read, exact.read, samples=independent_lines,
+        failures={ADAPTER_ON: failure} if failure else {}, known=() if failure else exact.written,
+        others={title: file.read for title, file in found.others.items()}, computed_by=found.computed_by,
     )  # fmt: skip
+    return publish_file(exact.path, context.scratch / GRADIENT_FILE, tables)
 
 
 def _judge(context: Context, name: str, layer: str, tensor: str, found: Backward, reference: Reference) -> None:
-    gradient = found.gradients.get(name)
+    gradient = found.gradients.read(name)
     if gradient is None:
         for what in (GRADIENT, UPDATED):
             context.record.absent(
@@ -256,31 +245,11 @@ def _judge(context: Context, name: str, layer: str, tensor: str, found: Backward
             )  # fmt: skip
         return
     record_relative(
-        context, "gradient", layer, f"{tensor}.{GRADIENT}", actual=gradient, digests=found.digests[name],
-        reference=reference, name=name, exact_name=name, mode=ADAPTER_ON,
+        context, "gradient", layer, f"{tensor}.{GRADIENT}", actual=gradient,
+        digests=[run[name] for run in found.digests], reference=reference, name=name, exact_name=name, mode=ADAPTER_ON,
+        computed_by=found.computed_by,
     )  # fmt: skip
-    _step(context, name, layer, f"{tensor}.{UPDATED}", gradient)
-
-
-def _step(context: Context, name: str, layer: str, tensor: str, gradient: torch.Tensor) -> None:
-    """Record a parameter after the optimizer's step, given the gradient that this device computed."""
-    parameter = context.model.get_parameter(name)
-    if parameter.dtype not in UNIT_ROUNDOFF or not bool(torch.isfinite(gradient).all()):
-        context.record.absent(
-            "gradient", layer, tensor, status="skipped", rule=Rule.BOUND,
-            reason=f"no bound for the step of a {parameter.dtype} parameter, or by a gradient that is not finite",
-        )  # fmt: skip
-        return
-    gradient = gradient.sum(0)  # of the whole batch
-    on_device = gradient.to(parameter.device)
-    results = [stepped(parameter, on_device) for _ in range(context.job.case.repeat)]
-    actual, before = results[0].to("cpu"), parameter.detach().to("cpu")
-    by = Arithmetic.of(parameter.dtype)
-    exact = adamw.exact_step(*(by.known(t.to(torch.float64).numpy()) for t in (before, gradient)))
-    record_bounded(
-        context.record, "gradient", layer, tensor, actual=actual, exact=exact, base=before,
-        digests=[digest(result) for result in results],
-    )  # fmt: skip
+    record_step(context, name, layer, f"{tensor}.{UPDATED}", gradient)
 
 
 def _not_run(context: Context, status: RecordStatus, reason: str) -> None:

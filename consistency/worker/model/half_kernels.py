@@ -1,0 +1,58 @@
+"""Whether this processor has fast kernels of a half type, and what takes their place where it has none."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from consistency.numerics.rounded_products import HALF, RoundedProducts
+
+SLOW_PRODUCTS = 1 << 30
+"""Multiplications from which slow kernels are replaced.
+
+oneDNN without AVX-512, and the loops that torch falls back to, were measured at 50 million to 5 billion multiplications
+per second and core, by layout and dtype; so fewer take seconds, and the processor's own kernels are run.
+"""
+
+_ISA = "ONEDNN_MAX_CPU_ISA"
+_WITHOUT_HALF = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
+"""Values of `ONEDNN_MAX_CPU_ISA` with which oneDNN has no fast kernels of a half type."""
+
+
+def is_fast(dtype: torch.dtype) -> bool:
+    """Return whether the processor multiplies matrices of a half type by fast kernels."""
+    if os.environ.get(_ISA, "").upper() in _WITHOUT_HALF:
+        return False
+    name = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
+    try:
+        return bool(getattr(torch.ops.mkldnn, name)())
+    except (AttributeError, RuntimeError):  # a torch without oneDNN
+        return False
+
+
+def replacement(model: torch.nn.Module, tokens: int) -> RoundedProducts | None:
+    """Return what multiplies in place of slow kernels of the model's dtype on the CPU; None where these are run.
+
+    The choice depends on processor, model and inputs alone, so a result repeats.
+
+    Parameters
+    ----------
+    tokens : int
+        Rows that pass through the model at least once.
+    """
+    parameters = [p for p in model.parameters() if p.device.type == "cpu" and p.dtype in HALF and p.dim() > 1]
+    if not parameters or is_fast(parameters[0].dtype):
+        return None
+    return RoundedProducts() if tokens * sum(p.numel() for p in parameters) > SLOW_PRODUCTS else None
+
+
+def active(mode: RoundedProducts | None) -> AbstractContextManager[object]:
+    """Return a context in which the replacement computes, or nothing is replaced."""
+    return nullcontext() if mode is None else mode
+
+
+def described(mode: RoundedProducts | None) -> str:
+    """Return how the CPU's values were computed, for the rows; empty for its own kernels."""
+    return "" if mode is None else "float32 kernels, products rounded to the dtype"

@@ -1,0 +1,74 @@
+"""A safetensors file that is written in slices, for tensors that together would not fit in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from consistency.errors import CaptureError
+from consistency.numerics.digest import as_bytes
+from consistency.numerics.dtype import name_of
+
+_CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+class TensorFile:
+    """Tensors whose shapes are known before their values.
+
+    Parameters
+    ----------
+    layout : mapping of str to (torch.dtype, tuple of int)
+        Dtype and shape by name. A slice is one index of the first dimension.
+    """
+
+    def __init__(self, path: Path, layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        self.path = path
+        self.written: set[str] = set()
+        header: dict[str, object] = {}
+        self._starts: dict[str, int] = {}
+        end = 0
+        for name, (dtype, shape) in layout.items():
+            self._starts[name], end = end, end + math.prod(shape) * dtype.itemsize
+            code = _CODES[name_of(dtype)]
+            header[name] = {"dtype": code, "shape": shape, "data_offsets": [self._starts[name], end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._data = 8 + len(text)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._write(len(text).to_bytes(8, "little") + text, 0)
+        os.ftruncate(self._file, self._data + end)
+
+    def write(self, name: str, index: int, tensor: torch.Tensor) -> None:
+        """Write one slice, a contiguous tensor on the CPU in the dtype of the layout."""
+        raw = as_bytes(tensor).numpy()
+        self._write(raw.data, self._data + self._starts[name] + index * tensor.nbytes)
+        self.written.add(name)
+
+    def read(self, name: str) -> torch.Tensor | None:
+        """Return a tensor, mapped from the file; None for one that was never written."""
+        if name not in self.written:
+            return None
+        with safe_open(self.path, framework="pt", device="cpu") as file:
+            tensor = file.get_tensor(name)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+    def close(self, *, remove: bool = False) -> None:
+        os.close(self._file)
+        if remove:
+            self.path.unlink(missing_ok=True)
+
+    def _write(self, raw: bytes | memoryview, offset: int) -> None:
+        view = memoryview(raw).cast("B")
+        try:
+            while view:
+                done = os.pwrite(self._file, view, offset)
+                view, offset = view[done:], offset + done
+        except OSError as error:
+            raise CaptureError("cannot write a scratch file", where=self.path, got=error) from error

@@ -1,0 +1,155 @@
+"""One backward pass after the other: each gradient is handed over as it is computed, and freed.
+
+The loss is a sum of the model's outputs, each element with a fixed sign and one power of two as its weight. Such a loss
+exists for any model; it is linear, so the gradient that enters the model is exact and the same everywhere, and only the
+backward pass can be wrong, not the loss. (A mean of squares would feed the forward pass's own errors in; a
+cross-entropy needs targets, and a confident model has near-zero gradients.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from consistency.numerics.exact import Float64Mode
+from consistency.numerics.rounded_products import RoundedProducts
+from consistency.worker.model.blocks import recomputed
+from consistency.worker.model.inputs import SEED
+from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.model.running import outputs
+
+Tensors = dict[str, torch.Tensor]
+
+Take = Callable[[str, torch.Tensor], None]
+"""Called with a parameter's name and its gradient, which is freed afterwards."""
+
+PASSES = 4
+"""Backward passes over as many parts of the batch.
+
+The gradient of a LoRA factor of rank r has at most r independent errors, often one or two that carry all, and the
+largest of so few varies widely: `rules.error_factor` allows 24 times the CPU's error for 8 samples and 32 thousand
+times for 2. Passes over other sequences have independent errors.
+"""
+
+
+def trained(model: Any, held: Mapping[str, object]) -> list[str]:
+    """Return the floating-point parameters that training this adapter changes, of those that its file holds.
+
+    PEFT itself is asked: an adapter's file may hold more, such as whole embeddings beside their factors
+    (`save_embedding_layers`), and what is not trained has no gradient.
+    """
+    kept = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in kept:
+            if parameter.is_floating_point():
+                parameter.requires_grad_(False)
+        model.set_adapter(ADAPTER_NAME)
+        mark = getattr(model.base_model, "_mark_only_adapters_as_trainable", None)
+        if mark is not None:  # the biases that a config trains
+            mark(model.base_model.model)
+        # prompt methods keep what they train in a module of their own
+        names = [name for name, p in model.named_parameters() if p.requires_grad or name.startswith("prompt_encoder.")]
+    finally:
+        for parameter, needed in kept:
+            parameter.requires_grad_(needed)
+    return [name for name in names if name in held]
+
+
+def parts_of(inputs: Tensors, *, rows: int | None = None) -> list[Tensors]:
+    """Distribute the sequences over passes, at most `rows` in each; inputs that are no batch are one."""
+    sizes = {tensor.shape[:1] for tensor in inputs.values()}
+    count = 1
+    if len(sizes) == 1 and () not in sizes:
+        sequences = next(iter(sizes))[0]
+        count = min(max(PASSES, -(-sequences // (rows or sequences))), sequences)
+    split = {name: torch.tensor_split(tensor, count) if count > 1 else [tensor] for name, tensor in inputs.items()}
+    return [{name: parts[i] for name, parts in split.items()} for i in range(count)]
+
+
+def backward(
+    model: torch.nn.Module,
+    names: list[str],
+    inputs: Tensors,
+    take: Take,
+    *,
+    recompute: bool = True,
+    mode: Float64Mode | RoundedProducts | None = None,
+) -> None:
+    """Run the model forward and backward on one part of the batch, and hand over the gradients of its parameters.
+
+    A parameter that no output depends on has none.
+
+    Parameters
+    ----------
+    recompute : bool
+        Compute the activations of each block again instead of keeping them: see `blocks.recomputed`.
+    mode : Float64Mode or RoundedProducts, optional
+        What computes, entered here; in float64 the gradients are float64.
+    """
+    parameters = dict(model.named_parameters())
+    wanted = {name: parameters[name] for name in names}
+    with ExitStack() as stack:
+        stack.enter_context(_trainable(model, wanted.values()))
+        if isinstance(mode, Float64Mode):
+            stack.enter_context(mode.with_gradients(wanted.values()))
+        if mode is not None:
+            stack.enter_context(mode)
+        for name, parameter in wanted.items():
+            stack.enter_context(_handed_over(name, parameter, take))
+        stack.enter_context(torch.enable_grad())
+        if recompute:
+            stack.enter_context(recomputed(model))
+        _, ends = outputs(model, inputs)
+        ends = {name: tensor for name, tensor in ends.items() if tensor.requires_grad}
+        if not ends:
+            raise ValueError("no output of the model depends on the adapter")
+        torch.autograd.backward(list(ends.values()), [loss_weights(tensor) for tensor in ends.values()])
+
+
+def loss_weights(output: torch.Tensor) -> torch.Tensor:
+    """Return the loss's weights of one output: random signs times the power of two nearest to 1/sqrt(elements).
+
+    Powers of two are exact in every dtype; with these the loss is about as large as one element of the output.
+    """
+    generator = np.random.Generator(np.random.PCG64(SEED))
+    signs = generator.integers(0, 2, size=tuple(output.shape)) * 2 - 1
+    size = 2.0 ** -round(np.log2(max(1, output.numel())) / 2)
+    return torch.from_numpy(signs * size).to(output.device, output.dtype)
+
+
+@contextmanager
+def _handed_over(name: str, parameter: torch.nn.Parameter, take: Take) -> Iterator[None]:
+    """Hand a parameter's gradient over once it is accumulated; what it held before is put back at the end."""
+    kept, parameter.grad = parameter.grad, None
+
+    def hand_over(parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        take(name, gradient.detach())
+
+    hook = parameter.register_post_accumulate_grad_hook(hand_over)
+    try:
+        yield
+    finally:
+        hook.remove()
+        parameter.grad = kept
+
+
+@contextmanager
+def _trainable(model: torch.nn.Module, wanted: Any) -> Iterator[None]:
+    """Let gradients flow to these parameters alone, and restore that at the end."""
+    kept = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in kept:
+            if parameter.is_floating_point():  # torch refuses to set it on integers, which have no gradient
+                parameter.requires_grad_(False)
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter, needed in kept:
+            parameter.requires_grad_(needed)

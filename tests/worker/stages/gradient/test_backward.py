@@ -1,0 +1,216 @@
+"""The backward passes: in which dtype, over which parts, and that the model is left as it was."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from consistency.case.builtin import builtin_folder
+from consistency.numerics.exact import Float64Mode
+from consistency.numerics.rounded_products import RoundedProducts
+from consistency.worker.model.blocks import RecomputationError
+from consistency.worker.stages.gradient.backward import PASSES, backward, loss_weights, parts_of, trained
+from tests.worker.model.made_models import on_llama
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Layer(torch.nn.Module):
+    """A layer that casts to float32 where it is careful, as transformers' do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 8)
+        self.frozen = torch.nn.Linear(8, 6)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.gelu(self.frozen(self.first(x)))
+        return torch.softmax(x.to(torch.float32), dim=-1).to(self.first.weight.dtype)
+
+
+class Careful(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList([Layer(), Layer()])
+        self.last = torch.nn.Linear(6, 5)
+        self.unused = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        found: torch.Tensor = self.last(x)
+        return found
+
+
+NAMES = ["layers.0.first.weight", "layers.1.first.bias", "last.weight", "unused"]
+
+
+@pytest.fixture
+def inputs() -> Tensors:
+    return {"x": torch.linspace(-2, 2, 8 * 3 * 6).reshape(8, 3, 6).sin()}
+
+
+def gradients(model: torch.nn.Module, inputs: Tensors, names: list[str] = NAMES, **options: Any) -> Tensors:
+    found: Tensors = {}
+    backward(model, names, inputs, lambda name, gradient: found.update({name: gradient}), **options)
+    return found
+
+
+def plain(model: torch.nn.Module, inputs: Tensors) -> Tensors:
+    twin = copy.deepcopy(model)
+    output = twin(**inputs)
+    output.backward(loss_weights(output))
+    return {name: p.grad for name, p in twin.named_parameters() if name in NAMES and p.grad is not None}
+
+
+def test_gradients_are_those_of_torch_with_and_without_recomputation(inputs: Tensors) -> None:
+    expected = plain(Careful(), inputs)
+    assert set(expected) == set(NAMES) - {"unused"}
+    for recompute in (True, False):
+        found = gradients(Careful(), inputs, recompute=recompute)
+        assert set(found) == set(expected), "nothing depends on one of them"
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_passes_are_parts_of_the_batch(inputs: Tensors) -> None:
+    parts = parts_of(inputs)
+    assert [part["x"].shape[0] for part in parts] == [2] * PASSES
+    assert torch.equal(torch.cat([part["x"] for part in parts]), inputs["x"])
+    assert [part["x"].shape[0] for part in parts_of(inputs, rows=1)] == [1] * 8
+    assert [part["x"].shape[0] for part in parts_of(inputs, rows=4)] == [2] * PASSES
+
+
+def test_inputs_that_are_no_batch_are_one_pass() -> None:
+    assert len(parts_of({"x": torch.ones(4, 2), "mask": torch.ones(3)})) == 1
+    assert len(parts_of({"x": torch.ones(4, 2), "scale": torch.tensor(1.0)})) == 1
+    assert [part["x"].shape[0] for part in parts_of({"x": torch.ones(3, 2)})] == [1, 1, 1]
+
+
+def test_the_weights_of_the_loss_are_exact_in_every_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        weights = loss_weights(torch.empty(8, 16, 256, dtype=dtype))
+        assert weights.dtype == dtype
+        assert set(weights.unique().tolist()) == {2.0**-8, -(2.0**-8)}
+
+
+@pytest.mark.parametrize("has_grad_dtype", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_is_float64_throughout(
+    inputs: Tensors, dtype: torch.dtype, has_grad_dtype: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_grad_dtype:  # as in torch before 2.10
+        monkeypatch.setattr("consistency.numerics.exact.HAS_GRAD_DTYPE", False)
+    model = Careful().to(dtype)
+    inputs = {"x": inputs["x"].to(dtype)}
+    found = gradients(model, inputs, mode=Float64Mode())
+    twin = copy.deepcopy(model).double()
+    x = inputs["x"].double()
+    for layer in twin.layers:
+        x = torch.softmax(torch.nn.functional.gelu(layer.frozen(layer.first(x))), dim=-1)  # type: ignore[operator]
+    output = twin.last(x)
+    output.backward(loss_weights(output))
+    for name in NAMES[:3]:
+        expected = twin.get_parameter(name).grad
+        assert expected is not None
+        assert found[name].dtype == torch.float64
+        assert torch.allclose(found[name], expected, rtol=1e-12, atol=1e-15)
+        assert model.get_parameter(name).dtype == dtype
+
+
+def test_products_in_float32_kernels_err_as_native_ones(inputs: Tensors) -> None:
+    model, inputs = Careful().bfloat16(), {"x": inputs["x"].bfloat16()}
+    exact = gradients(model, inputs, mode=Float64Mode())
+    native, rounded = gradients(model, inputs), gradients(model, inputs, mode=RoundedProducts())
+    for name in NAMES[:3]:
+        errors = [float((found[name].double() - exact[name]).abs().max()) for found in (native, rounded)]
+        assert rounded[name].dtype == torch.bfloat16
+        assert 1 / 4 <= errors[1] / errors[0] <= 4
+
+
+def test_the_model_is_left_as_it_was(inputs: Tensors) -> None:
+    model = Careful().eval()
+    before = {name: (p.detach().clone(), p.requires_grad, p.data_ptr()) for name, p in model.named_parameters()}
+    gradients(model, inputs)
+    gradients(model, inputs, mode=Float64Mode())
+
+    def refuse(**_: Any) -> torch.Tensor:
+        raise ValueError("no")
+
+    model.forward = refuse  # type: ignore[method-assign,assignment]
+    with pytest.raises(ValueError, match="no"):
+        gradients(model, inputs, mode=Float64Mode())
+    for name, parameter in model.named_parameters():
+        data, needed, pointer = before[name]
+        assert torch.equal(parameter, data)
+        assert (parameter.requires_grad, parameter.data_ptr(), parameter.grad) == (needed, pointer, None)
+        assert not parameter._backward_hooks
+        assert not parameter._post_accumulate_grad_hooks
+        assert getattr(parameter, "grad_dtype", parameter.dtype) == parameter.dtype
+    assert not any(module.training for module in model.modules())
+    assert not any("forward" in vars(layer) for layer in model.layers)
+
+
+def test_a_block_that_is_computed_otherwise_the_second_time_is_noticed(inputs: Tensors) -> None:
+    model = Careful()
+    calls = iter([0.0, 1.0, 2.0])
+    model.layers[1].first.register_forward_hook(lambda *found: found[2] + next(calls))  # type: ignore[union-attr]
+    with pytest.raises(RecomputationError, match="Layer gives another result when it is computed again"):
+        gradients(model, inputs)
+
+
+def test_a_model_that_ends_with_nothing_of_the_adapter_says_so(inputs: Tensors) -> None:
+    model = Careful()
+    model.register_forward_hook(lambda *found: found[2].detach())
+    with pytest.raises(ValueError, match="no output of the model depends on the adapter"):
+        gradients(model, inputs)
+
+
+# which tensors training changes
+
+
+class Everything(dict[str, object]):
+    """An adapter's file that holds every tensor."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+def loaded(tmp_path: Path, config: Any) -> Any:
+    base = tmp_path / "base"
+    base.symlink_to(builtin_folder("llama") / "base")
+    adapter = on_llama(base, config)
+    from transformers import AutoModelForCausalLM
+
+    return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+
+
+def last_parts(names: list[str]) -> set[str]:
+    return {name.removeprefix("base_model.model.").replace(".default", "") for name in names}
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_an_embedding_that_is_saved_beside_its_factors_is_not_trained(tmp_path: Path) -> None:
+    model = loaded(tmp_path, peft.LoraConfig(target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM"))
+    names = last_parts(trained(model, Everything()))
+    assert {"model.embed_tokens.lora_embedding_A", "model.embed_tokens.lora_embedding_B"} <= names
+    assert not any("base_layer" in name for name in names)
+    assert not any(p.requires_grad for p in model.parameters()), "as it was"
+
+
+def test_whole_modules_and_biases_are_trained_where_the_config_says_so(tmp_path: Path) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], bias="all", task_type="CAUSAL_LM")
+    names = last_parts(trained(loaded(tmp_path, config), Everything()))
+    assert "lm_head.modules_to_save.weight" in names
+    assert not any("original_module" in name or name.endswith("embed_tokens.weight") for name in names)
+
+
+def test_a_prompt_is_trained(tmp_path: Path) -> None:
+    model = loaded(tmp_path, peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    assert trained(model, Everything()) == ["prompt_encoder.default.embedding.weight"]
