@@ -91,6 +91,14 @@ def measure_against_exact(
     return found
 
 
+def measure_stretches(actual: torch.Tensor, stretches: Iterable[Stretch]) -> Measure:
+    """Measure a tensor whose exact value is made stretch by stretch, in order, each of whole chunks but the last."""
+    meter = ErrorMeter(actual.dtype)
+    for stretch in stretches:
+        meter.add(stretch)
+    return _result(meter.tally(), actual)
+
+
 def _measured(
     tensors: Sequence[torch.Tensor],
     stretches: Callable[[range], Iterable[tuple[Stretch, ...]]],

@@ -57,7 +57,7 @@ class Widening:
         *added, left = map(self.of, args[:place])
         rows, columns = weight.shape
         step = max(1, PART_BYTES // (rows * self._dtype.itemsize))
-        found = left.new_empty(left.shape[0], columns)
+        found: torch.Tensor = left.new_empty(left.shape[0], columns)
         for start in range(0, columns, step):
             part = slice(start, start + step)
             biases = [_columns(bias, part, columns) for bias in added]

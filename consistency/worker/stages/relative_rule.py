@@ -18,7 +18,6 @@ from consistency.worker.model.float64_reference import Reference, Tables
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
 
-
 Read = Callable[[str], torch.Tensor | None]
 """Return a tensor by name, None where there is none."""
 

@@ -35,6 +35,13 @@ largest of so few varies widely: `rules.error_factor` allows 24 times the CPU's 
 times for 2. Passes over other sequences have independent errors.
 """
 
+ONE_PASS = 1 << 22
+"""Elements from which the first pass alone is compared.
+
+A whole matrix of that size, of an embedding or a head, has up to thousands of independent errors in one pass, and its
+float64 gradients of every pass would take more room than the model.
+"""
+
 
 def trained(model: Any, held: Mapping[str, object]) -> list[str]:
     """Return the floating-point parameters that training this adapter changes, of those that its file holds.

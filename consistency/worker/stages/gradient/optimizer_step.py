@@ -7,14 +7,15 @@ piece's size, and the optimizer four copies of it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import torch
 
-from consistency.numerics.chunks import Chunk, exact_chunks
+from consistency.numerics.chunks import Chunk, Stretch
 from consistency.numerics.digest import TensorDigest, block_digests, combine
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
-from consistency.numerics.error import measure_chunks
+from consistency.numerics.error import measure_stretches
 from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic
 from consistency.worker.recorder import UserTolerance
@@ -44,11 +45,15 @@ def record_step(context: Context, name: str, layer: str, tensor: str, gradients:
     actual, digests = _stepped(context, parameter, gradient)
     tolerance = context.record.tolerance(stage="gradient", layer=layer, dtype=actual.dtype)
 
-    def chunks() -> Iterator[Chunk]:
+    def stretches() -> Iterator[Stretch]:
         return _exact(actual.reshape(-1), before, gradient.reshape(-1), tolerance)
 
+    def chunks() -> Iterator[Chunk]:
+        for chunk in itertools.chain.from_iterable(stretch.chunks() for stretch in stretches()):
+            yield dataclasses.replace(chunk, base=before[chunk.start : chunk.start + chunk.actual.numel()])
+
     context.record.computed(
-        "gradient", layer, tensor, actual=actual, digests=digests, found=measure_chunks(actual, chunks()),
+        "gradient", layer, tensor, actual=actual, digests=digests, found=measure_stretches(actual, stretches()),
         rule=Rule.BOUND, tolerance=tolerance, chunks=chunks,
     )  # fmt: skip
 
@@ -73,14 +78,18 @@ def _stepped(
 
 def _exact(
     actual: torch.Tensor, before: torch.Tensor, gradient: torch.Tensor, tolerance: UserTolerance | None
-) -> Iterator[Chunk]:
-    """Yield the chunks of a flat parameter with the exact values of its step and what is allowed."""
+) -> Iterator[Stretch]:
+    """Yield a flat parameter with the exact values of its step and what is allowed, a piece at a time."""
     by = Arithmetic.of(actual.dtype)
     for piece in _pieces(actual.numel()):
         exact = adamw.exact_step(*(by.known(t[piece].to(torch.float64).numpy()) for t in (before, gradient)))
-        value, allowed = torch.from_numpy(exact.value), torch.from_numpy(exact.allowed)
-        for chunk in exact_chunks(actual[piece], value, tolerance or allowed, base=before[piece]):
-            yield dataclasses.replace(chunk, start=piece.start + chunk.start)
+        yield Stretch(
+            start=piece.start,
+            actual=actual[piece],
+            value=exact.value,
+            size=None if tolerance else exact.allowed,
+            allowance=tolerance,
+        )
 
 
 def _pieces(elements: int) -> Iterator[slice]:

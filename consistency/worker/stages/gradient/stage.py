@@ -36,7 +36,7 @@ from consistency.worker.model.running import activations, is_of_the_model, refus
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.protocol import GRADIENT_FILE
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.gradient.backward import Tensors, backward, parts_of, trained
+from consistency.worker.stages.gradient.backward import ONE_PASS, Tensors, backward, parts_of, trained
 from consistency.worker.stages.gradient.optimizer_step import record_step
 from consistency.worker.stages.relative_rule import own_errors, record_relative
 
@@ -51,7 +51,7 @@ class Backward:
     Attributes
     ----------
     gradients : TensorFile
-        `(passes, *shape)` by parameter, from the first run.
+        `(passes, *shape)` by parameter, from the first run; see `ONE_PASS`.
     digests : list of dict
         By parameter, one for each run.
     refused : str
@@ -125,17 +125,14 @@ def _backward(
     inputs = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
     passes = parts_of(inputs)
     parameters = {name: model.get_parameter(name) for name in names}
+    counts = {name: 1 if p.numel() >= ONE_PASS else len(passes) for name, p in parameters.items()}
     layout = {name: (p.dtype, (counts[name], *p.shape)) for name, p in parameters.items()}
-    stem = f"{context.job.makes_reference:d}-{context.device.type}-{id(model)}"
-    own = TensorFile(
-        context.scratch / f"gradients-{stem}.safetensors",
-        {name: (p.dtype, (len(passes), *p.shape)) for name, p in parameters.items()},
-    )
-    wide = None
+    stem = context.scratch / f"gradients-{context.job.makes_reference:d}-{context.device.type}-{id(model)}"
+    own = TensorFile(stem.with_suffix(".safetensors"), layout)
+    kernels = half_kernels.replacement(model, tokens_of(inputs))
+    found = Backward(gradients=own, computed_by=half_kernels.described(kernels))
+    runs = _Runs(context, model, counts, passes)
     try:
-        kernels = half_kernels.replacement(model, tokens_of(inputs))
-        found.computed_by = half_kernels.described(kernels)
-        runs = _Runs(context, model, names, passes)
         try:
             for _ in range(context.job.case.repeat):
                 found.digests.append(runs.in_dtype(kernels, None if found.digests else own))
@@ -144,8 +141,12 @@ def _backward(
                 raise
             found.refused = _refusal(context, model, inputs, error)
         if exact and not found.refused:
-            shapes = {name: (torch.float64, (len(passes), *p.shape)) for name, p in parameters.items()}
-            found.exact = wide = TensorFile(context.scratch / f"{GRADIENT_FILE}.tmp", shapes)
+            for number, (title, products) in enumerate(yardstick.others_of_run(context.job, model).items()):
+                found.others[title] = TensorFile(stem.with_suffix(f".{number}.safetensors"), layout)
+                with yardstick.computing_with(products):
+                    runs.in_dtype(None, found.others[title], title)
+            wide = {name: (torch.float64, shape) for name, (_, shape) in layout.items()}
+            found.exact = TensorFile(context.scratch / f"{GRADIENT_FILE}.tmp", wide)
             try:
                 runs.in_float64(found.exact)
             except Exception as error:  # code that insists on its own dtype
@@ -163,10 +164,10 @@ def _backward(
 class _Runs:
     """Backward passes of one model over the parts of a batch."""
 
-    def __init__(self, context: Context, model: torch.nn.Module, names: list[str], passes: list[Tensors]) -> None:
+    def __init__(self, context: Context, model: torch.nn.Module, counts: dict[str, int], passes: list[Tensors]) -> None:
         self._events = context.events
         self._model = model
-        self._names = names
+        self._counts = counts
         self._passes = passes
         self._recompute = True
 
@@ -187,7 +188,7 @@ class _Runs:
         self._run(f"backward, {products}" if products else "backward", take, kernels)
         return {
             name: combine(
-                name_of(dtype), (len(blocks), *shape), tuple(b for part in blocks for b in part.get(name, ()))
+                name_of(dtype), (self._counts[name], *shape), tuple(b for part in blocks for b in part.get(name, ()))
             )
             for name, (dtype, shape) in kinds.items()
         }
@@ -204,11 +205,14 @@ class _Runs:
         for index, part in enumerate(self._passes):
             self._events.step(label, index, len(self._passes))
             hand_over = functools.partial(take, index)
+            names = [name for name, count in self._counts.items() if index < count]
+            if not names:
+                break
             try:
-                backward(self._model, self._names, part, hand_over, recompute=self._recompute, mode=mode)
+                backward(self._model, names, part, hand_over, recompute=self._recompute, mode=mode)
             except RecomputationError:
                 self._recompute = False
-                backward(self._model, self._names, part, hand_over, recompute=False, mode=mode)
+                backward(self._model, names, part, hand_over, recompute=False, mode=mode)
 
 
 def _refusal(context: Context, model: torch.nn.Module, inputs: Tensors, error: Exception) -> str:

@@ -23,6 +23,8 @@ def test_a_step_in_pieces_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     found = torch.cat([optimizer_step.stepped(parameter.view(-1)[p], gradient.view(-1)[p]) for p in pieces])
     assert torch.equal(found.view(7, 31), adamw.step(parameter, gradient))
     after = found.view(7, 31).reshape(-1)
-    chunks = list(optimizer_step._exact(after, parameter.view(-1), gradient.view(-1), None))
-    assert [chunk.start for chunk in chunks] == [0, 50, 100, 150, 200]
-    assert all(chunk.allowed is not None for chunk in chunks)
+    stretches = list(optimizer_step._exact(after, parameter.view(-1), gradient.view(-1), None))
+    assert [stretch.start for stretch in stretches] == [0, 50, 100, 150, 200]
+    for stretch in stretches:
+        assert stretch.size is not None
+        assert (abs(stretch.actual.double().numpy() - stretch.value) <= stretch.size).all()
