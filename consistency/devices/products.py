@@ -5,6 +5,7 @@ The rules of computed tensors follow it: what the settings permit is no fault of
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -60,7 +61,9 @@ def permitted(kind: str, settings: Mapping[str, object], variables: Mapping[str,
         default = _FPMATH.get(mode, Precision.FLOAT32)
         found = _ONEDNN.get(str(settings.get("mkldnn_matmul_fp32_precision")), by_name)  # an older torch has one switch
         convolution = _ONEDNN.get(str(settings.get("mkldnn_conv_fp32_precision")), Precision.FLOAT32)
-        return Products(matmul=_least(found, default), convolution=_least(convolution, default))
+        # on x86 MKL multiplies matrices, unless torch's own setting chooses oneDNN; its variable reaches convolutions
+        matmul = found if platform.machine() in ("x86_64", "AMD64") else _least(found, default)
+        return Products(matmul=matmul, convolution=_least(convolution, default))
     partial = {
         dtype: SPLIT_TERMS
         for dtype, name in (
