@@ -11,6 +11,9 @@ from consistency.case.profile import Switch
 from consistency.case.stages import HOST_STAGES, LARGE_COPIES, LEVELS, SPECS, Level, LevelPlan, Model, Stage
 from consistency.case.tolerance import Override
 
+CHECKED_IN = "checked in case"
+"""Marks what one case leaves out because another case of its suite has it."""
+
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"load_paths": "roads"}):
     """One base model and one adapter, and how they are checked.
@@ -120,7 +123,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return what this run does not check, for the report."""
         elsewhere = HOST_STAGES if self.host_checked_by else ()
         skipped = [f"stage {s}" for s in Stage if s not in self.stages and s not in elsewhere]
-        skipped += [f"stage {s} (checked in case {self.host_checked_by})" for s in elsewhere if s not in self.stages]
+        skipped += [f"stage {s} ({CHECKED_IN} {self.host_checked_by})" for s in elsewhere if s not in self.stages]
         rest = [text for text in self.plan.not_looked_at if text not in list(Stage)]
         if Stage.OPERATORS not in self.stages:
             rest = [text for text in rest if "operators" not in text]

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from consistency.capture.wording import counted, listed
+from consistency.case.case import CHECKED_IN
 from consistency.comparison.result import Severity, Status, Verdict
 from consistency.numerics.real import Real
 
@@ -211,6 +212,12 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
     def workers(self) -> tuple[str, ...]:
         """Return the names of all workers."""
         return tuple(dict.fromkeys(worker.name for case in self.cases for worker in case.workers))
+
+    @property
+    def not_looked_at(self) -> tuple[str, ...]:
+        """Return what was left out in any case and is checked in no other."""
+        texts = dict.fromkeys(text for case in self.cases for text in case.not_looked_at)
+        return tuple(text for text in texts if CHECKED_IN not in text)
 
     @property
     def sentence(self) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from consistency.case.case import Case
+from consistency.case.stages import HOST_STAGES, Stage
 from consistency.comparison.suite import (
     CaseFinding,
     CaseResult,
@@ -103,3 +106,16 @@ def test_inputs_that_cannot_be_used_are_findings() -> None:
     assert only.message == "2 of 3 cases · could not be checked: no such folder for the adapter"
     assert only.detail == ("  where:  ./gone",)
     assert (only.kind, only.severity, only.numbers) == ("unchecked", "error", (0, 0))
+
+
+def test_what_another_case_checks_is_not_left_out() -> None:
+    """The stages of the host are those of the first case."""
+    whole = Case(name="first", base="b", stages=tuple(Stage))
+    rest = tuple(stage for stage in Stage if stage not in HOST_STAGES)
+    other = Case(name="other", base="b", stages=rest, host_checked_by="first")
+    texts = [case.not_looked_at() for case in (whole, other)]
+    assert any("stage transfer" in text for text in texts[1])
+    made = suite(*(msgspec.structs.replace(found("a"), not_looked_at=some) for some in texts))
+    assert made.not_looked_at == texts[0]
+    only = suite(msgspec.structs.replace(found("a"), not_looked_at=("stage base",)), found("b"))
+    assert only.not_looked_at == ("stage base",), "what one case alone leaves out is said"

@@ -48,7 +48,7 @@ def suite_as_html(suite: SuiteResult, folder: str | None = None) -> str:
         marks=VERDICT_MARKS,
         most_findings=_MOST_FINDINGS,
         name=suite.name,
-        not_looked_at=list(dict.fromkeys(text for case in suite.cases for text in case.not_looked_at)),
+        not_looked_at=suite.not_looked_at,
         notes=[finding for finding, _ in found if finding.severity == "note"],
         sentence=suite.sentence,
         shown=lines[: len(lines) - len(folded)],

@@ -26,6 +26,7 @@ def render(suite: SuiteResult, _: View) -> Iterator[bytes]:
             "exit_status": suite.exit_status,
             "simulated": suite.simulated,
             "counts": suite.counts,
+            "not_looked_at": suite.not_looked_at,
             "findings": common_findings(suite.cases),
             "cases": [
                 {**by_json_name(case), "report": None if case.error is not None else f"{case.folder}/report.json"}

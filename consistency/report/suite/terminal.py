@@ -42,9 +42,8 @@ def _write(write: Writer, suite: SuiteResult, view: View) -> None:
     write.notes(shown)
     if len(shown) < len(notes):
         write.line(f"and {len(notes) - len(shown)} more notes: -v shows all")
-    left_out = dict.fromkeys(text for case in suite.cases for text in case.not_looked_at)
-    if left_out:
-        write.line(f"not checked: {', '.join(left_out)}")
+    if suite.not_looked_at:
+        write.line(f"not checked: {', '.join(suite.not_looked_at)}")
     if view.folder is not None:
         write.line(f"reports: {view.folder}")
 

@@ -25,6 +25,7 @@ def test_every_field_of_the_contract_is_there() -> None:
     assert table["created"] == "2026-03-01T02:00:00+00:00"
     assert (table["verdict"], table["exit_status"], table["simulated"]) == ("incomplete", 3, False)
     assert table["counts"] == {"incomplete": 1, "inconsistent": 57, "unchecked": 1, "consistent": 41}
+    assert table["not_looked_at"] == ["a second run"]
     assert len(table["cases"]) == 100
     first = table["cases"][0]
     assert (first["name"], first["verdict"], first["elapsed_s"]) == ("lora-000", "inconsistent", 1.5)
