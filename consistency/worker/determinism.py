@@ -263,7 +263,10 @@ def _reduction(name: str) -> _Access:
 
 def _math_reduction() -> _Access:
     backends = torch.backends.cuda
-    return backends.fp16_bf16_reduction_math_sdp_allowed, backends.allow_fp16_bf16_reduction_math_sdp
+    return (
+        lambda: backends.fp16_bf16_reduction_math_sdp_allowed(),
+        lambda value: backends.allow_fp16_bf16_reduction_math_sdp(value),
+    )
 
 
 _ACCESS: dict[str, _Access] = {
