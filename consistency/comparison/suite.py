@@ -215,9 +215,10 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def not_looked_at(self) -> tuple[str, ...]:
-        """Return what was left out in any case and is checked in no other."""
+        """Return what was left out in any case, but for the stages that were left to a case which has them."""
         texts = dict.fromkeys(text for case in self.cases for text in case.not_looked_at)
-        return tuple(text for text in texts if CHECKED_IN not in text)
+        had = {f"stage {stage.stage} ({CHECKED_IN} {case.name})" for case in self.cases for stage in case.stages}
+        return tuple(text for text in texts if text not in had)
 
     @property
     def sentence(self) -> str:

@@ -10,6 +10,7 @@ from consistency.case.stages import HOST_STAGES, Stage
 from consistency.comparison.suite import (
     CaseFinding,
     CaseResult,
+    CaseStage,
     SuiteResult,
     SuiteVerdict,
     common_findings,
@@ -115,7 +116,12 @@ def test_what_another_case_checks_is_not_left_out() -> None:
     other = Case(name="other", base="b", stages=rest, host_checked_by="first")
     texts = [case.not_looked_at() for case in (whole, other)]
     assert any("stage transfer" in text for text in texts[1])
-    made = suite(*(msgspec.structs.replace(found("a"), not_looked_at=some) for some in texts))
-    assert made.not_looked_at == texts[0]
+    ran = tuple(CaseStage(stage=stage, status="equal", counts={"equal": 1}) for stage in ("transfer", "operators"))
+    first = msgspec.structs.replace(found("first"), not_looked_at=texts[0], stages=ran)
+    second = msgspec.structs.replace(found("other"), not_looked_at=texts[1])
+    assert suite(first, second).not_looked_at == texts[0]
+    assert "stage transfer (checked in case first)" in suite(second).not_looked_at, "the first case did not run"
+    lost = msgspec.structs.replace(first, stages=())
+    assert "stage transfer (checked in case first)" in suite(lost, second).not_looked_at, "it was lost before"
     only = suite(msgspec.structs.replace(found("a"), not_looked_at=("stage base",)), found("b"))
     assert only.not_looked_at == ("stage base",), "what one case alone leaves out is said"
