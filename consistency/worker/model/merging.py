@@ -100,13 +100,15 @@ def merge_adapter(model: Any) -> None:
     from consistency.worker.model.offload import units_of
 
     units = units_of(model)
+    # a module with weights of its own may have adapted layers inside, each with a unit of its own
+    adapted = [(module, unit) for module, unit in units if any(layer is module for _, layer in adapted_layers(module))]
     try:
-        for module, unit in units:
+        for module, unit in adapted:
             unit.around = _merged_inside
             unit.pre_forward(module)
             unit.post_forward(module, None)
     except NO_MERGE:
-        for _, unit in units:
+        for _, unit in adapted:
             unit.around = None
         raise
     if not units:

@@ -9,12 +9,13 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 
 from consistency.worker.model.loading import LoadedBase, load_adapter, load_base, load_model
 from consistency.worker.model.merging import merge_adapter
 from consistency.worker.model.offload import units_of
 from consistency.worker.model.running import activations, device_of, is_of_the_model, refusal
-from tests.worker.model.made_models import case_of, on_llama
+from tests.worker.model.made_models import adapter_on, case_of, on_llama
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
@@ -82,6 +83,19 @@ def test_layers_are_merged_when_they_arrive(llama: Path, method: str) -> None:
     assert not torch.equal(found["logits"], on["logits"]), "merged weights round otherwise"
     again = activations(model, INPUTS)
     assert torch.equal(found["logits"], again["logits"]), "nothing of a merge stays"
+
+
+def test_layers_inside_a_module_with_weights_of_its_own_are_merged_once(masked_bert: Path) -> None:
+    """The head of this model has a bias, and an adapted layer inside."""
+    plain = transformers.BertForMaskedLM.from_pretrained(masked_bert)
+    adapter = adapter_on(plain, peft.LoraConfig(r=2, target_modules=["dense"]), masked_bert.parent / "adapter")
+    case = case_of(masked_bert, adapter)
+    models = (load_model(case, "cpu"), load_adapter(load_base(case, "cpu", offload=True), case))
+    for model in models:
+        with torch.no_grad():
+            merge_adapter(model)
+    expected, found = (activations(model, INPUTS) for model in models)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_what_peft_does_not_merge_leaves_no_trace(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
