@@ -8,6 +8,7 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json
 from consistency.capture.names import CAST_ON_THE_WAY, TOLERANCE, UNSUPPORTED
+from consistency.capture.soak import Soak
 from consistency.devices.spec import DeviceIdentity
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
@@ -198,6 +199,8 @@ class WorkerFacts(DeviceIdentity, frozen=True, kw_only=True, rename={"load_path"
         Largest resident size of the worker's process.
     stage_memory : tuple of StageMemory
         In the order of the stages.
+    soak : Soak or None
+        None where none was requested, or the worker was lost before it.
     """
 
     name: str
@@ -212,6 +215,7 @@ class WorkerFacts(DeviceIdentity, frozen=True, kw_only=True, rename={"load_path"
     elapsed_s: float = 0.0
     peak_bytes: int | None = None
     stage_memory: tuple[StageMemory, ...] = ()
+    soak: Soak | None = None
 
 
 class WorkerInfo(WorkerFacts, frozen=True, kw_only=True):

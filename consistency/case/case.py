@@ -41,6 +41,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         None generates them from the model's config.
     repeat : int
         Runs of each computed stage on each device.
+    soak_s : float or None
+        How long every worker computes the same again after its stages.
+    load : bool
+        Whether the device is kept busy during that.
     only : tuple of str
         `stage::layer` prefixes to check; empty checks everything.
     keep : bool
@@ -70,6 +74,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     level: Level = Level.STANDARD
     inputs: str | None = None
     repeat: int = 1
+    soak_s: float | None = None
+    load: bool = False
     only: tuple[str, ...] = ()
     keep: bool = False
     tolerance: tuple[Override, ...] = ()

@@ -45,7 +45,9 @@ class Option:
     Attributes
     ----------
     name : str
-        As in TOML and Python; a command line spells it with dashes.
+        As in TOML; a command line spells it with dashes.
+    attribute : str
+        The field of `Options`, and its name in Python, where `name` is a word of the language.
     type : type
         What the text of a command line is read as; `bool` is a switch that takes no value.
     aliases : tuple of str
@@ -59,6 +61,7 @@ class Option:
     """
 
     name: str
+    attribute: str
     help: str
     metavar: str | None = None
     type: Callable[[str], object] = str
@@ -117,6 +120,14 @@ class Options:
     repeat: int | None = _option(
         None, "runs per device, to check that results repeat bitwise (default: by level)", "N", type=int
     )
+    soak: float | None = _option(
+        None,
+        "after all stages, compute the same again until this time is up, and compare every repeat with the first: "
+        "90s, 10m, 2h, 1h30m",
+        "TIME",
+        name="for",
+    )
+    load: bool = _option(False, "keep each device busy with matrix products during --for: it runs hot", type=bool)
     tolerance: tuple[Override, ...] = _option(
         (),
         "[stage=…,][layer=PATTERN,][dtype=…,]atol=…,rtol=… instead of the derived bound; may be repeated, and the "
@@ -138,7 +149,9 @@ class Options:
     threads: int | None = _option(None, "threads per worker (default: an equal share of the cores)", "N", type=int)
 
 
-OPTIONS: tuple[Option, ...] = tuple(Option(name=f.name, **f.metadata) for f in fields(Options))
+OPTIONS: tuple[Option, ...] = tuple(
+    Option(**{"name": one.name, "attribute": one.name, **one.metadata}) for one in fields(Options)
+)
 
 
 def add_options(add: Callable[..., object], edge: Edge, *, only: Collection[str] = (), prefix: str = "") -> None:

@@ -37,6 +37,7 @@ def prepare_case(options: Options) -> Case:
     base, adapter = resolve(options.base, options.adapter)
     if base is None:
         raise UsageError("an adapter without a base", where="--base", wanted="the base's folder or hub id")
+    _check_soak(options)
     base_folder = None
     if base.startswith("python:"):
         _check_function(base, what="model factory", where="--base")
@@ -57,6 +58,8 @@ def prepare_case(options: Options) -> Case:
         level=options.level,
         inputs=None if options.inputs is None else _inputs_file(options.inputs),
         repeat=options.repeat or LEVELS[options.level].repeat,
+        soak_s=options.soak,
+        load=options.load,
         only=options.only,
         keep=options.keep,
         tolerance=options.tolerance,
@@ -65,6 +68,16 @@ def prepare_case(options: Options) -> Case:
         allow_pickle=options.allow_pickle,
         trust_remote_code=options.trust_remote_code,
     )
+
+
+def _check_soak(options: Options) -> None:
+    if options.load and options.soak is None:
+        raise UsageError("a load without a soak", where="--load", wanted="--for with the time of the soak")
+    if options.soak is not None and options.timeout is not None and options.timeout <= options.soak:
+        raise UsageError(
+            "a worker would be stopped during its soak", where="--timeout", got=f"{options.timeout:g} s",
+            wanted=f"more than the {options.soak:g} s of --for, which follow all stages",
+        )  # fmt: skip
 
 
 def _check_function(text: str, *, what: str, where: str) -> None:

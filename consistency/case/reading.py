@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
+from consistency.case.duration import parse_duration
 from consistency.case.load_path import GRAMMAR, LoadPath
 from consistency.case.options import OPTIONS, Edge, Option, Options
 from consistency.case.profile import Switch, as_switches, merged
@@ -22,7 +23,7 @@ from consistency.errors import UsageError
 E = TypeVar("E", bound=enum.StrEnum)
 
 _TYPES = get_type_hints(Options, localns={"Override": Override, "Switch": Switch})
-_BY_NAME = {name: option for option in OPTIONS for name in (option.name, *option.aliases)}
+_BY_NAME = {name: option for option in OPTIONS for name in (option.name, option.attribute, *option.aliases)}
 
 
 def make_options(table: Mapping[str, object], base: Options | None = None) -> Options:
@@ -79,9 +80,9 @@ def parse(table: Mapping[str, object], *, where: Callable[[str], str]) -> dict[s
         if name not in _BY_NAME:
             raise UsageError(f"unknown option: {name}", where=where(name), wanted=", ".join(o.name for o in OPTIONS))
         option = _BY_NAME[name]
-        if option.name in values:
+        if option.attribute in values:
             raise UsageError(f"{option.name} is given twice", where=where(name), hint=f"{name} is its earlier name")
-        values[option.name] = _value(option, given, where(name))
+        values[option.attribute] = _value(option, given, where(name))
     return values
 
 
@@ -98,12 +99,14 @@ def _value(option: Option, given: object, where: str) -> object:
         case "load_paths":
             names = _names(given, where)
             given = _members(LoadPath, LoadPath if names == ["all"] else names, "load path", where, wanted=GRAMMAR)
+        case "for":
+            given = parse_duration(given, where=where)
         case "only":
             given = _names(given, where)
     if option.choices is not None and given not in option.choices:
         wanted = "one of " + ", ".join(option.choices)
         raise UsageError(f"unknown {option.name}: {given}", where=where, wanted=wanted)
-    value = _convert(given, _TYPES[option.name], where)
+    value = _convert(given, _TYPES[option.attribute], where)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:  # NaN is not above 0 either
         raise UsageError(f"{option.name} is out of range", where=where, got=value, wanted="a number above 0")
     return value

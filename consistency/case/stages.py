@@ -69,6 +69,9 @@ class StageSpec:
         Of most of its rows, and of the row that explains why there are none.
     worker : str
         `module:function` that runs it: takes a `Context`, or a `Machine` where no model is loaded.
+    again : str
+        `module:function` that repeats it during a soak: takes what `worker` takes, and a `Compare`. Empty where there
+        is nothing to repeat on the device.
     items : str
         `module:function` that names its pytest items from headers alone; empty where `everything_else` is its only one.
     levels : tuple of Level
@@ -89,6 +92,7 @@ class StageSpec:
     kind: Kind
     rule: Rule
     worker: str
+    again: str = ""
     items: str = ""
     model: Model = Model.REQUIRED
     needs_adapter: bool = False
@@ -101,6 +105,7 @@ class StageSpec:
 
 
 _STAGES = "consistency.worker.stages"
+_SOAK = "consistency.worker.soak"
 _ITEMS = "consistency.pytest_plugin.item_names"
 _FROM_STANDARD = (Level.STANDARD, Level.THOROUGH)
 
@@ -109,26 +114,32 @@ SPECS: dict[Stage, StageSpec] = {
     for spec in (
         StageSpec(
             stage=Stage.TRANSFER, kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.transfer.stage:run",
+            again=f"{_SOAK}.machine:transfer",
             model=Model.UNUSED, opens_devices=True,
         ),
         StageSpec(
             stage=Stage.OPERATORS, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.operators.stage:run",
+            again=f"{_SOAK}.machine:operators",
             model=Model.UNUSED,
         ),
         StageSpec(
             stage=Stage.BASE, kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.base:run",
+            again=f"{_SOAK}.weights:base",
             items=f"{_ITEMS}:base_items",
         ),
         StageSpec(
             stage=Stage.ADAPTER, kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.adapter.stage:run",
+            again=f"{_SOAK}.weights:adapter",
             items=f"{_ITEMS}:adapter_items", needs_adapter=True,
         ),
         StageSpec(
             stage=Stage.MERGED, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.merged.stage:run",
+            again=f"{_SOAK}.merged:merged",
             items=f"{_ITEMS}:merged_items", needs_adapter=True,
         ),
         StageSpec(
             stage=Stage.FORWARD, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.forward:run",
+            again=f"{_SOAK}.computed:forward",
             items=f"{_ITEMS}:forward_items", levels=_FROM_STANDARD, feeds_inputs=True,
         ),
         StageSpec(
@@ -178,6 +189,8 @@ def run_order(stages: Iterable[Stage], *, sees_others: bool) -> list[StageSpec]:
 
 MOVES_WEIGHTS = stages_of(lambda spec: spec.kind is Kind.MOVES and spec.model is Model.REQUIRED)
 """Stages that follow the weights from their file to the device."""
+
+NEED_THE_MODEL = stages_of(lambda spec: spec.model is Model.REQUIRED)
 
 COMPUTES_WITH_WEIGHTS = stages_of(lambda spec: spec.kind is Kind.COMPUTES and spec.model is Model.REQUIRED)
 """Stages in which wrong weights show too."""

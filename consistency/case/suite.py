@@ -22,7 +22,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -90,6 +90,7 @@ def gather_suite(config: str | Path | None, given: Mapping[str, object], edge: E
         return None
     shared = layered(*(one.shared() for one in (_Layer(file, path), _Layer(own, None, edge=edge))))
     cases: list[Options] = []
+    own_time: set[int] = set()
     for number, table in enumerate(tables or [{}], start=1):
         part = f"[[case]] {number} of " if tables else ""
         misplaced = [name for name in SHARED if tables and name in table]
@@ -99,9 +100,21 @@ def gather_suite(config: str | Path | None, given: Mapping[str, object], edge: E
         layers = [_Layer(file, path), _Layer(table, path, part), _Layer(own, None, edge=edge)]
         if tables is None:
             layers = [layers[0], layers[2]]
+        before = len(cases)
         cases += _expanded(layers, name=table.get("name"))
+        if "for" in table and "for" not in own:
+            own_time.update(range(before, len(cases)))
     suite = own.get("name", file.get("name")) or (path.stem if path is not None else "suite")
-    return SuiteOptions(name=str(suite), shared=shared, cases=_named_apart(cases))
+    return SuiteOptions(name=str(suite), shared=shared, cases=_named_apart(_time_divided(cases, own_time)))
+
+
+def _time_divided(cases: Sequence[Options], own: Container[int]) -> list[Options]:
+    """Divide a soak that is given for the whole suite over its cases, except those that have a time of their own."""
+    sharing = sum(number not in own for number in range(len(cases)))
+    return [
+        one if number in own or one.soak is None else dataclasses.replace(one, soak=one.soak / sharing)
+        for number, one in enumerate(cases)
+    ]
 
 
 def folder_name(name: str) -> str:

@@ -75,7 +75,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         findings=findings,
         first_divergence=_first(tensors, _bad),
         first_other_bits=_first(tensors, functools.partial(_other_bits, reference)),
-        not_looked_at=(*first.not_looked_at(), *_load_paths_not_checked(first, load_paths)),
+        not_looked_at=(*first.not_looked_at(), *_load_paths_not_checked(first, load_paths), *_not_soaked(workers)),
         profile=" and ".join(dict.fromkeys(capture.manifest.case.profile for capture in captures)),
         settings=tuple(dict.fromkeys(str(one) for capture in captures for one in capture.manifest.case.settings)),
         simulated=any(p.info.simulated for p in workers),
@@ -90,6 +90,14 @@ def _load_paths_not_checked(case: Case, taken: Sequence[str]) -> Iterable[str]:
     left = [f"+{side}" for side in SIDES if side not in {load_path.partition("+")[2] for load_path in taken}]
     if left:
         yield "the adapter's alternative load paths" if len(left) == len(SIDES) else f"the load paths {' '.join(left)}"
+
+
+def _not_soaked(workers: Sequence[ComparedWorker]) -> Iterable[str]:
+    """Name the stages that no soak repeated."""
+    soaks = [worker.info.soak for worker in workers if worker.info.soak is not None]
+    left = {stage.stage: None for soak in soaks for stage in soak.stages if stage.reason is not None}
+    if left:
+        yield f"{', '.join(left)} during the soak"
 
 
 def _dtype(asked: str, reference: ComparedWorker | None) -> str:

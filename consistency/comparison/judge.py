@@ -265,7 +265,7 @@ def _skipped(subject: ComparedWorker, record: TensorRecord, reason: str) -> Row:
 def _equal(subject: ComparedWorker, record: TensorRecord, *, reference: str) -> Row:
     return _row(
         subject, record, reference=reference, status="equal", elements=math.prod(record.shape), **NO_DIFFERENCE,
-        repeated=_repeated(record),
+        repeated=_repeated(subject, record),
     )  # fmt: skip
 
 
@@ -283,12 +283,14 @@ def _measured(
     row = _row(
         subject, record, reference=reference, status=status, elements=math.prod(record.shape),
         diagnosis=diagnosis or record.diagnosis, evidence={**record.evidence, **(more or {}), **worst},
-        repeated=_repeated(record),
+        repeated=_repeated(subject, record),
     )  # fmt: skip
     return row if found is None else row.with_measure(found)
 
 
-def _repeated(record: TensorRecord) -> bool | None:
+def _repeated(subject: ComparedWorker, record: TensorRecord) -> bool | None:
+    if record.key in subject.changes:
+        return False
     return all(digest == record.digest for digest in record.repeats) if record.repeats else None
 
 

@@ -13,6 +13,7 @@ from consistency.capture.folder import Capture, WorkerCapture
 from consistency.capture.json_codec import encode_json
 from consistency.capture.names import LOADED_AGAIN, SETTINGS_LAYER
 from consistency.capture.records import TensorRecord, WorkerInfo
+from consistency.capture.soak import ChangedTensor
 from consistency.case.case import Case
 from consistency.case.load_path import is_alternative, main_path
 
@@ -31,6 +32,8 @@ class ComparedWorker:
         By stage, layer and tensor, in the model's order.
     sides : dict
         The same by alternative load path.
+    changes : dict
+        What changed during the worker's soak, by stage, layer and tensor.
     """
 
     label: str
@@ -38,6 +41,7 @@ class ComparedWorker:
     info: WorkerInfo
     records: dict[Key, TensorRecord]
     sides: dict[str, dict[Key, TensorRecord]] = field(default_factory=dict)
+    changes: dict[Key, ChangedTensor] = field(default_factory=dict)
 
     @property
     def load_path(self) -> str:
@@ -79,7 +83,7 @@ class ComparedWorker:
         """
         info = self.info
         facts = (info.architecture, info.model, info.driver, info.capability, info.status, info.kernel_key)
-        return encode_json((self.is_cpu, *facts, info.environment, info.in_force, self.case.dtype))
+        return encode_json((self.is_cpu, *facts, info.environment, info.in_force, self.case.dtype, list(self.changes)))
 
     def on(self, load_path: str) -> ComparedWorker | None:
         """Return this worker on a load path: itself, with its records of an alternative path, or None."""
@@ -88,7 +92,11 @@ class ComparedWorker:
         if load_path not in self.sides:
             return None
         return replace(
-            self, info=msgspec.structs.replace(self.info, load_path=load_path), records=self.sides[load_path], sides={}
+            self,
+            info=msgspec.structs.replace(self.info, load_path=load_path),
+            records=self.sides[load_path],
+            sides={},
+            changes={},
         )
 
     @property
@@ -122,7 +130,11 @@ def _worker(label: str, capture: Capture, worker: WorkerCapture, keys: dict[Key,
     for record in worker.records:
         by_load_path.setdefault(record.load_path, {})[keys.setdefault(record.key, record.key)] = record
     own = by_load_path.pop("")
-    return ComparedWorker(label=label, capture=capture, info=worker.info, records=own, sides=by_load_path)
+    soak = worker.info.soak
+    changes = {} if soak is None else {change.key: change for change in soak.changes}
+    return ComparedWorker(
+        label=label, capture=capture, info=worker.info, records=own, sides=by_load_path, changes=changes
+    )
 
 
 def load_paths_of(workers: Sequence[ComparedWorker]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from consistency.capture.wording import counted, some
+from consistency.case.duration import duration_text
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.result import BAD, Comparison, Divergence
@@ -74,7 +75,8 @@ def facts(comparison: Comparison) -> list[str]:
     sides = len(comparison.load_paths) - len(mains)
     found += [f"load paths {' and '.join(mains)}" if len(mains) > 1 else ""]
     found += [counted(sides, "alternative load path") if sides else ""]
-    return [text for text in (*found, f"level {comparison.level}", *profile_texts(comparison)) if text]
+    found += [f"level {comparison.level}", *profile_texts(comparison), *soak_texts(comparison)]
+    return [text for text in found if text]
 
 
 def profile_texts(comparison: Comparison | CaseResult) -> list[str]:
@@ -82,6 +84,26 @@ def profile_texts(comparison: Comparison | CaseResult) -> list[str]:
     if comparison.profile in ("", "pinned") and not comparison.settings:
         return []
     return [f"profile {comparison.profile}", *comparison.settings]
+
+
+def soak_texts(comparison: Comparison) -> list[str]:
+    """Return how long the workers soaked, how often they repeated, and in how many repeats anything differed."""
+    soaks = [(worker.name, worker.soak) for worker in comparison.workers if worker.soak is not None]
+    if not soaks:
+        return []
+    longest = max(soak.asked_s for _, soak in soaks)
+    load = " under load" if any(soak.load is not None and soak.load.products for _, soak in soaks) else ""
+    counts = sorted({soak.repeats for _, soak in soaks})
+    text = counted(counts[0], "repeat") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} repeats"
+    differ = [
+        f"{soak.changed.count} of {soak.begun} differ" + (f" on {name}" if len(soaks) > 1 else "")
+        for name, soak in soaks
+        if soak.changed is not None
+    ]
+    cut = [f"{name} was lost during it" for name, soak in soaks if not soak.complete]
+    ended = [f"{name}: {soak.load.error}" for name, soak in soaks if soak.load is not None and soak.load.error]
+    result = some(differ) if differ else "none differs"
+    return [f"soak{load}: {text} in {duration_text(longest)}, {result}", *cut, *ended]
 
 
 def sentence(comparison: Comparison) -> str:

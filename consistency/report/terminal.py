@@ -21,6 +21,7 @@ from consistency.report.sentences import (
     divergence_texts,
     profile_texts,
     sentence,
+    soak_texts,
 )
 from consistency.report.summary import Groups, Line, all_groups, badness, class_text, stages
 
@@ -61,6 +62,7 @@ def title(write: Writer, comparison: Comparison, view: View) -> None:
     if len(comparison.load_paths) > 1:
         parts.append(counted(len(comparison.load_paths), "load path"))
     parts += profile_texts(comparison)
+    parts += soak_texts(comparison)
     if view.elapsed_s is not None:
         parts.append(f"{view.elapsed_s:.0f} s")
     if comparison.simulated:

@@ -13,6 +13,7 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.records import SettingChange, StageMemory
+from consistency.capture.soak import Soak
 from consistency.capture.writer import write_whole
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
@@ -100,6 +101,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     stages_done: tuple[str, ...] = ()
     peak_bytes: int | None = None
     stage_memory: tuple[StageMemory, ...] = ()
+    soak: Soak | None = None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

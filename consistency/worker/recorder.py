@@ -63,6 +63,8 @@ class Recorder:
         Store every computed tensor that is judged.
     tolerance : sequence of Override
         What the user allows instead of the derived rules.
+    remembers : bool
+        Keep the digests of what is recorded in `digests`, by stage, layer and tensor, for a soak to compare with.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Recorder:
         only: Sequence[str] = (),
         keep: bool = False,
         tolerance: Sequence[Override] = (),
+        remembers: bool = False,
     ) -> None:
         self._file = (folder / "records.jsonl").open("ab", buffering=0)
         self._blobs = blobs
@@ -81,6 +84,8 @@ class Recorder:
         self._tolerance = tolerance
         self._order = 0
         self._load_path = ""
+        self._remembers = remembers
+        self.digests: dict[tuple[str, str, str], str] = {}
 
     def __enter__(self) -> Recorder:
         return self
@@ -112,6 +117,8 @@ class Recorder:
     def write(self, record: TensorRecord) -> None:
         """Append a record. Readers of a report find in its evidence what it states in fields of their own."""
         self._order += 1
+        if self._remembers and record.digest is not None and not self._load_path:
+            self.digests[record.key] = record.digest
         stated = {key: getattr(record, field) for field, key in IN_EVIDENCE.items() if getattr(record, field)}
         whole = msgspec.structs.replace(
             record, order=self._order, load_path=self._load_path, evidence=stated | record.evidence

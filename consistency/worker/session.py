@@ -17,7 +17,7 @@ from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import SettingChange
 from consistency.capture.writer import write_json
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import SPECS, Model, Stage, StageSpec, run_order
+from consistency.case.stages import NEED_THE_MODEL, SPECS, Model, Stage, StageSpec, run_order
 from consistency.errors import UsageError
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.words import Word
@@ -30,10 +30,12 @@ from consistency.worker.model.id_checks import KernelAssertedError
 from consistency.worker.model.inputs import digest_of, fixed_inputs
 from consistency.worker.model.kept_base import BaseKeeper, Taken
 from consistency.worker.model.loading import LoadedBase, expected_adapter, load_adapter, load_base
+from consistency.worker.model.merging import unmerged_afterwards
 from consistency.worker.model.structure import Structure
 from consistency.worker.model.weight_files import WeightFiles
 from consistency.worker.protocol import STATE_FILE, EventLog, Job, WorkerState
 from consistency.worker.recorder import Recorder
+from consistency.worker.soak.soaking import Soaking
 from consistency.worker.stages import base
 from consistency.worker.stages.context import Context, Machine
 
@@ -47,6 +49,7 @@ class Session:
         self._asked = asked
         self._bases = bases or BaseKeeper()
         self._structure: Structure | None = None
+        self._still_merged: list[tuple[int, ...]] = []
         self._placement = Placement(torch.device(job.device))
         if not self._bases.is_first(job):
             reset_peak()
@@ -61,8 +64,10 @@ class Session:
     def run(self) -> bool:
         """Run the stages; return whether the device can be used afterwards."""
         job, case = self._job, self._job.case
-        tolerance, folder = case.tolerance, Path(job.folder)
-        with Recorder(folder, Path(job.blobs), only=case.only, keep=case.keep, tolerance=tolerance) as record:
+        with Recorder(
+            Path(job.folder), Path(job.blobs), only=case.only, keep=case.keep, tolerance=case.tolerance,
+            remembers=case.soak_s is not None,
+        ) as record:  # fmt: skip
             machine = Machine(
                 job=job, events=self._events, record=record, placement=self._placement, memory=self._memory
             )
@@ -90,15 +95,31 @@ class Session:
                     for later in specs[number + 1 :]:
                         _skip(record, later, "an earlier kernel assertion took the device's context with it")
                     return False
+            if case.soak_s is not None:
+                self._soak(context or machine, specs)
         if context is not None and self._structure is not None:
             self._bases.keep(job, context.model, context.base, self._structure, context.digests)
         return True
 
     def _run(self, spec: StageSpec, context: Machine) -> None:
         self._begin(spec.stage)
-        pkgutil.resolve_name(spec.worker)(context)
+        kept: AbstractContextManager[list[tuple[int, ...]]] = nullcontext([])
+        if spec.stage is Stage.FORWARD and self._job.case.soak_s is not None and isinstance(context, Context):
+            kept = unmerged_afterwards(context.model, context.in_file)
+        with kept as still_merged:
+            pkgutil.resolve_name(spec.worker)(context)
+        self._still_merged += still_merged
         self._check(spec.stage)
         self._update(stages_done=(*self._state.stages_done, spec.stage))
+
+    def _soak(self, context: Machine, specs: list[StageSpec]) -> None:
+        """Compute the same again until the time is up."""
+        self._begin("soak")
+        reason = f"the adapter could not be taken off weights of the shapes {self._still_merged[:4]}"
+        unable = dict.fromkeys(NEED_THE_MODEL, reason) if self._still_merged else {}
+        uuid = self._state.environment.get("device_uuid")
+        Soaking(context, specs, lambda soak: self._update(soak=soak), unable=unable, uuid=uuid).run()
+        self._check("soak")
 
     def _load(self, machine: Machine, specs: list[StageSpec]) -> Context:
         """Load base and adapter; the stage `base` runs in between."""

@@ -74,6 +74,8 @@ def drill(faults: Sequence[Fault], *, out: Path | None, watch: Watcher, replace:
             devices=tuple(info.spec.name for info in devices),
             stages=fault.stages,
             repeat=fault.repeat,
+            soak=fault.soak_s,
+            only=fault.only,
             load_paths=(LoadPath.SHARED,) if fault.two_devices else fault.load_paths,
             stall=STALL_S,
             wrapper=fault.wrapper,

@@ -15,7 +15,7 @@ from consistency.pytest_plugin import plugin
 
 TEXTS = {
     "devices": "cpu", "dtype": "bfloat16", "stages": "base", "load_paths": "shared", "level": "quick", "repeat": "2",
-    "profile": "deployed", "set": "cudnn_enabled=false",
+    "profile": "deployed", "for": "1h30m", "set": "cudnn_enabled=false",
     "placement": "offload", "tolerance": "atol=1,rtol=1", "timeout": "2", "stall": "3", "threads": "4",
 }  # fmt: skip
 """A value that is not the default, as a command line takes it; any text will do for the others."""
@@ -39,7 +39,7 @@ def given(option: Option, edge: Edge, name: str) -> object:
     own = argparse.ArgumentParser()
     add_options(own.add_argument, edge)
     arguments = [edge.spell(name)] if option.type is bool else [edge.spell(name), text]
-    return getattr(gather_options(None, vars(own.parse_args(arguments)), edge), option.name)
+    return getattr(gather_options(None, vars(own.parse_args(arguments)), edge), option.attribute)
 
 
 def in_file(option: Option, name: str, folder: Path) -> object:
@@ -47,7 +47,7 @@ def in_file(option: Option, name: str, folder: Path) -> object:
     value = text if option.type in (int, float) else "true" if option.type is bool else f'["{text}"]'
     value = f'"{text}"' if option.type is str and not option.repeatable else value
     (folder / "case.toml").write_text(f"{name} = {value}")
-    return read_options(folder / "case.toml")[option.name]
+    return read_options(folder / "case.toml")[option.attribute]
 
 
 @pytest.mark.parametrize("edge", [Edge.COMMAND_LINE, Edge.PYTEST])
@@ -68,7 +68,7 @@ def test_every_option_means_the_same_in_a_file_and_on_a_command_line(option: Opt
         values = [given(option, edge, name) for edge in (Edge.COMMAND_LINE, Edge.PYTEST) if edge not in option.absent]
         assert Edge.TOML not in option.absent, "or expect it to be refused there"
         assert {repr(value) for value in values} == {repr(in_file(option, name, tmp_path))}
-        assert values[0] != getattr(Options(), option.name)
+        assert values[0] != getattr(Options(), option.attribute)
 
 
 def test_earlier_names_are_hidden() -> None:

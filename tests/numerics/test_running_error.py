@@ -30,7 +30,7 @@ def share(actual: torch.Tensor, exact: Tracked) -> float:
 
 
 def looked_at(operation: Operation, dtype: str) -> tuple[torch.Tensor, Tracked]:
-    host = [operators._given(values, dtype) for values in operation.inputs()]
+    host = [operators.given(values, dtype) for values in operation.inputs()]
     return operators.compute(operation, host), operators._exact(operation, host, Arithmetic.of(named(dtype)))
 
 
@@ -58,7 +58,7 @@ def test_a_thousandth_too_much_is_seen_in_float32(operation: Operation) -> None:
     "operation", [o for o in operations(Level.STANDARD) if o.name == "matmul"], ids=lambda o: f"{o.name} {o.size}"
 )
 def test_products_of_cut_operands_are_outside_the_bound_and_inside_that_of_tf32(operation: Operation) -> None:
-    host = [operators._given(values, "float32") for values in operation.inputs()]
+    host = [operators.given(values, "float32") for values in operation.inputs()]
     cut = [(tensor.view(torch.int32) & ~0x1FFF).view(torch.float32) for tensor in host]
     actual = operators.compute(operation, cut)
     assert share(actual, operators._exact(operation, host, FLOAT32)) > 2

@@ -10,14 +10,17 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from consistency.capture.soak import Soak
 from consistency.capture.wording import counted, some
 from consistency.case.builtin import builtin_name
+from consistency.case.duration import duration_text
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import MOVES_WEIGHTS, Level, Stage, requested
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.host import find_host_problems
 from consistency.comparison.findings.load_paths import find_casts
 from consistency.comparison.findings.placement import find_device_use
+from consistency.comparison.findings.soak import find_soak
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.transfers import find_transfer
 from consistency.comparison.result import BAD, ENVIRONMENT, PLANTED, Finding, TensorComparison, in_order, tensor_name
@@ -25,6 +28,8 @@ from consistency.comparison.workers import ComparedWorker, Key
 from consistency.devices.host.facts import HostFacts
 
 _SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
+
+REPEAT = " --repeat 2"
 
 AS_DEPLOYED = "; the profile deployed promises no equal bits"
 
@@ -51,6 +56,9 @@ def find(
         *find_device_use(tensors),
         *find_casts(tensors),
         *_not_repeatable(compared, tensors),
+        *find_soak(
+            compared, next_step=functools.partial(_soak_again, compared, reference), as_deployed=AS_DEPLOYED
+        ),
         *_same_program(compared, tensors),
         *find_host_problems(hosts, workers=[p.label for p in compared]),
         *_settings(compared),
@@ -139,13 +147,14 @@ def _settings(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
 def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     """Report results that changed between runs; only pinned settings promise that they do not."""
     as_deployed = {p.label for p in compared if not p.case.is_pinned}
+    in_soak = {(p.label, tensor_name(*key)) for p in compared for key in p.changes}  # `find_soak` reports these
     found: dict[tuple[str, str], list[str]] = {}
     for tensor in tensors:
         for row in tensor.rows:
             # an adapter that is wrong when loaded over poison differs from the first load: that is reported already,
             # and does not show whether it is wrong again
             reported = tensor.stage == Stage.ADAPTER and row.status in BAD
-            if row.repeated is False and not reported:
+            if row.repeated is False and not reported and (row.worker, tensor.name) not in in_soak:
                 found.setdefault((row.worker, tensor.stage), []).append(tensor.name)
     by_tensors: dict[tuple[str, tuple[str, ...], bool], list[str]] = {}
     for (worker, stage), where in found.items():
@@ -222,6 +231,15 @@ def _skipped(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
         )
 
 
+def _soak_again(
+    compared: Sequence[ComparedWorker], reference: ComparedWorker | None, worker: ComparedWorker, soak: Soak
+) -> str | None:
+    """Return a command that soaks one device again."""
+    found = _next(compared, reference, [worker.label])
+    load = " --load" if soak.load is not None else ""
+    return None if found is None else f"{found.removesuffix(REPEAT)} --for {duration_text(soak.asked_s)}{load}"
+
+
 def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, workers: Sequence[str]) -> str | None:
     """Return a command that repeats the check; captures from elsewhere have none."""
     if reference is None or len({id(p.capture) for p in compared}) > 1:
@@ -244,7 +262,7 @@ def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, 
     parts += [f"--inputs {shlex.quote(case.inputs)}"] if case.inputs else []
     parts += [f"--load-paths {','.join(case.load_paths)}"] if case.load_paths else []
     parts += [f"--tolerance {shlex.quote(str(override))}" for override in case.tolerance]
-    return " ".join([*parts, f"--devices {','.join(devices)}", "--repeat 2"])
+    return " ".join([*parts, f"--devices {','.join(devices)}"]) + REPEAT
 
 
 def _profile(p: ComparedWorker) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from consistency.capture.soak import ChangedTensor
 from consistency.comparison.result import Row, TensorComparison
 from consistency.numerics.rules import Rule
 
@@ -56,6 +57,25 @@ def describe(tensor: TensorComparison, row: Row) -> str:
     if evidence.get("inactive"):
         parts.append(f"inactive: {_listed(evidence['inactive'])}")
     return " · ".join(part for part in parts if part)
+
+
+def describe_change(change: ChangedTensor) -> str:
+    """Describe one tensor that changed during a soak in one line, as `describe` does."""
+    evidence, found = change.evidence, change.measure
+    index = None if found is None else found.worst_index
+    parts = [f"{change.layer}.{change.tensor}" + (f"{list(index)}" if index is not None else "")]
+    if index is not None and "actual" in evidence:
+        parts.append(
+            f"got {_number(evidence['actual'])} ({evidence.get('actual_bits')}), "
+            f"wanted {_number(evidence.get('expected'))} ({evidence.get('expected_bits')})"
+        )
+    if "bits" in evidence:
+        fields = evidence.get("fields")
+        parts.append(f"bit {_listed(evidence['bits'])}" + (f" ({_listed(fields)})" if fields else ""))
+    if found is not None:
+        parts.append(f"{found.mismatched} of {found.elements} elements")
+    parts.append(f"in {change.occurrences.count} repeats" if change.occurrences.count > 1 else "in one repeat")
+    return " · ".join(parts)
 
 
 def _number(value: Any) -> str:

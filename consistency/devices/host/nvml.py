@@ -28,6 +28,22 @@ _COUNTERS: dict[str, tuple[str, str]] = {
 }
 _REMAPPED = ("rows remapped after corrected errors", "rows remapped after uncorrected errors")
 
+_CONDITION: dict[str, tuple[str, str | None, int]] = {
+    "temperature_c": ("nvmlDeviceGetTemperature", "NVML_TEMPERATURE_GPU", 1),
+    "power_w": ("nvmlDeviceGetPowerUsage", None, 1000),
+    "power_limit_w": ("nvmlDeviceGetEnforcedPowerLimit", None, 1000),
+    "sm_clock_mhz": ("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM", 1),
+    "memory_clock_mhz": ("nvmlDeviceGetClockInfo", "NVML_CLOCK_MEM", 1),
+    "fan_percent": ("nvmlDeviceGetFanSpeed", None, 1),
+}
+
+# nvml.h: nvmlClocksThrottleReason*
+_THROTTLING = {
+    0x01: "idle", 0x02: "clocks set by an application", 0x04: "power cap", 0x08: "hardware slowdown",
+    0x10: "sync boost", 0x20: "thermal, by software", 0x40: "thermal, by hardware", 0x80: "power brake",
+    0x100: "display clocks",
+}  # fmt: skip
+
 REMAP_PENDING, REMAP_FAILED = "row remapping pending", "row remapping failed"
 REPLAYS = "pcie replays"
 
@@ -55,6 +71,26 @@ def library() -> Iterator[ModuleType | None]:
 def handle_of(nvml: Any, pci_bus_id: str) -> Any:
     """Return NVML's handle of the device at a PCI address, None where it knows none."""
     return _ask(nvml, "nvmlDeviceGetHandleByPciBusId", pci_bus_id)
+
+
+def handle_of_uuid(nvml: Any, uuid: str) -> Any:
+    """Return NVML's handle of the device with a UUID, None where it knows none."""
+    full = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"  # torch leaves the prefix out
+    return _ask(nvml, "nvmlDeviceGetHandleByUUID", full)
+
+
+def condition(nvml: Any, handle: Any) -> dict[str, Any]:
+    """Return temperatures, clocks, power and why the clocks are lowered, as far as the device reports them."""
+    found: dict[str, Any] = {}
+    for name, (function, kind, divisor) in _CONDITION.items():
+        arguments = () if kind is None else (getattr(nvml, kind, None),)
+        value = _ask(nvml, function, handle, *arguments)
+        if value is not None:
+            found[name] = value if divisor == 1 else value / divisor
+    reasons = _ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+    if reasons is not None:
+        found["throttle_reasons"] = [text for bit, text in _THROTTLING.items() if int(reasons) & bit]
+    return found
 
 
 def counters(nvml: Any, handle: Any) -> dict[str, int]:

@@ -33,6 +33,10 @@ class Fault:
         Whether it needs an accelerator whose base is offloaded.
     load_paths : tuple of LoadPath or None
         Those that distinguish it from other causes, where the level's do not.
+    soak_s : float or None
+        How long its worker repeats, where one run does not meet it.
+    only : tuple of str
+        The layers that are checked.
     wrapper : str or None
         What the base is wrapped with on every worker.
     """
@@ -48,6 +52,8 @@ class Fault:
     offloads: bool = False
     load_paths: tuple[LoadPath, ...] | None = None
     wrapper: str | None = None
+    soak_s: float | None = None
+    only: tuple[str, ...] = ()
 
     @property
     def accelerators(self) -> int:
@@ -128,6 +134,11 @@ _ROWS: tuple[Fault, ...] = (
     Fault(name="optimizer-off", plant="compute:step_off", expected="wrong-scale", stages=_GRADIENT),
     Fault(
         name="merge-not-repeatable", plant="computed:flaky_delta", expected="not-repeatable", stages=_MERGED, repeat=2
+    ),
+    # the case has one layer, so that fifty repeats take a part of the time
+    Fault(
+        name="merge-bit-flip-now-and-then", plant="soak:one_bit_of_weight", expected="not-repeatable", stages=_MERGED,
+        words="single-bit flips", soak_s=3, only=("merged::model.layers.0.self_attn.q_proj",),
     ),
     Fault(
         name="wrapper-hides-model", plant="wrapping:hides_model", expected="hidden", stages=_WRAPPING, case="C3",

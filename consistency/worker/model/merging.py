@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from consistency.numerics.digest import digest
 from consistency.worker.model.loading import ADAPTER_NAME
 
 # what PEFT raises where it does not merge
@@ -121,3 +122,66 @@ def _merged_inside(module: torch.nn.Module) -> Iterator[None]:
         for _, layer in adapted_layers(module):
             stack.enter_context(merged(layer, safe=False))
         yield
+
+
+@contextmanager
+def merging_inside(model: torch.nn.Module) -> Iterator[None]:
+    """Merge each layer for as long as it computes: the model itself is not changed, and holds no second copy."""
+    from consistency.worker.model.offload import units_of
+
+    units = units_of(model)
+    with ExitStack() as stack:
+        for _, unit in units:
+            unit.around = _merged_inside
+            stack.callback(setattr, unit, "around", None)
+        for _, layer in () if units else adapted_layers(model):
+            _merge_while_it_computes(layer, stack)
+        yield
+
+
+def _merge_while_it_computes(layer: Any, stack: ExitStack) -> None:
+    inside = stack.enter_context(ExitStack())
+
+    def begin(layer: Any, _inputs: Any) -> None:
+        inside.enter_context(merged(layer, safe=False))
+
+    def end(_layer: Any, _inputs: Any, _output: Any) -> None:
+        inside.close()
+
+    stack.callback(layer.register_forward_pre_hook(begin).remove)
+    stack.callback(layer.register_forward_hook(end).remove)
+
+
+@contextmanager
+def unmerged_afterwards(
+    model: torch.nn.Module, in_file: Callable[[torch.nn.Parameter], torch.Tensor | None]
+) -> Iterator[list[tuple[int, ...]]]:
+    """Take an adapter that is merged into the whole model inside off again, to the bit.
+
+    Weights are put back where they were from the file, so that no copy of them is needed; of one that no file holds a
+    copy is kept on the host. Yields a list that has the shapes of those that could not be put back at the end.
+    """
+    from consistency.worker.model.offload import units_of
+
+    units, layers = units_of(model), [layer for _, layer in adapted_layers(model)]
+    put_back = [_attributes(module) for layer in layers for module in layer.modules()]
+    parameters = {id(p): p for layer in layers for p in _merged_into(layer)} if not units else {}
+    kept = [
+        (p, p.data, digest(p).value, p.detach().to("cpu", copy=True) if in_file(p) is None else None)
+        for p in parameters.values()
+    ]
+    failed: list[tuple[int, ...]] = []
+    yield failed
+    for _, unit in units:
+        unit.around = None
+    for restore in put_back:
+        restore()
+    with torch.no_grad():
+        for parameter, data, before, copied in kept:
+            parameter.data = data
+            if digest(parameter).value != before:
+                right = in_file(parameter) if copied is None else copied
+                if right is not None and right.shape == data.shape:
+                    data.copy_(right)
+                if digest(parameter).value != before:
+                    failed.append(tuple(data.shape))

@@ -37,7 +37,7 @@ LOST = {
     "stopped": "no sign of life for 15 s",
     "out-of-memory": "ran out of memory",
 }
-OTHERS = {"merge-not-repeatable", "setting-flipped"}
+OTHERS = {"merge-not-repeatable", "merge-bit-flip-now-and-then", "setting-flipped"}
 WRONG = [f for f in FAULTS.values() if f.name not in {*LOST, *OTHERS} and not f.accelerators]
 SENTENCES = {
     "labels-changed-on-hop": "labels changed during transfer to device cpu: labels[0, 3] was",
@@ -214,6 +214,27 @@ def test_bits_that_do_not_repeat(run_with_faults: Run, finished_run: FinishedRun
     report = json.loads((finished_run.folder / "report.json").read_text())  # a healthy run of as many repeats
     assert report["verdict"] == "consistent"
     assert FAULTY in {row["worker"] for t in report["tensors"] if t["stage"] == "merged" for row in t["rows"]}
+
+
+def test_a_fault_in_every_50th_repeat_is_found_by_a_soak(run_with_faults: Run) -> None:
+    layer = ("merged::model.layers.0.self_attn.q_proj",)
+    planted = {FAULTY: "merge-bit-flip-now-and-then"}
+    missed = run_with_faults(planted, stages=("merged",), only=layer)
+    assert missed.verdict == "consistent"
+    found = run_with_faults(planted, stages=("merged",), only=layer, soak="3s", load=True)
+    (finding,) = errors(found)
+    assert (finding.kind, finding.workers) == ("not-repeatable", (FAULTY,))
+    soaks = {worker.name: worker.soak for worker in found.workers}
+    healthy, faulty = soaks["cpu"], soaks[FAULTY]
+    assert healthy is not None
+    assert faulty is not None
+    assert faulty.changed is not None
+    assert f"in {faulty.changed.count} of {faulty.begun} repeats" in finding.message
+    assert (healthy.changed, healthy.complete) == (None, True)
+    assert faulty.load is not None
+    assert faulty.load.products > 0
+    (tensor,) = {t.name for t in found.tensors if any(row.repeated is False for row in t.rows)}
+    assert (tensor,) == finding.tensors
 
 
 def test_the_default_run_tells_a_fault_of_one_road(run_with_faults: Run) -> None:

@@ -160,8 +160,8 @@ def _base_weight(context: Context, place: str, layer: Any) -> torch.Tensor:
 def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None) -> Iterator[Computed]:
     try:
         with torch.no_grad():
-            delta = _delta_weight(layer)
-            again = [digest(_delta_weight(layer)) for _ in range(context.job.case.repeat - 1)]
+            delta = delta_weight(layer)
+            again = [digest(delta_weight(layer)) for _ in range(context.job.case.repeat - 1)]
     except (*NO_MERGE, KeyError) as failure:
         if is_out_of_memory(failure):
             raise
@@ -180,7 +180,8 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None) -
     )
 
 
-def _delta_weight(layer: Any) -> torch.Tensor:
+def delta_weight(layer: Any) -> torch.Tensor:
+    """Return what a merge would add to a layer's weight; raises one of `NO_MERGE` where PEFT gives no tensor."""
     delta = layer.get_delta_weight(ADAPTER_NAME)
     if not isinstance(delta, torch.Tensor):  # BOFT: the rotations that make it
         raise TypeError(f"get_delta_weight gives a {type(delta).__name__}, not a tensor")

@@ -92,7 +92,7 @@ def compute(operation: Operation, inputs: Sequence[torch.Tensor]) -> torch.Tenso
 
 
 def _look(trials: Trials, record: Recorder, operation: Operation, dtype: str) -> None:
-    host = [_given(values, dtype) for values in operation.inputs()]
+    host = [given(values, dtype) for values in operation.inputs()]
     try:
         inputs = [tensor.to(trials.device) for tensor in host]
         results = [compute(operation, inputs) for _ in range(trials.repeat)]
@@ -123,7 +123,8 @@ def _look(trials: Trials, record: Recorder, operation: Operation, dtype: str) ->
     )  # fmt: skip
 
 
-def _given(values: np.ndarray, dtype: str) -> torch.Tensor:
+def given(values: np.ndarray, dtype: str) -> torch.Tensor:
+    """Return an operand as the device is given it, on the CPU."""
     return torch.from_numpy(values) if values.dtype.kind == "i" else torch.from_numpy(values).to(named(dtype))
 
 

@@ -71,14 +71,14 @@ _REMEMBERED = 32  # payloads of up to 1 MiB that a wrong copy is compared with, 
 def run(context: Machine) -> None:
     """Check every pair that this worker answers for, and record what each kind of copy delivered."""
     job, record = context.job, context.record
-    look = _Look(job, record)
-    pairs = look.pairs()
+    copies = Copies(job, record)
+    pairs = copies.pairs()
     for number, (source, destination) in enumerate(pairs, start=1):
         layer = pair_name(source.name, destination.name)
         context.events.step(layer, number, len(pairs))
         if record.wants(Stage.TRANSFER, layer):
-            look.pair(source, destination)
-    look.end()
+            copies.pair(source, destination)
+    copies.end()
 
 
 def places(job: Job) -> tuple[Place, ...]:
@@ -97,7 +97,7 @@ def places(job: Job) -> tuple[Place, ...]:
     return tuple(found)
 
 
-class _Look:
+class Copies:
     """One worker's copies."""
 
     def __init__(self, job: Job, record: Recorder) -> None:

@@ -155,7 +155,7 @@ def test_large_copies_are_left_out_where_there_is_no_room(tmp_path: Path, monkey
     monkeypatch.setattr(transfer, "places", lambda _: (Place(name=HOST, device=CPU), Place(name=HOST, device=CPU)))
     with Recorder(tmp_path, tmp_path) as record:
         job: Any = type("J", (), {"case": Case(name="x", base="", level=Level.THOROUGH)})
-        looking = transfer._Look(job, record)
+        looking = transfer.Copies(job, record)
         looking._large("cpu->cpu", (Place(name=HOST, device=CPU),) * 2, 256 * 2**20)
     (only,) = read_records(tmp_path / "records.jsonl")
     assert (only.tensor, only.status) == (large_copy(256 * 2**20), "skipped")

@@ -1,0 +1,150 @@
+"""Soaks -> findings: what changed in k of n repeats, and memory that grew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+from consistency.capture.soak import MOST_NUMBERS, ChangedTensor, Condition, Occurrences, Soak, SoakedStage
+from consistency.capture.wording import counted, listed, size
+from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
+from consistency.comparison.findings.details import describe_change
+from consistency.comparison.result import Finding, tensor_name
+from consistency.comparison.workers import ComparedWorker
+from consistency.numerics.words import Word
+
+_MOST_DETAILS = 3
+
+_READINGS = {
+    "temperature_c": "{} °C", "power_w": "{} W", "sm_clock_mhz": "{} MHz", "memory_clock_mhz": "memory {} MHz",
+    "slowest_clock_mhz": "from {}", "fastest_clock_mhz": "to {} MHz", "throttle_reasons": "throttled: {}",
+}  # fmt: skip
+"""How readings are shown; the others, which are counters, by their names."""
+
+
+def find_soak(
+    compared: Sequence[ComparedWorker], *, next_step: Callable[[ComparedWorker, Soak], str | None], as_deployed: str
+) -> Iterable[Finding]:
+    """Report what the soak of each worker found.
+
+    Parameters
+    ----------
+    compared : sequence of ComparedWorker
+    next_step : callable
+        Given the worker concerned and its soak, what to type next.
+    as_deployed : str
+        What to add where the profile of a worker promises no equal bits.
+    """
+    for worker in compared:
+        soak = worker.info.soak
+        if soak is None:
+            continue
+        changed = [stage for stage in soak.stages if stage.changed is not None]
+        for stage in changed:
+            yield _changed(worker, soak, stage, changed, next_step, as_deployed)
+        yield from _growth(worker, soak)
+
+
+def _changed(
+    worker: ComparedWorker,
+    soak: Soak,
+    stage: SoakedStage,
+    changed: Sequence[SoakedStage],
+    next_step: Callable[[ComparedWorker, Soak], str | None],
+    as_deployed: str,
+) -> Finding:
+    assert stage.changed is not None
+    changes = [change for change in soak.changes if change.stage == stage.stage]
+    excused = not worker.case.is_pinned and stage.stage not in MOVES_WEIGHTS  # moved bytes are the same every time
+    opening = f"{stage.stage} · {worker.label} · "
+    what = _what(stage, changes)
+    ending = _course(stage.changed, soak.begun, changes)
+    cause = next((c for c in changed if _explains(c, stage)), None)
+    ending += f": caused by the changed bytes of {cause.stage}" if cause is not None else ""
+    ending += as_deployed if excused else ""
+    # in the order of the model, so the first one is nearest to the cause
+    return Finding(
+        kind="not-repeatable",
+        severity="note" if excused else "error",
+        message=f"{opening}{what} in {stage.changed.count} of {counted(soak.begun, 'repeat')}{ending}",
+        general=f"{opening}tensors changed in some repeats of the soak{as_deployed if excused else ''}",
+        workers=(worker.label,),
+        tensors=tuple(tensor_name(*change.key) for change in changes),
+        detail=tuple(_detail(stage.changed, changes, soak)),
+        next=next_step(worker, soak),
+    )
+
+
+def _what(stage: SoakedStage, changes: Sequence[ChangedTensor]) -> str:
+    count = max(stage.changed_tensors, len(changes))
+    first = changes[0] if changes else None
+    names = f"{first.tensor} of {first.layer}" if first is not None and count == 1 else counted(count, "tensor")
+    word = None if first is None else first.diagnosis
+    return f"{names} changed" if word in (None, Word.UNKNOWN) else word.about(names) if word else ""
+
+
+def _course(changed: Occurrences, repeats: int, changes: Sequence[ChangedTensor]) -> str:
+    """State whether it is permanent, and whether the wrong bits are the same each time."""
+    if changed.count == repeats and all(change.values == 1 and not change.returned for change in changes):
+        return ", the same bits each time: the first run differs, or the soak changes the result"
+    if not any(change.returned for change in changes):
+        first = changed.numbers[0] if changed.numbers else 0
+        return f", from repeat {first} on"
+    if changed.count == 1:
+        return ", right again afterwards"
+    same = all(change.values == 1 for change in changes)
+    return f", {'the same' if same else 'different'} wrong bits each time, and right in between"
+
+
+def _explains(cause: SoakedStage, stage: SoakedStage) -> bool:
+    """Return whether changed weights explain what was computed with them: they changed no later, and as often."""
+    if cause.stage not in MOVES_WEIGHTS or stage.stage not in COMPUTES_WITH_WEIGHTS:
+        return False
+    a, b = cause.changed, stage.changed
+    if a is None or b is None or not a.numbers or not b.numbers:
+        return False
+    return a.count >= b.count and a.numbers[0] <= b.numbers[0]
+
+
+def _detail(changed: Occurrences, changes: Sequence[ChangedTensor], soak: Soak) -> Iterable[str]:
+    numbers = ", ".join(map(str, changed.numbers))
+    more = f", and {changed.count - MOST_NUMBERS} more" if changed.count > MOST_NUMBERS else ""
+    span = "" if changed.count == 1 else f" to {changed.last_at}"
+    yield f"in repeat{'s' if changed.count > 1 else ''} {numbers}{more}: {changed.first_at}{span}"
+    yield from (describe_change(change) for change in changes[:_MOST_DETAILS])
+    condition = changes[0].condition if changes else None
+    if condition is not None and condition.readings:
+        yield f"in repeat {condition.repeat}: {readings_text(condition)}"
+    elif soak.unread is not None:
+        yield f"no readings of the device: {soak.unread}"
+
+
+def readings_text(condition: Condition) -> str:
+    """Write what a device reported of itself in one line; counters without a count are left out."""
+    texts = []
+    for name, value in condition.readings.items():
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        if name in _READINGS and shown != "":
+            texts.append(_READINGS[name].format(shown))
+        elif name not in _READINGS and not name.endswith(("_w", "_percent")) and value:
+            texts.append(f"{name}: {shown}")
+    return ", ".join(texts)
+
+
+def _growth(worker: ComparedWorker, soak: Soak) -> Iterable[Finding]:
+    """Report memory that grew in every quarter of the time, and by more than is allowed altogether."""
+    told = soak.memory_bytes
+    steps = list(pairwise(told))
+    grown = told[-1] - told[0] if told else 0
+    if len(steps) < 2 or grown <= soak.memory_allowed_bytes or not all(b > a for a, b in steps):
+        return
+    yield Finding(
+        kind="memory-growth",
+        severity="warning",
+        message=(
+            f"soak · {worker.label} · memory grew by {size(grown)} over {counted(soak.repeats, 'repeat')}: "
+            f"{listed([size(value) for value in told])}; {size(soak.memory_allowed_bytes)} are allowed"
+        ),
+        general=f"soak · {worker.label} · memory grew over the repeats",
+        workers=(worker.label,),
+    )

@@ -1,0 +1,119 @@
+"""Soak of the stages that need no model: `operators` and `transfer`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from consistency.capture.names import pair_name
+from consistency.capture.records import RecordStatus, TensorRecord
+from consistency.case.stages import Stage
+from consistency.numerics.diagnosis import Diagnosis
+from consistency.numerics.digest import TensorDigest
+from consistency.numerics.measure import Measure
+from consistency.numerics.rules import Rule
+from consistency.worker.recorder import KEEP_BYTES, Recorder
+from consistency.worker.soak.again import Again, Compare
+from consistency.worker.stages.context import Machine
+from consistency.worker.stages.operators import stage as of_operators
+from consistency.worker.stages.operators.table import Operation, operations
+from consistency.worker.stages.transfer.stage import Copies
+
+
+def operators(context: Machine, compare: Compare) -> Again:
+    """Do every operation again on the same inputs, which stay on the device as far as they are small together."""
+    wanted = [
+        (operation, dtype)
+        for operation in operations(context.job.case.level)
+        for dtype in operation.dtypes
+        if compare.knows(operation.name, operation.row(dtype))
+    ]
+    held: dict[tuple[str, str], list[torch.Tensor]] = {}
+    # on the CPU the first run has computed from NumPy's memory, which is aligned otherwise
+    own = context.device.type == "cpu"
+
+    def inputs_of(operation: Operation, dtype: str) -> list[torch.Tensor]:
+        key = (operation.name, operation.row(dtype))
+        if key in held:
+            return held[key]
+        host = [of_operators.given(values, dtype) for values in operation.inputs()]
+        inputs = [tensor.to(context.device, copy=True) for tensor in host]
+        size = sum(tensor.nbytes for tensor in inputs)
+        if size + sum(tensor.nbytes for tensors in held.values() for tensor in tensors) <= KEEP_BYTES:
+            held[key] = inputs
+        return inputs
+
+    def again() -> Iterator[None]:
+        for operation, dtype in wanted:
+            result = of_operators.compute(operation, inputs_of(operation, dtype))
+            compare(operation.name, operation.row(dtype), result, own=own)
+            yield
+
+    return again
+
+
+def transfer(context: Machine, compare: Compare) -> Again:
+    """Make every copy again, with the same bytes."""
+
+    def again() -> Iterator[None]:
+        copies = Copies(context.job, _Deliveries(context.record, compare))
+        for source, destination in copies.pairs():
+            if context.record.wants(Stage.TRANSFER, pair_name(source.name, destination.name)):
+                copies.pair(source, destination)
+                yield
+        copies.end()
+
+    return again
+
+
+class _Deliveries(Recorder):
+    """Take the stage's rows, and compare instead of writing them."""
+
+    def __init__(self, record: Recorder, compare: Compare) -> None:
+        self._of_worker = record
+        self._compare = compare
+
+    def wants(self, stage: str, layer: str) -> bool:
+        return self._of_worker.wants(stage, layer)
+
+    def absent(
+        self,
+        stage: str,
+        layer: str,
+        tensor: str,
+        *,
+        status: RecordStatus,
+        reason: str,
+        rule: Rule = Rule.BITWISE,  # noqa: ARG002 - as `Recorder` has it
+        shape: Sequence[int] = (),  # noqa: ARG002
+        dtype: str = "",  # noqa: ARG002
+        evidence: Mapping[str, Any] | None = None,  # noqa: ARG002
+        unsupported: bool = False,  # noqa: ARG002
+    ) -> None:
+        if status == "missing" and self._compare.knows(layer, tensor):  # it was possible in the first run
+            raise RuntimeError(f"{stage} {layer} {tensor}: {reason}")
+
+    def write(self, record: TensorRecord) -> None:
+        if record.digest is not None:
+            self._compare(record.layer, record.tensor, TensorDigest(value=record.digest, blocks=()))
+
+    def differs(
+        self,
+        row: TensorRecord,
+        actual: torch.Tensor,
+        expected: torch.Tensor,
+        found: Measure | None,  # noqa: ARG002 - the ledger measures what it stores
+        diagnosis: Diagnosis,  # noqa: ARG002 - and names it
+        *,
+        evidence: Mapping[str, Any],  # noqa: ARG002 - as above
+        keep: bool,  # noqa: ARG002 - as above
+    ) -> None:
+        assert row.digest is not None
+        assert row.reference_digest is not None
+        # a device that could be filled and read in the first run has no row of that there
+        self._compare.learn(row.layer, row.tensor, row.reference_digest)
+        self._compare(
+            row.layer, row.tensor, TensorDigest(value=row.digest, blocks=()), held=actual, expected=lambda: expected
+        )

@@ -1,0 +1,48 @@
+"""Soak of the stages `base` and `adapter`: their tensors as they are in the device's memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from consistency.capture.names import adapter_place, split_name
+from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.soak.again import Again, Compare
+from consistency.worker.stages.context import Context
+
+
+def base(context: Context, compare: Compare) -> Again:
+    """Digest every tensor of the base again; one that the adapter's method rewrote is compared as it was after that."""
+
+    def again() -> Iterator[None]:
+        for name, tensor in context.base.on_device():
+            layer, part = split_name(name)
+            part = f"{part}_after_adapter" if name in context.rewritten else part
+            compare(layer, part, tensor, expected=functools.partial(context.expected_base, name))
+            yield
+
+    return again
+
+
+def adapter(context: Context, compare: Compare) -> Again:
+    """Digest every tensor of the adapter again, and those that its method computed when it was loaded."""
+
+    def expected(name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        return context.expected[name][1].to(dtype) if name in context.expected else None
+
+    def again() -> Iterator[None]:
+        of_base = context.base.addresses()
+        for name, tensor in _tensors(context.model).items():
+            if tensor.is_meta or (tensor.data_ptr() in of_base and name not in context.expected):
+                continue
+            key = context.expected[name][0] if name in context.expected else name.replace(f".{ADAPTER_NAME}", "")
+            compare(*adapter_place(key), tensor, expected=functools.partial(expected, name, tensor.dtype))
+            yield
+
+    return again
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_buffers()), **model.state_dict(keep_vars=True), **dict(model.named_parameters())}

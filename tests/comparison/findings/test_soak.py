@@ -1,0 +1,153 @@
+"""Findings of soaks that were recorded by hand."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from consistency.capture.json_codec import decode_json
+from consistency.capture.soak import ChangedTensor, Condition, Load, Occurrences, Soak, SoakedStage
+from consistency.comparison.result import Comparison
+from consistency.numerics.words import Word
+from consistency.report.json import as_bytes
+from consistency.report.sentences import soak_texts
+from tests.comparison.made_records import compared, computed, errors, measured, moved
+from tests.conftest import MakeCapture
+
+HOT = Condition(
+    at="2026-01-01T01:00:00Z",
+    repeat=50,
+    readings={"temperature_c": 91, "power_w": 698.5, "throttle_reasons": ["power cap"], "ecc corrected, since boot": 2},
+)
+
+
+def occurrences(*numbers: int, count: int | None = None) -> Occurrences:
+    return Occurrences(count=count or len(numbers), numbers=numbers, first_at="01:00:00", last_at="01:30:00")
+
+
+def change(stage: str = "merged", tensor: str = "weight", *numbers: int, **fields: Any) -> ChangedTensor:
+    given = {
+        "returned": True, "diagnosis": Word.BIT_FLIP, "evidence": {"bits": [27], "fields": ["exponent"]},
+        "measure": measured(mismatched=1), "condition": HOT,
+    }  # fmt: skip
+    place = {"stage": stage, "layer": "layers.0.q", "tensor": tensor, "occurrences": occurrences(*(numbers or (50,)))}
+    return ChangedTensor(**{**place, **given, **fields})
+
+
+def soak(*changes: ChangedTensor, repeats: int = 1234, **fields: Any) -> Soak:
+    stages = {one.stage: one.occurrences for one in changes}
+    told = tuple(
+        SoakedStage(
+            stage=stage, tensors=3, repeats=repeats, changed=changed,
+            changed_tensors=sum(one.stage == stage for one in changes),
+        )
+        for stage, changed in stages.items()
+    )  # fmt: skip
+    given = {"asked_s": 600.0, "elapsed_s": 600.0, "repeats": repeats, "complete": True, "stages": told}
+    return Soak(**{**given, "changed": changes[0].occurrences if changes else None, "changes": changes, **fields})
+
+
+@pytest.fixture
+def comparison_of(make_capture: MakeCapture) -> Any:
+    count = itertools.count()
+
+    def of(found: Soak, **case: Any) -> Comparison:
+        records = {name: [moved(), computed()] for name in ("cpu", "cuda:0")}
+        info = {"cuda:0": {"soak": found}}
+        return compared(make_capture(f"a{next(count)}", records, info=info, case={"soak_s": 600.0, **case}))
+
+    return of
+
+
+def test_a_soak_without_a_change_is_no_finding(comparison_of: Any) -> None:
+    found = comparison_of(soak())
+    assert (found.verdict, found.findings) == ("consistent", ())
+    assert soak_texts(found) == ["soak: 1234 repeats in 10m, none differs"]
+
+
+def test_an_intermittent_fault_is_told_as_k_of_n(comparison_of: Any) -> None:
+    found = comparison_of(soak(change("merged", "weight", 50, 100, 150)))
+    (finding,) = errors(found)
+    assert finding.kind == "not-repeatable"
+    assert finding.message == (
+        "merged · cuda:0 · single-bit flips in weight of layers.0.q in 3 of 1234 repeats, the same wrong bits each "
+        "time, and right in between"
+    )
+    assert finding.tensors == ("merged::layers.0.q.weight",)
+    assert finding.detail[0] == "in repeats 50, 100, 150: 01:00:00 to 01:30:00"
+    assert "bit 27 (exponent)" in finding.detail[1]
+    assert finding.detail[2] == "in repeat 50: 91 °C, 698.5 W, throttled: power cap, ecc corrected, since boot: 2"
+    assert finding.next is not None
+    assert finding.next.endswith("--devices cpu,cuda:0 --for 10m")
+    rows = {(t.name, row.worker): row.repeated for t in found.tensors for row in t.rows}
+    assert rows["merged::layers.0.q.weight", "cuda:0"] is False
+    assert rows["merged::layers.0.q.weight", "cpu"] is None
+    assert soak_texts(found) == ["soak: 1234 repeats in 10m, 3 of 1234 differ"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "repeats", "ending"),
+    [
+        (change("merged", "weight", 7), 10, "in 1 of 10 repeats, right again afterwards"),
+        (change("merged", "weight", 7, 8, returned=False), 8, "in 2 of 8 repeats, from repeat 7 on"),
+        (change("merged", "weight", 2, 4, values=2), 9, "different wrong bits each time, and right in between"),
+        (
+            change("merged", "weight", 1, 2, returned=False), 2,
+            "the same bits each time: the first run differs, or the soak changes the result",
+        ),
+    ],
+)  # fmt: skip
+def test_transient_and_permanent_changes_are_told_apart(
+    comparison_of: Any, changed: ChangedTensor, repeats: int, ending: str
+) -> None:
+    (finding,) = errors(comparison_of(soak(changed, repeats=repeats)))
+    assert finding.message.endswith(ending)
+
+
+def test_what_was_computed_with_changed_weights_has_their_cause(comparison_of: Any) -> None:
+    stays = {"returned": False}
+    base, merged = change("base", "weight", 5, 6, **stays), change("merged", "weight", 5, 6, **stays)
+    first, second = errors(comparison_of(soak(base, merged, repeats=6)))
+    assert "caused" not in first.message
+    assert second.message.endswith("from repeat 5 on: caused by the changed bytes of base")
+
+
+def test_as_deployed_only_moved_bytes_are_promised(comparison_of: Any) -> None:
+    found = comparison_of(soak(change(), change("adapter", "lora_B")), profile="deployed")
+    severities = {f.message.split(" ")[0]: f.severity for f in found.findings if f.kind == "not-repeatable"}
+    assert severities == {"merged": "note", "adapter": "error"}
+
+
+def test_only_memory_that_grows_all_the_time_and_by_more_than_is_allowed_is_told(comparison_of: Any) -> None:
+    def told(*memory: int) -> list[str]:
+        found = comparison_of(soak(memory_bytes=tuple(m << 20 for m in memory), memory_allowed_bytes=64 << 20))
+        return [f.message for f in found.findings if f.kind == "memory-growth" and f.severity == "warning"]
+
+    (message,) = told(100, 130, 160, 190, 220)
+    assert "memory grew by 120 MiB over 1234 repeats" in message
+    assert not told(100, 110, 120, 130, 140)
+    assert not told(100, 190, 190, 190, 190)  # what a library keeps
+    assert not told(100)
+    assert not told()
+
+
+def test_a_lost_worker_and_a_load_that_ended_are_said(comparison_of: Any) -> None:
+    load = Load(size="64 × 64", products=5, error="the load ended: no room")
+    found = comparison_of(soak(complete=False, repeats=731, load=load))
+    assert soak_texts(found) == [
+        "soak under load: 731 repeats in 10m, none differs", "cuda:0 was lost during it",
+        "cuda:0: the load ended: no room",
+    ]  # fmt: skip
+
+
+def test_what_the_soak_left_out_is_said(comparison_of: Any) -> None:
+    left = (SoakedStage(stage="memory", reason="it states facts, which are checked once"),)
+    assert "memory during the soak" in comparison_of(soak(stages=left)).not_looked_at
+
+
+def test_a_report_states_the_soak(comparison_of: Any) -> None:
+    found = comparison_of(soak(change()))
+    written = decode_json(as_bytes(found), dict)
+    assert [w["soak"]["changes"][0]["occurrences"]["numbers"] for w in written["workers"] if w["soak"]] == [[50]]

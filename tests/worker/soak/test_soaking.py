@@ -1,0 +1,166 @@
+"""Repeats of a case's stages in one process: all that is computed again, what changes, and memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from consistency.worker.faults import plant
+from consistency.worker.model.running import activations
+from consistency.worker.soak import computed, weights
+from tests.worker.model.made_models import on_llama
+from tests.worker.soak.conftest import Left, SoakOf, of
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
+
+WEIGHTS = ("base", "adapter", "merged", "forward")
+
+
+@pytest.fixture
+def adapter(llama: Path) -> Path:
+    return on_llama(llama, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+def test_every_tensor_of_the_first_run_is_computed_again(
+    llama: Path, adapter: Path, soak_of: SoakOf, left: Left
+) -> None:
+    """The stage `forward` has merged the adapter into the model: it has to be taken off to the bit."""
+    found = soak_of(llama, adapter, soak_s=3000, stages=WEIGHTS, repeat=2)
+    assert found.complete
+    assert found.repeats >= 3
+    assert (found.changed, found.changes) == (None, ())
+    recorded = Counter(r.stage for r in left.records if r.digest is not None and r.layer != "adapter_settings")
+    assert {stage: of(found, stage).tensors for stage in WEIGHTS} == dict(recorded)
+    assert recorded["forward"] > 6
+    assert all(of(found, stage).repeats >= found.repeats for stage in WEIGHTS)
+
+
+def test_what_is_not_repeated_is_said(llama: Path, adapter: Path, soak_of: SoakOf) -> None:
+    found = soak_of(llama, adapter, soak_s=10, stages=("adapter", "memory", "wrapping"))
+    assert of(found, "adapter").reason is None
+    assert of(found, "memory").reason == "it states facts, which are checked once"
+    assert of(found, "memory").tensors == 0
+
+
+def test_without_a_model_operators_and_copies_are_repeated(soak_of: SoakOf) -> None:
+    found = soak_of("", None, soak_s=400, stages=("transfer", "operators"), level="quick")
+    assert found.repeats >= 2
+    assert found.changed is None
+    assert of(found, "transfer").tensors >= 3
+    assert of(found, "operators").tensors > 10
+
+
+def test_one_repeat_is_completed_however_short_the_time(llama: Path, adapter: Path, soak_of: SoakOf) -> None:
+    found = soak_of(llama, adapter, soak_s=0.1, stages=("base", "adapter"))
+    assert (found.repeats, found.complete) == (1, True)
+
+
+def test_a_repeat_of_an_activation_that_differs_is_found(
+    llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = activations, itertools.count(1)
+
+    def flips(*args: Any) -> Any:
+        found = real(*args)
+        if next(calls) == 7:  # the first mode of the third repeat
+            found["hidden_states.1"].view(torch.int32)[0, 0, 0] ^= 1 << 3
+        return found
+
+    monkeypatch.setattr(computed, "activations", flips)
+    found = soak_of(llama, adapter, soak_s=400, stages=("forward",))
+    (change,) = found.changes
+    assert (change.layer, change.tensor) == ("hidden_states.1", "adapter_on")
+    assert (change.occurrences.numbers, change.returned, change.diagnosis) == ((3,), True, "bit-flip")
+    assert change.evidence["bits"] == [3]
+    assert found.changed is not None
+    assert found.changed.count == 1
+    assert found.repeats > 3
+
+
+def test_a_weight_that_changes_in_memory_stays_changed(
+    llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = weights.base, itertools.count(1)
+
+    def base(context: Any, compare: Any) -> Any:
+        again = real(context, compare)
+
+        def repeat() -> Any:
+            if next(calls) == 2:
+                with torch.no_grad():
+                    context.base.tensors["model.norm.weight"].data.view(torch.int32)[4] ^= 1 << 30
+            yield from again()
+
+        return repeat
+
+    monkeypatch.setattr(weights, "base", base)
+    found = soak_of(llama, adapter, soak_s=300, stages=("base", "adapter"))
+    (change,) = found.changes
+    assert (change.stage, change.layer, change.returned) == ("base", "model.norm", False)
+    assert change.occurrences.numbers[:2] == (2, 3)
+    assert change.evidence["bits"] == [30]  # by the file, for it was never right again
+
+
+def test_a_fault_in_every_50th_repeat_needs_a_soak(llama: Path, adapter: Path, soak_of: SoakOf) -> None:
+    with plant("merge-bit-flip-now-and-then"):
+        short = soak_of(llama, adapter, soak_s=0.1, stages=("merged",))
+        assert (short.repeats, short.changed) == (1, None)
+    with plant("merge-bit-flip-now-and-then"):
+        found = soak_of(llama, adapter, soak_s=600, stages=("merged",))
+    assert found.changed is not None
+    assert found.changed.numbers[0] == 49  # the first run has merged that layer once
+    assert found.changed.count == (found.repeats + 1) // 50
+    (change,) = found.changes
+    assert (change.tensor, change.diagnosis, change.values) == ("weight", "bit-flip", 1)
+
+
+def test_what_a_worker_leaves_that_dies_in_its_soak(
+    llama: Path, adapter: Path, soak_of: SoakOf, left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = weights.adapter, itertools.count(1)
+
+    def adapter_again(context: Any, compare: Any) -> Any:
+        again = real(context, compare)
+
+        def repeat() -> Any:
+            if next(calls) == 20:
+                raise RuntimeError("the device fell off the bus")
+            yield from again()
+
+        return repeat
+
+    monkeypatch.setattr(weights, "adapter", adapter_again)
+    with pytest.raises(RuntimeError, match="fell off"):
+        soak_of(llama, adapter, soak_s=3000, stages=("adapter",))
+    found = left.soak
+    assert found is not None
+    assert not found.complete
+    assert 10 < found.repeats < 20
+
+
+def test_memory_stays_flat_over_repeats(llama: Path, adapter: Path, soak_of: SoakOf) -> None:
+    found = soak_of(llama, adapter, soak_s=6000, stages=WEIGHTS)
+    assert found.repeats >= 50
+    first, *_, last = found.memory_bytes
+    assert last - first < 2**22  # pieces of the C library; 50 repeats' activations alone are more
+
+
+def test_a_leak_shows(llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, kept = activations, []
+
+    def leaks(*args: Any) -> Any:
+        kept.append(torch.ones(2**18))  # 1 MiB in each of three modes
+        return real(*args)
+
+    monkeypatch.setattr(computed, "activations", leaks)
+    found = soak_of(llama, adapter, soak_s=1000, stages=("forward",))
+    assert len(found.memory_bytes) == 5
+    grown = [b - a for a, b in itertools.pairwise(found.memory_bytes)]
+    assert min(grown) > 0
+    assert sum(grown) > 2**20 * (len(kept) - 12)
