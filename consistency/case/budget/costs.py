@@ -19,19 +19,21 @@ MIB = 2**20
 WINDOW_BYTES = 64 * MIB
 """Of a file that is read beside the model (`MAPPED_BYTES` of the worker's `weight_files`)."""
 
-KEPT_FLOAT64_BYTES = 1 << 30
-PART_FLOAT64_BYTES = 1 << 28
-"""Weights widened to float64 that are kept for one block, and the part of a larger one (`KEEP_BYTES` and `PART_BYTES`
-of `numerics.wide_weights`)."""
+PART_BYTES = 1 << 24
+"""Of a weight that is widened to float64 at a time (`PART_BYTES` of `numerics.widening`)."""
 
 DIGEST_BYTES = 3 * 16 * MIB
 """Scratch of a digest on a device: three arrays of `_GPU_CHUNK_ROWS` rows of `numerics.digest`."""
 
+GRADIENT_BYTES = 10 * 8
+"""Per element of the largest gradient: arrays of float64 in which its errors and the optimizer's step are measured."""
+
 GRADIENT_PASSES = 4
 """Parts of the batch, each with a backward pass of its own (`PASSES` of the stage `gradient`)."""
 
-# Measured on a two-core virtual machine (Sapphire Rapids, torch 2.9 built for the CPU); `benchmarks/budget.py` prints
-# estimate and measurement side by side.
+# Measured on one core of a virtual machine (Sapphire Rapids at 2.1 GHz, torch 2.13 built for the CPU), in processor
+# time of a model of 1.1 B parameters in bfloat16; `benchmarks/budget.py` prints estimate and measurement side by side.
+# Other models, methods and processors, and more threads than one, are extrapolated. No accelerator was measured.
 PROCESS_BYTES = 285 * 10**6
 LIBRARY_BYTES = 110 * 10**6
 """Python with torch, transformers and PEFT imported: private memory, and libraries mapped from their files."""
@@ -39,42 +41,72 @@ LIBRARY_BYTES = 110 * 10**6
 ACCELERATOR_PROCESS_BYTES = 2 * 10**9
 """The same with a device's driver and libraries: the limit that a worker keeps, not a measurement of any device."""
 
-START_S = 4.8
+START_S = 4.5
 LOAD_S = 0.2
-STAGE_S = 0.2
+STAGE_S = 0.25
 """Imports, building a model from its config, and a stage that checks no model."""
 
-PER_TENSOR_S = 0.002
+PER_TENSOR_S = 0.0015
 """Of Python for one record: a digest, its comparison, a line of JSON."""
 
-FLOP_SHARE = 0.85
-"""Of NumPy's product of cached matrices, reached by torch's product of 128 rows with a weight in memory."""
+READ_BYTES = 2e10
+"""Bytes per second that `Speed.read_bytes` gave there: the times below are scaled by it."""
 
-DIGEST_SHARE = 0.2
-"""Of the speed of a sum: a digest multiplies each word besides adding it."""
+DIGEST_S = 0.19e-9
+MAP_S = 0.2e-9
+"""Per byte: a digest, and a page of a mapped file that is read for the first time."""
+
+MERGE_S = 12e-9
+"""Per element of a delta or merged weight: PEFT's merge, digests, its measure against the float64 bound."""
+
+MEASURE_S = 0.4e-6
+"""Per element that is compared with its float64 value by the `relative` rule: errors of this worker and of the CPU."""
+
+WEIGHT_S = {"half": 0.32e-9, "float32": 0.74e-9, "float64": 1.6e-9}
+"""Per element of a weight and product: reading it, for float64 widening it; 32 and 128 rows times 5632 x 2048."""
+
+FLOP_SHARES = {"half": 1.0, "float32": 1.2, "float64": 1.6}
+"""Of a product's operations per second to those of NumPy's small matrices, from the same products."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """Products with weights: elements of the weights, each counted as often as it is read, and operations."""
+
+    weights: float = 0.0
+    flop: float = 0.0
+
+    def times(self, count: float) -> Products:
+        return Products(weights=count * self.weights, flop=count * self.flop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a stage does: seconds that no processor shortens, bytes, and floating-point operations by dtype."""
+    """What a stage does.
+
+    Attributes
+    ----------
+    fixed_s : float
+        Seconds that no processor shortens.
+    memory_s : float
+        Seconds of moving bytes, on one core that reads `READ_BYTES` per second.
+    native, float64 : Products
+        In the model's dtype and in float64.
+    """
 
     fixed_s: float = 0.0
-    digested_bytes: float = 0.0
-    fresh_bytes: float = 0.0
-    native_flop: float = 0.0
-    float64_flop: float = 0.0
+    memory_s: float = 0.0
+    native: Products = Products()
+    float64: Products = Products()
 
     def seconds(self, speed: Speed, *, dtype: str, threads: int) -> float:
-        """Return the time on this host's processor, all of whose threads share every part but the fixed one."""
-        half = dtype in ("bfloat16", "float16")
-        native = speed.half_flop if half and speed.half_flop is not None else speed.float32_flop
-        parallel = (
-            self.digested_bytes / (DIGEST_SHARE * speed.read_bytes)
-            + self.native_flop / (FLOP_SHARE * native)
-            + self.float64_flop / (FLOP_SHARE * speed.float64_flop)
-        )
-        # clearing pages scales with threads only where several of them touch new memory
-        return self.fixed_s + self.fresh_bytes / speed.fresh_bytes + parallel / max(1, threads)
+        """Return the time on this host's processor, whose threads share every part but the fixed one."""
+        half = dtype in ("bfloat16", "float16") and speed.half_flop is not None
+        native, rate = ("half", speed.half_flop or 0.0) if half else ("float32", speed.float32_flop)
+        memory_s = self.memory_s + self.native.weights * WEIGHT_S[native] + self.float64.weights * WEIGHT_S["float64"]
+        compute_s = self.native.flop / (FLOP_SHARES[native] * rate)
+        compute_s += self.float64.flop / (FLOP_SHARES["float64"] * speed.float64_flop)
+        return self.fixed_s + (memory_s * READ_BYTES / speed.read_bytes + compute_s) / max(1, threads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,18 +179,18 @@ def load_base(s: Setting) -> Cost:
     return Cost(
         host_bytes=2 * largest if s.on_device else largest if s.shape.converted_bytes else 0,
         window_bytes=WINDOW_BYTES if s.on_device else 0,
-        work=Work(fixed_s=LOAD_S, fresh_bytes=read),
+        work=Work(fixed_s=LOAD_S, memory_s=(MAP_S + DIGEST_S) * read),
     )
 
 
 def base(s: Setting) -> Cost:
-    """Digest every tensor in place, and its bytes in the file: twice the model is read."""
+    """Digest every tensor in place; where that is not known of its bytes in the file, they are read too."""
     largest = s.shape.largest_elements * s.shape.width
     return Cost(
         host_bytes=largest if s.shape.converted_bytes else 0,
         device_bytes=DIGEST_BYTES,
         window_bytes=min(s.shape.mapped_bytes, WINDOW_BYTES + largest),
-        work=Work(fixed_s=PER_TENSOR_S * s.shape.tensors, digested_bytes=2 * s.shape.loaded_bytes),
+        work=Work(fixed_s=PER_TENSOR_S * s.shape.tensors, memory_s=2 * (DIGEST_S + MAP_S) * s.shape.loaded_bytes),
     )
 
 
@@ -167,13 +199,13 @@ def load_adapter(s: Setting) -> Cost:
     return Cost(
         host_bytes=s.shape.adapter_bytes,
         device_bytes=s.shape.adapter_bytes,
-        work=Work(fixed_s=LOAD_S + PER_TENSOR_S * s.shape.adapter_tensors, fresh_bytes=3 * s.shape.adapter_bytes),
+        work=Work(fixed_s=LOAD_S + PER_TENSOR_S * s.shape.adapter_tensors, memory_s=3 * MAP_S * s.shape.adapter_bytes),
     )
 
 
 def after_adapter(s: Setting) -> Cost:
     """Digest the base again."""
-    return Cost(device_bytes=DIGEST_BYTES, work=Work(digested_bytes=s.shape.loaded_bytes))
+    return Cost(device_bytes=DIGEST_BYTES, work=Work(memory_s=DIGEST_S * s.shape.loaded_bytes))
 
 
 def adapter(s: Setting) -> Cost:
@@ -183,9 +215,8 @@ def adapter(s: Setting) -> Cost:
         host_bytes=3 * s.shape.adapter_bytes,
         device_bytes=2 * s.shape.adapter_bytes,
         work=Work(
-            fixed_s=(1 + loads) * PER_TENSOR_S * s.shape.adapter_tensors,
-            fresh_bytes=4 * (1 + loads) * s.shape.adapter_bytes,
-            digested_bytes=2 * (1 + loads) * s.shape.adapter_bytes,
+            fixed_s=PER_TENSOR_S * s.shape.adapter_tensors,
+            memory_s=(1 + loads) * 4 * (MAP_S + DIGEST_S) * s.shape.adapter_bytes,
         ),
     )
 
@@ -193,23 +224,22 @@ def adapter(s: Setting) -> Cost:
 def merged(s: Setting) -> Cost:
     """Make delta, merged and safely merged weight of each adapted layer, and their low-rank product in float64.
 
-    The product of an element takes 2 r operations. A layer's weight exists four times in its dtype (before, merged, its
-    copy, the file's) and its delta twice in float32, the adapter's dtype.
+    The product of an element takes 2 r operations: by PEFT for each of the three, in float64 once. A layer's weight
+    exists four times in its dtype (before, merged, safely merged, the file's) and its delta twice in float32, the
+    adapter's dtype.
     """
     elements = s.shape.adapted_elements
-    product = sum(2.0 * (layer.rank or 0) * layer.elements for layer in s.shape.layers)
-    copies = 3 if s.case.plan.safe_merge else 2
+    flop = sum(2.0 * (layer.rank or 0) * layer.elements for layer in s.shape.layers)
+    tensors = 3 if s.case.plan.safe_merge else 2
     of_layer = s.shape.largest_layer_elements * (4 * s.shape.width + 2 * 4)
     return Cost(
         host_bytes=of_layer,
         device_bytes=of_layer,
         window_bytes=min(s.shape.mapped_bytes, WINDOW_BYTES + s.shape.largest_layer_elements * s.shape.width),
         work=Work(
-            fixed_s=copies * PER_TENSOR_S * len(s.shape.layers),
-            fresh_bytes=copies * elements * (s.shape.width + 8),
-            digested_bytes=copies * elements * s.shape.width,
-            native_flop=product,
-            float64_flop=product,
+            fixed_s=tensors * PER_TENSOR_S * len(s.shape.layers),
+            memory_s=tensors * MERGE_S * elements,
+            float64=Products(flop=(tensors + 1) * flop),
         ),
     )
 
@@ -219,26 +249,26 @@ def forward(s: Setting) -> Cost:
 
     A token costs two operations for each element of the matrices, and with each of the earlier positions of its
     sequence 4 hidden in attention. All hidden states are kept until they are compared, in the model's dtype by mode, in
-    float64 by two modes. In float64 the weights of one block are widened at a time.
+    float64 by two modes.
     """
     if not s.shape.runs_on_inputs:
         return Cost(work=Work(fixed_s=STAGE_S))
     modes = (1 if s.case.adapter is None else 3 if s.shape.layers else 2) * s.case.repeat
     wide = min(2, modes) if s.makes_reference else 0
     rows = s.sequences * s.tokens
-    flop = _flop(s, rows)
+    products = _products(s, rows, parts=math.ceil(rows / max(1, s.at_a_time())))
     states = rows * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + (s.shape.vocabulary or 0))
-    on_cpu = wide * states * 8 + _float64_bytes(s, s.at_a_time()) if wide else 0
+    in_float64 = wide * states * 8 + _float64_bytes(s, s.at_a_time()) if wide else 0
     merging = s.shape.largest_layer_elements * 2 * 4
     native = states * s.shape.width + s.at_a_time() * _of_one_token(s) * s.shape.width
     return Cost(
-        host_bytes=modes * states * s.shape.width + on_cpu + (0 if s.on_device else merging),
+        host_bytes=modes * states * s.shape.width + in_float64 + (0 if s.on_device else merging),
         device_bytes=native + merging,
         work=Work(
-            fixed_s=PER_TENSOR_S * modes * (s.shape.blocks + 2) + LOAD_S,
-            fresh_bytes=wide * s.shape.matrix_elements * 8 + modes * states * 8,
-            native_flop=modes * flop,
-            float64_flop=wide * flop,
+            fixed_s=LOAD_S + PER_TENSOR_S * modes * (s.shape.blocks + 2),
+            memory_s=modes * states * MEASURE_S + (MERGE_S * s.shape.adapted_elements if modes > 1 else 0),
+            native=products.times(modes),
+            float64=products.times(wide),
         ),
     )
 
@@ -247,26 +277,29 @@ def gradient(s: Setting) -> Cost:
     """Make gradients of what the adapter trains, part by part of the batch, in the dtype and in float64.
 
     A backward pass through frozen weights costs as many operations as the forward pass, and each block is computed
-    twice forwards: three forward passes. Only the states between blocks are kept, and what one block keeps.
+    twice forwards: three products with each weight. Only the states between blocks are kept, and what one block keeps.
+    The gradients of all parts are in a scratch file, and mapped from there when they are compared.
     """
     if not s.shape.runs_on_inputs:
         return Cost(work=Work(fixed_s=STAGE_S))
     rows, at_a_time = s.sequences * s.tokens, s.at_a_time(GRADIENT_PASSES)
     passes = math.ceil(rows / max(1, at_a_time))
-    flop = 3 * _flop(s, rows)
+    products = _products(s, rows, parts=passes).times(3)
     states = at_a_time * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + 3 * (s.shape.vocabulary or 0))
     one_block = at_a_time * _of_one_token(s)
     trained = s.shape.trained_elements
-    wide = states * 8 + one_block * 8 + _float64_bytes(s, at_a_time) + 8 * trained if s.makes_reference else 0
-    native = (states + one_block) * s.shape.width + 4 * trained
+    largest = passes * s.shape.largest_trained_elements
+    wide = (states + one_block) * 8 + _float64_bytes(s, at_a_time) if s.makes_reference else 0
+    native = (states + one_block) * s.shape.width
     return Cost(
-        host_bytes=wide + (4 * trained if s.on_device else native),
-        device_bytes=native,
+        host_bytes=max(wide, 0 if s.on_device else native) + largest * GRADIENT_BYTES,
+        device_bytes=native + 4 * s.shape.largest_trained_elements,
+        window_bytes=min(passes * trained * (4 + 8), WINDOW_BYTES + largest * (4 + 8)),
         work=Work(
-            fixed_s=2 * PER_TENSOR_S * s.shape.adapter_tensors,
-            fresh_bytes=(3 * passes * s.shape.matrix_elements * 8 if s.makes_reference else 0) + 8 * trained,
-            native_flop=flop * s.case.repeat,
-            float64_flop=flop if s.makes_reference else 0,
+            fixed_s=4 * PER_TENSOR_S * s.shape.adapter_tensors,
+            memory_s=passes * trained * MEASURE_S,
+            native=products.times(s.case.repeat),
+            float64=products.times(1 if s.makes_reference else 0),
         ),
     )
 
@@ -278,7 +311,7 @@ def memory(s: Setting) -> Cost:
     return Cost(
         host_bytes=0 if s.on_device else of_layer,
         device_bytes=of_layer,
-        work=Work(fixed_s=STAGE_S, fresh_bytes=10 * layers * (2 * 4 + s.shape.width)),
+        work=Work(fixed_s=STAGE_S, memory_s=MERGE_S * layers),
     )
 
 
@@ -287,8 +320,9 @@ def sharding(s: Setting) -> Cost:
 
     The stage looks for room itself, and is skipped where there is none, so its copies are not counted.
     """
+    read_s = 2 * (MAP_S + DIGEST_S) * s.shape.loaded_bytes
     return Cost(
-        work=Work(fixed_s=2 * LOAD_S, fresh_bytes=2 * s.shape.loaded_bytes, native_flop=3 * _flop(s, s.at_a_time())),
+        work=Work(fixed_s=2 * LOAD_S, memory_s=read_s, native=_products(s, s.at_a_time(), parts=1).times(3)),
     )
 
 
@@ -299,7 +333,7 @@ def without_model(s: Setting) -> Cost:
 
 def wrapping(s: Setting) -> Cost:
     """Wrap the base and run it forwards and backwards a few times."""
-    return Cost(work=Work(fixed_s=STAGE_S, native_flop=6 * _flop(s, s.at_a_time())))
+    return Cost(work=Work(fixed_s=STAGE_S, native=_products(s, s.at_a_time(), parts=1).times(6)))
 
 
 STAGE_COSTS: dict[Stage, StageCost] = {
@@ -316,9 +350,12 @@ STAGE_COSTS: dict[Stage, StageCost] = {
 }
 
 
-def _flop(s: Setting, rows: int) -> float:
+def _products(s: Setting, rows: int, *, parts: int) -> Products:
+    """Return the products of one forward pass of so many positions, which go through the model in parts."""
     attention = 4.0 * s.shape.blocks * (s.shape.hidden or 0) * s.tokens
-    return rows * (2.0 * s.shape.matrix_elements + attention)
+    return Products(
+        weights=float(parts * s.shape.matrix_elements), flop=rows * (2.0 * s.shape.matrix_elements + attention)
+    )
 
 
 def _of_one_token(s: Setting) -> int:
@@ -327,10 +364,8 @@ def _of_one_token(s: Setting) -> int:
 
 
 def _float64_bytes(s: Setting, rows: int) -> int:
-    """Return the widened weights of one block, with a part of a larger weight and its product."""
-    block = min(s.shape.block_elements * 8, KEPT_FLOAT64_BYTES)
-    part = min(s.shape.largest_elements * 8, PART_FLOAT64_BYTES)
-    return block + part + rows * (s.shape.vocabulary or 0) * 8
+    """Return a part of a weight, and the logits."""
+    return min(s.shape.largest_elements * 8, PART_BYTES) + rows * (s.shape.vocabulary or 0) * 8
 
 
 def slower(speed: Speed, variant: str | None) -> Speed:

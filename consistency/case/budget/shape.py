@@ -71,8 +71,8 @@ class Shape:
         Whether `forward` and `gradient` run: not where rounding chooses the experts.
     adapter_bytes, adapter_elements, adapter_tensors : int
         As PEFT loads them.
-    trained_elements : int
-        Of the adapter's tensors that have a gradient.
+    trained_elements, largest_trained_elements : int
+        Of the adapter's tensors that have a gradient, and of the largest of them.
     layers : tuple of Layer
         What the adapter changes.
     unknown : tuple of str
@@ -101,6 +101,7 @@ class Shape:
     adapter_elements: int = 0
     adapter_tensors: int = 0
     trained_elements: int = 0
+    largest_trained_elements: int = 0
     method: str = ""
     layers: tuple[Layer, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -249,6 +250,12 @@ def _adapter(case: Case, base: Mapping[str, TensorHeader], unknown: list[str]) -
     if not layers:
         unknown.append(f"no layer that {config['peft_type']} adapts is in the headers: merges are not estimated")
     counts = {header.name: math.prod(header.shape) for header in tensors.values()}
+    # a LoRA's file may hold embeddings that its config does not train
+    trained = [
+        count
+        for name, count in counts.items()
+        if not factors or "lora_" in name or any(f".{part}." in name for part in whole)
+    ]
     return {
         # PEFT holds what it trains in float32, and what it saved whole in the dtype of its file
         "adapter_bytes": sum(
@@ -256,12 +263,8 @@ def _adapter(case: Case, base: Mapping[str, TensorHeader], unknown: list[str]) -
         ),
         "adapter_elements": sum(counts.values()),
         "adapter_tensors": len(counts),
-        # a LoRA's file may hold embeddings that its config does not train
-        "trained_elements": sum(
-            count
-            for name, count in counts.items()
-            if not factors or "lora_" in name or any(f".{part}." in name for part in whole)
-        ),
+        "trained_elements": sum(trained),
+        "largest_trained_elements": max(trained, default=0),
         "method": str(config["peft_type"]),
         "layers": tuple(layers.values()),
     }

@@ -38,6 +38,7 @@ def llama(hidden: int, inner: int, blocks: int, vocabulary: int) -> Shape:
         adapter_elements=factors,
         adapter_tensors=2 * len(layers),
         trained_elements=factors,
+        largest_trained_elements=16 * inner,
         method="LORA",
         layers=layers,
     )

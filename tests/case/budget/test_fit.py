@@ -19,7 +19,7 @@ from consistency.devices.spec import parse_device
 from tests.case.budget.shapes import GIB, LARGE
 
 CASE = Case(name="x", base="b", adapter="a", stages=(Stage.BASE, Stage.GRADIENT))
-SPEED = Speed(float64_flop=1e11, float32_flop=2e11, half_flop=None, read_bytes=1e10, fresh_bytes=1e10, cores=2)
+SPEED = Speed(float64_flop=1e11, float32_flop=2e11, half_flop=None, read_bytes=1e10, cores=2)
 
 
 @pytest.fixture(autouse=True)
