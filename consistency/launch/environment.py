@@ -46,6 +46,10 @@ def worker_environment(
         PYTHONHASHSEED="0",
         TOKENIZERS_PARALLELISM="false",
     )
+    if pinned:
+        # a thread that waits for the others sleeps: spinning, the default, takes the cores from other workers, and on
+        # small models most of a worker's time
+        found.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if threads is not None:
         found.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
     mask = _mask(info, load_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import pkgutil
 from contextlib import AbstractContextManager, nullcontext
@@ -160,6 +161,8 @@ class Session:
     def _load_base(self) -> tuple[LoadedBase, dict[str, TensorDigest]]:
         """Load the base, or take that of the case before; return its digests too, as far as they are known."""
         job, taken = self._job, None
+        if not self._bases.is_first(job):
+            gc.collect()  # PEFT's models hold themselves: the adapter before, and a base that is not kept, go now
         if self._bases.keeps:
             self._begin("take the adapter off")
             taken = self._bases.take(job)
@@ -252,6 +255,8 @@ def run(job: Job, events: EventLog, bases: BaseKeeper | None = None) -> bool:
         transformers = _import_libraries()
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
+        if bases is not None and bases.is_first(job):
+            gc.freeze()  # a collection between two cases need not visit the libraries
     if job.case.is_pinned and torch.get_num_interop_threads() != 1:  # torch takes this once in the life of a process
         torch.set_num_interop_threads(1)
     planted: AbstractContextManager[None] = nullcontext()

@@ -54,6 +54,15 @@ def test_threads_are_the_user_s_as_deployed(
     assert worker_threads(asked, 2, pinned=pinned) == threads
 
 
+def test_threads_that_wait_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spinning, OpenMP's default, takes the cores from other workers and from the comparing side."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2)["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "OMP_WAIT_POLICY" not in worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2, pinned=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2)["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
 def test_every_worker_is_offline_and_has_its_threads() -> None:
     found = worker_environment(device("cpu"), LoadPath.ISOLATED, threads=3)
     assert found["HF_HUB_OFFLINE"] == "1"
