@@ -2,13 +2,13 @@
 
     python benchmarks/suite.py
 
-Adapters of several methods and ranks are made by PEFT on `builtin:llama` in a temporary folder, and checked as one suite
-on the CPU. Wall and processor time are those of the whole command, with its workers; the peak of resident memory is the
-command's own, which compares and reports. Then single runs of some of the adapters are timed.
+Adapters of several methods and ranks are made by PEFT on `builtin:llama` in a temporary folder, and checked as one
+suite on the CPU. Wall and processor time are those of the whole command, with its workers; the peak of resident memory
+is the command's own, which compares and reports. Then single runs of some of the adapters are timed.
 
-`--swap` times what each further adapter takes on a base that is loaded, in one process on one thread: taking the adapter
-before off, proving that nothing of it is left, and the case itself; against `load_adapter` and `merge_adapter` of PEFT
-for the same adapters. `--base` and `--adapters` name other models, such as those of `benchmarks/shapes.py`.
+`--swap` times what each further adapter takes on a base that is loaded, in one process on one thread: taking the
+adapter before off, proving that nothing of it is left, and the case itself; against `load_adapter` and `merge_adapter`
+of PEFT for the same adapters. `--base` and `--adapters` name other models, such as those of `benchmarks/shapes.py`.
 """
 
 from __future__ import annotations
