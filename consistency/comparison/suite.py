@@ -191,7 +191,7 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> SuiteVerdict:
         """Return the worst verdict of any case."""
-        return min((case.verdict for case in self.cases), key=_WORST_FIRST.index, default="consistent")
+        return min((case.verdict for case in self.cases), key=_WORST_FIRST.index, default="unchecked")
 
     @property
     def exit_status(self) -> int:
@@ -225,7 +225,9 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
         """Return the verdict in one sentence."""
         total = len(self.cases)
         counts = self.counts
-        if set(counts) <= {"consistent"}:
+        if not counts:
+            return "no case was checked"
+        if set(counts) == {"consistent"}:
             every = {1: "the case is", 2: "both cases are"}.get(total, f"all {total} cases are")
             return f"{every} consistent"
         texts = [f"{n} {_NUMBER_OF[verdict][n > 1]}" for verdict, n in counts.items()]

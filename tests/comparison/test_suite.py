@@ -52,6 +52,7 @@ def suite(*cases: CaseResult) -> SuiteResult:
             "1 of 5 cases is incomplete, 2 are inconsistent, 1 could not be checked and 1 is consistent",
         ),
         (["unchecked"], "unchecked", 2, "1 of 1 case could not be checked"),
+        ([], "unchecked", 2, "no case was checked"),
     ],
 )
 def test_the_worst_case_decides(verdicts: list[SuiteVerdict], verdict: str, status: int, sentence: str) -> None:

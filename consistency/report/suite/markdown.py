@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from consistency.capture.version import __version__
 from consistency.capture.wording import counted
-from consistency.comparison.result import Finding
+from consistency.comparison.result import PLANTED, Finding
 from consistency.comparison.suite import SuiteResult
 from consistency.report.formats import View
 from consistency.report.markdown import escaped, folded
@@ -24,13 +24,16 @@ def render(suite: SuiteResult, view: View) -> Iterator[bytes]:
 
 def suite_as_markdown(suite: SuiteResult, folder: str | None = None) -> str:
     """Return the suite in GitHub's Markdown; `folder` is where the reports of the cases are."""
-    acted_on = [finding for finding in findings_of(suite, folder) if finding.severity != "note"]
-    lines = [*_head(suite), *_findings(acted_on), *_table(suite), *_details(acted_on)]
+    found = findings_of(suite, folder)
+    acted_on = [finding for finding in found if finding.severity != "note"]
+    planted = [finding.message for finding in found if finding.kind == PLANTED]
+    lines = [*_head(suite, planted), *_findings(acted_on), *_table(suite), *_details(acted_on)]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _head(suite: SuiteResult) -> Iterator[str]:
-    yield f"**{suite.verdict.upper()}** {escaped(suite.sentence)}"
+def _head(suite: SuiteResult, planted: list[str]) -> Iterator[str]:
+    drill = f" **A drill: {escaped('; '.join(planted))}.**" if planted else ""
+    yield f"**{suite.verdict.upper()}** {escaped(suite.sentence)}{drill}"
     yield ""
     if suite.simulated:
         yield "**SIMULATED DEVICES: simulated in software; this report does not describe hardware.**"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
+from consistency.comparison.result import PLANTED
 from consistency.comparison.suite import SuiteResult
 from consistency.report.console import Writer, make_console, stripped
 from consistency.report.formats import View
@@ -38,6 +39,7 @@ def _write(write: Writer, suite: SuiteResult, view: View) -> None:
     write.findings(found, most=None if view.verbose else _MOST_FINDINGS)
     _table(write, suite, None if view.verbose else MOST_CASES)
     notes = [finding for finding in found if finding.severity == "note"]
+    notes.sort(key=lambda note: note.kind != PLANTED)  # a drill must not be mistaken for a real fault
     shown = notes if view.verbose else notes[:_MOST_NOTES]
     write.notes(shown)
     if len(shown) < len(notes):

@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from consistency.comparison.history.drift import DRIFT
+from consistency.comparison.result import Finding
+from consistency.report.suite.markdown import suite_as_markdown
 from tests.report.made_comparisons import hostile
 from tests.report.suite.made_suites import case, good, lost, many, suite, unusable, zeros, zeros_finding
 from tests.report.suite.printed import printed
@@ -94,3 +96,13 @@ def test_hostile_names_are_shown_not_obeyed(verbose: bool) -> None:
     assert "\r" not in text
     assert "\u2028" not in text
     assert "\\x1b[31mred\\x0d" in text
+
+
+def test_a_drill_is_told_before_other_notes() -> None:
+    notes = [Finding(kind="skipped", severity="note", message=f"stage {i} was skipped") for i in range(9)]
+    planted = Finding(kind="planted", severity="note", message="a fault was planted in cuda:1 on purpose")
+    found = suite(case("a", msgspec.structs.replace(good(), findings=(*notes, planted))))
+    text = printed(found)
+    assert "note: case a · a fault was planted in cuda:1 on purpose" in text
+    assert "and 5 more notes: -v shows all" in text
+    assert "**A drill: case a · a fault was planted in cuda:1 on purpose.**" in suite_as_markdown(found)
