@@ -20,7 +20,7 @@ from .fixtures import Double, RunOnDouble, RunsOnDouble
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
 LAYERS = 12
-STAGES = "base,adapter,merged,forward,memory,sharding"
+STAGES = "base,adapter,merged,gradient,forward,memory,sharding"
 
 # one worker is healthy, and of the other a fault hits the last layer's weight whenever it arrives
 RUN = """
@@ -76,10 +76,12 @@ def test_the_healthy_worker_has_no_finding(run: RunOnDouble) -> None:
     assert run.process.returncode == 1, run.process.stdout + run.process.stderr
     found = rows_of(run, "npu:0")
     assert {status for stage, _, _, status in found if stage in ("base", "adapter")} == {"equal"}
-    assert {status for stage, _, _, status in found if stage in ("merged", "forward", "memory")} == {"equal", "within"}
+    judged = [status for stage, *_, status in found if stage in ("merged", "gradient", "forward", "memory")]
+    assert set(judged) == {"equal", "within"}
     weights = {(layer, tensor) for stage, layer, tensor, _ in found if stage == "base"}
     assert len(weights) == 9 * LAYERS + 5, "the two tables of rotary frequencies too"
     assert sum(stage == "merged" for stage, *_ in found) == 3 * (2 * LAYERS + 1), "delta, weight and safe weight"
+    assert sum(stage == "gradient" for stage, *_ in found) == 2 * 2 * (2 * LAYERS + 1), "of each factor, and its step"
     assert {tensor for stage, _, tensor, _ in found if stage == "forward"} == {
         "adapter_on", "adapter_off", "adapter_merged",
     }  # fmt: skip
