@@ -144,6 +144,7 @@ SPECS: dict[Stage, StageSpec] = {
         ),
         StageSpec(
             stage=Stage.GRADIENT, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.gradient.stage:run",
+            again=f"{_SOAK}.computed:gradient",
             needs_adapter=True, levels=_FROM_STANDARD, feeds_inputs=True, whole="adapter_on",
             before=Stage.FORWARD,
         ),

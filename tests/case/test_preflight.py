@@ -343,3 +343,18 @@ def test_preflight_needs_no_torch(tmp_path: Path) -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [(Options(load=True), "--load"), (Options(soak=600.0, timeout=600.0), "--timeout")],
+)
+def test_a_soak_and_what_contradicts_it(options: Options, where: str) -> None:
+    with pytest.raises(UsageError, match="--for") as raised:
+        prepare_case(options)
+    assert raised.value.where == where
+
+
+def test_a_soak_and_its_load_are_of_the_case() -> None:
+    case = prepare_case(Options(soak=600.0, load=True, timeout=3600.0))
+    assert (case.soak_s, case.load) == (600.0, True)

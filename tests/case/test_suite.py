@@ -136,3 +136,19 @@ def test_a_name_cannot_lead_out_of_the_folder_of_cases() -> None:
     assert folder_name("../../etc/passwd") == "etc-passwd"
     assert folder_name("Llama 3 · q_proj@v2") == "Llama-3-q_proj@v2"
     assert folder_name("..") == "case"
+
+
+def test_the_time_of_a_soak_is_divided_over_the_cases(home: Path) -> None:
+    text = """
+        base = "builtin:llama"
+        for = "1h"
+        [[case]]
+        adapter = "adapters/[ab]"
+        [[case]]
+        name = "longer"
+        for = "2h"
+    """
+    times = {name: case.soak for name, case in cases(home, text).items()}
+    assert times == {"a": 1800, "b": 1800, "longer": 7200}
+    times = {name: case.soak for name, case in cases(home, text, {"for": "30m"}).items()}
+    assert times == {"a": 600, "b": 600, "longer": 600}

@@ -32,10 +32,6 @@ class Compare:
         """Set the digest of a tensor that the first run has not recorded."""
         self._ledger.learn((self._stage, layer, tensor), right)
 
-    def wants(self, layer: str, tensor: str, here: TensorDigest, part: int) -> bool:
-        """Report whether the tensor itself is needed besides the digest of this part."""
-        return self._ledger.wants((self._stage, layer, tensor), here, part)
-
     def __call__(
         self,
         layer: str,

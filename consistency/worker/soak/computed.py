@@ -1,4 +1,4 @@
-"""Soak of the stage `forward`."""
+"""Soak of the stages `forward` and `gradient`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON
+from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, GRADIENT, adapter_place
+from consistency.worker.model import half_kernels
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.merging import merging_inside
-from consistency.worker.model.running import activations
+from consistency.worker.model.running import activations, tokens_of
 from consistency.worker.soak.again import Again, Compare
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.gradient.backward import trained
+from consistency.worker.stages.gradient.stage import Runs, as_model_takes
 
 
 def forward(context: Context, compare: Compare) -> Again:
@@ -23,15 +26,16 @@ def forward(context: Context, compare: Compare) -> Again:
     is needed. A tied weight is merged in one of its places then, so that mode is compared with its own first repeat.
     """
     inputs = _inputs(context)
-    # on the CPU, NumPy's floating-point inputs may be aligned otherwise than those of the first run
-    moved = context.device.type == "cpu" and any(tensor.is_floating_point() for tensor in inputs.values())
+    moved = _is_moved(context, inputs)  # NumPy's memory
 
+    kernels = half_kernels.replacement(context.model, tokens_of(inputs))
     modes = [mode for mode in (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED) if compare.has(mode)]
 
     def again() -> Iterator[None]:
         model = context.model
         for mode in modes:
-            with _state(model, mode) if context.job.case.adapter is not None else nullcontext():
+            state = _state(model, mode) if context.job.case.adapter is not None else nullcontext()
+            with half_kernels.active(kernels), state:
                 found = activations(model, inputs)
             for name, tensor in found.items():
                 compare(name, mode, tensor, own=moved or mode == ADAPTER_MERGED)
@@ -39,6 +43,43 @@ def forward(context: Context, compare: Compare) -> Again:
             yield
 
     return again
+
+
+def gradient(context: Context, compare: Compare) -> Again:
+    """Compute the gradients again; each pass is compared by itself too, so that a wrong one need not be held."""
+    inputs = as_model_takes(context.model, _inputs(context))
+    names = trained(context.model, context.expected)
+    kernels = half_kernels.replacement(context.model, tokens_of(inputs))
+    runs = Runs(context, context.model, names, inputs, tells=False)
+    moved = _is_moved(context, inputs)
+
+    def again() -> Iterator[None]:
+        for name, whole in runs.in_dtype(kernels, _Passes(context, compare)).items():
+            compare(*_gradient_of(context, name), whole, own=moved)
+        yield
+
+    return again
+
+
+class _Passes:
+    """Compare the gradients of single passes, as they are computed."""
+
+    def __init__(self, context: Context, compare: Compare) -> None:
+        self._context = context
+        self._compare = compare
+
+    def write(self, name: str, index: int, tensor: torch.Tensor) -> None:
+        self._compare(*_gradient_of(self._context, name), tensor, part=index)
+
+
+def _gradient_of(context: Context, name: str) -> tuple[str, str]:
+    layer, tensor = adapter_place(context.expected[name][0])
+    return layer, f"{tensor}.{GRADIENT}"
+
+
+def _is_moved(context: Context, inputs: dict[str, torch.Tensor]) -> bool:
+    """Report whether inputs may be aligned otherwise than in the first run, which matters on the CPU alone."""
+    return context.device.type == "cpu" and any(tensor.is_floating_point() for tensor in inputs.values())
 
 
 def _inputs(context: Context) -> dict[str, torch.Tensor]:

@@ -138,7 +138,7 @@ class Ledger:
             Compare it with the first repeat instead of the first run, which may have had its operands elsewhere in
             memory: there a CPU's kernels may round differently.
         part : int, optional
-            Which of several parts of the tensor it is; they have `own` digests.
+            Which of several parts of the tensor it is, which are seen before the whole. A part has an `own` digest.
         held : torch.Tensor, optional
             The tensor where `value` is a digest.
         expected : callable, optional
@@ -157,13 +157,6 @@ class Ledger:
             self._is_right(label, (here, part), tensor)
         else:
             self._is_wrong(label, here, (right, part), tensor, expected)
-
-    def wants(self, label: Label, here: TensorDigest, part: int | None) -> bool:
-        """Report whether `see` needs a tensor besides its digest."""
-        change = self._changes.get(label)
-        return here.value != self._own.get((label, part), here.value) or (
-            change is not None and change.waits_for == (here.value, part)
-        )
 
     def finish(self) -> None:
         """Take the right bits from elsewhere, where a tensor never was right again."""
@@ -199,10 +192,11 @@ class Ledger:
         )
 
     def _is_right(self, label: Label, here: tuple[str, int | None], tensor: torch.Tensor | None) -> None:
+        part = here[1]
         change = self._changes.get(label)
         if change is None:
             return
-        change.returned = True
+        change.returned = change.returned or part is None
         if change.waits_for == here and tensor is not None:
             self._compare(change, tensor.detach().to("cpu"))
             change.waits_for = change.wrong = None
@@ -221,7 +215,7 @@ class Ledger:
         change.count.add(self.repeat)
         self._by_stage.setdefault(stage, Count()).add(self.repeat)
         self.any.add(self.repeat)
-        if len(change.values) < _MOST_VALUES:
+        if right[1] is None and len(change.values) < _MOST_VALUES:
             change.values.add(here)
         if tensor is None or "blob" in change.facts:
             return

@@ -11,15 +11,17 @@ import peft
 import pytest
 import torch
 
+from consistency.capture.records import TensorRecord
 from consistency.worker.faults import plant
 from consistency.worker.model.running import activations
 from consistency.worker.soak import computed, weights
+from consistency.worker.stages.gradient import stage as of_gradient
 from tests.worker.model.made_models import on_llama
 from tests.worker.soak.conftest import Left, SoakOf, of
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
-WEIGHTS = ("base", "adapter", "merged", "forward")
+WEIGHTS = ("base", "adapter", "merged", "gradient", "forward")
 
 
 @pytest.fixture
@@ -27,15 +29,20 @@ def adapter(llama: Path) -> Path:
     return on_llama(llama, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
 
 
+def _is_left_out(record: TensorRecord) -> bool:
+    """Return whether it is no tensor on the device, or what the optimizer makes of one that is repeated."""
+    return record.layer == "adapter_settings" or record.tensor.endswith(".updated")
+
+
 def test_every_tensor_of_the_first_run_is_computed_again(
     llama: Path, adapter: Path, soak_of: SoakOf, left: Left
 ) -> None:
     """The stage `forward` has merged the adapter into the model: it has to be taken off to the bit."""
-    found = soak_of(llama, adapter, soak_s=3000, stages=WEIGHTS, repeat=2)
+    found = soak_of(llama, adapter, soak_s=300, stages=WEIGHTS)
     assert found.complete
     assert found.repeats >= 3
     assert (found.changed, found.changes) == (None, ())
-    recorded = Counter(r.stage for r in left.records if r.digest is not None and r.layer != "adapter_settings")
+    recorded = Counter(r.stage for r in left.records if r.digest is not None and not _is_left_out(r))
     assert {stage: of(found, stage).tensors for stage in WEIGHTS} == dict(recorded)
     assert recorded["forward"] > 6
     assert all(of(found, stage).repeats >= found.repeats for stage in WEIGHTS)
@@ -81,6 +88,25 @@ def test_a_repeat_of_an_activation_that_differs_is_found(
     assert found.changed is not None
     assert found.changed.count == 1
     assert found.repeats > 3
+
+
+def test_a_gradient_that_differs_is_found_in_its_pass(
+    llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count(1)
+
+    def computed_gradient(name: str, gradient: torch.Tensor) -> torch.Tensor:
+        if "q_proj.lora_B" in name and next(calls) == 4 + 4 + 4 + 3:  # four passes: of the first run, of each repeat
+            gradient.view(torch.int32)[0, 0] ^= -(2**31)
+        return gradient
+
+    monkeypatch.setattr(of_gradient, "computed", computed_gradient)
+    found = soak_of(llama, adapter, soak_s=100, stages=("gradient",))
+    (change,) = found.changes
+    assert (change.layer, change.tensor) == ("model.layers.0.self_attn.q_proj", "lora_B.gradient")
+    assert (change.occurrences.numbers, change.returned, change.values) == ((3,), True, 1)
+    assert (change.diagnosis, change.evidence["bits"]) == ("bit-flip", [31])
+    assert change.shape == (32, 2)  # of one pass
 
 
 def test_a_weight_that_changes_in_memory_stays_changed(
@@ -145,7 +171,7 @@ def test_what_a_worker_leaves_that_dies_in_its_soak(
 
 
 def test_memory_stays_flat_over_repeats(llama: Path, adapter: Path, soak_of: SoakOf) -> None:
-    found = soak_of(llama, adapter, soak_s=6000, stages=WEIGHTS)
+    found = soak_of(llama, adapter, soak_s=4500, stages=WEIGHTS)
     assert found.repeats >= 50
     first, *_, last = found.memory_bytes
     assert last - first < 2**22  # pieces of the C library; 50 repeats' activations alone are more

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -121,17 +122,13 @@ def _backward(
 ) -> Iterator[Backward]:
     """Yield the gradients of a model; their files are removed at the end, but a published one."""
     # rounded once, before float64: the model casts its inputs to its own dtype
-    dtype = next(model.parameters()).dtype
-    inputs = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
-    passes = parts_of(inputs)
-    parameters = {name: model.get_parameter(name) for name in names}
-    counts = {name: 1 if p.numel() >= ONE_PASS else len(passes) for name, p in parameters.items()}
-    layout = {name: (p.dtype, (counts[name], *p.shape)) for name, p in parameters.items()}
+    inputs = as_model_takes(model, inputs)
+    runs = Runs(context, model, names, inputs)
+    layout = {name: (p.dtype, (runs.counts[name], *p.shape)) for name, p in runs.parameters.items()}
     stem = context.scratch / f"gradients-{context.job.makes_reference:d}-{context.device.type}-{id(model)}"
     own = TensorFile(stem.with_suffix(".safetensors"), layout)
     kernels = half_kernels.replacement(model, tokens_of(inputs))
     found = Backward(gradients=own, computed_by=half_kernels.described(kernels))
-    runs = _Runs(context, model, counts, passes)
     try:
         try:
             for _ in range(context.job.case.repeat):
@@ -161,18 +158,41 @@ def _backward(
             found.exact.close()
 
 
-class _Runs:
-    """Backward passes of one model over the parts of a batch."""
+def as_model_takes(model: torch.nn.Module, inputs: Tensors) -> Tensors:
+    """Return the inputs with floating-point ones in the model's dtype."""
+    dtype = next(model.parameters()).dtype
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
 
-    def __init__(self, context: Context, model: torch.nn.Module, counts: dict[str, int], passes: list[Tensors]) -> None:
-        self._events = context.events
+
+class Into(Protocol):
+    """Takes the gradients of each pass, on the CPU."""
+
+    def write(self, name: str, index: int, tensor: torch.Tensor) -> None: ...
+
+
+class Runs:
+    """Backward passes of one model over the parts of a batch.
+
+    Attributes
+    ----------
+    parameters : dict
+        By name.
+    counts : dict
+        Number of passes that give a parameter's gradient, by name.
+    """
+
+    def __init__(
+        self, context: Context, model: torch.nn.Module, names: list[str], inputs: Tensors, *, tells: bool = True
+    ) -> None:
+        self._events = context.events if tells else None
         self._model = model
-        self._counts = counts
-        self._passes = passes
+        self._passes = parts_of(inputs)
         self._recompute = True
+        self.parameters = {name: model.get_parameter(name) for name in names}
+        self.counts = {n: 1 if p.numel() >= ONE_PASS else len(self._passes) for n, p in self.parameters.items()}
 
     def in_dtype(
-        self, kernels: RoundedProducts | None, into: TensorFile | None, products: str = ""
+        self, kernels: RoundedProducts | None, into: Into | None, products: str = ""
     ) -> dict[str, TensorDigest]:
         """Compute the gradients in the model's dtype, write them into a file where one is given, and digest them."""
         blocks: list[Blocks] = [{} for _ in self._passes]
@@ -188,7 +208,7 @@ class _Runs:
         self._run(f"backward, {products}" if products else "backward", take, kernels)
         return {
             name: combine(
-                name_of(dtype), (self._counts[name], *shape), tuple(b for part in blocks for b in part.get(name, ()))
+                name_of(dtype), (self.counts[name], *shape), tuple(b for part in blocks for b in part.get(name, ()))
             )
             for name, (dtype, shape) in kinds.items()
         }
@@ -203,9 +223,10 @@ class _Runs:
 
     def _run(self, label: str, take: Callable[[int, str, torch.Tensor], None], mode: Wide | None) -> None:
         for index, part in enumerate(self._passes):
-            self._events.step(label, index, len(self._passes))
+            if self._events is not None:
+                self._events.step(label, index, len(self._passes))
             hand_over = functools.partial(take, index)
-            names = [name for name, count in self._counts.items() if index < count]
+            names = [name for name, count in self.counts.items() if index < count]
             if not names:
                 break
             try:
