@@ -59,6 +59,21 @@ def restored(layer: Any) -> Iterator[None]:
                 parameter.data = data  # the storage it had, which a tied weight shares
 
 
+@contextmanager
+def taking(layer: Any, delta: torch.Tensor) -> Iterator[None]:
+    """Let merges take a delta that the layer has computed already, as long as nothing writes into it."""
+    real, version = layer.get_delta_weight, delta._version
+
+    def get_delta_weight(adapter: str) -> Any:
+        return delta if adapter == ADAPTER_NAME and delta._version == version else real(adapter)
+
+    layer.get_delta_weight = get_delta_weight
+    try:
+        yield
+    finally:
+        del layer.get_delta_weight
+
+
 def weight_of(layer: Any) -> torch.Tensor:
     """Return the weight that a merge changes: of the base layer, or the parameter that PEFT wraps by its name."""
     weight = layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
