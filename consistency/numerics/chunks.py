@@ -23,6 +23,9 @@ _ONE_THREAD = 1 << 18
 """Multiplications per product: OpenBLAS splits larger ones (interface/gemm.c: 4 * 65536) among threads that spin
 against torch's and, on a busy machine, wait for one another: fifty times as slow was measured."""
 
+_STRETCH = 1 << 18
+"""Elements that are measured by one call, which costs some 30 µs: 4 MiB of exact values and magnitudes."""
+
 _LARGEST_BLOCK = 1 << 19
 """Elements per product at most, 4 MiB of float64, for weights of any width."""
 
@@ -132,19 +135,18 @@ class LowRankProduct:
         self._base = None if base is None else base.detach()
         self.rows, self.columns = len(self._left), self._right.shape[1]
         width = max(1, self.columns)
-        self.rows_per_block = max(1, min(max(_BLOCK // width, _BLAS_ROWS), _LARGEST_BLOCK // width))
+        self._rows_per_block = max(1, min(max(_BLOCK // width, _BLAS_ROWS), _LARGEST_BLOCK // width))
+        self.rows_per_stretch = self._rows_per_block * max(1, _STRETCH // (self._rows_per_block * width))
 
     def stretches(self, tensors: Sequence[LowRankTensor], rows: range) -> Iterator[tuple[Stretch, ...]]:
-        """Yield a stretch of every tensor for each block of rows; `rows` begins with a block."""
+        """Yield stretches of every tensor; `rows` begins with one."""
         sizes = any(isinstance(tested.allowance, Allowance) for tested in tensors)
-        products = np.empty((2, min(self.rows_per_block, len(rows)), self.columns))
-        for row in rows[:: self.rows_per_block]:
-            part = slice(row, min(rows.stop, row + self.rows_per_block))
+        step = self.rows_per_stretch
+        products = np.empty((2, min(step, len(rows)), self.columns))
+        for row in rows[::step]:
+            part = slice(row, min(rows.stop, row + step))
             value, size = products[:, : part.stop - row]
-            with np.errstate(all="ignore"):  # factors may not be finite: their products exceed tolerance
-                _multiply(self._left[part], self._right, value)
-                if sizes:
-                    _multiply(self._left_size[part], self._right_size, size)
+            self._multiply(part, value, size if sizes else None)
             below = None if self._base is None else self._base[part].reshape(-1)
             yield tuple(
                 Stretch(
@@ -157,6 +159,15 @@ class LowRankProduct:
                 )
                 for tested in tensors
             )
+
+    def _multiply(self, rows: slice, value: np.ndarray, size: np.ndarray | None) -> None:
+        with np.errstate(all="ignore"):  # factors may not be finite: their products exceed tolerance
+            for row in range(rows.start, rows.stop, self._rows_per_block):
+                part = slice(row, min(rows.stop, row + self._rows_per_block))
+                to = slice(part.start - rows.start, part.stop - rows.start)
+                _multiply(self._left[part], self._right, value[to])
+                if size is not None:
+                    _multiply(self._left_size[part], self._right_size, size[to])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

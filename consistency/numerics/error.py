@@ -55,13 +55,13 @@ class ErrorMeter:
 
 def measure_low_rank(tensors: Sequence[LowRankTensor], product: LowRankProduct) -> list[Measure]:
     """Measure how far deltas and merged weights of one layer are from their exact values, which are made once."""
-    step = product.rows_per_block
+    step = product.rows_per_stretch
 
-    def stretches(blocks: range) -> Iterator[tuple[Stretch, ...]]:
-        return product.stretches(tensors, range(blocks.start * step, min(product.rows, blocks.stop * step)))
+    def stretches(part: range) -> Iterator[tuple[Stretch, ...]]:
+        return product.stretches(tensors, range(part.start * step, min(product.rows, part.stop * step)))
 
-    blocks = -(-product.rows // step)
-    return _measured([tested.actual for tested in tensors], stretches, blocks, step * product.columns)
+    count = -(-product.rows // step)
+    return _measured([tested.actual for tested in tensors], stretches, count, step * product.columns)
 
 
 def measure_against_exact(
@@ -102,10 +102,13 @@ def measure_stretches(actual: torch.Tensor, stretches: Iterable[Stretch]) -> Mea
 def _measured(
     tensors: Sequence[torch.Tensor],
     stretches: Callable[[range], Iterable[tuple[Stretch, ...]]],
-    blocks: int,
-    elements_per_block: int,
+    count: int,
+    elements: int,
 ) -> list[Measure]:
-    """Measure tensors on several threads, each of which takes a range of blocks; the results do not depend on them."""
+    """Measure tensors on several threads, each of which takes some of `count` parts of so many elements.
+
+    Sums are taken by chunk within a part, so the results do not depend on the threads.
+    """
 
     def add_up(part: range) -> list[ErrorTally]:
         meters = [ErrorMeter(tensor.dtype) for tensor in tensors]
@@ -114,9 +117,9 @@ def _measured(
                 meter.add(stretch)
         return [meter.tally() for meter in meters]
 
-    threads = max(1, min(torch.get_num_threads(), blocks * elements_per_block // _ELEMENTS_PER_THREAD))
-    step = max(1, -(-blocks // threads))
-    first, *others = [range(start, min(blocks, start + step)) for start in range(0, blocks, step)] or [range(0)]
+    threads = max(1, min(torch.get_num_threads(), count * elements // _ELEMENTS_PER_THREAD))
+    step = max(1, -(-count // threads))
+    first, *others = [range(start, min(count, start + step)) for start in range(0, count, step)] or [range(0)]
     running = [pool(os.getpid(), threads - 1).submit(add_up, part) for part in others]
     found = add_up(first)
     for other in running:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consistency.numerics import error
+from consistency.numerics import chunks, error
 from consistency.numerics.bound import Allowance
 from consistency.numerics.chunks import CHUNK, LowRankProduct, LowRankTensor, Stretch
 from consistency.numerics.distance import hexadecimal
@@ -121,6 +121,7 @@ def test_a_ratio_that_was_nan_stays_nan() -> None:
 def test_threads_give_the_same_bits(threads: int, spoiled: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums are taken by chunk, the earlier of two worst elements is shown, whichever thread saw it."""
     monkeypatch.setattr(error, "_ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(chunks, "_STRETCH", 1 << 15)
     left, right, base = normal(300, 4), normal(4, 700, seed=1), normal(300, 700, seed=2)
     actual = base + left @ right
     for row in (40, 120, 290):

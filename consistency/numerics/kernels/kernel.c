@@ -425,59 +425,83 @@ INLINE uint16_t to_float16(uint32_t bits)
     return (uint16_t)(bits >> 16 & 0x8000) | (uint16_t)(x < 113u << 23 ? small - (126u << 23) : normal);
 }
 
-/* Round a block, as torch does: to the narrow formats by way of float32. */
-INLINE void round_to(enum kind kind, const double *restrict exact, unsigned char *restrict to)
+/* Round a block, as torch does: to the narrow formats by way of float32. Return how many elements are not what was
+ * computed. */
+INLINE int64_t round_to(enum kind kind, const double *restrict exact, const unsigned char *actual,
+                        unsigned char *restrict to)
 {
-    if (kind == FLOAT64) { memcpy(to, exact, BLOCK * 8); return; }
+    if (kind == FLOAT64) {
+        int64_t count = 0;
+        memcpy(to, exact, BLOCK * 8);
+        for (int i = 0; i < BLOCK; i++) count += load64(to, i) != load64(actual, i);
+        return count;
+    }
+    if (kind == FLOAT32) {
+        uint32_t count = 0;
+        for (int i = 0; i < BLOCK; i++) {
+            const float narrow = (float)exact[i];
+            memcpy(to + 4 * i, &narrow, 4);
+            count += load32(to, i) != load32(actual, i);
+        }
+        return count;
+    }
+    uint16_t count = 0; /* of BLOCK at most */
     for (int i = 0; i < BLOCK; i++) {
         const float narrow = (float)exact[i];
         uint32_t bits;
         memcpy(&bits, &narrow, 4);
-        if (kind == FLOAT32) { memcpy(to + 4 * i, &bits, 4); continue; }
         const uint16_t half = kind == BFLOAT16 ? (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : to_float16(bits);
         memcpy(to + 2 * i, &half, 2);
+        count = (uint16_t)(count + (half != load16(actual, i)));
     }
+    return count;
 }
 
-/* The exact values and the errors of a block, and the keys of the largest of each. */
-INLINE struct largest errors_of(enum kind kind, int has_base, const struct computed *of, double *restrict exact,
-                                double *restrict off)
+/* Whether an error over `by` may exceed the largest quotient so far. If d / by > best, then d > best * by, and since d is
+ * a float64, d is no smaller than that product rounded: a multiplication tells, and few blocks divide. NaN divides. */
+INLINE int64_t may_exceed(double off, double by, double best) { return (off > 0) & !(off < best * fabs(by)); }
+
+/* The keys of the largest error and of the largest exact value of a block, and whether it may hold the largest relative
+ * error so far. */
+struct sizes {
+    int64_t off, exact, exceeds;
+};
+
+INLINE struct sizes errors_of(enum kind kind, int has_base, const struct computed *of, double max_rel,
+                              double *restrict exact, double *restrict off)
 {
-    int64_t most = 0, magnitude = 0;
+    struct sizes seen = {0, 0, 0};
     for (int i = 0; i < BLOCK; i++) {
         double e = of_float64(load64(of->value, i));
         if (has_base) e += number(kind, of->base, i);
         const double d = fabs(number(kind, of->actual, i) - e);
         exact[i] = e, off[i] = d;
-        most = key(d) > most ? key(d) : most;
-        magnitude = key(fabs(e)) > magnitude ? key(fabs(e)) : magnitude;
+        seen.off = key(d) > seen.off ? key(d) : seen.off;
+        seen.exact = key(fabs(e)) > seen.exact ? key(fabs(e)) : seen.exact;
+        seen.exceeds |= may_exceed(d, e, max_rel);
     }
-    return (struct largest){.off = most, .relative = magnitude};
+    return seen;
 }
 
-/* The order of operations is that of chunks.py and bound.py. */
-INLINE void allowed_of(enum kind kind, int has_base, const struct computed *of, const double *restrict exact,
-                       double *restrict allowed)
+/* What is allowed of each element, and whether the block may hold the largest ratio so far. The order of operations is
+ * that of chunks.py and bound.py. */
+#define ALLOWED(expression)                                                                                            \
+    for (int i = 0; i < BLOCK; i++) {                                                                                  \
+        const double here = (expression);                                                                              \
+        allowed[i] = here;                                                                                             \
+        exceeds |= may_exceed(off[i], here, ratio);                                                                    \
+    }
+
+INLINE int64_t allowed_of(enum kind kind, int has_base, const struct computed *of, double ratio,
+                          const double *restrict exact, const double *restrict off, double *restrict allowed)
 {
     const double p = of->product_or_rtol, w = of->weight, f = of->floor_or_atol;
-    if (of->allowance == USER)
-        for (int i = 0; i < BLOCK; i++) allowed[i] = fabs(exact[i]) * p + f;
-    else if (of->allowance == GIVEN)
-        memcpy(allowed, of->size, BLOCK * 8);
-    else if (has_base)
-        for (int i = 0; i < BLOCK; i++)
-            allowed[i] = of_float64(load64(of->size, i)) * p + fabs(number(kind, of->base, i)) * w + f;
-    else
-        for (int i = 0; i < BLOCK; i++) allowed[i] = of_float64(load64(of->size, i)) * p + f;
-}
-
-/* Whether an error over `by` may exceed the largest quotient so far. If d / by > best, then d > best * by, and since d is
- * a float64, d is no smaller than that product rounded: a multiplication tells, and few blocks divide. NaN divides. */
-INLINE int may_exceed(const double *restrict off, const double *restrict by, double best)
-{
-    int64_t any = 0;
-    for (int i = 0; i < BLOCK; i++) any |= (off[i] > 0) & !(off[i] < best * fabs(by[i]));
-    return any != 0;
+    int64_t exceeds = 0;
+    if (of->allowance == USER) ALLOWED(fabs(exact[i]) * p + f)
+    else if (of->allowance == GIVEN) ALLOWED(of_float64(load64(of->size, i)))
+    else if (has_base) ALLOWED(of_float64(load64(of->size, i)) * p + fabs(number(kind, of->base, i)) * w + f)
+    else ALLOWED(of_float64(load64(of->size, i)) * p + f)
+    return exceeds;
 }
 
 /* The key of the largest error over `by`; 0 / 0 is 0: no error. */
@@ -498,17 +522,14 @@ INLINE int add_block(enum kind kind, int has_base, const struct computed *of, in
                      double *sums, double *squares)
 {
     double exact[BLOCK], off[BLOCK], by[BLOCK], quotient[BLOCK];
-    uint64_t flips[BLOCK];
     unsigned char rounded[BLOCK * 8];
-    const int words = BLOCK * bytes_of(kind) / 8;
-    const struct largest most = errors_of(kind, has_base, of, exact, off);
-    if (most.off >= KEY_OF_INFINITY || most.relative >= KEY_OF_INFINITY) return 0;
-    seen->magnitude = of_key(most.relative) > seen->magnitude ? of_key(most.relative) : seen->magnitude;
+    const struct sizes most = errors_of(kind, has_base, of, seen->max_rel, exact, off);
+    if (most.off >= KEY_OF_INFINITY || most.exact >= KEY_OF_INFINITY) return 0;
+    seen->magnitude = of_key(most.exact) > seen->magnitude ? of_key(most.exact) : seen->magnitude;
     const double *badness = NULL;
     int64_t score = 0;
     if (of->allowance != NONE) {
-        allowed_of(kind, has_base, of, exact, by);
-        if (may_exceed(off, by, seen->ratio)) {
+        if (allowed_of(kind, has_base, of, seen->ratio, exact, off, by)) {
             score = largest_quotient(off, by, quotient);
             if (score > KEY_OF_INFINITY) return 0;
             if (of_key(score) > seen->ratio) badness = quotient, seen->ratio = of_key(score);
@@ -522,19 +543,14 @@ INLINE int add_block(enum kind kind, int has_base, const struct computed *of, in
         seen->worst = start + i, seen->worst_exact = exact[i];
     }
     seen->max_abs = of_key(most.off) > seen->max_abs ? of_key(most.off) : seen->max_abs;
-    if (may_exceed(off, exact, seen->max_rel)) {
+    if (most.exceeds) {
         const double relative = of_key(largest_quotient(off, exact, quotient));
         seen->max_rel = relative > seen->max_rel ? relative : seen->max_rel;
     }
-    round_to(kind, exact, rounded);
-    uint64_t any = 0;
-    for (int i = 0; i < words; i++) {
-        flips[i] = load64(of->actual, i) ^ load64(rounded, i);
-        any |= flips[i];
-    }
-    if (any) {
-        seen->mismatched += differing(kind, 1, flips);
+    const int64_t mismatched = round_to(kind, exact, of->actual, rounded);
+    if (mismatched) {
         const uint64_t steps = farthest(kind, of->actual, rounded);
+        seen->mismatched += mismatched;
         seen->max_ulp = steps > seen->max_ulp ? steps : seen->max_ulp;
     }
     add_up(off, sums, squares);
