@@ -127,7 +127,7 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
             if not together:
                 settle()
     if delta is not None and delta._version != version:  # a merge has written into it
-        waiting[0] = replace(waiting[0], actual=_delta_weight(layer))
+        waiting[0] = replace(waiting[0], actual=delta_weight(layer))
     settle()
 
 
