@@ -13,7 +13,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     sequences, tokens : int or None
         Inputs that are made: fewer than those of the level. The rest is not checked.
     micro_batch : int or None
-        Sequences that go through the model at a time.
+        Sequences of one backward pass at most.
     """
 
     sequences: int | None = None

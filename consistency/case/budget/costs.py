@@ -160,9 +160,15 @@ class Setting:
         tokens = self.shape.tokens or self.case.tokens
         return tokens if longest is None or self.shape.tokens is not None else min(tokens, longest)
 
-    def at_a_time(self, parts: int = 1) -> int:
-        """Return the positions that go through the model at a time, where a stage takes the batch in parts."""
-        rows = math.ceil(self.sequences / min(parts, self.sequences))
+    @property
+    def positions(self) -> int:
+        """Return the positions of all sequences."""
+        return self.sequences * self.tokens
+
+    @property
+    def of_backward(self) -> int:
+        """Return the positions of one backward pass."""
+        rows = math.ceil(self.sequences / min(GRADIENT_PASSES, self.sequences))
         return min(rows, self.case.fit.micro_batch or rows) * self.tokens
 
 
@@ -255,12 +261,12 @@ def forward(s: Setting) -> Cost:
         return Cost(work=Work(fixed_s=STAGE_S))
     modes = (1 if s.case.adapter is None else 3 if s.shape.layers else 2) * s.case.repeat
     wide = min(2, modes) if s.makes_reference else 0
-    rows = s.sequences * s.tokens
-    products = _products(s, rows, parts=math.ceil(rows / max(1, s.at_a_time())))
+    rows = s.positions
+    products = _products(s, rows, parts=1)
     states = rows * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + (s.shape.vocabulary or 0))
-    in_float64 = wide * states * 8 + _float64_bytes(s, s.at_a_time()) if wide else 0
+    in_float64 = wide * states * 8 + _float64_bytes(s, rows) if wide else 0
     merging = s.shape.largest_layer_elements * 2 * 4
-    native = states * s.shape.width + s.at_a_time() * _of_one_token(s) * s.shape.width
+    native = states * s.shape.width + rows * _of_one_token(s) * s.shape.width
     return Cost(
         host_bytes=modes * states * s.shape.width + in_float64 + (0 if s.on_device else merging),
         device_bytes=native + merging,
@@ -282,7 +288,7 @@ def gradient(s: Setting) -> Cost:
     """
     if not s.shape.runs_on_inputs:
         return Cost(work=Work(fixed_s=STAGE_S))
-    rows, at_a_time = s.sequences * s.tokens, s.at_a_time(GRADIENT_PASSES)
+    rows, at_a_time = s.positions, s.of_backward
     passes = math.ceil(rows / max(1, at_a_time))
     products = _products(s, rows, parts=passes).times(3)
     states = at_a_time * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + 3 * (s.shape.vocabulary or 0))
@@ -322,7 +328,7 @@ def sharding(s: Setting) -> Cost:
     """
     read_s = 2 * (MAP_S + DIGEST_S) * s.shape.loaded_bytes
     return Cost(
-        work=Work(fixed_s=2 * LOAD_S, memory_s=read_s, native=_products(s, s.at_a_time(), parts=1).times(3)),
+        work=Work(fixed_s=2 * LOAD_S, memory_s=read_s, native=_products(s, s.positions, parts=1).times(3)),
     )
 
 
@@ -333,7 +339,7 @@ def without_model(s: Setting) -> Cost:
 
 def wrapping(s: Setting) -> Cost:
     """Wrap the base and run it forwards and backwards a few times."""
-    return Cost(work=Work(fixed_s=STAGE_S, native=_products(s, s.at_a_time(), parts=1).times(6)))
+    return Cost(work=Work(fixed_s=STAGE_S, native=_products(s, s.positions, parts=1).times(6)))
 
 
 STAGE_COSTS: dict[Stage, StageCost] = {

@@ -1,7 +1,7 @@
 """Fit a case to the memory of its host and devices, before a worker starts.
 
-What is cut, in this order, because each costs more than the one before: sequences that go through the model at a time;
-tokens of each sequence; sequences; workers side by side. Fewer tokens and fewer sequences leave something unchecked,
+What is cut, in this order, because each costs more than the one before: sequences of one backward pass; tokens of each
+sequence; sequences; workers side by side. Fewer tokens and fewer sequences leave something unchecked,
 and the report says so. A base that does not fit its device is streamed through it, where `--placement` allows that.
 """
 
@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from consistency.case.budget.costs import GRADIENT_PASSES
 from consistency.case.budget.estimate import PlannedWorker, WorkerEstimate, estimate_worker, together
 from consistency.case.budget.placement import is_offloaded
 from consistency.case.budget.shape import Shape, read_shape
 from consistency.case.budget.speed import Speed
 from consistency.case.case import Case
 from consistency.case.fit import Fit
-from consistency.case.stages import stages_of
+from consistency.case.stages import Stage, stages_of
 from consistency.devices.cores import threads_per_worker
 from consistency.errors import InputError
 
@@ -142,14 +143,16 @@ def _cuts(case: Case, shape: Shape) -> Iterator[Fit]:
     if not set(CUT) & set(case.stages):
         return
     sequences, tokens = shape.sequences or case.sequences, case.tokens
-    for rows in _halves(sequences, 1):
-        yield msgspec.structs.replace(case.fit, micro_batch=rows)
+    least = case.fit
+    if Stage.GRADIENT in case.stages:
+        least = msgspec.structs.replace(case.fit, micro_batch=1)
+        for rows in _halves(-(-sequences // GRADIENT_PASSES), 1):
+            yield msgspec.structs.replace(case.fit, micro_batch=rows)
     if case.inputs is None:
         for fewer in _halves(tokens, FEWEST_TOKENS):
-            yield msgspec.structs.replace(case.fit, micro_batch=1, tokens=fewer)
+            yield msgspec.structs.replace(least, tokens=fewer)
         for fewer in _halves(sequences, 1):
-            least = min(tokens, FEWEST_TOKENS)
-            yield msgspec.structs.replace(case.fit, micro_batch=1, tokens=least, sequences=fewer)
+            yield msgspec.structs.replace(least, tokens=min(tokens, FEWEST_TOKENS), sequences=fewer)
 
 
 def _halves(count: int, least: int) -> Iterator[int]:
@@ -210,7 +213,7 @@ def _changes(case: Case, fitted: Case, workers: Sequence[WorkerEstimate], at_onc
         yield f"{at_once} of {most} workers at a time"
     if fitted.fit.micro_batch is not None and fitted.fit != case.fit:
         rows = fitted.fit.micro_batch
-        yield f"forward and gradient: {rows} {'sequence' if rows == 1 else 'sequences'} at a time"
+        yield f"gradient: {rows} {'sequence' if rows == 1 else 'sequences'} in one backward pass"
     if fitted.tokens < case.tokens:
         yield f"forward and gradient: {fitted.tokens} of {case.tokens} tokens"
     if fitted.sequences < case.sequences:

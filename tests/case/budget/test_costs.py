@@ -47,7 +47,7 @@ def test_fewer_sequences_at_a_time_and_fewer_tokens_take_less_memory(stage: Stag
         return cost(setting(case=Case(name="x", base="b", adapter="a", fit=fit))).host_bytes
 
     whole, one = taken(Fit()), taken(Fit(micro_batch=1))
-    assert one < whole
+    assert (one < whole) is (stage is Stage.GRADIENT), "all states of a forward pass are kept"
     assert taken(Fit(micro_batch=1, tokens=4)) < one
     assert taken(Fit(micro_batch=1, tokens=4, sequences=1)) <= taken(Fit(micro_batch=1, tokens=4))
 

@@ -186,7 +186,7 @@ class Runs:
     ) -> None:
         self._events = context.events if tells else None
         self._model = model
-        self._passes = parts_of(inputs)
+        self._passes = parts_of(inputs, rows=context.job.case.fit.micro_batch)
         self._recompute = True
         self.parameters = {name: model.get_parameter(name) for name in names}
         self.counts = {n: 1 if p.numel() >= ONE_PASS else len(self._passes) for n, p in self.parameters.items()}
