@@ -6,8 +6,8 @@
     python -m benchmarks.budget DIR8 DIR70 --plan-only         # time of the plan itself; headers are enough
 
 The estimated memory is that of the process at its peak, private and mapped, like the resident size that the run
-records. Two actual times are shown: wall time, and processor time over threads, which other processes do not lengthen;
-the second one counts a thread that waits for another as idle, so the true figure lies between them.
+records. Two actual times are shown: wall time, and processor time over threads, which other processes do not lengthen.
+The ratio is to the processor time: with several threads, one that waits for another counts as idle there.
 """
 
 from __future__ import annotations
@@ -75,14 +75,13 @@ def _show(planned: dict[str, Any], actual: dict[str, Any], *, threads: int) -> N
         for name, value in zip(total, seconds, strict=True):
             total[name] += value
         print(f"{stage['stage']:26}{memory:10.0f}{peak:10.0f}{memory / peak:10.2f}{_times(*seconds)}")
-    whole = (planned["host_private_bytes"] + planned["host_mapped_bytes"]) / MIB
+    whole = max(stage["host_private_bytes"] + stage["host_mapped_bytes"] for stage in planned["stages"]) / MIB
     peak = actual["peak_bytes"] / MIB
     print(f"{'all':26}{whole:10.0f}{peak:10.0f}{whole / peak:10.2f}{_times(*total.values())}")
 
 
 def _times(estimate: float, wall: float, processor: float) -> str:
-    nearest = min(max(estimate, processor), wall)  # what lies between the two is as good as either
-    return f"{estimate:12.2f}{wall:9.2f}{processor:11.2f}{estimate / max(nearest, 1e-9):10.2f}"
+    return f"{estimate:12.2f}{wall:9.2f}{processor:11.2f}{estimate / max(processor, 1e-9):10.2f}"
 
 
 if __name__ == "__main__":

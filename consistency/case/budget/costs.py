@@ -42,11 +42,11 @@ ACCELERATOR_PROCESS_BYTES = 2 * 10**9
 """The same with a device's driver and libraries: the limit that a worker keeps, not a measurement of any device."""
 
 START_S = 4.5
-LOAD_S = 0.2
-STAGE_S = 0.25
+LOAD_S = 0.15
+STAGE_S = 0.15
 """Imports, building a model from its config, and a stage that checks no model."""
 
-PER_TENSOR_S = 0.0015
+PER_TENSOR_S = 0.001
 """Of Python for one record: a digest, its comparison, a line of JSON."""
 
 READ_BYTES = 2e10
@@ -58,6 +58,9 @@ MAP_S = 0.2e-9
 
 MERGE_S = 12e-9
 """Per element of a delta or merged weight: PEFT's merge, digests, its measure against the float64 bound."""
+
+MERGE_ALONE_S = 6e-9
+"""The same of PEFT's merge alone."""
 
 MEASURE_S = 0.4e-6
 """Per element that is compared with its float64 value by the `relative` rule: errors of this worker and of the CPU."""
@@ -190,7 +193,7 @@ def load_base(s: Setting) -> Cost:
 
 
 def base(s: Setting) -> Cost:
-    """Digest every tensor in place; where that is not known of its bytes in the file, they are read too."""
+    """Digest every tensor in place, and its bytes in the file: these are mapped already, or in the page cache."""
     largest = s.shape.largest_elements * s.shape.width
     return Cost(
         host_bytes=largest if s.shape.converted_bytes else 0,
@@ -221,7 +224,7 @@ def adapter(s: Setting) -> Cost:
         host_bytes=3 * s.shape.adapter_bytes,
         device_bytes=2 * s.shape.adapter_bytes,
         work=Work(
-            fixed_s=PER_TENSOR_S * s.shape.adapter_tensors,
+            fixed_s=2 * PER_TENSOR_S * s.shape.adapter_tensors,
             memory_s=(1 + loads) * 4 * (MAP_S + DIGEST_S) * s.shape.adapter_bytes,
         ),
     )
@@ -272,7 +275,7 @@ def forward(s: Setting) -> Cost:
         device_bytes=native + merging,
         work=Work(
             fixed_s=LOAD_S + PER_TENSOR_S * modes * (s.shape.blocks + 2),
-            memory_s=modes * states * MEASURE_S + (MERGE_S * s.shape.adapted_elements if modes > 1 else 0),
+            memory_s=modes * states * MEASURE_S + (MERGE_ALONE_S * s.shape.adapted_elements if modes > 1 else 0),
             native=products.times(modes),
             float64=products.times(wide),
         ),
@@ -311,13 +314,16 @@ def gradient(s: Setting) -> Cost:
 
 
 def memory(s: Setting) -> Cost:
-    """Merge the largest adapted layer some ten times, under torch's profiler; at the level `thorough` every layer."""
+    """Merge the largest adapted layer ten times, under torch's profiler; at the level `thorough` every layer.
+
+    Ten merges take about as long as those of the three tensors of the stage `merged`, which are measured too.
+    """
     of_layer = s.shape.largest_layer_elements * (2 * 4 + s.shape.width)
     layers = s.shape.adapted_elements if s.case.level is Level.THOROUGH else s.shape.largest_layer_elements
     return Cost(
         host_bytes=0 if s.on_device else of_layer,
         device_bytes=of_layer,
-        work=Work(fixed_s=STAGE_S, memory_s=MERGE_S * layers),
+        work=Work(fixed_s=2 * STAGE_S, memory_s=3 * MERGE_S * layers),
     )
 
 

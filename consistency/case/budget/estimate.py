@@ -187,7 +187,6 @@ class _Held:
                 self._device += shape.loaded_bytes
             else:
                 self._private += shape.converted_bytes
-                self._mapped += shape.mapped_bytes
             if on_device and self._offloads:  # one layer at a time
                 self._device += shape.largest_elements * shape.width
 
@@ -209,6 +208,8 @@ class _Held:
 
     def end(self, stage: str) -> None:
         shape, on_device = self._shape, self._setting.on_device
+        if stage == "load base" and (not on_device or self._offloads):
+            self._mapped += shape.mapped_bytes  # a page is there once it is read
         if stage == "load adapter":
             if on_device:
                 self._device += shape.adapter_bytes
