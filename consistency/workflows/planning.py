@@ -19,7 +19,7 @@ from consistency.launch.plan import WorkerPlan, plan_waves
 
 
 def host_speed() -> Speed:
-    """Measure this host's processor, in a fifth of a second."""
+    """Measure this host's processor, in a quarter of a second."""
     return measure_speed(cpu_flags())
 
 

@@ -49,26 +49,26 @@ STAGE_S = 0.15
 PER_TENSOR_S = 0.001
 """Of Python for one record: a digest, its comparison, a line of JSON."""
 
-READ_BYTES = 2e10
+READ_BYTES = 2.41e10
 """Bytes per second that `Speed.read_bytes` gave there: the times below are scaled by it."""
 
 DIGEST_S = 0.19e-9
 MAP_S = 0.2e-9
 """Per byte: a digest, and a page of a mapped file that is read for the first time."""
 
-MERGE_S = 12e-9
+MERGE_S = 12.5e-9
 """Per element of a delta or merged weight: PEFT's merge, digests, its measure against the float64 bound."""
 
 MERGE_ALONE_S = 6e-9
 """The same of PEFT's merge alone."""
 
-MEASURE_S = 0.4e-6
+MEASURE_S = 0.42e-6
 """Per element that is compared with its float64 value by the `relative` rule: errors of this worker and of the CPU."""
 
 WEIGHT_S = {"half": 0.32e-9, "float32": 0.74e-9, "float64": 1.6e-9}
 """Per element of a weight and product: reading it, for float64 widening it; 32 and 128 rows times 5632 x 2048."""
 
-FLOP_SHARES = {"half": 1.0, "float32": 1.2, "float64": 1.6}
+FLOP_SHARES = {"half": 0.9, "float32": 1.1, "float64": 1.5}
 """Of a product's operations per second to those of NumPy's small matrices, from the same products."""
 
 

@@ -1,4 +1,4 @@
-"""How fast this host's processor computes and moves bytes, measured by NumPy in about a tenth of a second.
+"""How fast this host's processor computes and moves bytes, measured by NumPy in a quarter of a second.
 
 NumPy is imported already and its products run on the same processor as torch's, so no process has to import torch for
 this. What torch's kernels reach of these speeds is in `costs`.
@@ -23,7 +23,7 @@ _MATRICES = 32
 _READ_BYTES = 16 * 2**20
 """More than the caches of a core hold."""
 
-_ROUNDS = 8
+_ROUNDS = 40
 """The best of these counts: other processes can only slow a round down."""
 
 
