@@ -83,7 +83,7 @@ class StageSpec:
     opens_devices : bool
         Whether it uses other devices on purpose.
     before : Stage or None
-        Where it runs, if not in the order of `Stage`: `forward` leaves the adapter merged.
+        Where it runs, if not in the order of `Stage`.
     whole : str
         Tensor of the row that stands for it as a whole.
     """
@@ -190,8 +190,6 @@ def run_order(stages: Iterable[Stage], *, sees_others: bool) -> list[StageSpec]:
 
 MOVES_WEIGHTS = stages_of(lambda spec: spec.kind is Kind.MOVES and spec.model is Model.REQUIRED)
 """Stages that follow the weights from their file to the device."""
-
-NEED_THE_MODEL = stages_of(lambda spec: spec.model is Model.REQUIRED)
 
 COMPUTES_WITH_WEIGHTS = stages_of(lambda spec: spec.kind is Kind.COMPUTES and spec.model is Model.REQUIRED)
 """Stages in which wrong weights show too."""

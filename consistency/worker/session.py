@@ -18,7 +18,7 @@ from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import SettingChange
 from consistency.capture.writer import write_json
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import NEED_THE_MODEL, SPECS, Model, Stage, StageSpec, run_order
+from consistency.case.stages import SPECS, Model, Stage, StageSpec, run_order
 from consistency.errors import UsageError
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.words import Word
@@ -31,7 +31,6 @@ from consistency.worker.model.id_checks import KernelAssertedError
 from consistency.worker.model.inputs import digest_of, fixed_inputs
 from consistency.worker.model.kept_base import BaseKeeper, Taken
 from consistency.worker.model.loading import LoadedBase, expected_adapter, load_adapter, load_base
-from consistency.worker.model.merging import unmerged_afterwards
 from consistency.worker.model.structure import Structure
 from consistency.worker.model.weight_files import WeightFiles
 from consistency.worker.protocol import STATE_FILE, EventLog, Job, WorkerState
@@ -50,7 +49,6 @@ class Session:
         self._asked = asked
         self._bases = bases or BaseKeeper()
         self._structure: Structure | None = None
-        self._still_merged: list[tuple[int, ...]] = []
         self._placement = Placement(torch.device(job.device))
         if not self._bases.is_first(job):
             reset_peak()
@@ -104,22 +102,15 @@ class Session:
 
     def _run(self, spec: StageSpec, context: Machine) -> None:
         self._begin(spec.stage)
-        kept: AbstractContextManager[list[tuple[int, ...]]] = nullcontext([])
-        if spec.stage is Stage.FORWARD and self._job.case.soak_s is not None and isinstance(context, Context):
-            kept = unmerged_afterwards(context.model, context.in_file)
-        with kept as still_merged:
-            pkgutil.resolve_name(spec.worker)(context)
-        self._still_merged += still_merged
+        pkgutil.resolve_name(spec.worker)(context)
         self._check(spec.stage)
         self._update(stages_done=(*self._state.stages_done, spec.stage))
 
     def _soak(self, context: Machine, specs: list[StageSpec]) -> None:
         """Compute the same again until the time is up."""
         self._begin("soak")
-        reason = f"the adapter could not be taken off weights of the shapes {self._still_merged[:4]}"
-        unable = dict.fromkeys(NEED_THE_MODEL, reason) if self._still_merged else {}
         uuid = self._state.environment.get("device_uuid")
-        Soaking(context, specs, lambda soak: self._update(soak=soak), unable=unable, uuid=uuid).run()
+        Soaking(context, specs, lambda soak: self._update(soak=soak), uuid=uuid).run()
         self._check("soak")
 
     def _load(self, machine: Machine, specs: list[StageSpec]) -> Context:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
+from consistency.devices.products import Products
 from consistency.numerics.rounded_products import HALF, RoundedProducts
+from consistency.worker import yardstick
 
 SLOW_PRODUCTS = 1 << 30
 """Multiplications from which slow kernels are replaced.
@@ -48,9 +51,14 @@ def replacement(model: torch.nn.Module, tokens: int) -> RoundedProducts | None:
     return RoundedProducts() if tokens * sum(p.numel() for p in parameters) > SLOW_PRODUCTS else None
 
 
-def active(mode: RoundedProducts | None) -> AbstractContextManager[object]:
-    """Return a context in which the replacement computes, or nothing is replaced."""
-    return nullcontext() if mode is None else mode
+@contextmanager
+def computing(mode: RoundedProducts | None) -> Iterator[None]:
+    """Let the replacement compute, its float32 products in float32, whatever the settings permit there."""
+    if mode is None:
+        yield
+        return
+    with yardstick.computing_with(Products()), mode:
+        yield
 
 
 def described(mode: RoundedProducts | None) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from consistency.numerics.digest import digest
+from consistency.errors import first_line
 from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.out_of_memory import is_out_of_memory
+
+T = TypeVar("T")
 
 # what PEFT raises where it does not merge
 NO_MERGE = (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError)
@@ -107,96 +111,106 @@ def _attributes(module: torch.nn.Module) -> Callable[[], None]:
     return restore
 
 
-def merge_adapter(model: Any) -> None:
-    """Merge the adapter into the whole model by PEFT's own code.
+class MergeRefusedError(Exception):
+    """PEFT does not merge this adapter; the message is PEFT's."""
 
-    Merged weights of an offloaded base would take as much memory as the base: its layers are merged on the device
-    whenever their weights arrive there. Each is merged once at first, so that what PEFT raises is raised here.
+
+def in_merged(model: Any, run: Callable[[], T]) -> T:
+    """Run a model whose adapter is merged by PEFT's own code, and leave the model as it was.
+
+    A merge of the whole model would take as much private memory as its adapted layers: their pages are mapped from the
+    weight files, and each that is written becomes a copy. So each layer is merged for the time that it runs. A layer
+    whose weight another module uses too, or that is not run itself, is merged all the time.
+
+    Raises
+    ------
+    MergeRefusedError
+        Any error of PEFT's but memory that ran out.
+    """
+    with _as_refusal():
+        check = getattr(model.base_model, "_check_merge_allowed", None)
+        if check is not None:
+            check()
+    units = _adapted_units(model)
+    if units:
+        with _merged_on_arrival(units):
+            return run()
+    layers = [layer for _, layer in adapted_layers(model)]
+    throughout = _that_share_weights(model, layers)
+    while True:
+        in_turn = [layer for layer in layers if layer not in throughout]
+        ran: set[int] = set()
+        with ExitStack() as stack:
+            for layer in throughout:
+                stack.enter_context(_merged_or_refused(layer))
+            for layer in in_turn:
+                _merge_while_it_runs(layer, ran, stack)
+            found = run()
+        missed = [layer for layer in in_turn if id(layer) not in ran]
+        if not missed:
+            return found
+        throughout += missed
+
+
+def _that_share_weights(model: torch.nn.Module, layers: list[Any]) -> list[Any]:
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return [layer for layer in layers if any(owners[id(parameter)] > 1 for parameter in _merged_into(layer))]
+
+
+def _merge_while_it_runs(layer: Any, ran: set[int], stack: ExitStack) -> None:
+    inside = stack.enter_context(ExitStack())
+
+    def begin(layer: Any, _inputs: Any) -> None:
+        inside.enter_context(_merged_or_refused(layer))
+        ran.add(id(layer))
+
+    stack.callback(layer.register_forward_pre_hook(begin).remove)
+    stack.callback(layer.register_forward_hook(lambda *_: inside.close(), always_call=True).remove)
+
+
+def _adapted_units(model: torch.nn.Module) -> list[Any]:
+    """Return what brings the weights of the adapted layers of an offloaded model to its device.
+
+    A module with weights of its own may have adapted layers inside, each with a unit of its own.
     """
     from consistency.worker.model.offload import units_of
 
-    units = units_of(model)
-    # a module with weights of its own may have adapted layers inside, each with a unit of its own
-    adapted = [(module, unit) for module, unit in units if any(layer is module for _, layer in adapted_layers(module))]
+    layers = {id(layer) for _, layer in adapted_layers(model)}
+    return [unit for module, unit in units_of(model) if id(module) in layers]
+
+
+@contextmanager
+def _merged_on_arrival(units: list[Any]) -> Iterator[None]:
     try:
-        for module, unit in adapted:
+        for unit in units:
             unit.around = _merged_inside
-            unit.pre_forward(module)
-            unit.post_forward(module, None)
-    except NO_MERGE:
-        for _, unit in adapted:
+        yield
+    finally:
+        for unit in units:
             unit.around = None
-        raise
-    if not units:
-        model.merge_adapter()
 
 
 @contextmanager
 def _merged_inside(module: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for _, layer in adapted_layers(module):
+            stack.enter_context(_merged_or_refused(layer))
+        yield
+
+
+@contextmanager
+def _merged_or_refused(layer: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        with _as_refusal():
             stack.enter_context(merged(layer, safe=False))
         yield
 
 
 @contextmanager
-def merging_inside(model: torch.nn.Module) -> Iterator[None]:
-    """Merge each layer for as long as it computes: the model itself is not changed, and holds no second copy."""
-    from consistency.worker.model.offload import units_of
-
-    units = units_of(model)
-    with ExitStack() as stack:
-        for _, unit in units:
-            unit.around = _merged_inside
-            stack.callback(setattr, unit, "around", None)
-        for _, layer in () if units else adapted_layers(model):
-            _merge_while_it_computes(layer, stack)
+def _as_refusal() -> Iterator[None]:
+    try:
         yield
-
-
-def _merge_while_it_computes(layer: Any, stack: ExitStack) -> None:
-    inside = stack.enter_context(ExitStack())
-
-    def begin(layer: Any, _inputs: Any) -> None:
-        inside.enter_context(merged(layer, safe=False))
-
-    def end(_layer: Any, _inputs: Any, _output: Any) -> None:
-        inside.close()
-
-    stack.callback(layer.register_forward_pre_hook(begin).remove)
-    stack.callback(layer.register_forward_hook(end).remove)
-
-
-@contextmanager
-def unmerged_afterwards(
-    model: torch.nn.Module, in_file: Callable[[torch.nn.Parameter], torch.Tensor | None]
-) -> Iterator[list[tuple[int, ...]]]:
-    """Take an adapter that is merged into the whole model inside off again, to the bit.
-
-    Weights are put back where they were from the file, so that no copy of them is needed; of one that no file holds a
-    copy is kept on the host. Yields a list that has the shapes of those that could not be put back at the end.
-    """
-    from consistency.worker.model.offload import units_of
-
-    units, layers = units_of(model), [layer for _, layer in adapted_layers(model)]
-    put_back = [_attributes(module) for layer in layers for module in layer.modules()]
-    parameters = {id(p): p for layer in layers for p in _merged_into(layer)} if not units else {}
-    kept = [
-        (p, p.data, digest(p).value, p.detach().to("cpu", copy=True) if in_file(p) is None else None)
-        for p in parameters.values()
-    ]
-    failed: list[tuple[int, ...]] = []
-    yield failed
-    for _, unit in units:
-        unit.around = None
-    for restore in put_back:
-        restore()
-    with torch.no_grad():
-        for parameter, data, before, copied in kept:
-            parameter.data = data
-            if digest(parameter).value != before:
-                right = in_file(parameter) if copied is None else copied
-                if right is not None and right.shape == data.shape:
-                    data.copy_(right)
-                if digest(parameter).value != before:
-                    failed.append(tuple(data.shape))
+    except NO_MERGE as failure:
+        if is_out_of_memory(failure):
+            raise
+        raise MergeRefusedError(first_line(failure)) from failure

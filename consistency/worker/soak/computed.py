@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
 from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, GRADIENT, adapter_place
 from consistency.worker.model import half_kernels
 from consistency.worker.model.inputs import fixed_inputs
-from consistency.worker.model.merging import merging_inside
-from consistency.worker.model.running import activations, tokens_of
+from consistency.worker.model.running import tokens_of
 from consistency.worker.soak.again import Again, Compare
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.forward import in_mode
 from consistency.worker.stages.gradient.backward import trained
 from consistency.worker.stages.gradient.stage import Runs, as_model_takes
 
 
 def forward(context: Context, compare: Compare) -> Again:
-    """Run the model again in every mode in which it ran.
-
-    Merged, each layer is merged while it computes, so that the model stays as it is and no second copy of its weights
-    is needed. A tied weight is merged in one of its places then, so that mode is compared with its own first repeat.
-    """
+    """Run the model again in every mode in which it ran."""
     inputs = _inputs(context)
-    moved = _is_moved(context, inputs)  # NumPy's memory
-
+    moved = _is_moved(context, inputs)
     kernels = half_kernels.replacement(context.model, tokens_of(inputs))
     modes = [mode for mode in (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED) if compare.has(mode)]
 
     def again() -> Iterator[None]:
-        model = context.model
         for mode in modes:
-            state = _state(model, mode) if context.job.case.adapter is not None else nullcontext()
-            with half_kernels.active(kernels), state:
-                found = activations(model, inputs)
+            with half_kernels.computing(kernels):
+                found = in_mode(context.model, inputs, mode, has_adapter=context.job.case.adapter is not None)
             for name, tensor in found.items():
-                compare(name, mode, tensor, own=moved or mode == ADAPTER_MERGED)
+                compare(name, mode, tensor, own=moved)
             del found
             yield
 
@@ -87,9 +78,3 @@ def _inputs(context: Context) -> dict[str, torch.Tensor]:
     if inputs is None:  # then the first run has compared nothing
         raise ValueError(reason)
     return inputs
-
-
-def _state(model: Any, mode: str) -> AbstractContextManager[None]:
-    if mode == ADAPTER_MERGED:
-        return merging_inside(model)
-    return model.disable_adapter() if mode == ADAPTER_OFF else nullcontext()

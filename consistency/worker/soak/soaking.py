@@ -49,8 +49,6 @@ class Soaking:
         A `Context` where a model is loaded.
     specs : sequence of StageSpec
         The stages of the case, in the order in which they ran.
-    unable : mapping of Stage to str
-        Stages that cannot be repeated, and why.
     """
 
     def __init__(
@@ -59,7 +57,6 @@ class Soaking:
         specs: Sequence[StageSpec],
         update: Update,
         *,
-        unable: dict[Stage, str],
         uuid: str | None = None,
     ) -> None:
         asked_s = context.job.case.soak_s
@@ -81,7 +78,7 @@ class Soaking:
         self._stages: dict[Stage, Again] = {}
         recorded = {stage for stage, _, _ in context.record.digests}
         for spec in specs:
-            reason = unable.get(spec.stage) or _why_not(spec, recorded)
+            reason = _why_not(spec, recorded)
             if reason:
                 self._skipped.append(SoakedStage(stage=spec.stage, reason=reason))
             else:

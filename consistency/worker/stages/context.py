@@ -72,11 +72,6 @@ class Context(Machine):
         """Return the base's folder, None where a function makes it."""
         return None if self.job.case.factory is not None else self.job.case.base
 
-    def in_file(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return `expected_base` of a parameter of the base, by the parameter itself."""
-        name = next((name for name, tensor in self.base.tensors.items() if tensor is parameter), None)
-        return None if name is None else self.expected_base(name)
-
     def expected_base(self, name: str) -> torch.Tensor | None:
         """Return the file's value of a tensor of the base under the adapter.
 

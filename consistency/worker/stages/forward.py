@@ -8,7 +8,8 @@ function in exact arithmetic, so one float64 pass serves both.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import functools
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ from consistency.worker.model.float64_reference import Reference, publish, wait_
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
-from consistency.worker.model.merging import NO_MERGE, adapted_layers, merge_adapter
+from consistency.worker.model.merging import MergeRefusedError, adapted_layers, in_merged
 from consistency.worker.model.running import (
     Activations,
     activations,
@@ -39,7 +40,6 @@ from consistency.worker.model.running import (
     tokens_of,
     unbounded,
 )
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.relative_rule import own_errors, record_relative
@@ -77,7 +77,7 @@ class Exact:
 
 
 def run(context: Context) -> None:
-    """Record every hidden state and the logits in every mode. The adapter stays merged: this runs last."""
+    """Record every hidden state and the logits in every mode."""
     inputs, reason = fixed_inputs(context.job.case, context.base.model)
     reason = reason or unbounded(context.base.model)
     if inputs is None or reason:
@@ -119,19 +119,18 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
     found = Passes(computed_by=half_kernels.described(kernels))
     modes = _modes(context)
     for done, mode in enumerate(modes):
-        failure = _merge(model) if mode == MERGED else ""
-        if failure:
-            found.refused[mode] = f"PEFT does not merge this adapter: {failure}"
-            continue
-        off = mode == OFF and ON in modes
+        run = functools.partial(in_mode, model, inputs, mode, has_adapter=ON in modes)
         try:
             for _ in range(context.job.case.repeat):
                 context.events.step(mode, done, len(modes))
-                with half_kernels.active(kernels), _without_adapter(model) if off else nullcontext():
-                    outputs = activations(model, inputs)
+                with half_kernels.computing(kernels):
+                    outputs = run()
                 for name, tensor in outputs.items():
                     found.digests.setdefault((mode, name), []).append(digest(tensor))
                 found.outputs.setdefault(mode, outputs)
+        except MergeRefusedError as refused:
+            found.refused[mode] = f"PEFT does not merge this adapter: {refused}"
+            continue
         except Exception as error:  # model code of any kind may raise anything
             if context_is_lost(error):
                 raise KernelAssertedError(asserted(inputs, context.device, error)) from error
@@ -142,14 +141,13 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
         for title, products in yardstick.others_of_run(context.job, model).items() if exact is not None else ():
             assert exact is not None
             context.events.step(f"{mode}, {title}", done, len(modes))
-            with yardstick.computing_with(products), _without_adapter(model) if off else nullcontext():
-                found_with = activations(model, inputs)
+            with yardstick.computing_with(products):
+                found_with = run()
             exact.others.setdefault(title, {}).update((f"{mode}::{name}", t) for name, t in found_with.items())
         if exact is not None and mode != MERGED:
             context.events.step(f"{mode}, float64", done, len(modes))
             try:
-                with _without_adapter(model) if off else nullcontext():
-                    truth = in_float64(activations, model, inputs)
+                truth = in_float64(run)
             except Exception as error:  # code that insists on its own dtype
                 if not is_of_the_model(error, model):
                     raise
@@ -175,20 +173,12 @@ def _modes(context: Context) -> list[str]:
     return [ON, OFF, MERGED] if any(True for _ in adapted_layers(context.model)) else [ON, OFF]
 
 
-def _without_adapter(model: Any) -> AbstractContextManager[None]:
-    return model.disable_adapter()  # type: ignore[no-any-return]
-
-
-def _merge(model: Any) -> str:
-    """Merge the adapter as a user would; return why PEFT refuses, or nothing."""
-    try:
-        with torch.no_grad():
-            merge_adapter(model)
-    except NO_MERGE as failure:
-        if is_out_of_memory(failure):
-            raise
-        return first_line(failure)
-    return ""
+def in_mode(model: Any, inputs: Activations, mode: str, *, has_adapter: bool) -> Activations:
+    """Run the model once in a mode."""
+    if mode == MERGED:
+        return in_merged(model, lambda: activations(model, inputs))
+    with model.disable_adapter() if mode == OFF and has_adapter else nullcontext():
+        return activations(model, inputs)
 
 
 def _exact(name: str) -> str:

@@ -38,8 +38,23 @@ def test_small_ones_and_those_of_float32_are_not() -> None:
     assert half_kernels.replacement(linear(torch.bfloat16), tokens=16) is None
     assert half_kernels.replacement(linear(torch.float32), tokens=128) is None
     assert half_kernels.described(None) == ""
-    with half_kernels.active(None):
+    with half_kernels.computing(None):
         pass
+
+
+def test_their_float32_products_are_in_float32_whatever_the_settings_permit() -> None:
+    x, weight = torch.randn(64, 512).bfloat16(), torch.randn(512, 512).bfloat16()
+    with half_kernels.computing(RoundedProducts()):
+        expected = x @ weight
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with half_kernels.computing(RoundedProducts()):
+            found = x @ weight
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(found, expected)
 
 
 def test_fast_kernels_are_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,12 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers
 from transformers.pytorch_utils import Conv1D
 
-from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.model.merging import adapted_layers, merged, restored, weight_of
-from tests.worker.model.made_models import perturb
+from consistency.worker.model.loading import ADAPTER_NAME, load_model
+from consistency.worker.model.merging import adapted_layers, in_merged, merged, restored, weight_of
+from tests.worker.model.made_models import SIZES, case_of, on_llama, perturb, saved
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # what PEFT says of layers of its own accord
 
@@ -169,3 +170,49 @@ def test_the_storage_of_the_model_is_never_written(tmp_path: Path) -> None:
             break
     private = next(line for line in lines if line.startswith("Anonymous:"))
     assert int(private.split()[1]) == 0
+
+
+# the adapter merged while the model runs
+
+
+@pytest.mark.parametrize(("targets", "tied"), [(["q_proj", "up_proj"], False), (["embed_tokens", "q_proj"], True)])
+def test_a_model_runs_merged_and_is_left_as_it_was(tmp_path: Path, targets: list[str], tied: bool) -> None:
+    """A weight that another layer uses too is merged for both."""
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    base = saved(transformers.LlamaForCausalLM(config), tmp_path / "base")
+    case = case_of(base, on_llama(base, peft.LoraConfig(r=2, target_modules=targets)))
+    model: Any = load_model(case, "cpu")
+    twin: Any = load_model(case, "cpu")
+    before = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+    inputs = {"input_ids": torch.arange(12).reshape(2, 6)}
+    with torch.no_grad():
+        found = in_merged(model, lambda: model(**inputs).logits)
+        twin.merge_adapter()
+        assert torch.equal(found, twin(**inputs).logits)
+        assert not torch.equal(found, model(**inputs).logits)
+    assert all(torch.equal(p, before[n][1]) and p.data_ptr() == before[n][0] for n, p in model.named_parameters())
+    assert not any(layer.merged_adapters for _, layer in adapted_layers(model))
+
+
+def test_a_weight_that_is_used_without_its_layer_is_merged_all_the_same(tmp_path: Path) -> None:
+    base = saved(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), tmp_path / "base")
+    model: Any = load_model(case_of(base, on_llama(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))), "cpu")
+    weight = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    before = weight.detach().clone()
+    found = in_merged(model, lambda: weight.detach().clone())
+    assert not torch.equal(found, before)
+
+
+def test_an_error_of_the_model_leaves_its_layers_as_they_were(tmp_path: Path) -> None:
+    base = saved(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), tmp_path / "base")
+    model: Any = load_model(case_of(base, on_llama(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))), "cpu")
+
+    def fail(*_: object) -> None:
+        raise ValueError("inside the layer")
+
+    hook = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.register_forward_hook(fail)
+    with pytest.raises(ValueError, match="inside the layer"), torch.no_grad():
+        in_merged(model, lambda: model(input_ids=torch.arange(4)[None]))
+    hook.remove()
+    assert not any(layer.merged_adapters for _, layer in adapted_layers(model))
+    assert not any(layer._forward_pre_hooks or layer._forward_hooks for _, layer in adapted_layers(model))

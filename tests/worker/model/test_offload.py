@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import transformers
 
 from consistency.worker.model.loading import LoadedBase, load_adapter, load_base, load_model
-from consistency.worker.model.merging import merge_adapter
+from consistency.worker.model.merging import MergeRefusedError, in_merged
 from consistency.worker.model.offload import units_of
 from consistency.worker.model.running import activations, device_of, is_of_the_model, refusal
 from tests.worker.model.made_models import adapter_on, case_of, on_llama
@@ -74,15 +75,15 @@ def test_every_tensor_arrives_and_leaves(llama: Path, method: str | None) -> Non
 @pytest.mark.parametrize("method", ["lora", "dora", "boft"])
 def test_layers_are_merged_when_they_arrive(llama: Path, method: str) -> None:
     plain, _, model = both(llama, method)
+    on = activations(plain, INPUTS)
     with torch.no_grad():
         plain.merge_adapter()
-        merge_adapter(model)
-    expected, found = activations(plain, INPUTS), activations(model, INPUTS)
+    expected, found = activations(plain, INPUTS), in_merged(model, lambda: activations(model, INPUTS))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    on = activations(both(llama, method)[0], INPUTS)
     assert not torch.equal(found["logits"], on["logits"]), "merged weights round otherwise"
-    again = activations(model, INPUTS)
+    again = in_merged(model, lambda: activations(model, INPUTS))
     assert torch.equal(found["logits"], again["logits"]), "nothing of a merge stays"
+    assert torch.equal(activations(model, INPUTS)["logits"], on["logits"])
 
 
 def test_layers_inside_a_module_with_weights_of_its_own_are_merged_once(masked_bert: Path) -> None:
@@ -91,10 +92,7 @@ def test_layers_inside_a_module_with_weights_of_its_own_are_merged_once(masked_b
     adapter = adapter_on(plain, peft.LoraConfig(r=2, target_modules=["dense"]), masked_bert.parent / "adapter")
     case = case_of(masked_bert, adapter)
     models = (load_model(case, "cpu"), load_adapter(load_base(case, "cpu", offload=True), case))
-    for model in models:
-        with torch.no_grad():
-            merge_adapter(model)
-    expected, found = (activations(model, INPUTS) for model in models)
+    expected, found = (in_merged(model, functools.partial(activations, model, INPUTS)) for model in models)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -106,8 +104,8 @@ def test_what_peft_does_not_merge_leaves_no_trace(llama: Path, monkeypatch: pyte
         raise ValueError("no")
 
     monkeypatch.setattr(peft.tuners.lora.layer.Linear, "merge", refuse)
-    with pytest.raises(ValueError, match="no"):
-        merge_adapter(model)
+    with pytest.raises(MergeRefusedError, match="no"):
+        in_merged(model, lambda: activations(model, INPUTS))
     found = activations(model, INPUTS)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

@@ -13,8 +13,8 @@ import torch
 
 from consistency.capture.records import TensorRecord
 from consistency.worker.faults import plant
-from consistency.worker.model.running import activations
 from consistency.worker.soak import computed, weights
+from consistency.worker.stages.forward import in_mode
 from consistency.worker.stages.gradient import stage as of_gradient
 from tests.worker.model.made_models import on_llama
 from tests.worker.soak.conftest import Left, SoakOf, of
@@ -71,15 +71,15 @@ def test_one_repeat_is_completed_however_short_the_time(llama: Path, adapter: Pa
 def test_a_repeat_of_an_activation_that_differs_is_found(
     llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = activations, itertools.count(1)
+    real, calls = in_mode, itertools.count(1)
 
-    def flips(*args: Any) -> Any:
-        found = real(*args)
+    def flips(*args: Any, **options: Any) -> Any:
+        found = real(*args, **options)
         if next(calls) == 7:  # the first mode of the third repeat
             found["hidden_states.1"].view(torch.int32)[0, 0, 0] ^= 1 << 3
         return found
 
-    monkeypatch.setattr(computed, "activations", flips)
+    monkeypatch.setattr(computed, "in_mode", flips)
     found = soak_of(llama, adapter, soak_s=400, stages=("forward",))
     (change,) = found.changes
     assert (change.layer, change.tensor) == ("hidden_states.1", "adapter_on")
@@ -178,13 +178,13 @@ def test_memory_stays_flat_over_repeats(llama: Path, adapter: Path, soak_of: Soa
 
 
 def test_a_leak_shows(llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, kept = activations, []
+    real, kept = in_mode, []
 
-    def leaks(*args: Any) -> Any:
+    def leaks(*args: Any, **options: Any) -> Any:
         kept.append(torch.ones(2**18))  # 1 MiB in each of three modes
-        return real(*args)
+        return real(*args, **options)
 
-    monkeypatch.setattr(computed, "activations", leaks)
+    monkeypatch.setattr(computed, "in_mode", leaks)
     found = soak_of(llama, adapter, soak_s=1000, stages=("forward",))
     assert len(found.memory_bytes) == 5
     grown = [b - a for a, b in itertools.pairwise(found.memory_bytes)]

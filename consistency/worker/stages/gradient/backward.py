@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from consistency.numerics.exact import Float64Mode
-from consistency.numerics.rounded_products import RoundedProducts
 from consistency.worker.model.blocks import recomputed
 from consistency.worker.model.inputs import SEED
 from consistency.worker.model.loading import ADAPTER_NAME
@@ -84,7 +83,7 @@ def backward(
     take: Take,
     *,
     recompute: bool = True,
-    mode: Float64Mode | RoundedProducts | None = None,
+    exact: bool = False,
 ) -> None:
     """Run the model forward and backward on one part of the batch, and hand over the gradients of its parameters.
 
@@ -94,16 +93,16 @@ def backward(
     ----------
     recompute : bool
         Compute the activations of each block again instead of keeping them: see `blocks.recomputed`.
-    mode : Float64Mode or RoundedProducts, optional
-        What computes, entered here; in float64 the gradients are float64.
+    exact : bool
+        Compute in float64: the gradients are float64.
     """
     parameters = dict(model.named_parameters())
     wanted = {name: parameters[name] for name in names}
     with ExitStack() as stack:
         stack.enter_context(_trainable(model, wanted.values()))
-        if isinstance(mode, Float64Mode):
+        if exact:
+            mode = Float64Mode()
             stack.enter_context(mode.with_gradients(wanted.values()))
-        if mode is not None:
             stack.enter_context(mode)
         for name, parameter in wanted.items():
             stack.enter_context(_handed_over(name, parameter, take))

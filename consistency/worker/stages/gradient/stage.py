@@ -23,7 +23,6 @@ from consistency.capture.records import RecordStatus
 from consistency.errors import first_line
 from consistency.numerics.digest import TensorDigest, block_digests, combine
 from consistency.numerics.dtype import name_of
-from consistency.numerics.exact import Float64Mode
 from consistency.numerics.independent_errors import independent_lines
 from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.rules import Rule
@@ -42,7 +41,6 @@ from consistency.worker.stages.gradient.optimizer_step import record_step
 from consistency.worker.stages.relative_rule import own_errors, record_relative
 
 Blocks = dict[str, tuple[int, ...]]
-Wide = Float64Mode | RoundedProducts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,7 +203,8 @@ class Runs:
             if into is not None:
                 into.write(name, index, gradient.to("cpu").contiguous())
 
-        self._run(f"backward, {products}" if products else "backward", take, kernels)
+        with half_kernels.computing(kernels):
+            self._run(f"backward, {products}" if products else "backward", take)
         return {
             name: combine(
                 name_of(dtype), (self.counts[name], *shape), tuple(b for part in blocks for b in part.get(name, ()))
@@ -219,9 +218,9 @@ class Runs:
         def take(index: int, name: str, gradient: torch.Tensor) -> None:
             into.write(name, index, gradient.to(torch.float64).contiguous())
 
-        self._run("backward, float64", take, Float64Mode())
+        self._run("backward, float64", take, exact=True)
 
-    def _run(self, label: str, take: Callable[[int, str, torch.Tensor], None], mode: Wide | None) -> None:
+    def _run(self, label: str, take: Callable[[int, str, torch.Tensor], None], *, exact: bool = False) -> None:
         for index, part in enumerate(self._passes):
             if self._events is not None:
                 self._events.step(label, index, len(self._passes))
@@ -230,10 +229,10 @@ class Runs:
             if not names:
                 break
             try:
-                backward(self._model, names, part, hand_over, recompute=self._recompute, mode=mode)
+                backward(self._model, names, part, hand_over, recompute=self._recompute, exact=exact)
             except RecomputationError:
                 self._recompute = False
-                backward(self._model, names, part, hand_over, recompute=False, mode=mode)
+                backward(self._model, names, part, hand_over, recompute=False, exact=exact)
 
 
 def _refusal(context: Context, model: torch.nn.Module, inputs: Tensors, error: Exception) -> str:

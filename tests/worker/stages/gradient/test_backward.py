@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from consistency.case.builtin import builtin_folder
-from consistency.numerics.exact import Float64Mode
 from consistency.numerics.rounded_products import RoundedProducts
 from consistency.worker.model.blocks import RecomputationError
 from consistency.worker.stages.gradient.backward import PASSES, backward, loss_weights, parts_of, trained
@@ -109,7 +108,7 @@ def test_the_reference_is_float64_throughout(
         monkeypatch.setattr("consistency.numerics.exact.HAS_GRAD_DTYPE", False)
     model = Careful().to(dtype)
     inputs = {"x": inputs["x"].to(dtype)}
-    found = gradients(model, inputs, mode=Float64Mode())
+    found = gradients(model, inputs, exact=True)
     twin = copy.deepcopy(model).double()
     x = inputs["x"].double()
     for layer in twin.layers:
@@ -126,8 +125,10 @@ def test_the_reference_is_float64_throughout(
 
 def test_products_in_float32_kernels_err_as_native_ones(inputs: Tensors) -> None:
     model, inputs = Careful().bfloat16(), {"x": inputs["x"].bfloat16()}
-    exact = gradients(model, inputs, mode=Float64Mode())
-    native, rounded = gradients(model, inputs), gradients(model, inputs, mode=RoundedProducts())
+    exact = gradients(model, inputs, exact=True)
+    native = gradients(model, inputs)
+    with RoundedProducts():
+        rounded = gradients(model, inputs)
     for name in NAMES[:3]:
         errors = [float((found[name].double() - exact[name]).abs().max()) for found in (native, rounded)]
         assert rounded[name].dtype == torch.bfloat16
@@ -138,14 +139,14 @@ def test_the_model_is_left_as_it_was(inputs: Tensors) -> None:
     model = Careful().eval()
     before = {name: (p.detach().clone(), p.requires_grad, p.data_ptr()) for name, p in model.named_parameters()}
     gradients(model, inputs)
-    gradients(model, inputs, mode=Float64Mode())
+    gradients(model, inputs, exact=True)
 
     def refuse(**_: Any) -> torch.Tensor:
         raise ValueError("no")
 
     model.forward = refuse  # type: ignore[method-assign,assignment]
     with pytest.raises(ValueError, match="no"):
-        gradients(model, inputs, mode=Float64Mode())
+        gradients(model, inputs, exact=True)
     for name, parameter in model.named_parameters():
         data, needed, pointer = before[name]
         assert torch.equal(parameter, data)
