@@ -28,7 +28,8 @@ from consistency.case.stages import Stage, run_order
 from consistency.devices.spec import DeviceSpec
 
 REWRITING = (Stage.FORWARD,)
-"""Stages that merge in place: a mapped page that is written becomes the worker's own."""
+"""Stages that merge the whole model in place where a tied weight is adapted: a mapped page that is written becomes the
+worker's own. Otherwise each layer is merged into a copy for the time that it runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +216,7 @@ class _Held:
                 self._device += shape.adapter_bytes
             else:
                 self._private += shape.adapter_bytes
-        if stage in REWRITING and not on_device and not self._rewritten:
+        if stage in REWRITING and shape.merges_whole and not on_device and not self._rewritten:
             self._rewritten = True
             rewritten = min(shape.mapped_bytes, sum(layer.elements for layer in shape.layers) * shape.width)
             self._mapped -= rewritten

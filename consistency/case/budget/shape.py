@@ -67,6 +67,8 @@ class Shape:
         Of the inputs file; None where inputs are made.
     quantized : bool
         Whether the base is: its kernels need it on the device.
+    tied : bool
+        Whether the head of words reuses the embeddings.
     runs_on_inputs : bool
         Whether `forward` and `gradient` run: not where rounding chooses the experts.
     adapter_bytes, adapter_elements, adapter_tensors : int
@@ -96,6 +98,7 @@ class Shape:
     sequences: int | None = None
     tokens: int | None = None
     quantized: bool = False
+    tied: bool = False
     runs_on_inputs: bool = True
     adapter_bytes: int = 0
     adapter_elements: int = 0
@@ -114,6 +117,11 @@ class Shape:
     def width(self) -> int:
         """Return the bytes of an element in the dtype that the base is loaded in."""
         return _DTYPES.get(self.dtype, 2)
+
+    @property
+    def merges_whole(self) -> bool:
+        """Return whether the adapter changes a tied weight, so that no layer can be merged without another."""
+        return self.tied and any(_EMBEDDING.search(layer.name) or "lm_head" in layer.name for layer in self.layers)
 
     @property
     def adapted_elements(self) -> int:
@@ -185,6 +193,7 @@ def _base(case: Case, config: Mapping[str, Any], weights: Checkpoint, unknown: l
         "converted_bytes": converted,
         "largest_elements": math.prod(largest.shape),
         "matrix_elements": _matrix_elements(tensors, tied=_is_tied(tensors, config)),
+        "tied": _is_tied(tensors, config),
     }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ _MATRICES = 32
 _READ_BYTES = 16 * 2**20
 """More than the caches of a core hold."""
 
-_ROUNDS = 40
+_ROUNDS = 24
 """The best of these counts: other processes can only slow a round down."""
 
 

@@ -187,3 +187,17 @@ def test_waves_do_not_share_memory() -> None:
     alone = budget(None, "cpu").workers[0].host_private_bytes
     found = make_budget(CASE, workers, available_bytes=int(MARGIN * alone))
     assert (found.at_once, found.changes) == (1, ())
+
+
+def test_only_a_tied_weight_that_is_adapted_makes_the_merged_layers_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = msgspec.structs.replace(CASE, stages=(Stage.FORWARD, Stage.MEMORY))
+    head = dataclasses.replace(LARGE.layers[0], name="lm_head")
+
+    def private(shape: Shape) -> int:
+        monkeypatch.setattr(fit, "read_shape", lambda _: shape)
+        return budget(None, "cpu", case=given).workers[0].host_private_bytes
+
+    tied = dataclasses.replace(LARGE, tied=True)
+    assert private(LARGE) == private(tied)
+    adapted = dataclasses.replace(tied, layers=(head, *LARGE.layers[1:]))
+    assert private(adapted) > private(tied) + 2 * LARGE.adapted_elements // 2
