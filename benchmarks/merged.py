@@ -8,9 +8,9 @@ safely merged weight. `merge_and_unload` computes the second alone, and writes i
 from the file: each becomes private memory on the first write. `merge_adapter` of weights that are private already is
 shown too. Loading counts on neither side. Threads are as many as torch takes.
 
-Memory is the peak within the step of the process's private memory (`RssAnon` of Linux) beyond what it held before: pages
-that are mapped from the weight files do not count until they are written. The stage holds a few copies of the largest
-layer.
+Memory is the peak within the step of the process's private memory (`RssAnon` of Linux) beyond what it held before:
+pages that are mapped from the weight files do not count until they are written. The stage holds a few copies of the
+largest layer.
 """
 
 from __future__ import annotations
