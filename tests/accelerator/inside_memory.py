@@ -159,9 +159,7 @@ class PrivatePeak:
 
     def __enter__(self) -> PrivatePeak:
         gc.collect()
-        library = ctypes.CDLL(None)
-        library.mallopt(-1, 128 << 10)  # M_TRIM_THRESHOLD: freed scratch of the double's kernels is not kept
-        library.malloc_trim(0)
+        ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps of earlier work is not this one's
         self._thread.start()
         return self
 
