@@ -135,6 +135,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             rest = [text for text in rest if "operators" not in text]
         if Stage.TRANSFER not in self.stages:
             rest = [text for text in rest if text != LARGE_COPIES]
+        if self.soak_s is not None:
+            rest = [text for text in rest if "second run" not in text]
         if self.repeat > 1:
             rest = [text for text in rest if "again" not in text and "second run" not in text]
         return (*skipped, *rest, *self._cut())

@@ -23,6 +23,9 @@ ENVIRONMENT = "environment"
 PLANTED = "planted"
 """Kind of the finding that a fault was planted on purpose."""
 
+NOT_REPEATABLE = "not-repeatable"
+"""Kind of the finding that the same computation gave different bits on the same device."""
+
 _WEIGHT: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
 
 BAD: frozenset[str] = frozenset({"outside", "missing", "unexpected"})

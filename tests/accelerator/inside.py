@@ -323,3 +323,16 @@ def test_tensors_travel_through_files(tmp_path: Any) -> None:
     assert torch.equal(found.cpu(), x)
     torch.save(x.to("npu:2"), tmp_path / "x.pt")
     assert torch.equal(torch.load(tmp_path / "x.pt", map_location="cpu"), x)
+
+
+def test_a_load_takes_a_part_of_the_memory_and_gives_it_back() -> None:
+    from consistency.worker.soak.load import busy
+
+    npu.empty_cache()
+    before = npu.memory_allocated(1)
+    with busy(torch.device("npu", 1)) as found:
+        assert 0 < npu.memory_allocated(1) - before <= MEMORY_BYTES // 32
+    told = found.told()
+    assert (told.size, told.error) == ("32 × 32 float32", None)
+    assert told.products >= 4
+    assert npu.memory_allocated(1) == before

@@ -23,7 +23,16 @@ from consistency.comparison.findings.placement import find_device_use
 from consistency.comparison.findings.soak import find_soak
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.transfers import find_transfer
-from consistency.comparison.result import BAD, ENVIRONMENT, PLANTED, Finding, TensorComparison, in_order, tensor_name
+from consistency.comparison.result import (
+    BAD,
+    ENVIRONMENT,
+    NOT_REPEATABLE,
+    PLANTED,
+    Finding,
+    TensorComparison,
+    in_order,
+    tensor_name,
+)
 from consistency.comparison.workers import ComparedWorker, Key
 from consistency.devices.host.facts import HostFacts
 
@@ -162,7 +171,7 @@ def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
         by_tensors.setdefault((stage, tuple(where), excused), []).append(worker)
     for (stage, same, deployed), workers in by_tensors.items():
         yield Finding(
-            kind="not-repeatable",
+            kind=NOT_REPEATABLE,
             severity="note" if deployed else "error",
             message=(
                 f"{stage} · {some(workers)} · {counted(len(same), 'tensor')} changed bitwise on a repeat run on the "

@@ -9,7 +9,7 @@ from consistency.capture.soak import MOST_NUMBERS, ChangedTensor, Condition, Occ
 from consistency.capture.wording import counted, listed, size
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.comparison.findings.details import describe_change
-from consistency.comparison.result import Finding, tensor_name
+from consistency.comparison.result import NOT_REPEATABLE, Finding, tensor_name
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.words import Word
 
@@ -64,7 +64,7 @@ def _changed(
     ending += as_deployed if excused else ""
     # in the order of the model, so the first one is nearest to the cause
     return Finding(
-        kind="not-repeatable",
+        kind=NOT_REPEATABLE,
         severity="note" if excused else "error",
         message=f"{opening}{what} in {stage.changed.count} of {counted(soak.begun, 'repeat')}{ending}",
         general=f"{opening}tensors changed in some repeats of the soak{as_deployed if excused else ''}",

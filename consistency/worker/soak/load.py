@@ -6,6 +6,7 @@ computes it, on one thread, because torch would give each thread as many more as
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -107,8 +108,10 @@ def _on_device(device: torch.device, state: Busy) -> Callable[[], int]:
         else:
             module.synchronize()
 
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # tensor cores draw most
     free = free_bytes(device)
-    side, dtype = _SMALLEST_SIDE, torch.bfloat16 if device.type == "cuda" else torch.float32  # tensor cores draw most
+    largest = _LARGEST_SIDE if free is None else math.isqrt(free // (_SHARE * 3 * dtype.itemsize))
+    side = min(_SMALLEST_SIDE, 1 << max(0, largest.bit_length() - 1))
     with inside():
         a, b, c = _matrices(side, dtype, device)
         while True:
@@ -117,8 +120,7 @@ def _on_device(device: torch.device, state: Busy) -> Callable[[], int]:
             began_s = time.monotonic()
             torch.mm(a, b, out=c)
             wait()
-            room = free is None or 3 * (2 * side) ** 2 * dtype.itemsize * _SHARE <= free
-            if time.monotonic() - began_s >= _FULL_S or 2 * side > _LARGEST_SIDE or not room:
+            if time.monotonic() - began_s >= _FULL_S or 2 * side > min(largest, _LARGEST_SIDE):
                 break
             side *= 2
             a, b, c = _matrices(side, dtype, device)

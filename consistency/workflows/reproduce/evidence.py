@@ -13,12 +13,15 @@ from consistency.capture.folder import MANIFEST, Capture
 from consistency.capture.json_codec import decode_json
 from consistency.capture.reader import RecordPool, read_capture
 from consistency.capture.records import TensorRecord
+from consistency.capture.soak import ChangedTensor
 from consistency.capture.transport import fetch, is_remote
+from consistency.case.stages import MOVES_WEIGHTS, Stage
 from consistency.comparison.judge import judge
-from consistency.comparison.result import BAD, Finding, WorkerSummary, tensor_name
+from consistency.comparison.result import BAD, NOT_REPEATABLE, Finding, WorkerSummary, tensor_name
 from consistency.comparison.stored_tensors import read_stored
 from consistency.comparison.workers import ComparedWorker, Key, choose_reference, gather
 from consistency.errors import CaptureError, UsageError
+from consistency.numerics.rules import Rule
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +137,8 @@ def find_evidence(path: Path, number: int, scratch: Path) -> Evidence:
         record=record,
         others=tuple(other for other in finding.tensors if other != name),
         reference=reference,
-        is_bad=judge(participant, reference, record.key).status in BAD,
+        is_bad=_changed(finding, participant, record) is not None
+        or judge(participant, reference, record.key).status in BAD,
     )
 
 
@@ -179,7 +183,7 @@ def _seen(finding: Finding, participants: tuple[ComparedWorker, ...]) -> list[tu
     """Return each record of the finding's tensors with its worker on the load path of the record."""
     wanted, workers = set(finding.tensors), set(finding.workers)
     return [
-        (view, record)
+        (view, _of_soak(finding, view, record))
         for participant in participants
         if participant.label in workers
         # its default load path if the finding names none
@@ -188,6 +192,30 @@ def _seen(finding: Finding, participants: tuple[ComparedWorker, ...]) -> list[tu
         for key, record in view.records.items()
         if tensor_name(*key) in wanted
     ]
+
+
+def _of_soak(finding: Finding, worker: ComparedWorker, record: TensorRecord) -> TensorRecord:
+    """Return the record of the repeat in which a tensor changed, where the finding is about that."""
+    change = _changed(finding, worker, record)
+    if change is None:
+        return record
+    return msgspec.structs.replace(
+        record,
+        rule=Rule.BITWISE if record.stage in (*MOVES_WEIGHTS, Stage.TRANSFER) else record.rule,
+        status="outside",
+        blob=change.blob,
+        reference_blob=change.reference_blob,
+        measure=change.measure,
+        diagnosis=change.diagnosis,
+        evidence={**change.evidence, "allowed": 0.0},  # the same bits are promised
+        ingredients={},
+        shape=change.shape,
+    )
+
+
+def _changed(finding: Finding, worker: ComparedWorker, record: TensorRecord) -> ChangedTensor | None:
+    change = worker.changes.get(record.key) if finding.kind == NOT_REPEATABLE else None
+    return change if change is not None and change.measure is not None else None
 
 
 def _rank(record: TensorRecord) -> tuple[bool, bool, int, int]:

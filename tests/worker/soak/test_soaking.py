@@ -90,6 +90,22 @@ def test_a_repeat_of_an_activation_that_differs_is_found(
     assert found.repeats > 3
 
 
+def test_a_result_that_the_soak_changes_for_good_is_no_agreement(
+    llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All repeats agree with one another: the first run is what they are compared with."""
+
+    def hot(*args: Any) -> Any:
+        found = activations(*args)
+        found["logits"] += 1
+        return found
+
+    monkeypatch.setattr(computed, "activations", hot)
+    found = soak_of(llama, adapter, soak_s=100, stages=("forward",))
+    assert {change.tensor for change in found.changes} == {"adapter_on", "adapter_off"}  # merged: see `computed`
+    assert all(change.occurrences.numbers[:2] == (1, 2) and not change.returned for change in found.changes)
+
+
 def test_a_gradient_that_differs_is_found_in_its_pass(
     llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

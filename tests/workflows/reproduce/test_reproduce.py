@@ -14,10 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from consistency.capture.folder import MANIFEST
 from consistency.capture.records import TensorRecord
+from consistency.capture.soak import ChangedTensor, Occurrences, Soak
 from consistency.case.options import Options
 from consistency.case.stages import Stage
 from consistency.errors import CaptureError, UsageError
+from consistency.numerics.digest import digest
+from consistency.numerics.distance import measure
 from consistency.numerics.words import Word
+from consistency.worker.recorder import Recorder
 from consistency.workflows import pipeline
 from consistency.workflows.reproduce.folder import Reproduced, reproduce
 from tests.conftest import Cli, MakeCapture
@@ -178,3 +182,37 @@ def test_fact_has_no_reproducer(make_capture: MakeCapture, tmp_path: Path) -> No
     with pytest.raises(CaptureError, match="no stored tensor shows") as caught:
         reproduce(run.parent, 1, tmp_path / "r")
     assert caught.value.hint == "it concerns a fact, not a tensor: give torch_device"
+
+
+@pytest.mark.parametrize(("stage", "rule"), [("adapter", "bitwise"), ("merged", "bound")])
+def test_bits_that_changed_in_a_soak_are_shown_as_they_were_stored(
+    make_capture: MakeCapture, tmp_path: Path, stage: str, rule: str
+) -> None:
+    right = torch.arange(1, 9, dtype=torch.float32)
+    wrong = right.clone()
+    wrong.view(torch.int32)[3] ^= 1 << 22
+    tensor = TensorRecord(
+        stage=stage, layer="q", tensor="weight", rule=rule, digest=digest(right).value, shape=(8,), dtype="float32",
+        reference="file", reference_digest=digest(right).value,
+    )  # fmt: skip
+    seen = measure(wrong, right)
+    with Recorder(tmp_path, tmp_path) as record:
+        blobs = [record.keep(wrong), record.keep(right)]
+    change = ChangedTensor(
+        stage=stage, layer="q", tensor="weight", shape=(8,), dtype="float32", measure=seen, diagnosis=Word.BIT_FLIP,
+        occurrences=Occurrences(count=1, numbers=(7,), first_at="", last_at=""), blob=blobs[0], reference_blob=blobs[1],
+    )  # fmt: skip
+    info = {"cpu": {"soak": Soak(asked_s=1.0, repeats=9, changes=(change,))}}
+    run = make_capture("run/captures", {"cpu": [tensor]}, info=info)
+    (run / "blobs").mkdir(exist_ok=True)
+    for name in blobs:
+        (tmp_path / f"{name}.safetensors").rename(run / "blobs" / f"{name}.safetensors")
+    finding = {"kind": "not-repeatable", "severity": "error", "message": "m", "workers": ["cpu"],
+               "tensors": [f"{stage}::q.weight"]}  # fmt: skip
+    (run.parent / "report.json").write_text(json.dumps({"schema": "consistency.report/1", "findings": [finding]}))
+    found = reproduce(run.parent, 1, tmp_path / "r")
+    assert found.shows
+    assert not found.happens_here
+    tensors = load_file(found.folder / "tensors.safetensors")
+    assert torch.equal(tensors["actual"], wrong)
+    assert torch.equal(tensors["expected"], right)
