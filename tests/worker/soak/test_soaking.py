@@ -95,14 +95,14 @@ def test_a_result_that_the_soak_changes_for_good_is_no_agreement(
 ) -> None:
     """All repeats agree with one another: the first run is what they are compared with."""
 
-    def hot(*args: Any) -> Any:
-        found = activations(*args)
+    def hot(*args: Any, **options: Any) -> Any:
+        found = in_mode(*args, **options)
         found["logits"] += 1
         return found
 
-    monkeypatch.setattr(computed, "activations", hot)
+    monkeypatch.setattr(computed, "in_mode", hot)
     found = soak_of(llama, adapter, soak_s=100, stages=("forward",))
-    assert {change.tensor for change in found.changes} == {"adapter_on", "adapter_off"}  # merged: see `computed`
+    assert {change.tensor for change in found.changes} == {"adapter_on", "adapter_off", "adapter_merged"}
     assert all(change.occurrences.numbers[:2] == (1, 2) and not change.returned for change in found.changes)
 
 
