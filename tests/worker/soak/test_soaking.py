@@ -205,4 +205,4 @@ def test_a_leak_shows(llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: 
     assert len(found.memory_bytes) == 5
     grown = [b - a for a, b in itertools.pairwise(found.memory_bytes)]
     assert min(grown) > 0
-    assert sum(grown) > 2**22 * (len(kept) - 12)
+    assert sum(grown) > 2**22 * len(kept) / 2  # the first ones may have taken memory that was free
