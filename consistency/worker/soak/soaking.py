@@ -34,8 +34,8 @@ no older."""
 _QUARTERS = 4
 
 _ALLOWED_TENSORS = 2
-"""Tensors by which memory may grow, besides `KEEP_BYTES`: a cut repeat leaves one, and the next one is being made. The
-C library's own pieces come on top: over 400 repeats of the built-in cases they took under 40 MiB."""
+"""Tensors by which memory may grow besides `KEEP_BYTES`, the largest one that is stored: one that is held, and the next
+one that is being made. Over the 1277 repeats of ten minutes, memory of a built-in case grew by 36 KiB."""
 
 Update = Callable[[Soak], None]
 
