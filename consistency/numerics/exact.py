@@ -23,6 +23,9 @@ from consistency.numerics.widening import Widening
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 """Whether a gradient may have another dtype than its parameter: from torch 2.10 on."""
 
+_LARGE = 1 << 22
+"""Elements of a parameter of which no float64 copy is made: 32 MiB, as whole embeddings and heads have and more."""
+
 _NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 # these compare the dtypes of their operands before they reach the dispatcher, where Float64Mode would widen them
@@ -52,26 +55,28 @@ class Float64Mode(TorchDispatchMode):
 
     @contextmanager
     def with_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-        """Let parameters on the CPU have float64 gradients, whatever their dtype is."""
-        parameters = list(parameters)
-        if not HAS_GRAD_DTYPE:  # they are float64 themselves meanwhile
-            kept = [(parameter, parameter.data) for parameter in parameters]
-            try:
-                for parameter, data in kept:
-                    parameter.data = data.to(torch.float64)
-                yield
-            finally:
-                for parameter, data in kept:
-                    parameter.data = data
-            return
-        self._with_gradients = frozenset(p.untyped_storage().data_ptr() for p in parameters)
+        """Let parameters on the CPU have float64 gradients, whatever their dtype is.
+
+        Small ones are float64 meanwhile, which suits any operation. Of large ones there is no second copy: torch is
+        told that their gradients may have another dtype, and their views are widened.
+        """
+        large: list[torch.nn.Parameter] = []
+        small: list[torch.nn.Parameter] = []
+        for parameter in parameters:
+            (large if HAS_GRAD_DTYPE and parameter.numel() >= _LARGE else small).append(parameter)
+        kept = [(parameter, parameter.data) for parameter in small]
+        self._with_gradients = frozenset(p.untyped_storage().data_ptr() for p in large)
         try:
-            for parameter in parameters:
+            for parameter, data in kept:
+                parameter.data = data.to(torch.float64)
+            for parameter in large:
                 parameter.grad_dtype = None
             yield
         finally:
             self._with_gradients = frozenset()
-            for parameter in parameters:
+            for parameter, data in kept:
+                parameter.data = data
+            for parameter in large:
                 parameter.grad_dtype = parameter.dtype
 
     def __enter__(self) -> Float64Mode:
@@ -102,8 +107,9 @@ class Float64Mode(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _has_gradient(self, value: Any) -> bool:
-        held = self._with_gradients
-        return bool(held) and isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in held
+        if not self._with_gradients or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return False
+        return value.untyped_storage().data_ptr() in self._with_gradients
 
     def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = args[0] if args else None

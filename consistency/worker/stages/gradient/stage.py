@@ -11,6 +11,7 @@ compared from there, tensor by tensor. The model is left unchanged.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,7 +124,7 @@ def _backward(
     inputs = as_model_takes(model, inputs)
     runs = Runs(context, model, names, inputs)
     layout = {name: (p.dtype, (runs.counts[name], *p.shape)) for name, p in runs.parameters.items()}
-    stem = context.scratch / f"gradients-{context.job.makes_reference:d}-{context.device.type}-{id(model)}"
+    stem = context.scratch / f"gradients-{os.getpid()}-{id(model)}"  # the folder is all workers'
     own = TensorFile(stem.with_suffix(".safetensors"), layout)
     kernels = half_kernels.replacement(model, tokens_of(inputs))
     found = Backward(gradients=own, computed_by=half_kernels.described(kernels))

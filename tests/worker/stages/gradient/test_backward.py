@@ -99,13 +99,13 @@ def test_the_weights_of_the_loss_are_exact_in_every_dtype() -> None:
         assert set(weights.unique().tolist()) == {2.0**-8, -(2.0**-8)}
 
 
-@pytest.mark.parametrize("has_grad_dtype", [True, False])
+@pytest.mark.parametrize("is_large", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_reference_is_float64_throughout(
-    inputs: Tensors, dtype: torch.dtype, has_grad_dtype: bool, monkeypatch: pytest.MonkeyPatch
+    inputs: Tensors, dtype: torch.dtype, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not has_grad_dtype:  # as in torch before 2.10
-        monkeypatch.setattr("consistency.numerics.exact.HAS_GRAD_DTYPE", False)
+    """With a float64 copy of the parameters, and without one."""
+    monkeypatch.setattr("consistency.numerics.exact._LARGE", 1 if is_large else 1 << 22)
     model = Careful().to(dtype)
     inputs = {"x": inputs["x"].to(dtype)}
     found = gradients(model, inputs, exact=True)
@@ -121,6 +121,26 @@ def test_the_reference_is_float64_throughout(
         assert found[name].dtype == torch.float64
         assert torch.allclose(found[name], expected, rtol=1e-12, atol=1e-15)
         assert model.get_parameter(name).dtype == dtype
+
+
+class InFrequency(torch.nn.Module):
+    """Complex numbers in between, as some methods have them, and a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 16).reshape(4, 4))
+        self.sparse = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.tensor([[0, 1], [2, 3]])
+        added = torch.sparse_coo_tensor(places, self.sparse, (4, 4), check_invariants=False).to_dense()
+        found: torch.Tensor = x @ (torch.fft.ifft2(self.weight).real * 3 + added)
+        return found
+
+
+def test_complex_numbers_and_sparse_matrices_are_no_obstacle() -> None:
+    found = gradients(InFrequency(), {"x": torch.ones(2, 4)}, ["weight", "sparse"], exact=True)
+    assert found["weight"].dtype == found["sparse"].dtype == torch.float64
 
 
 def test_products_in_float32_kernels_err_as_native_ones(inputs: Tensors) -> None:
