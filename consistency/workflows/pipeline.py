@@ -257,7 +257,7 @@ def output(
     *,
     replace: bool,
     reads: Sequence[Path] = (),
-    writes: Sequence[str] = (*(row.name for row in formats(Chosen.OUT)), CAPTURES),
+    writes: Sequence[str] | None = None,
     keeps: Callable[[Path], bool] = lambda _: False,
 ) -> Iterator[Path]:
     """Yield the folder to write into; one that was made here is removed where the work fails.
@@ -266,8 +266,8 @@ def output(
     ----------
     reads : sequence of Path
         Folders that are read, and so cannot be it.
-    writes : sequence of str
-        What will be in it, and must not be there yet unless `replace`.
+    writes : sequence of str, optional
+        What will be in it, and must not be there yet unless `replace`; by default what a run writes.
     keeps : callable
         Reports whether the folder of failed work holds something worth keeping.
     """
@@ -279,7 +279,8 @@ def output(
         raise CaptureError("--out must be a folder", where=out, got="a file")
     if out.resolve() in [folder.resolve() for folder in reads]:
         raise CaptureError("--out is one of the folders that are compared", where=out, hint="choose another folder")
-    present = [name for name in writes if (out / name).exists()]
+    names = (*(row.name for row in formats(Chosen.OUT)), CAPTURES) if writes is None else writes
+    present = [name for name in names if (out / name).exists()]
     if present and not replace:
         raise CaptureError(
             "an earlier run's results are in the way",

@@ -85,7 +85,10 @@ def total(values: list[float]) -> float:
     """Add sums that are not negative; NaN and infinity propagate."""
     if any(math.isnan(v) for v in values):
         return math.nan
-    return math.inf if math.inf in values else math.fsum(values)
+    try:
+        return math.inf if math.inf in values else math.fsum(values)
+    except OverflowError:  # finite, and too large together
+        return math.inf
 
 
 def worse(a: float, b: float) -> float:
