@@ -13,7 +13,7 @@ from consistency.case.budget.costs import START_S
 from consistency.case.budget.estimate import WorkerEstimate
 from consistency.case.budget.fit import Budget
 from consistency.case.budget.shape import Shape
-from consistency.errors import InputError
+from consistency.errors import ConsistencyError
 from consistency.report.text import clean, one_line
 
 SCHEMA = "consistency.plan/1"
@@ -67,37 +67,42 @@ def render(budget: Budget) -> str:
     return "\n".join(lines) + "\n"
 
 
-def suite_as_table(name: str, budgets: Mapping[str, Budget | InputError]) -> dict[str, Any]:
+def suite_as_table(name: str, budgets: Mapping[str, Budget | ConsistencyError]) -> dict[str, Any]:
     """Return the budgets of a suite as JSON has them; of a case that cannot be checked, why."""
     cases = {
-        case: {"refusal": found.parts} if isinstance(found, InputError) else as_table(found)
+        case: {"refusal": found.parts} if isinstance(found, ConsistencyError) else as_table(found)
         for case, found in budgets.items()
     }
     return {"schema": SUITE_SCHEMA, "suite": name, "cases": cases, "seconds": _whole_time(budgets)}
 
 
-def render_suite(name: str, budgets: Mapping[str, Budget | InputError]) -> str:
+def render_suite(name: str, budgets: Mapping[str, Budget | ConsistencyError]) -> str:
     """Return the budgets of a suite as text: a line per case, and the most expensive one in full."""
     known = {case: found for case, found in budgets.items() if isinstance(found, Budget)}
     lines = [f"consistency plan · {one_line(name)} · {counted(len(budgets), 'case')}", ""]
     lines.append("  " + _COLUMNS.format("case", "host private", "host mapped", "device", "time"))
     for case, found in budgets.items():
-        if isinstance(found, InputError):
-            lines.append(f"  {one_line(case)}: cannot be checked: {one_line(found.what)}")
+        if isinstance(found, ConsistencyError):
+            lines.append(f"  {one_line(case)}: cannot be checked: {_reason(found)}")
             continue
         device = max((worker.device_bytes or 0 for worker in found.workers), default=0)
         figures = (found.host_private_bytes, found.host_mapped_bytes, device)
         note = "" if found.refusal is None else f"  refused: {one_line(found.refusal.what)}"
         lines.append("  " + _COLUMNS.format(one_line(case), *map(_size, figures), _time(found.seconds)) + note)
+    if not known:
+        return "\n".join(lines) + "\n"
     lines += ["", f"  together  {_time(_whole_time(budgets))}: workers are started once and take the cases in turn", ""]
     text = "\n".join(lines)
-    if not known:
-        return text
     largest = max(known.values(), key=lambda found: (found.host_private_bytes, found.seconds or 0.0))
     return f"{text}\nThe case that needs the most memory:\n\n{render(largest)}"
 
 
-def _whole_time(budgets: Mapping[str, Budget | InputError]) -> float | None:
+def _reason(error: ConsistencyError) -> str:
+    """Return an error in one line, with its place."""
+    return one_line(error.what if error.where is None else f"{error.what} ({error.where})")
+
+
+def _whole_time(budgets: Mapping[str, Budget | ConsistencyError]) -> float | None:
     """Return the time of all cases, whose workers are started once; None where that of any case is unknown."""
     seconds = [found.seconds for found in budgets.values() if isinstance(found, Budget)]
     known = [value for value in seconds if value is not None]

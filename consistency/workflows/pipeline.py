@@ -16,6 +16,7 @@ from consistency.capture.folder import Capture, capture_name, holds_capture
 from consistency.capture.reader import RecordPool, brief, read_capture
 from consistency.capture.transport import deliver, fetch, is_remote, refuse_to_replace, travels
 from consistency.capture.writer import write_whole
+from consistency.case.budget.fit import Budget
 from consistency.case.case import Case
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
@@ -79,20 +80,23 @@ def prepare(options: Options) -> Plan:
     return plan_of(prepare_case(options), options)
 
 
-def plan_of(case: Case, options: Options, *, devices: tuple[DeviceInfo, ...] | None = None) -> Plan:
+def plan_of(case: Case, options: Options) -> Plan:
     """Return the plan of a case on the devices, and within the limits, that the options name; cut to what fits.
-
-    `devices` are those of the options, if they have been discovered.
 
     Raises
     ------
     InputError
         It does not fit the memory of this host, however it is cut.
     """
-    devices = devices or select(options.devices)
+    devices = select(options.devices)
     budget = budget_of(case, devices, threads=options.threads)
     if budget.refusal is not None:
         raise budget.refusal
+    return plan_within(budget, options, devices)
+
+
+def plan_within(budget: Budget, options: Options, devices: tuple[DeviceInfo, ...]) -> Plan:
+    """Return the plan of a case that fits, on these devices."""
     limits = Limits(timeout_s=options.timeout, stall_s=options.stall, threads=options.threads, at_once=budget.at_once)
     return Plan(case=budget.case, devices=devices, limits=limits)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
 
 from consistency.case.budget.estimate import PlannedWorker
 from consistency.case.budget.fit import Budget, make_budget
 from consistency.case.budget.speed import Speed, measure_speed
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
+from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
+from consistency.case.stages import HOST_STAGES
 from consistency.case.suite import SuiteOptions
 from consistency.devices.discovery import cpu_flags
 from consistency.devices.memory import available_bytes
 from consistency.devices.spec import DeviceInfo
-from consistency.errors import InputError
+from consistency.errors import ConsistencyError, InputError, UsageError
 from consistency.launch.plan import WorkerPlan, plan_waves
 
 
@@ -31,16 +35,37 @@ def budget_of(
     return make_budget(case, planned, available_bytes=available_bytes(), speed=speed, threads=threads)
 
 
-def budgets_of(suite: SuiteOptions, devices: Sequence[DeviceInfo], speed: Speed) -> dict[str, Budget | InputError]:
-    """Return the budget of every case of a suite by name, or why it cannot be checked."""
-    found: dict[str, Budget | InputError] = {}
+def budgets_of(
+    suite: SuiteOptions, devices: Sequence[DeviceInfo], *, speed: Speed | None = None
+) -> dict[str, Budget | ConsistencyError]:
+    """Return the budget of every case of a suite by name, or why it cannot be checked, which does not stop others."""
+    found: dict[str, Budget | ConsistencyError] = {}
+    host_checked: dict[object, str] = {}
     for options in suite.cases:
+        name = str(options.name)
         try:
-            case = prepare_case(options)
-            found[case.name] = budget_of(case, devices, threads=suite.shared.threads, speed=speed)
-        except InputError as error:
-            found[str(options.name)] = error
+            case = _without_host_stages(prepare_case(options), options, host_checked)
+            budget = found[name] = budget_of(case, devices, threads=suite.shared.threads, speed=speed)
+        except (InputError, UsageError) as error:
+            found[name] = error
+            continue
+        if budget.refusal is None:
+            host_checked.setdefault(_host_key(budget.case), name)
     return found
+
+
+def _host_key(case: Case) -> object:
+    """Return what stages that need no model depend on."""
+    return case.process_key, case.level
+
+
+def _without_host_stages(case: Case, options: Options, checked: Mapping[object, str]) -> Case:
+    """Leave the stages that check the host alone to the first case, unless they were asked for by name."""
+    by = checked.get(_host_key(case))
+    if by is None or options.stages is not None:
+        return case
+    stages = tuple(stage for stage in case.stages if stage not in HOST_STAGES)
+    return msgspec.structs.replace(case, stages=stages, host_checked_by=by)
 
 
 def _planned(waves: Sequence[Sequence[WorkerPlan]]) -> Iterator[PlannedWorker]:

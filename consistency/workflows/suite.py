@@ -14,15 +14,11 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from consistency.capture.folder import MANIFEST, WorkerCapture
 from consistency.capture.reader import read_capture
 from consistency.capture.writer import write_whole
-from consistency.case.case import Case
+from consistency.case.budget.fit import Budget
 from consistency.case.options import Options
-from consistency.case.preflight import prepare_case
-from consistency.case.stages import HOST_STAGES
 from consistency.case.suite import SuiteOptions, folder_name
 from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.store import History
@@ -30,11 +26,12 @@ from consistency.comparison.history.suite import SuiteEntry
 from consistency.comparison.result import Comparison
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.devices.discovery import select
-from consistency.errors import ConsistencyError, InputError, UsageError
+from consistency.errors import ConsistencyError
 from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Task, Watcher, engine
 from consistency.report.formats import Chosen, Subject, View, formats
 from consistency.report.suite.summarize import summarize
 from consistency.workflows import pipeline
+from consistency.workflows.planning import budgets_of
 
 CASES = "cases"
 """Folder of `--out` with one folder per case."""
@@ -84,17 +81,13 @@ def prepare_suite(suite: SuiteOptions) -> SuitePlan:
         The suite has no such device.
     """
     devices = select(suite.shared.devices)
+    budgets = budgets_of(suite, devices)
     cases: list[PlannedCase] = []
-    host_checked: dict[object, str] = {}
     for options in suite.cases:
-        try:
-            case = _without_host_stages(prepare_case(options), options, host_checked)
-            plan = pipeline.plan_of(case, suite.shared, devices=devices)
-        except (InputError, UsageError) as error:
-            cases.append(PlannedCase(options=options, error=error))
-            continue
-        host_checked.setdefault(_host_key(plan.case), plan.case.name)
-        cases.append(PlannedCase(options=options, plan=plan))
+        found = budgets[str(options.name)]
+        error = found.refusal if isinstance(found, Budget) else found
+        plan = pipeline.plan_within(found, suite.shared, devices) if isinstance(found, Budget) and not error else None
+        cases.append(PlannedCase(options=options, plan=plan, error=error))
     plans = [one.plan for one in cases if one.plan is not None]
     fewest = min((plan.limits.at_once for plan in plans if plan.limits.at_once is not None), default=None)
     shared = suite.shared
@@ -208,20 +201,6 @@ def _of_error(one: PlannedCase, error: ConsistencyError) -> CaseResult:
     return CaseResult.of_error(
         one.name, one.folder, error, base=options.base or "", adapter=options.adapter, dtype=options.dtype
     )
-
-
-def _host_key(case: Case) -> object:
-    """Return what stages that need no model depend on."""
-    return case.process_key, case.level
-
-
-def _without_host_stages(case: Case, options: Options, checked: Mapping[object, str]) -> Case:
-    """Leave the stages that check the host alone to the first case, unless they were asked for by name."""
-    by = checked.get(_host_key(case))
-    if by is None or options.stages is not None:
-        return case
-    stages = tuple(stage for stage in case.stages if stage not in HOST_STAGES)
-    return msgspec.structs.replace(case, stages=stages, host_checked_by=by)
 
 
 def _in_turn(cases: Iterable[PlannedCase]) -> list[PlannedCase]:

@@ -474,3 +474,17 @@ def test_a_plan_is_printed_and_nothing_is_run(cli: Cli, tmp_path: Path) -> None:
 
 def test_a_plan_of_bad_input_is_refused(cli: Cli, tmp_path: Path) -> None:
     refused(cli("run", "--base", tmp_path / "nowhere", "--plan"), "no such folder for the base")
+
+
+def test_a_plan_of_a_suite_is_refused_where_no_case_can_be_checked(cli: Cli, tmp_path: Path) -> None:
+    config = tmp_path / "night.toml"
+    config.write_text(
+        'base = "builtin:llama"\ndevices = "cpu"\n[[case]]\nname = "good"\n[[case]]\nname = "bad"\nwrapper = "x"\n'
+    )
+    done = cli("run", config, "--plan")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "bad: cannot be checked: not a wrapper" in done.stdout
+    assert "cpu (reference)" in done.stdout, "the other case is planned"
+    done = cli("run", config, "--plan", "--case", "bad", "--json")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["cases"]["bad"]["refusal"]["what"] == "not a wrapper"

@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 
-from consistency.case.budget.fit import MARGIN
+from consistency.case.budget.fit import MARGIN, Budget
 from consistency.case.case import Case
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import Stage
+from consistency.case.stages import HOST_STAGES, Level, Stage
 from consistency.case.suite import SuiteOptions
 from consistency.devices.discovery import select
-from consistency.errors import InputError
+from consistency.errors import InputError, UsageError
 from consistency.report.plan import render_suite, suite_as_table
 from consistency.workflows import pipeline, planning
 
@@ -67,14 +67,39 @@ def test_a_case_without_a_model_has_a_budget() -> None:
 
 def test_a_suite_has_a_budget_for_every_case_and_the_reason_where_there_is_none() -> None:
     cases = tuple(dataclasses.replace(OPTIONS, name=name) for name in ("one", "two"))
-    wrong = dataclasses.replace(OPTIONS, name="wrong", base="./nowhere")
-    suite = SuiteOptions(name="night", shared=OPTIONS, cases=(*cases, wrong))
-    found = planning.budgets_of(suite, select(OPTIONS.devices), planning.host_speed())
-    assert list(found) == ["one", "two", "wrong"]
-    assert isinstance(found["wrong"], InputError)
+    missing = dataclasses.replace(OPTIONS, name="missing", base="./nowhere")
+    contradiction = dataclasses.replace(OPTIONS, name="contradiction", load=True)
+    suite = SuiteOptions(name="night", shared=OPTIONS, cases=(missing, contradiction, *cases))
+    found = planning.budgets_of(suite, select(OPTIONS.devices), speed=planning.host_speed())
+    assert list(found) == ["missing", "contradiction", "one", "two"]
+    assert isinstance(found["missing"], InputError)
+    assert isinstance(found["contradiction"], UsageError)
     text = render_suite(suite.name, found)
-    assert "wrong: cannot be checked: no such folder for the base" in text
+    assert "missing: cannot be checked: no such folder for the base (nowhere)" in text
+    assert "contradiction: cannot be checked: a load without a soak (--load)" in text
     assert text.count("consistency plan ·") == 2, "one line per case, and the largest case in full"
     table = suite_as_table(suite.name, found)
     whole = [table["cases"][name]["seconds"] for name in ("one", "two")]
     assert max(whole) < table["seconds"] < sum(whole), "workers are started once"
+    assert "a load without a soak" in table["cases"]["contradiction"]["refusal"]["what"]
+
+
+def test_the_host_is_checked_in_the_first_case_that_can_be_planned() -> None:
+    given = dataclasses.replace(OPTIONS, devices=("cpu",), level=Level.QUICK)
+    missing, *cases = (dataclasses.replace(given, name=name) for name in ("missing", "one", "two"))
+    missing = dataclasses.replace(missing, base="./nowhere")
+    suite = SuiteOptions(name="night", shared=given, cases=(missing, *cases))
+    stages = {
+        name: {stage.stage for stage in budget.workers[0].stages}
+        for name, budget in planning.budgets_of(suite, select(given.devices)).items()
+        if isinstance(budget, Budget)
+    }
+    assert {name: set(HOST_STAGES) <= found for name, found in stages.items()} == {"one": True, "two": False}
+
+
+def test_a_suite_without_a_case_that_can_be_checked_has_no_sums() -> None:
+    given = dataclasses.replace(OPTIONS, name="missing", base="./nowhere")
+    found = planning.budgets_of(SuiteOptions(name="night", shared=given, cases=(given,)), select(given.devices))
+    text = render_suite("night", found)
+    assert "missing: cannot be checked" in text
+    assert "together" not in text

@@ -24,7 +24,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     _add_case(run)
     add_report_options(run, "folder for the reports (JSON, HTML, Markdown) and captures/")
     add_format_options(run)
-    run.add_argument("--plan", action="store_true", help="print what the run will take of memory and time, and stop")
+    run.add_argument("--plan", action="store_true", help="print what the run will take of memory and time, and stop; a "
+                     "suite with a case that cannot be checked is planned without it")  # fmt: skip
     run.add_argument("--history", metavar="URL", help="history of runs to compare with and append to")
 
     capture = command("capture", _capture, "record the results of this host's devices, without comparing")
@@ -94,12 +95,12 @@ def _plan(parsed: argparse.Namespace) -> int:
 
     suite = read_suite(parsed)
     if suite is not None:
-        budgets = budgets_of(suite, select(suite.shared.devices), host_speed())
+        budgets = budgets_of(suite, select(suite.shared.devices), speed=host_speed())
         if parsed.json:
             print_json(plan.suite_as_table(suite.name, budgets))
         else:
             print(plan.render_suite(suite.name, budgets), end="")
-        return 0
+        return UsageError.exit_status if all(isinstance(one, ConsistencyError) for one in budgets.values()) else 0
     options = read_case(parsed)
     budget = budget_of(prepare_case(options), select(options.devices), threads=options.threads, speed=host_speed())
     if parsed.json:
