@@ -56,8 +56,7 @@ def worker_environment(
         # small models most of a worker's time
         found.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if info.spec.is_cpu:
-            for name, value in _KEPT_PAGES.items():
-                found.setdefault(name, value)
+            found = {**_KEPT_PAGES, **found}
     if threads is not None:
         found.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
     mask = _mask(info, load_path)
