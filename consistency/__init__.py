@@ -6,9 +6,10 @@ a session that does not use the plugin should not pay for it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all the rest of this one
 if TYPE_CHECKING:
+    from typing import Any
+
     from consistency.capture.version import __version__
     from consistency.case.case import Case
     from consistency.case.options import Options

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class ConsistencyError(Exception):
     """An error that a user can act on: what is wrong, where, what was found and expected, and what to do.
@@ -66,6 +68,15 @@ class InterruptedRunError(ConsistencyError):
     """The user stopped the run; no process and no half-written capture is left."""
 
     exit_status = 130
+
+
+def meant(given: str, known: Iterable[str]) -> str | None:
+    """Return a hint at the known name that somebody meant who wrote another, None if none is close."""
+    import difflib
+
+    by_form = {name.lower().replace("_", "-"): name for name in known}
+    close = difflib.get_close_matches(given.lower().replace("_", "-"), by_form, n=1)
+    return f"did you mean {by_form[close[0]]}?" if close else None
 
 
 def first_line(error: BaseException) -> str:

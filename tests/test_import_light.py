@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import consistency
 from tests.made_weights import f32, put
 
 HEAVY = ("torch", "transformers", "peft", "numpy", "safetensors.torch", "accelerate")
@@ -79,6 +81,16 @@ def test_plugin_loads_the_table_of_options_and_no_library(tmp_path: Path) -> Non
         f"assert own == {PLUGIN_NEEDS!r}, own\nassert 'msgspec' not in sys.modules"
     )
     assert loaded_by(code, tmp_path) == set()
+
+
+def test_importing_the_package_imports_nothing_else(tmp_path: Path) -> None:
+    """So it takes a millisecond or two; `-S`, because `site` runs what the environment's .pth files import."""
+    code = "import sys\nbefore = set(sys.modules)\nimport consistency\nprint(*sorted(set(sys.modules) - before))"
+    where = {**os.environ, "PYTHONPATH": str(Path(consistency.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, env=where
+    )
+    assert done.stdout.split() == ["__future__", "consistency"]
 
 
 def test_compare_stays_a_function_after_its_package_was_imported(tmp_path: Path) -> None:

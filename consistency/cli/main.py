@@ -6,44 +6,39 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
 from consistency.capture.version import __version__
-from consistency.cli.commands import bisect, compare, devices, diff, doctor, drill, history, reproduce, run
-from consistency.errors import ConsistencyError, InterruptedRunError, UsageError
+from consistency.cli.commands import bisect, compare, completion, devices, diff, doctor, drill, history, reproduce, run
+from consistency.cli.parser import Parser, adder, layout
+from consistency.errors import ConsistencyError, InterruptedRunError
 
-COMMANDS = (run, compare, diff, devices, doctor, drill, reproduce, history, bisect)
+COMMANDS = (run, compare, diff, devices, doctor, drill, reproduce, history, bisect, completion)
 """One module per command or pair of commands; each adds its own, and imports what it needs when it is run."""
 
-EPILOG = """\
-exit status: 0 consistent, 1 inconsistent, 2 bad usage or bad input, 3 incomplete (a worker was lost)
+EXAMPLES = (
+    ("the built-in case on every device", "consistency run"),
+    ("a model and an adapter of your own", "consistency run --base ./llama --adapter ./my-lora --out run-1"),
+    ("this host, without any model", "consistency doctor"),
+    ("two weight files or folders, without model code", "consistency diff ./my-lora ./my-lora-copy"),
+    ("one command's options and examples", "consistency run --help"),
+)
 
-examples:
-  consistency run                                             the built-in case on every device
-  consistency run --base ./llama --adapter ./my-lora --out run-1
-  consistency run --devices cpu,cuda:0 --dtype bfloat16 --base ./llama --adapter ./my-lora
-  consistency run --tolerance "stage=merged,layer=*.q_proj,dtype=bfloat16,atol=1e-3,rtol=1e-2"
-  consistency capture --base ./llama --adapter ./my-lora --out host-a     on each host, then
-  consistency compare host-a host-b                                       anywhere
-  consistency diff ./my-lora ./my-lora-copy                               two files or folders, no model code
-  consistency doctor                                          this host, without any model
-"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors look like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, hint=f"{self.prog} --help")
+_LIBRARIES = ("torch", "transformers", "peft")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     signal.signal(signal.SIGTERM, _terminate)
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        parsed = build_parser().parse_args(arguments)
+        parser = build_parser()
+        if not arguments:
+            parser.print_help(sys.stderr)
+            return 2
+        parsed = parser.parse_args(arguments)
         return int(parsed.command(parsed))
     except ConsistencyError as error:
         _complain(str(error))
@@ -62,25 +57,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of every command."""
-    layout: dict[str, Any] = {
-        "epilog": EPILOG, "formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False,
-    }  # fmt: skip
-    parser = _Parser(
+    parser = Parser(
         prog="consistency",
         description="Check that a base model and a LoRA adapter produce the same numbers on every device.",
-        **layout,
+        **layout(EXAMPLES),
     )
-    parser.add_argument("--version", action="version", version=f"consistency {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", **layout)
-        added.set_defaults(command=function)
-        return added
-
+    parser.add_argument("--version", action=_Version, help="print the versions of this tool and of what it checks")
+    parser.set_defaults(root=parser)
+    command = adder(parser.add_subparsers(title="commands", required=True, metavar="COMMAND"))
     for module in COMMANDS:
         module.add(command)
     return parser
+
+
+class _Version(argparse.Action):
+    """Print the versions of this tool and of the libraries that it checks, without importing any."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(nargs=0, **{**given, "default": argparse.SUPPRESS, "dest": argparse.SUPPRESS})
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from importlib import metadata
+
+        print(f"consistency {__version__}")
+        for name in _LIBRARIES:
+            try:
+                print(f"{name} {metadata.version(name)}")
+            except metadata.PackageNotFoundError:
+                print(f"{name} is not installed")
+        print(f"Python {sys.version.split()[0]}")
+        parser.exit()
 
 
 def _complain(text: str) -> None:

@@ -17,7 +17,7 @@ from consistency.case.options import Options
 from consistency.comparison.result import Comparison
 from consistency.devices.discovery import accelerators, select
 from consistency.devices.spec import DeviceInfo
-from consistency.errors import UsageError
+from consistency.errors import UsageError, meant
 from consistency.launch.engine import Watcher
 from consistency.worker.faults.catalogue import FAULTS, Fault
 from consistency.workflows import pipeline
@@ -51,17 +51,43 @@ class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.found and self.named == self.expected
 
 
-def choose(only: Sequence[str]) -> tuple[Fault, ...]:
-    """Return these faults; where none is named, all that this host has the devices for."""
+class ListedFault(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault that can be planted; `needs` says which devices it takes, where that is more than the CPU."""
+
+    fault: str
+    case: str | None
+    stages: tuple[str, ...]
+    expected: str
+    needs: str
+
+
+def listed(only: Sequence[str]) -> tuple[ListedFault, ...]:
+    """Return these faults, or all, without asking for devices."""
+    return tuple(
+        ListedFault(fault=one.name, case=one.case, stages=one.stages, expected=one.expected, needs=_needs(one))
+        for one in _named(only)
+    )
+
+
+def _named(only: Sequence[str]) -> tuple[Fault, ...]:
     for name in only:
         if name not in FAULTS:
-            raise UsageError(f"unknown fault: {name}", where="--only", wanted=", ".join(FAULTS))
-    chosen = tuple(FAULTS[name] for name in only or FAULTS)
+            hint = meant(name, FAULTS) or "`consistency drill --list` lists them"
+            raise UsageError(f"unknown fault: {name}", where="--only", hint=hint)
+    return tuple(FAULTS[name] for name in only or FAULTS)
+
+
+def _needs(fault: Fault) -> str:
+    return "two accelerators" if fault.two_devices else "an accelerator" if fault.accelerators else ""
+
+
+def choose(only: Sequence[str]) -> tuple[Fault, ...]:
+    """Return these faults; where none is named, all that this host has the devices for."""
+    chosen = _named(only)
     possible = tuple(fault for fault in chosen if not fault.accelerators or len(accelerators()) >= fault.accelerators)
     if only and possible != chosen:
         missing = next(fault for fault in chosen if fault not in possible)
-        needed = "two accelerators" if missing.two_devices else "an accelerator"
-        raise UsageError(f"this fault needs {needed}", where=f"--only {missing.name}", got=len(accelerators()))
+        raise UsageError(f"this fault needs {_needs(missing)}", where=f"--only {missing.name}", got=len(accelerators()))
     return possible
 
 

@@ -11,10 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import consistency
+from consistency.worker.faults.catalogue import FAULTS
 from tests.conftest import Cli, FinishedRun, command
 from tests.made_weights import f32, put
 
@@ -188,14 +191,14 @@ def test_rank_that_the_weights_do_not_have(cli: Cli, copies: tuple[Path, Path]) 
         (("--stages", "base,merge"), ("unknown stage: merge", "base, adapter, merged, forward")),
         (("--load-paths", "motorway"), ("unknown load path: motorway", "--load-paths")),
         (("--roads", "motorway"), ("unknown load path: motorway",)),
-        (("--dtype", "int3"), ("invalid choice: 'int3'",)),
-        (("--level", "extreme"), ("invalid choice",)),
+        (("--dtype", "int3"), ("unknown value of --dtype: int3", "bfloat16")),
+        (("--level", "extreme"), ("unknown value of --level: extreme", "one of quick, standard, thorough")),
         (("--repeat", "0"), ("repeat", "above 0")),
         (("--stall", "-1"), ("stall", "above 0")),
         (("--base", "python:no module"), ("not a model factory",)),
         (("--inputs", "nowhere.safetensors"), ("no such inputs file",)),
         (("nowhere.toml",), ("no such configuration file",)),
-        (("--dev", "cpu"), ("unrecognized arguments",)),
+        (("--dev", "cpu"), ("consistency run has no option --dev",)),
     ],
 )
 def test_bad_usage(cli: Cli, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
@@ -204,10 +207,29 @@ def test_bad_usage(cli: Cli, arguments: tuple[str, ...], words: tuple[str, ...])
 
 def test_unknown_command_and_help(cli: Cli) -> None:
     refused(cli("frobnicate"), "frobnicate")
-    refused(cli())
-    done = cli("--help")
+    alone, done = cli(), cli("--help")
+    assert (alone.returncode, alone.stdout, alone.stderr) == (2, "", done.stdout)
     assert done.returncode == 0
     assert "exit status: 0 consistent" in done.stdout
+
+
+def test_versions_are_of_what_is_installed(cli: Cli) -> None:
+    done = cli("--version")
+    assert done.returncode == 0
+    versions = dict(line.split() for line in done.stdout.splitlines())
+    assert versions["consistency"] == consistency.__version__
+    assert {name: versions[name] for name in ("torch", "transformers", "peft")} == {
+        name: metadata.version(name) for name in ("torch", "transformers", "peft")
+    }
+
+
+def test_drill_lists_its_faults_and_plants_none(cli: Cli) -> None:
+    done = cli("drill", "--list", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = json.loads(done.stdout)
+    assert [row["fault"] for row in rows] == list(FAULTS)
+    assert {row["needs"] for row in rows} == {"", "an accelerator", "two accelerators"}
+    assert "adapter-zeros" in cli("drill", "--list").stdout
 
 
 def test_configuration_file(cli: Cli, tmp_path: Path, copies: tuple[Path, Path]) -> None:

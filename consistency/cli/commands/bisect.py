@@ -9,10 +9,19 @@ from pathlib import Path
 
 from consistency.cli.output import print_json
 
+EXAMPLES = (
+    ("the setting that explains the first finding", "consistency bisect run-1 --finding 1"),
+    (
+        "one tensor of one worker",
+        "consistency bisect run-1 --tensor merged::model.layers.0.self_attn.q_proj.weight --worker cuda:0",
+    ),
+)
+
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = command("bisect", _bisect, "change one setting at a time to find the one that explains a difference")
+    text = "change one setting at a time to find the one that explains a difference"
+    parser = command("bisect", _bisect, text, EXAMPLES)
     parser.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
     parser.add_argument("--finding", type=int, metavar="N", help="number of the finding, from 1")
     parser.add_argument("--tensor", metavar="NAME", help="instead of a finding: a tensor (stage::layer.tensor)")

@@ -7,10 +7,16 @@ from collections.abc import Callable
 
 from consistency.cli.output import add_format_options, add_report_options, read_baseline, show
 
+EXAMPLES = (
+    ("captures of two hosts, on either or on a third", "consistency compare host-a host-b --out both"),
+    ("captures that were sent as files", "consistency compare host-a.zip host-b.zip"),
+    ("the table of an earlier run again, with every layer", "consistency compare run-1 --verbose"),
+)
+
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = command("compare", _compare, "compare captures, also those of several hosts")
+    parser = command("compare", _compare, "compare captures, also those of several hosts", EXAMPLES)
     parser.add_argument(
         "captures", nargs="+", metavar="DIR", help="a capture (folder, FILE.zip or URL), or the --out folder of a run"
     )

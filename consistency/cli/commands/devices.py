@@ -9,10 +9,15 @@ from consistency.cli.output import print_json
 
 _FIELDS = ("architecture", "model", "uuid", "pci_bus_id", "driver", "capability", "memory_bytes", "simulated")
 
+EXAMPLES = (
+    ("the names that --devices takes", "consistency devices"),
+    ("for scripts, with UUID and PCI bus id", "consistency devices --json"),
+)
+
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = command("devices", _devices, "list the devices of this host")
+    parser = command("devices", _devices, "list the devices of this host", EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

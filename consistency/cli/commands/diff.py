@@ -11,10 +11,15 @@ from pathlib import Path
 from consistency.case.options import Edge, add_options
 from consistency.cli.output import add_report_options
 
+EXAMPLES = (
+    ("an adapter and its copy", "consistency diff ./my-lora /mnt/node-b/my-lora"),
+    ("two merged models, with a report", "consistency diff ./merged-a ./merged-b --out diff-1"),
+)
+
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = command("diff", _diff, "compare two weight files, adapters or model folders")
+    parser = command("diff", _diff, "compare two weight files, adapters or model folders", EXAMPLES)
     parser.add_argument("reference", type=Path, metavar="A", help="safetensors file, index of shards, or folder")
     parser.add_argument("other", type=Path, metavar="B", help="what is compared with A")
     add_report_options(parser, "folder for the report (JSON, HTML, Markdown)")

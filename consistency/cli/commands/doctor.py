@@ -9,10 +9,15 @@ from consistency.case.options import Edge, add_options
 from consistency.cli.commands.run import read_case
 from consistency.cli.output import add_output_options, print_json
 
+EXAMPLES = (
+    ("copies, operators and memory of every device", "consistency doctor"),
+    ("the same, quickly, on two devices", "consistency doctor --devices cuda:0,cuda:1 --level quick"),
+)
+
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = command("doctor", _doctor, "check this host without any model, and report what to fix first")
+    parser = command("doctor", _doctor, "check this host without any model, and report what to fix first", EXAMPLES)
     add_options(parser.add_argument, Edge.COMMAND_LINE, only=("devices", "level", "timeout", "stall"))
     add_output_options(parser, "folder for the reports and captures/", json="print JSON")
 

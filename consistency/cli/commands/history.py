@@ -10,10 +10,21 @@ from pathlib import Path
 
 from consistency.cli.output import print_json
 
+HISTORY_EXAMPLES = (
+    ("the last thirty runs", "consistency history ./history"),
+    ("one device over time", "consistency history ./history --device cuda:0"),
+)
+BASELINE_EXAMPLES = (
+    (
+        "accept the second finding of a run",
+        'consistency baseline accept run-1 --baseline accepted.json --finding 2 --reason "driver bug, reported"',
+    ),
+)
+
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the commands."""
-    history = command("history", _history, "list the runs of a history, or one device over time")
+    history = command("history", _history, "list the runs of a history, or one device over time", HISTORY_EXAMPLES)
     history.add_argument("history", metavar="URL", help="as given to `consistency run --history`")
     history.add_argument("--device", metavar="NAME", help="one device over time: its UUID, or its name")
     history.add_argument("--case", metavar="NAME", help="one case of suites, with --device")
@@ -22,7 +33,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
                          "of the tables runs and workers")  # fmt: skip
     history.add_argument("--json", action="store_true", help="print JSON")
 
-    baseline = command("baseline", _baseline, "accept findings of a report, so that only new ones fail a run")
+    text = "accept findings of a report, so that only new ones fail a run"
+    baseline = command("baseline", _baseline, text, BASELINE_EXAMPLES)
     baseline.add_argument("action", choices=["accept"])
     baseline.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
     baseline.add_argument("--baseline", type=Path, required=True, metavar="FILE", help="the file to add to")

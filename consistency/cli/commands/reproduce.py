@@ -8,10 +8,12 @@ from pathlib import Path
 
 from consistency.cli.output import add_output_options, print_json
 
+EXAMPLES = (("a folder that shows the first finding", "consistency reproduce run-1 --finding 1 --out repro"),)
+
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = command("reproduce", _reproduce, "write scripts that show a finding without this tool")
+    parser = command("reproduce", _reproduce, "write scripts that show a finding without this tool", EXAMPLES)
     parser.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
     parser.add_argument("--finding", type=int, required=True, metavar="N", help="number of the finding, from 1")
     add_output_options(parser, "folder to write", json="print the outcome as JSON", required=True)

@@ -17,10 +17,30 @@ if TYPE_CHECKING:
     from consistency.capture.folder import WorkerCapture
     from consistency.case.suite import SuiteOptions
 
+RUN_EXAMPLES = (
+    ("the built-in case on every device", "consistency run"),
+    ("a model and adapter of your own", "consistency run --base ./llama --adapter ./my-lora --out run-1"),
+    (
+        "two devices, in a half type",
+        "consistency run --base ./llama --adapter ./my-lora --devices cpu,cuda:0 --dtype bfloat16",
+    ),
+    ("what it will take of memory and time", "consistency run --base ./llama --adapter ./my-lora --plan"),
+    (
+        "a tolerance of your own for some layers",
+        'consistency run --tolerance "stage=merged,layer=*.q_proj,dtype=bfloat16,atol=1e-3,rtol=1e-2"',
+    ),
+    ("every adapter of a folder", 'consistency run --base ./llama --adapter "adapters/*" --out suite-1'),
+)
+CAPTURE_EXAMPLES = (
+    ("on each host", "consistency capture --base ./llama --adapter ./my-lora --out host-a"),
+    ("as one file", "consistency capture --base ./llama --adapter ./my-lora --out host-a.zip"),
+    ("then, anywhere", "consistency compare host-a host-b"),
+)
+
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the commands."""
-    run = command("run", _run, "check a case on every device and compare the results")
+    run = command("run", _run, "check a case on every device and compare the results", RUN_EXAMPLES)
     _add_case(run)
     add_report_options(run, "folder for the reports (JSON, HTML, Markdown) and captures/")
     add_format_options(run)
@@ -28,7 +48,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
                      "suite with a case that cannot be checked is planned without it")  # fmt: skip
     run.add_argument("--history", metavar="URL", help="history of runs to compare with and append to")
 
-    capture = command("capture", _capture, "record the results of this host's devices, without comparing")
+    text = "record the results of this host's devices, without comparing"
+    capture = command("capture", _capture, text, CAPTURE_EXAMPLES)
     _add_case(capture)
     capture.add_argument("--out", metavar="DIR", required=True, help="folder, FILE.zip or URL for the capture")
     capture.add_argument("--force", action="store_true", help="replace an earlier capture in --out")

@@ -1,0 +1,100 @@
+"""The parser of the command line: its errors look like all others, and its help ends with examples."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from consistency.errors import UsageError, meant
+
+EXIT_STATUS = "exit status: 0 consistent, 1 inconsistent, 2 bad usage or bad input, 3 incomplete (a worker was lost)"
+
+Example = tuple[str, str]
+"""What a command line does, and the command line."""
+
+# argparse reports an error as text alone; these are its forms in Python 3.11 to 3.13
+_CHOICE = re.compile(r"argument (?P<name>.+?): invalid choice: (?P<got>.+?) \(choose from (?P<known>.+)\)")
+_VALUE = re.compile(r"argument (?P<name>.+?): invalid (?P<kind>\w+) value: (?P<got>.+)")
+_COUNT = re.compile(r"argument (?P<name>.+?): expected (?P<wanted>.+)")
+_MISSING = re.compile(r"the following arguments are required: (?P<names>.+)")
+_KINDS = {"int": "a whole number", "float": "a number"}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what was meant by an option, a command or a value that it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise one of argparse's errors as one of ours."""
+        raise self._translated(message)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse a whole command line; raise `UsageError` for an argument that no command takes."""
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            name = next((one for one in rest if one.startswith("-")), rest[0]).partition("=")[0]
+            of_command: Parser = getattr(parsed, "parser", self)
+            raise of_command.unknown(name)
+        return parsed
+
+    def unknown(self, name: str) -> UsageError:
+        """Return the error for an argument that this command does not take."""
+        known = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())))
+        if not name.startswith("-"):
+            return UsageError(f"{self.prog} takes no such argument: {name}", hint=self._help_hint())
+        hint = meant(name, known)
+        return UsageError(
+            f"{self.prog} has no option {name}",
+            wanted=None if hint else ", ".join(known),
+            hint=hint or self._help_hint(),
+        )
+
+    def _help_hint(self) -> str:
+        return f"`{self.prog} --help` lists what it takes"
+
+    def _translated(self, message: str) -> UsageError:
+        if found := _CHOICE.fullmatch(message):
+            name, got = found["name"], found["got"].strip("'\"")
+            known = [one.strip(" '\"") for one in found["known"].split(",")]
+            noun = "command" if name == "COMMAND" else f"value of {name}"
+            return UsageError(f"unknown {noun}: {got}", wanted="one of " + ", ".join(known),
+                              hint=meant(got, known) or self._help_hint())  # fmt: skip
+        if found := _VALUE.fullmatch(message):
+            wanted = _KINDS.get(found["kind"], "a value of another form")
+            return UsageError(f"{found['name']} takes {wanted}", got=found["got"].strip("'\""), hint=self._help_hint())
+        if found := _COUNT.fullmatch(message):
+            wanted = found["wanted"].replace("one argument", "a value").replace("argument", "value")
+            return UsageError(f"{found['name']} needs {wanted}", hint=self._help_hint())
+        if found := _MISSING.fullmatch(message):
+            return UsageError(f"{self.prog} needs {found['names']}", hint=self._help_hint())
+        return UsageError(message, hint=self._help_hint())
+
+
+def layout(examples: Sequence[Example]) -> dict[str, Any]:
+    """Return what every parser is made with; its help ends with the examples."""
+    lines = [f"  # {what}\n  {line}" for what, line in examples]
+    return {
+        "epilog": "\n".join([EXIT_STATUS, "", "examples:", *lines]),
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }
+
+
+def adder(commands: Any) -> Callable[..., argparse.ArgumentParser]:
+    """Return the function by which a module adds its command: name, function, help, and its own examples."""
+
+    def command(
+        name: str,
+        function: Callable[[argparse.Namespace], int],
+        text: str,
+        examples: Sequence[Example] = (),
+    ) -> argparse.ArgumentParser:
+        description = f"{text[0].upper()}{text[1:]}."
+        added: argparse.ArgumentParser = commands.add_parser(
+            name, help=text, description=description, **layout(examples)
+        )
+        added.set_defaults(command=function, parser=added)
+        return added
+
+    return command

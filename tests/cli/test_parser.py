@@ -1,0 +1,68 @@
+"""What the parser answers to what it does not know, and the examples at the end of every help."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+import pytest
+
+from consistency.cli.main import build_parser
+from consistency.errors import UsageError
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    (found,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(found.choices)
+
+
+def examples(parser: argparse.ArgumentParser) -> list[list[str]]:
+    """Return the command lines at the end of a help text, each below the line that says what it does."""
+    lines = parser.format_help().partition("\nexamples:\n")[2].splitlines()
+    assert all(line.startswith("  # ") for line in lines[::2]), lines
+    return [shlex.split(line.partition(" > ")[0]) for line in lines[1::2]]
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "wanted", "hint"),
+    [
+        ("rnu", "unknown command: rnu", "one of run, capture", "did you mean run?"),
+        ("frobnicate", "unknown command: frobnicate", "one of run, capture", "`consistency --help`"),
+        ("run --adaptor x", "consistency run has no option --adaptor", "", "did you mean --adapter?"),
+        ("run --adaptor=x", "consistency run has no option --adaptor", "", "did you mean --adapter?"),
+        ("run --allow_pickle", "consistency run has no option --allow_pickle", "", "did you mean --allow-pickle?"),
+        ("devices --xyz", "consistency devices has no option --xyz", "--help, --json", "`consistency devices --help`"),
+        ("--xyz", "consistency needs COMMAND", "", "`consistency --help`"),
+        ("devices x", "consistency devices takes no such argument: x", "", "`consistency devices --help`"),
+        ("run --dtype float61", "unknown value of --dtype: float61", "one of auto, float32, bfloat16", "float16?"),
+        ("run --level QUICK", "unknown value of --level: QUICK", "one of quick, standard, thorough", "mean quick?"),
+        ("run --repeat often", "--repeat takes a whole number", "", "`consistency run --help`"),
+        ("run --stall long", "--stall takes a number", "", "`consistency run --help`"),
+        ("run --dtype", "--dtype needs a value", "", "`consistency run --help`"),
+        ("compare", "consistency compare needs DIR", "", "`consistency compare --help`"),
+        ("capture", "consistency capture needs --out", "", "`consistency capture --help`"),
+    ],
+)
+def test_what_is_not_known_is_named_with_what_is(line: str, what: str, wanted: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        build_parser().parse_args(line.split())
+    assert caught.value.what == what
+    assert wanted in (caught.value.wanted or "")
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("name", commands())
+def test_each_help_has_examples_of_its_own(name: str) -> None:
+    own = examples(commands()[name])
+    assert own
+    assert any(words[1] == name for words in own)
+    others = {tuple(words) for other, parser in commands().items() if other != name for words in examples(parser)}
+    assert not {tuple(words) for words in own if words[1] == name} & others
+
+
+@pytest.mark.parametrize("name", ["", *commands()])
+def test_examples_parse(name: str) -> None:
+    for words in examples(commands()[name] if name else build_parser()):
+        assert words[0] == "consistency"
+        if words[-1] != "--help":
+            build_parser().parse_args(words[1:])
