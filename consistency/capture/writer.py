@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from consistency.capture.folder import MANIFEST, CaptureManifest
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import WorkerInfo
+from consistency.capture.whole_file import write_whole
 from consistency.errors import CaptureError
 
 
@@ -85,16 +84,3 @@ def cannot_write(target: object, error: object = None) -> CaptureError:
 def write_json(path: Path, value: object) -> None:
     """Write a file whole or not at all."""
     write_whole(path, [encode_json(value, indent=1), b"\n"])
-
-
-def write_whole(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a file part by part, whole or not at all."""
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        with partial.open("wb") as file:
-            file.writelines(parts)
-        os.replace(partial, path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise CaptureError("cannot write", where=path, got=error) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -11,12 +12,23 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from consistency.capture.version import __version__
-from consistency.cli.commands import bisect, compare, completion, devices, diff, doctor, drill, history, reproduce, run
 from consistency.cli.parser import Parser, adder, layout
 from consistency.errors import ConsistencyError, InterruptedRunError
 
-COMMANDS = (run, compare, diff, devices, doctor, drill, reproduce, history, bisect, completion)
-"""One module per command or pair of commands; each adds its own, and imports what it needs when it is run."""
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "run": ("run", "capture"),
+    "compare": ("compare",),
+    "diff": ("diff",),
+    "devices": ("devices",),
+    "doctor": ("doctor",),
+    "drill": ("drill",),
+    "reproduce": ("reproduce",),
+    "history": ("history",),
+    "baseline": ("baseline",),
+    "bisect": ("bisect",),
+    "completion": ("completion",),
+}
+"""Modules of `commands/`, and the commands that each adds. A module imports what it needs when its command is run."""
 
 EXAMPLES = (
     ("the built-in case on every device", "consistency run"),
@@ -34,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        parser = build_parser()
+        parser = build_parser(arguments[0] if arguments else None)
         if not arguments:
             parser.print_help(sys.stderr)
             return 2
@@ -55,18 +67,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of every command."""
+def build_parser(named: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of every command, or of one alone, where it is named.
+
+    Monitoring calls `status` every few seconds: it should not pay for the options of the others.
+    """
     parser = Parser(
         prog="consistency",
         description="Check that a base model and a LoRA adapter produce the same numbers on every device.",
         **layout(EXAMPLES),
     )
     parser.add_argument("--version", action=_Version, help="print the versions of this tool and of what it checks")
-    parser.set_defaults(root=parser)
     command = adder(parser.add_subparsers(title="commands", required=True, metavar="COMMAND"))
-    for module in COMMANDS:
-        module.add(command)
+    for module in [name for name, commands in COMMANDS.items() if named in commands] or COMMANDS:
+        importlib.import_module(f"consistency.cli.commands.{module}").add(command)
     return parser
 
 

@@ -39,10 +39,14 @@ def add_format_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_baseline(parsed: argparse.Namespace) -> Baseline | None:
-    """Read the file of `--baseline`, where it is given."""
+    """Read the file of `--baseline`, where it is given; say so where there is none yet."""
     from consistency.comparison.history import baseline
 
-    return None if parsed.baseline is None else baseline.read_baseline(parsed.baseline)
+    if parsed.baseline is None:
+        return None
+    if not parsed.baseline.exists():
+        print(f"baseline {parsed.baseline} does not exist: no finding is accepted", file=sys.stderr)
+    return baseline.read_baseline(parsed.baseline)
 
 
 def print_json(value: object) -> None:
@@ -55,14 +59,18 @@ def print_json(value: object) -> None:
 def show(
     parsed: argparse.Namespace,
     found: Comparison | SuiteResult,
+    out: Path | None,
     *,
     subject: Subject = Subject.RUN,
     elapsed_s: float | None = None,
 ) -> None:
-    """Print a comparison, or a suite, in the format that was asked for, and write the files that were asked for."""
-    from consistency.capture.writer import write_whole
+    """Print a comparison, or a suite, in the format that was asked for, and write the files that were asked for.
 
-    folder = None if parsed.out is None else str(parsed.out)
+    `out` is the folder that holds its report.
+    """
+    from consistency.capture.whole_file import write_whole
+
+    folder = None if out is None else str(out)
     view = View(elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
     for row in formats(Chosen.OPTION, subject):
         if (path := getattr(parsed, row.name)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from consistency.capture.wording import some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
+from consistency.comparison.by_worker import worse, worst_ratios
 from consistency.comparison.result import BAD, Comparison, Divergence, Row, TensorComparison
 
 MOST_LINES = 8
@@ -161,16 +163,8 @@ def merged(many: Iterable[Mapping[str, Cell]]) -> dict[str, Cell]:
 
 
 def worst_ratio(comparison: Comparison) -> float | None:
-    """Return the largest error/tolerance of the model's tensors, NaN before any number; None where nothing has one.
-
-    Single operators are left out: one rounding to a half type uses up the tolerance of that operator, on any device. So
-    are facts, whose limits are of another kind.
-    """
-    computed = [t for t in comparison.tensors if t.stage != Stage.OPERATORS and t.rule != "limit"]
-    ratios = [float(r.bound_ratio) for t in computed for r in t.rows if r.bound_ratio is not None]
-    if not ratios:
-        return None
-    return math.nan if any(math.isnan(r) for r in ratios) else max(ratios)
+    """Return the largest error/tolerance of `worst_ratios`, NaN before any number; None where nothing has one."""
+    return functools.reduce(lambda known, ratio: worse(ratio, known), worst_ratios(comparison).values(), None)
 
 
 def is_larger(ratio: float, known: float | None) -> bool:

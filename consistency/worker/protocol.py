@@ -14,7 +14,7 @@ import msgspec
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.records import SettingChange, StageMemory
 from consistency.capture.soak import Soak
-from consistency.capture.writer import write_whole
+from consistency.capture.whole_file import write_whole
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.errors import CaptureError

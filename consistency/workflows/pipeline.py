@@ -15,7 +15,7 @@ import msgspec
 from consistency.capture.folder import Capture, capture_name, holds_capture
 from consistency.capture.reader import RecordPool, brief, read_capture
 from consistency.capture.transport import deliver, fetch, is_remote, refuse_to_replace, travels
-from consistency.capture.writer import write_whole
+from consistency.capture.whole_file import write_whole
 from consistency.case.budget.fit import Budget
 from consistency.case.case import Case
 from consistency.case.options import Options
@@ -154,7 +154,9 @@ def run(
         captures, unread = read_captures(made.captures)
         comparison = compare_captures(captures, unread=[*made.lost, *unread])
         if history is not None:
-            comparison = add_run(history, captures, comparison, baseline)
+            comparison = add_run(
+                history, captures, comparison, baseline, report="" if out is None else str(out.resolve())
+            )
         elif baseline is not None:
             comparison = apply(baseline, comparison)
         elapsed_s = time.monotonic() - started

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from consistency.capture.folder import MANIFEST, WorkerCapture
 from consistency.capture.reader import read_capture
-from consistency.capture.writer import write_whole
+from consistency.capture.whole_file import write_whole
 from consistency.case.budget.fit import Budget
 from consistency.case.options import Options
 from consistency.case.suite import SuiteOptions, folder_name
@@ -133,7 +133,7 @@ def run_suite(
             for row in formats(Chosen.OUT, Subject.SUITE):
                 write_whole(out / row.name, row.render(suite, view))
     if entry is not None:
-        entry.commit(suite)
+        entry.commit(suite, report="" if out is None else str(out.resolve()))
     return suite
 
 

@@ -299,6 +299,46 @@ def test_out_is_not_overwritten_unasked(cli: Cli, finished_run: FinishedRun, tmp
     refused(cli("compare", finished_run.folder, "--out", finished_run.folder), "choose another folder")
 
 
+def test_the_nightly_command_serves_every_night(cli: Cli, tmp_path: Path) -> None:
+    command_line = ("run", "--history", "history", "--baseline", "baseline.json", "--out", "runs")
+    stage = ("--devices", "cpu", "--stages", "base", "--load-paths", "isolated")
+    said = "baseline baseline.json does not exist: no finding is accepted"
+    for night in (1, 2):
+        done = cli(*command_line, *stage, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count(said) == (night == 1)
+        folders = sorted(path.name for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
+        assert len(folders) == night
+        assert f"runs/{folders[-1]}" in done.stdout
+        assert (tmp_path / "runs" / "latest").readlink() == Path(folders[-1])
+        assert len(list((tmp_path / "history" / "nights").iterdir())) == night
+        cli("baseline", "init", "baseline.json", cwd=tmp_path)
+    last = max((tmp_path / "history" / "nights").iterdir())
+    assert json.loads(last.read_bytes())["report"] == str(tmp_path / "runs" / folders[-1])
+    refused(cli("baseline", "accept", "runs", "--baseline", "b", "--reason", "r", cwd=tmp_path), "no error to accept")
+
+
+def test_force_and_the_option_keep_a_run_in_the_folder_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from consistency.cli.commands.run import _folder
+    from consistency.cli.main import build_parser
+
+    def places(*options: str) -> list[str]:
+        out = tmp_path / "out"
+        with _folder(build_parser().parse_args(["run", "--out", str(out), *options])) as folder:
+            assert folder is not None
+            found = folder.relative_to(tmp_path).parts
+        shutil.rmtree(out, ignore_errors=True)
+        return list(found)
+
+    assert len(places("--history", "h")) == 2
+    assert len(places("--dated")) == 2
+    assert len(places("--history", "h", "--force", "--dated")) == 2
+    for options in ((), ("--history", "h", "--force"), ("--history", "h", "--no-dated")):
+        assert places(*options) == ["out"]
+
+
 def test_compare_what_is_no_capture(cli: Cli, finished_run: FinishedRun, tmp_path: Path) -> None:
     refused(cli("compare", tmp_path), "no capture here", tmp_path)
     broken = tmp_path / "broken"

@@ -28,5 +28,5 @@ def _compare(parsed: argparse.Namespace) -> int:
     from consistency.workflows.pipeline import compare_folders
 
     comparison = compare_folders(parsed.captures, parsed.out, replace=parsed.force, baseline=read_baseline(parsed))
-    show(parsed, comparison)
+    show(parsed, comparison, parsed.out)
     return comparison.exit_status

@@ -25,15 +25,18 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _completion(parsed: argparse.Namespace) -> int:
     import shtab
 
-    for one in _parsers(parsed.root):
+    from consistency.cli.main import build_parser  # which imports this module, in its turn
+
+    root = build_parser()
+    for one in _parsers(root):
         for action in one._actions:
             if action.metavar in _FOLDERS | _FILES:
                 # the attribute that shtab reads
                 action.complete = shtab.DIRECTORY if action.metavar in _FOLDERS else shtab.FILE  # type: ignore[attr-defined]
-    print(shtab.complete(parsed.root, shell=parsed.shell))
+    print(shtab.complete(root, shell=parsed.shell))
     return 0
 
 
 def _parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return [parser, *(one for action in inner for one in action.choices.values())]
+    return [parser, *(one for action in inner for choice in action.choices.values() for one in _parsers(choice))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from consistency.case.options import OPTIONS, Edge, Options, add_options
 from consistency.cli.output import add_format_options, add_report_options, print_json, read_baseline, show
 from consistency.errors import ConsistencyError, UsageError
 from consistency.report.formats import Subject
+from consistency.report.runs import dated
 from consistency.report.text import clean
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     run.add_argument("--plan", action="store_true", help="print what the run will take of memory and time, and stop; a "
                      "suite with a case that cannot be checked is planned without it")  # fmt: skip
     run.add_argument("--history", metavar="URL", help="history of runs to compare with and append to")
+    run.add_argument("--dated", action=argparse.BooleanOptionalAction,
+                     help="leave each run in a folder of --out by date and time, OUT/2026-11-22T02-00-00Z (UTC), and a "
+                     "link to the last one, OUT/latest (default: with --history and without --force)")  # fmt: skip
 
     text = "record the results of this host's devices, without comparing"
     capture = command("capture", _capture, text, CAPTURE_EXAMPLES)
@@ -97,15 +102,23 @@ def _run(parsed: argparse.Namespace) -> int:
         from consistency.workflows.suite import prepare_suite, run_suite
 
         cases = prepare_suite(suite)
-        with progress() as watch:
-            result = run_suite(cases, parsed.out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
-        show(parsed, result, subject=Subject.SUITE, elapsed_s=result.elapsed_s)
+        with _folder(parsed) as out, progress() as watch:
+            result = run_suite(cases, out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
+        show(parsed, result, out, subject=Subject.SUITE, elapsed_s=result.elapsed_s)
         return result.exit_status
     plan = pipeline.prepare(read_case(parsed))
-    with progress() as watch:
-        report = pipeline.run(plan, parsed.out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
-    show(parsed, report.comparison, elapsed_s=report.elapsed_s)
+    with _folder(parsed) as out, progress() as watch:
+        report = pipeline.run(plan, out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
+    show(parsed, report.comparison, out, elapsed_s=report.elapsed_s)
     return report.exit_status
+
+
+def _folder(parsed: argparse.Namespace) -> AbstractContextManager[Path | None]:
+    """Return the folder for what the run leaves: `--out`, or a new one by date below it."""
+    by_date = parsed.history is not None and not parsed.force if parsed.dated is None else parsed.dated
+    if parsed.dated and parsed.out is None:
+        raise UsageError("there is no folder for dated runs", where="--dated", hint="give --out DIR")
+    return dated(parsed.out) if by_date and parsed.out is not None else nullcontext(parsed.out)
 
 
 def _plan(parsed: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
 """Baselines: findings that somebody reviewed and accepted, so that a nightly run fails only for new ones.
 
-A baseline is a JSON file that only `consistency baseline accept` writes, kept where it can be reviewed. An entry
-accepts one kind of finding on one device for the tensors that it names; anything beyond that fails again. Lost workers
-and damaged captures cannot be accepted: they leave a part unchecked.
+A baseline is a JSON file that only `consistency baseline init` and `accept` write, kept where it can be reviewed. An
+entry accepts one kind of finding on one device for the tensors that it names; anything beyond that fails again. Lost
+workers and damaged captures cannot be accepted: they leave a part unchecked. Before the first entry there may be no
+file.
 """
 
 from __future__ import annotations
@@ -58,20 +59,17 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def read_baseline(path: Path) -> Baseline:
-    """Read a baseline.
+    """Read a baseline; a file that does not exist accepts nothing.
 
     Raises
     ------
     UsageError
-        It does not exist, is not a baseline, or has an incomplete entry.
+        It is not a baseline, or has an incomplete entry.
     """
     try:
         found = decode_json(path.read_bytes(), Baseline)
     except FileNotFoundError:
-        raise UsageError(
-            "the baseline does not exist", where=path,
-            hint="consistency baseline accept REPORT --baseline FILE --reason TEXT",
-        ) from None  # fmt: skip
+        return Baseline(schema=SCHEMA)
     except OSError as error:
         raise UsageError("cannot read the baseline", where=path, got=error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -79,6 +77,19 @@ def read_baseline(path: Path) -> Baseline:
     if found.schema != SCHEMA:
         raise UsageError("unsupported baseline schema", where=path, got=found.schema, wanted=SCHEMA)
     return found
+
+
+def init_baseline(path: Path) -> None:
+    """Write a baseline that accepts nothing.
+
+    Raises
+    ------
+    UsageError
+        There is a file: its entries may be needed.
+    """
+    if path.exists():
+        raise UsageError("the baseline exists already", where=path)
+    write_json(path, Baseline(schema=SCHEMA))
 
 
 def accept(
@@ -119,7 +130,7 @@ def accept(
             )  # fmt: skip
     if not chosen:
         raise UsageError("the report has no error to accept", got=f"{len(findings)} notes and warnings")
-    known = read_baseline(path).accepted if path.exists() else ()
+    known = read_baseline(path).accepted
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     devices = _devices(workers)
     new = tuple(

@@ -14,6 +14,7 @@ import msgspec
 from consistency.capture.folder import Capture
 from consistency.capture.wording import some
 from consistency.case.stages import MOVES_WEIGHTS
+from consistency.comparison.by_worker import verdicts
 from consistency.comparison.findings.collect import AS_DEPLOYED
 from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.store import History, RunRecord, Table, WorkerRecord, digest_of, record_of
@@ -38,10 +39,19 @@ class _Earlier:
 
 
 def add_run(
-    history: History, captures: Sequence[Capture], comparison: Comparison, baseline: Baseline | None
+    history: History,
+    captures: Sequence[Capture],
+    comparison: Comparison,
+    baseline: Baseline | None,
+    *,
+    report: str = "",
 ) -> Comparison:
-    """Add a run to a history; return its comparison with a finding for each device that has drifted."""
+    """Add a run to a history; return its comparison with a finding for each device that has drifted.
+
+    `report` is the folder that its report will be in.
+    """
     record, tables = record_of(captures, comparison)
+    record = msgspec.structs.replace(record, report=report)
     comparison, record = judge_drift(history, record, tables, comparison, baseline)
     history.append(record, tables)
     return comparison
@@ -65,8 +75,13 @@ def judge_drift(
         comparison = apply(baseline, comparison)
     errors = [f for f in comparison.findings if f.severity == "error"]
     drifted = {label for f in errors if f.kind == DRIFT for label in f.workers}
+    found = verdicts(comparison)
     workers = tuple(
-        msgspec.structs.replace(w, drift=stages.get((w.device, w.load_path), ()) if w.name in drifted else ())
+        msgspec.structs.replace(
+            w,
+            verdict=found.get(w.name, ""),
+            drift=stages.get((w.device, w.load_path), ()) if w.name in drifted else (),
+        )
         for w in record.workers
     )
     messages = tuple(f.message for f in errors)

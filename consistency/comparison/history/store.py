@@ -24,9 +24,12 @@ import msgspec
 from consistency.capture.folder import Capture
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.transport import open_store, remote_errors
-from consistency.capture.writer import write_whole
+from consistency.capture.whole_file import write_whole
+from consistency.comparison.by_worker import worst_ratios
 from consistency.comparison.result import Comparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
+from consistency.errors import UsageError
+from consistency.numerics.real import Real
 
 SCHEMA = "consistency.history/1"
 RUNS, TABLES = "nights", "tables"
@@ -53,6 +56,10 @@ class WorkerRecord(
         Stages that differ bitwise from the earlier runs, where this has not been accepted.
     case : str
         The case of a suite; empty where the run has one case.
+    verdict : str
+        Of the device, as in `by_worker`; empty in runs of versions that did not record it.
+    bound_ratio : float or None
+        Worst error/tolerance on the device.
     """
 
     name: str
@@ -68,6 +75,8 @@ class WorkerRecord(
     drift: tuple[str, ...] = ()
     simulated: bool = False
     case: str = ""
+    verdict: str = ""
+    bound_ratio: Real | None = None
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -79,6 +88,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Name of the case, or of the suite.
     cases : dict of str to str
         Verdict of each case of a suite; its `workers` are those of all cases.
+    report : str
+        Folder of the run's report, on its host; empty where none was kept.
     """
 
     schema: str
@@ -91,6 +102,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     findings: tuple[str, ...] = ()
     workers: tuple[WorkerRecord, ...] = ()
     cases: dict[str, str] = {}
+    report: str = ""
 
 
 Table = dict[str, str]
@@ -115,6 +127,13 @@ class History:
             except FileNotFoundError:
                 return []
         return sorted((name for name in found if str(name).endswith(".json")), reverse=True)
+
+    def require(self) -> None:
+        """Raise UsageError where there is no history: a folder without runs is a mistake in the command."""
+        with remote_errors("cannot read the history", self.url):
+            exists = self._fs.exists(f"{self._root}/{RUNS}")
+        if not exists:
+            raise UsageError(f"there is no history at {self.url}: `consistency run --history` starts one")
 
     def runs(self, names: Sequence[str] | None = None) -> Iterator[RunRecord]:
         """Yield runs, the latest first; a damaged one is left out and named in `damage`."""
@@ -186,12 +205,14 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
     """Return what a run leaves in a history: its record, and its tables by name."""
     tables: dict[str, bytes] = {}
     workers = []
+    ratios = worst_ratios(comparison)
     for participant in gather(captures):
         records = sorted(participant.records.items())
         raw = encode_json({tensor_name(*key): record.digest for key, record in records if record.digest is not None})
         name = hashlib.sha256(raw).hexdigest()
         tables[name] = raw
-        workers.append(_worker(participant, name))
+        ratio = ratios.get(participant.label)
+        workers.append(_worker(participant, name, None if ratio is None else Real(ratio)))
     environment = comparison.workers[0].environment if comparison.workers else {}
     run = RunRecord(
         schema=SCHEMA,
@@ -207,7 +228,7 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
     return run, tables
 
 
-def _worker(participant: ComparedWorker, table: str) -> WorkerRecord:
+def _worker(participant: ComparedWorker, table: str, ratio: Real | None) -> WorkerRecord:
     info = participant.info
     bits: dict[str, Any] = {}
     for key, record in participant.records.items():
@@ -225,6 +246,7 @@ def _worker(participant: ComparedWorker, table: str) -> WorkerRecord:
         bits={stage: h.hexdigest() for stage, h in bits.items()},
         table=table,
         simulated=info.simulated,
+        bound_ratio=ratio,
     )
 
 

@@ -36,7 +36,7 @@ class SuiteEntry:
         self._first = self._first or record
         return comparison
 
-    def commit(self, suite: SuiteResult) -> None:
+    def commit(self, suite: SuiteResult, *, report: str = "") -> None:
         """Append the entry: verdict and findings are the suite's, host and versions those of its first case."""
         first = self._first or RunRecord(
             schema=SCHEMA, at=suite.created, host=platform.node(), case="", verdict="", tool=__version__
@@ -49,5 +49,6 @@ class SuiteEntry:
             findings=tuple(findings),
             workers=tuple(self._workers),
             cases={case.name: case.verdict for case in suite.cases},
+            report=report,
         )
         self._history.append(entry, {})

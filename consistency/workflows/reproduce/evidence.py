@@ -22,11 +22,10 @@ from consistency.comparison.stored_tensors import read_stored
 from consistency.comparison.workers import ComparedWorker, Key, choose_reference, gather
 from consistency.errors import CaptureError, UsageError
 from consistency.numerics.rules import Rule
+from consistency.report.runs import REPORT, SUITE, latest_run
 
 if TYPE_CHECKING:
     import torch
-
-REPORT, SUITE = "report.json", "suite.json"
 
 
 class ReportHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,19 +70,19 @@ class Evidence:
 
 
 def read_report(path: Path) -> tuple[ReportHead, Path]:
-    """Read a report, given as its file or its folder; return it and its folder.
+    """Read a report, given as its file, its folder, or the folder of dated runs; return it and its folder.
 
     Raises
     ------
     UsageError
         There is no report, or its schema is not supported.
     """
-    file = path / REPORT if path.is_dir() else path
+    file = latest_run(path) / REPORT if path.is_dir() else path
     try:
         head = decode_json(file.read_bytes(), ReportHead)
     except FileNotFoundError:
-        is_suite = (path / SUITE).exists()
-        hint = f"this is a suite: give the folder of a case, {path / 'cases' / 'NAME'}" if is_suite else None
+        is_suite = (file.parent / SUITE).exists()
+        hint = f"this is a suite: give the folder of a case, {file.parent / 'cases' / 'NAME'}" if is_suite else None
         wanted = f"{REPORT}, or the --out folder of a run"
         raise UsageError("no report here", where=path, wanted=wanted, hint=hint) from None
     except OSError as error:

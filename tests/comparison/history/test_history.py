@@ -195,6 +195,26 @@ def test_rows_for_people(run: Run, tmp_path: Path) -> None:
         device_rows(history, "cuda:7", 0)
 
 
+def test_a_run_records_what_the_page_shows(run: Run, tmp_path: Path) -> None:
+    run({"cuda:0": "m", "cuda:1": "m"})
+    run({"cuda:0": "m", "cuda:1": "x"})
+    last, first = History(str(tmp_path / "history")).runs()
+    assert [worker.verdict for worker in first.workers] == ["consistent", "consistent"]
+    assert {worker.name: worker.verdict for worker in last.workers} == {
+        "cuda:0": "consistent", "cuda:1": "inconsistent",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["gone", "."])
+def test_a_folder_without_runs_is_no_history(tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--json"], ["--device", "cpu"], ["--sql", "SELECT 1"]):
+        assert main(["history", str(tmp_path / place), *more]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.startswith(f"consistency: there is no history at {tmp_path / place}: ")
+        assert printed.err.count("\n") == 1
+        assert not printed.out
+
+
 def test_history_in_sql(run: Run, tmp_path: Path) -> None:
     for module in ("duckdb", "pytz"):
         pytest.importorskip(module, reason=f"{module} is not installed: pip install 'peft-consistency[history]'")
@@ -219,6 +239,7 @@ def test_sql_without_duckdb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
+    (tmp_path / "nights").mkdir()
     assert main(["history", str(tmp_path), "--sql", "SELECT 1"]) == 2
     printed = capsys.readouterr().err
     assert "--sql needs DuckDB, which is not installed" in printed
@@ -304,6 +325,25 @@ def test_rubbish_for_a_baseline(tmp_path: Path, text: str) -> None:
     (tmp_path / "b.json").write_text(text)
     with pytest.raises(UsageError):
         read_baseline(tmp_path / "b.json")
+
+
+def test_a_baseline_that_is_missing_accepts_nothing(run: Run, tmp_path: Path) -> None:
+    empty = read_baseline(tmp_path / "b.json")
+    assert empty.accepted == ()
+    run({"cuda:0": "m"}, baseline=empty)
+    assert drift(run({"cuda:0": "x"}, baseline=empty))
+    assert not (tmp_path / "b.json").exists()
+
+
+def test_init_writes_an_empty_baseline_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "b.json"
+    assert main(["baseline", "init", str(path)]) == 0
+    assert read_baseline(path).accepted == ()
+    error = Finding(kind="zeros", severity="error", message="m", workers=("cpu",), tensors=("t",))
+    accept(path, [error], [], reason="r")
+    assert main(["baseline", "init", str(path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert len(read_baseline(path).accepted) == 1
 
 
 def test_baseline_keeps_what_was_accepted_before(accepted: Path) -> None:

@@ -1,0 +1,89 @@
+"""Folders of runs by date below one `--out`, so that the same command line serves every night.
+
+::
+
+    OUT/2026-11-22T02-00-00Z/    what a run leaves; the time is UTC
+    OUT/latest                   link to the last run that ended
+
+Monitoring reads these, so this module needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from consistency.errors import CaptureError
+
+LATEST = "latest"
+REPORT, SUITE = "report.json", "suite.json"
+
+_FORM = "%Y-%m-%dT%H-%M-%SZ"
+"""ISO 8601, with a hyphen for each colon, which other systems refuse in a name."""
+
+_NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ(-\d+)?")
+
+
+@contextmanager
+def dated(out: Path) -> Iterator[Path]:
+    """Yield a new folder below `out` with the time as its name; `latest` leads to it when the work is done.
+
+    The folder of failed work is removed, unless a case of a suite has left its report there.
+    """
+    folder = _new_folder(out)
+    try:
+        yield folder
+    except BaseException:
+        if not any(folder.glob(f"cases/*/{REPORT}")):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    link = out / f".{LATEST}-{folder.name}"
+    with suppress(OSError):  # where there are no links, the newest name is the latest
+        link.symlink_to(folder.name)
+        os.replace(link, out / LATEST)
+
+
+def latest_run(out: Path) -> Path:
+    """Return the folder of the last run at `out`: itself, or one by date below it; `out` where there is none."""
+    found = [folder for folder in (out, _latest_dated(out)) if folder is not None and _ended(folder) is not None]
+    return max(found, key=lambda folder: _ended(folder) or 0, default=out)
+
+
+def _new_folder(out: Path) -> Path:
+    name = time.strftime(_FORM, time.gmtime())
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 1000):  # many hosts may start in the same second, by the same timer
+            folder = out / (name if number == 1 else f"{name}-{number}")
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise CaptureError("cannot make the output folder", where=out, got=error) from None
+    raise CaptureError("no name is left for the output folder", where=out / name)
+
+
+def _latest_dated(out: Path) -> Path | None:
+    with suppress(OSError):
+        folder = out / (out / LATEST).readlink()
+        if _ended(folder) is not None:
+            return folder
+    try:
+        folders = sorted((folder for folder in out.iterdir() if _NAME.fullmatch(folder.name)), reverse=True)
+    except OSError:
+        return None
+    return next((folder for folder in folders if _ended(folder) is not None), None)
+
+
+def _ended(folder: Path) -> int | None:
+    """Return when a run wrote its report, in nanoseconds; None where it wrote none."""
+    times = []
+    for name in (REPORT, SUITE):
+        with suppress(OSError):
+            times.append((folder / name).stat().st_mtime_ns)
+    return max(times, default=None)

@@ -1,0 +1,44 @@
+"""What a comparison says of each worker."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from consistency.comparison.by_worker import verdicts, worse, worst_ratios
+from consistency.comparison.result import Finding
+from tests.report.made_comparisons import ALL, comparison, faulty, tensor, worker
+
+
+def test_an_error_counts_against_the_workers_that_it_names() -> None:
+    assert verdicts(faulty()) == {
+        "cpu": "consistent", "cuda:0": "consistent", "cuda:1": "inconsistent", "cuda:2": "consistent",
+    }  # fmt: skip
+    warning = Finding(kind="memory", severity="warning", message="m", workers=("cuda:1",))
+    assert set(verdicts(comparison([], findings=(warning,))).values()) == {"consistent"}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_worker_that_was_lost_on_any_load_path_is_incomplete(order: tuple[int, int]) -> None:
+    both = [worker("cuda:0"), worker("cuda:0", load_path="shared", status="lost", reason="killed")]
+    found = comparison([], verdict="incomplete", workers=tuple(both[i] for i in order))
+    assert verdicts(found) == {"cuda:0": "incomplete"}
+
+
+def test_the_worst_ratio_leaves_single_operators_and_limits_out() -> None:
+    made = [
+        tensor([ALL], stage="merged", ratio=0.3),
+        tensor([["cuda:1"]], stage="forward", ratio=0.7),
+        tensor([ALL], stage="operators", ratio=1.0),
+        msgspec.structs.replace(tensor([ALL], stage="memory", ratio=0.9), rule="limit"),
+        tensor([["plain"]]),
+    ]
+    assert worst_ratios(comparison(made)) == {"cpu": 0.3, "cuda:0": 0.3, "cuda:1": 0.7, "cuda:2": 0.3}
+
+
+def test_not_a_number_is_worse_than_any_number() -> None:
+    assert math.isnan(worse(math.nan, 3.0))
+    assert math.isnan(worse(math.inf, math.nan))
+    assert worse(2.0, None) == worse(2.0, 1.0) == 2.0
