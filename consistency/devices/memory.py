@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from consistency.devices.host.pci import read_text
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+_OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
@@ -22,6 +26,19 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     lines = (read_text(root / "proc/meminfo") or "").splitlines()
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return min([*found, *_left_in_groups(root)], default=None)
+
+
+def is_in_memory(folder: Path, root: Path = Path("/")) -> bool:
+    """Report whether files of a folder take memory instead of room on a disk; False where the host does not tell."""
+    found = ("", "")
+    place = folder.resolve()
+    for line in (read_text(root / "proc/self/mountinfo") or "").splitlines():
+        before, _, after = line.partition(" - ")
+        # the kernel writes a space, a tab, a line feed and a backslash of a path as octal digits
+        mount = _OCTAL.sub(lambda found: chr(int(found[1], 8)), before.split(" ")[4])
+        if place.is_relative_to(mount) and len(mount) >= len(found[0]):  # of two at one place the later one covers
+            found = (mount, after.split(" ")[0])
+    return found[1] in _IN_MEMORY
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:

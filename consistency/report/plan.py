@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ import msgspec
 from consistency.capture.wording import counted, size
 from consistency.case.budget.costs import START_S
 from consistency.case.budget.estimate import WorkerEstimate
-from consistency.case.budget.fit import Budget
+from consistency.case.budget.fit import ON_DISK, Budget
 from consistency.case.budget.shape import Shape
+from consistency.case.duration import duration_text
 from consistency.errors import ConsistencyError
 from consistency.report.text import clean, one_line
 
@@ -37,7 +39,9 @@ def as_table(budget: Budget) -> dict[str, Any]:
         },
         "workers": [msgspec.to_builtins(worker) for worker in budget.workers],
         "workers_at_a_time": budget.at_once,
+        "scratch": {"bytes": budget.scratch_bytes, "in_memory": budget.scratch_in_memory},
         "seconds": budget.seconds,
+        "soak_seconds": budget.soak_s,
         "fit": msgspec.to_builtins(budget.case.fit),
         "changes": budget.changes,
         "not_looked_at": budget.not_checked,
@@ -91,7 +95,9 @@ def render_suite(name: str, budgets: Mapping[str, Budget | ConsistencyError]) ->
         lines.append("  " + _COLUMNS.format(one_line(case), *map(_size, figures), _time(found.seconds)) + note)
     if not known:
         return "\n".join(lines) + "\n"
-    lines += ["", f"  together  {_time(_whole_time(budgets))}: workers are started once and take the cases in turn", ""]
+    soak_s = sum(found.soak_s for found in known.values())
+    whole = _whole(_whole_time(budgets), soak_s)
+    lines += ["", f"  together  {whole}: workers are started once and take the cases in turn", ""]
     text = "\n".join(lines)
     largest = max(known.values(), key=lambda found: (found.host_private_bytes, found.seconds or 0.0))
     return f"{text}\nThe case that needs the most memory:\n\n{render(largest)}"
@@ -148,7 +154,20 @@ def _together(budget: Budget) -> Iterator[str]:
         f"{size(budget.host_mapped_bytes)} mapped, of "
         + ("an unknown amount of memory" if free is None else f"{size(free)} available on this host")
     )
-    yield f"  time      {_time(budget.seconds)}, estimated from this host's processor"
+    if budget.scratch_bytes:
+        where = "in memory, and part of the private memory" if budget.scratch_in_memory else "on disk"
+        yield f"  scratch   {size(budget.scratch_bytes)} of temporary files ({tempfile.gettempdir()}), {where}"
+        if budget.scratch_in_memory:
+            yield f"            {ON_DISK}"
+    yield f"  time      {_whole(budget.seconds, budget.soak_s)}, estimated from this host's processor"
+
+
+def _whole(seconds: float | None, soak_s: float) -> str:
+    """Write a time of which the soak is known in any case."""
+    if not soak_s:
+        return _time(seconds)
+    soak = f"soak of {duration_text(soak_s)}"
+    return f"unknown beside a {soak}" if seconds is None else f"{_time(seconds)} with a {soak}"
 
 
 def _indented(text: str) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -16,7 +18,7 @@ from consistency.case.preflight import prepare_case
 from consistency.case.stages import HOST_STAGES
 from consistency.case.suite import SuiteOptions
 from consistency.devices.discovery import cpu_flags
-from consistency.devices.memory import available_bytes
+from consistency.devices.memory import available_bytes, is_in_memory
 from consistency.devices.spec import DeviceInfo
 from consistency.errors import ConsistencyError, InputError, UsageError
 from consistency.launch.plan import WorkerPlan, plan_waves
@@ -69,6 +71,7 @@ def _without_host_stages(case: Case, options: Options, checked: Mapping[object, 
 
 
 def _planned(waves: Sequence[Sequence[WorkerPlan]]) -> Iterator[PlannedWorker]:
+    scratch_in_memory = is_in_memory(Path(tempfile.gettempdir()))  # where `launch.local` has its scratch folder
     for number, wave in enumerate(waves):
         for plan in wave:
             yield PlannedWorker(
@@ -80,4 +83,5 @@ def _planned(waves: Sequence[Sequence[WorkerPlan]]) -> Iterator[PlannedWorker]:
                 paths=len(plan.alternative_paths),
                 sees_others=not plan.info.spec.is_cpu and plan.load_path is LoadPath.SHARED,
                 wave=number,
+                scratch_in_memory=scratch_in_memory,
             )

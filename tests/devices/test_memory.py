@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from consistency.devices.memory import available_bytes
+import pytest
+
+from consistency.devices.memory import available_bytes, is_in_memory
 
 
 def host(root: Path, files: dict[str, str]) -> Path:
@@ -50,3 +52,35 @@ def test_a_group_of_the_first_version(tmp_path: Path) -> None:
 
 def test_a_host_that_reports_nothing_is_unknown(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) is None
+
+
+MOUNTS = """21 1 254:0 / / rw shared:1 - ext4 /dev/vda rw
+22 21 0:20 / /run rw - tmpfs tmpfs rw
+23 22 254:0 / /run/disk rw - xfs /dev/vdb rw
+24 21 0:30 / /with\\040space rw - ramfs none rw
+25 21 0:31 / /covered rw - ext4 /dev/vdc rw
+26 21 0:32 / /covered rw shared:2 master:3 - tmpfs tmpfs rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected"),
+    [
+        ("/home/x", False),
+        ("/run", True),
+        ("/run/user/1", True),
+        ("/runs", False),
+        ("/run/disk/x", False),
+        ("/with space/x", True),
+        ("/covered", True),
+    ],
+)
+def test_the_file_system_of_a_folder_tells_whether_files_take_memory(
+    folder: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "resolve", lambda path: path)  # the folders of this host may be links
+    assert is_in_memory(Path(folder), host(tmp_path, {"proc/self/mountinfo": MOUNTS})) is expected
+
+
+def test_a_host_that_does_not_tell_has_disks(tmp_path: Path) -> None:
+    assert not is_in_memory(tmp_path, host(tmp_path, {}))

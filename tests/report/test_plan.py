@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 
 import pytest
 
@@ -14,7 +15,7 @@ from consistency.case.budget.shape import Layer, Shape
 from consistency.case.case import Case
 from consistency.case.fit import Fit
 from consistency.errors import InputError
-from consistency.report.plan import as_table, render
+from consistency.report.plan import as_table, render, render_suite
 
 GIB = 2**30
 
@@ -81,6 +82,27 @@ def test_what_does_not_fit_is_shown_with_its_figures(budget: Budget) -> None:
     refused = dataclasses.replace(budget, refusal=InputError("does not fit", where="forward on cpu", got="9 GiB"))
     assert "would be refused\n    does not fit\n      where:  forward on cpu\n      got:    9 GiB" in render(refused)
     assert as_table(refused)["refusal"]["where"] == "forward on cpu"
+
+
+def test_scratch_files_and_a_soak_are_in_it(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/scratch")
+    assert "scratch" not in render(budget)
+    assert "soak" not in render(budget)
+    on_disk = render(dataclasses.replace(budget, scratch_bytes=2 * GIB, soak_s=7200.0))
+    assert "2.0 GiB of temporary files (/scratch), on disk" in on_disk
+    assert "TMPDIR" not in on_disk
+    assert "time      unknown beside a soak of 2h" in on_disk
+    given = dataclasses.replace(budget, scratch_bytes=2 * GIB, scratch_in_memory=True, soak_s=90.0, seconds=600.0)
+    text = render(given)
+    assert "(/scratch), in memory, and part of the private memory\n            set TMPDIR to a folder on a disk" in text
+    assert "time      10 min with a soak of 1m30s" in text
+    table = as_table(given)
+    assert (table["scratch"], table["soak_seconds"]) == ({"bytes": 2 * GIB, "in_memory": True}, 90.0)
+
+
+def test_a_suite_has_the_time_of_its_soaks(budget: Budget) -> None:
+    soaked = dataclasses.replace(budget, soak_s=3600.0)
+    assert "together  unknown beside a soak of 2h: workers" in render_suite("night", {"one": soaked, "two": soaked})
 
 
 def test_json_has_bytes_and_seconds_and_null_for_what_is_unknown(budget: Budget) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 
 import pytest
 
@@ -57,6 +58,13 @@ def test_each_worker_of_each_wave_has_its_stages() -> None:
         assert names.index("load base") < names.index(Stage.BASE) < names.index("load adapter") < names.index("merged")
         assert set(case.stages) <= set(names)
         assert all(stage.seconds is not None for stage in worker.stages)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_scratch_files_are_where_temporary_files_are(monkeypatch: pytest.MonkeyPatch, in_memory: bool) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/scratch")
+    monkeypatch.setattr(planning, "is_in_memory", lambda folder: in_memory and str(folder) == "/scratch")
+    assert planning.budget_of(prepare_case(OPTIONS), select(OPTIONS.devices)).scratch_in_memory is in_memory
 
 
 def test_a_case_without_a_model_has_a_budget() -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from consistency.case.budget.shape import Shape
+from consistency.case.budget.shape import ONE_PASS, Shape
 from consistency.case.budget.speed import Speed
 from consistency.case.case import Case
 from consistency.case.stages import Level, Stage
@@ -30,6 +30,11 @@ GRADIENT_BYTES = 10 * 8
 
 GRADIENT_PASSES = 4
 """Parts of the batch, each with a backward pass of its own (`PASSES` of the stage `gradient`)."""
+
+LOAD_BYTES = 3 * 256 * 64 * 64 * 4
+LOAD_SIDE, LOAD_SHARE = 8192, 32
+"""The products of `--load`: on the CPU `_CPU_BATCH` of `_CPU_SIDE`; on a device `_LARGEST_SIDE` at most,
+and one part in `_SHARE` of its memory (`worker.soak.load`)."""
 
 # Measured on one core of a virtual machine (Sapphire Rapids at 2.1 GHz, torch 2.13 built for the CPU), in processor
 # time of a model of 1.1 B parameters in bfloat16; `benchmarks/budget.py` prints estimate and measurement side by side.
@@ -124,11 +129,15 @@ class Cost:
         Memory of the device above what the worker holds on it.
     window_bytes : int
         Of files that are mapped beside the model.
+    scratch_bytes, kept_bytes : int
+        Of files in the scratch folder: removed when the stage ends, and kept for the workers of the case.
     """
 
     host_bytes: int = 0
     device_bytes: int = 0
     window_bytes: int = 0
+    scratch_bytes: int = 0
+    kept_bytes: int = 0
     work: Work = Work()
 
 
@@ -273,6 +282,7 @@ def forward(s: Setting) -> Cost:
     return Cost(
         host_bytes=modes * states * s.shape.width + in_float64 + (0 if s.on_device else merging),
         device_bytes=native + merging,
+        kept_bytes=wide * states * 8,
         work=Work(
             fixed_s=LOAD_S + PER_TENSOR_S * modes * (s.shape.blocks + 2),
             memory_s=modes * states * MEASURE_S + (MERGE_ALONE_S * s.shape.adapted_elements if modes > 1 else 0),
@@ -287,7 +297,8 @@ def gradient(s: Setting) -> Cost:
 
     A backward pass through frozen weights costs as many operations as the forward pass, and each block is computed
     twice forwards: three products with each weight. Only the states between blocks are kept, and what one block keeps.
-    The gradients of all parts are in a scratch file, and mapped from there when they are compared.
+    The gradients of all parts, of a large tensor those of one, are in scratch files: in float32, and those of the
+    reference in float64, which a device's worker makes beside its own. They are mapped from there to be compared.
     """
     if not s.shape.runs_on_inputs:
         return Cost(work=Work(fixed_s=STAGE_S))
@@ -296,17 +307,19 @@ def gradient(s: Setting) -> Cost:
     products = _products(s, rows, parts=passes).times(3)
     states = at_a_time * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + 3 * (s.shape.vocabulary or 0))
     one_block = at_a_time * _of_one_token(s)
-    trained = s.shape.trained_elements
-    largest = passes * s.shape.largest_trained_elements
+    compared = passes * (s.shape.trained_elements - s.shape.trained_once_elements) + s.shape.trained_once_elements
+    largest = s.shape.largest_trained_elements * (1 if s.shape.largest_trained_elements >= ONE_PASS else passes)
     wide = (states + one_block) * 8 + _float64_bytes(s, at_a_time) if s.makes_reference else 0
     native = (states + one_block) * s.shape.width
     return Cost(
         host_bytes=max(wide, 0 if s.on_device else native) + largest * GRADIENT_BYTES,
         device_bytes=native + 4 * s.shape.largest_trained_elements,
-        window_bytes=min(passes * trained * (4 + 8), WINDOW_BYTES + largest * (4 + 8)),
+        window_bytes=min(compared * (4 + 8), WINDOW_BYTES + largest * (4 + 8)),
+        scratch_bytes=4 * compared * (2 if s.on_device and s.makes_reference else 1),
+        kept_bytes=8 * compared if s.makes_reference else 0,
         work=Work(
             fixed_s=4 * PER_TENSOR_S * s.shape.adapter_tensors,
-            memory_s=passes * trained * MEASURE_S,
+            memory_s=compared * MEASURE_S,
             native=products.times(s.case.repeat),
             float64=products.times(1 if s.makes_reference else 0),
         ),

@@ -10,6 +10,9 @@ import msgspec
 from consistency.case.budget.costs import (
     ACCELERATOR_PROCESS_BYTES,
     LIBRARY_BYTES,
+    LOAD_BYTES,
+    LOAD_SHARE,
+    LOAD_SIDE,
     PROCESS_BYTES,
     STAGE_COSTS,
     START_S,
@@ -24,12 +27,16 @@ from consistency.case.budget.costs import (
 from consistency.case.budget.shape import Shape
 from consistency.case.budget.speed import Speed
 from consistency.case.case import Case
-from consistency.case.stages import Stage, run_order
+from consistency.case.stages import SPECS, Stage, run_order
 from consistency.devices.spec import DeviceSpec
 
 REWRITING = (Stage.FORWARD,)
 """Stages that merge the whole model in place where a tied weight is adapted: a mapped page that is written becomes the
 worker's own. Otherwise each layer is merged into a copy for the time that it runs."""
+
+
+SOAK = "soak"
+"""Name of the step after the last stage that repeats them (`--for`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +53,8 @@ class PlannedWorker:
         Load paths that it checks besides its own.
     wave : int
         Workers of one wave run side by side.
+    scratch_in_memory : bool
+        Whether the host keeps the files of the scratch folder in memory.
     """
 
     label: str
@@ -56,6 +65,7 @@ class PlannedWorker:
     paths: int = 0
     sees_others: bool = False
     wave: int = 0
+    scratch_in_memory: bool = False
 
     @property
     def on_device(self) -> bool:
@@ -68,15 +78,17 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     stage : str
-        A stage, or a step before it: `start`, `load base`, `load adapter`.
+        A stage, or a step before or after it: `start`, `load base`, `load adapter`, `soak`.
     host_private_bytes : int
-        Peak that no other process shares.
+        Peak that no other process shares, with the scratch files that the stage removes where these are in memory.
     host_mapped_bytes : int
         Peak of mapped files, which the workers of a host share, and which the kernel can drop and read again.
     device_bytes : int or None
         Peak on the worker's device; None on the CPU.
     seconds : float or None
         None where the time is unknown.
+    scratch_bytes : int
+        Of files in the scratch folder that the stage removes.
     """
 
     stage: str
@@ -84,6 +96,7 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
     host_mapped_bytes: int
     device_bytes: int | None = None
     seconds: float | None = None
+    scratch_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -92,7 +105,13 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker: its stages, and the largest of each figure; `seconds` is their sum."""
+    """One worker: its stages, and the largest of each figure; `seconds` is their sum.
+
+    Attributes
+    ----------
+    kept_bytes : int
+        Of files in the scratch folder that stay for the other workers of the case.
+    """
 
     worker: str
     makes_reference: bool
@@ -104,6 +123,8 @@ class WorkerEstimate(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None
     wave: int
     stages: tuple[StageEstimate, ...]
+    scratch_bytes: int = 0
+    kept_bytes: int = 0
 
 
 def estimate_worker(
@@ -128,12 +149,16 @@ def estimate_worker(
     )
     timed = None if worker.on_device or speed is None else slower(speed, worker.spec.variant)
     stages = []
-    held = _Held(shape, setting, offloads=offloads, simulated=worker.simulated)
+    held = _Held(shape, setting, worker=worker, offloads=offloads)
     for name, cost in _costs(case, setting, worker):
         held.begin(name)
         seconds = None if timed is None else cost.work.seconds(timed, dtype=shape.dtype, threads=threads)
         stages.append(held.stage(name, cost, seconds))
-        held.end(name)
+        held.end(name, cost)
+    if case.soak_s is not None:
+        repeated = [stage for stage in stages if stage.stage in SPECS and SPECS[Stage(stage.stage)].again]
+        if repeated:
+            stages.append(soak(repeated, case, worker))
     known = [stage.seconds for stage in stages if stage.seconds is not None]
     return WorkerEstimate(
         worker=worker.label,
@@ -146,6 +171,8 @@ def estimate_worker(
         seconds=sum(known) if timed is not None else None,
         wave=worker.wave,
         stages=tuple(stages),
+        scratch_bytes=max(stage.scratch_bytes for stage in stages),
+        kept_bytes=held.kept_bytes,
     )
 
 
@@ -170,16 +197,18 @@ def _costs(case: Case, setting: Setting, worker: PlannedWorker) -> Iterator[tupl
 class _Held:
     """What a worker holds between its stages."""
 
-    def __init__(self, shape: Shape, setting: Setting, *, offloads: bool, simulated: bool) -> None:
+    def __init__(self, shape: Shape, setting: Setting, *, worker: PlannedWorker, offloads: bool) -> None:
         self._shape = shape
         self._setting = setting
         self._offloads = offloads
-        self._simulated = simulated
-        drives = setting.on_device and not simulated
+        self._simulated = worker.simulated
+        self._scratch_in_memory = worker.scratch_in_memory
+        drives = setting.on_device and not worker.simulated
         self._private = ACCELERATOR_PROCESS_BYTES if drives else PROCESS_BYTES
         self._mapped = LIBRARY_BYTES
         self._device = 0
         self._rewritten = False
+        self.kept_bytes = 0
 
     def begin(self, stage: str) -> None:
         shape, on_device = self._shape, self._setting.on_device
@@ -201,14 +230,18 @@ class _Held:
         on_device = self._device + cost.device_bytes if self._setting.on_device else None
         return StageEstimate(
             stage=name,
-            host_private_bytes=self._private + own + (on_device or 0) * self._simulated,
+            host_private_bytes=(
+                self._private + own + (on_device or 0) * self._simulated + cost.scratch_bytes * self._scratch_in_memory
+            ),
             host_mapped_bytes=mapped,
             device_bytes=on_device,
             seconds=seconds,
+            scratch_bytes=cost.scratch_bytes,
         )
 
-    def end(self, stage: str) -> None:
+    def end(self, stage: str, cost: Cost) -> None:
         shape, on_device = self._shape, self._setting.on_device
+        self.kept_bytes += cost.kept_bytes
         if stage == "load base" and (not on_device or self._offloads):
             self._mapped += shape.mapped_bytes  # a page is there once it is read
         if stage == "load adapter":
@@ -221,6 +254,28 @@ class _Held:
             rewritten = min(shape.mapped_bytes, sum(layer.elements for layer in shape.layers) * shape.width)
             self._mapped -= rewritten
             self._private += rewritten
+
+
+def soak(repeated: Sequence[StageEstimate], case: Case, worker: PlannedWorker) -> StageEstimate:
+    """Return what repeating stages takes: their peaks, the products of a load beside them, and the time asked for."""
+    load_bytes, of_device = load_memory(worker) if case.load else (0, 0)
+    return StageEstimate(
+        stage=SOAK,
+        host_private_bytes=max(stage.host_private_bytes for stage in repeated) + load_bytes,
+        host_mapped_bytes=max(stage.host_mapped_bytes for stage in repeated),
+        device_bytes=max(stage.device_bytes or 0 for stage in repeated) + of_device if worker.on_device else None,
+        seconds=case.soak_s,
+        scratch_bytes=max(stage.scratch_bytes for stage in repeated),
+    )
+
+
+def load_memory(worker: PlannedWorker) -> tuple[int, int]:
+    """Return what the products of `--load` take of the host and the device, at most."""
+    if not worker.on_device:
+        return LOAD_BYTES, 0
+    whole = 3 * 4 * LOAD_SIDE**2
+    of_device = whole if worker.device_memory_bytes is None else min(whole, worker.device_memory_bytes // LOAD_SHARE)
+    return 2 * of_device // 3 + of_device * worker.simulated, of_device
 
 
 def together(workers: Sequence[WorkerEstimate]) -> tuple[int, int]:

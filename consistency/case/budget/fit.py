@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from consistency.case.budget.costs import GRADIENT_PASSES
-from consistency.case.budget.estimate import PlannedWorker, WorkerEstimate, estimate_worker, together
+from consistency.case.budget.estimate import SOAK, PlannedWorker, WorkerEstimate, estimate_worker, together
 from consistency.case.budget.placement import is_offloaded
 from consistency.case.budget.shape import Shape, read_shape
 from consistency.case.budget.speed import Speed
@@ -32,6 +32,8 @@ CUT = stages_of(lambda spec: spec.feeds_inputs)
 FEWEST_TOKENS = 4
 """Of a sequence: with fewer, attention has hardly anything to do."""
 
+ON_DISK = "set TMPDIR to a folder on a disk: scratch files take memory where they are now"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
@@ -49,6 +51,13 @@ class Budget:
         Of the workers side by side that take the most.
     seconds : float or None
         Of the whole run; None where the time of a worker is unknown.
+    soak_s : float
+        Of it, the time in which stages are repeated: that which was asked for, once for each group of workers side by
+        side. It is known where the rest is not.
+    scratch_bytes : int
+        Of files in the scratch folder, of those workers that write the most side by side.
+    scratch_in_memory : bool
+        Whether these files take memory of the host; they are in `host_private_bytes` then.
     changes : tuple of str
         What was changed.
     not_checked : tuple of str
@@ -67,6 +76,9 @@ class Budget:
     host_private_bytes: int
     host_mapped_bytes: int
     seconds: float | None
+    soak_s: float = 0.0
+    scratch_bytes: int = 0
+    scratch_in_memory: bool = False
     changes: tuple[str, ...] = field(default=())
     not_checked: tuple[str, ...] = field(default=())
     unknown: tuple[str, ...] = field(default=())
@@ -97,11 +109,14 @@ def make_budget(
     shape = read_shape(case)
     fitted = _fitted(case, shape, planned, available_bytes)
     estimates = [_estimate(fitted, shape, worker) for worker in planned]
-    too_large = next((found for found in estimates if not _fits(found, available_bytes)), None)
-    at_once = _at_once(estimates, available_bytes)
+    in_memory = any(worker.scratch_in_memory for worker in planned)
+    kept = _kept(estimates) if in_memory else 0
+    too_large = next((found for found in estimates if not _fits(found, available_bytes, kept)), None)
+    at_once = _at_once(estimates, available_bytes, kept)
     own_threads = threads or threads_per_worker(at_once)
     workers = tuple(_estimate(fitted, shape, worker, speed=speed, threads=own_threads) for worker in planned)
     private, mapped = max((_largest(wave, at_once) for wave in _waves(workers)), key=sum)
+    private += kept
     beyond = available_bytes is not None and private + mapped > available_bytes
     return Budget(
         case=fitted,
@@ -112,10 +127,13 @@ def make_budget(
         host_private_bytes=private,
         host_mapped_bytes=mapped,
         seconds=_seconds(workers, at_once),
+        soak_s=_soak_s(workers, at_once),
+        scratch_bytes=max(_scratch(wave, at_once) for wave in _waves(workers)) + _kept(workers),
+        scratch_in_memory=in_memory,
         changes=tuple(_changes(case, fitted, workers, at_once)),
         not_checked=tuple(text for text in fitted.not_looked_at() if text not in case.not_looked_at()),
         unknown=(*shape.unknown, *_unknown(workers, timed=speed is not None, beyond=beyond)),
-        refusal=None if too_large is None else _refusal(too_large, available_bytes),
+        refusal=None if too_large is None else _refusal(too_large, available_bytes, kept),
     )
 
 
@@ -131,8 +149,9 @@ def _fitted(case: Case, shape: Shape, planned: Sequence[PlannedWorker], availabl
     cuts = [msgspec.structs.replace(case, fit=cut) for cut in _cuts(case, shape)]
     for margin, tried in ((MARGIN, cuts), (1.0, cuts[-1:])):
         for cut in tried:
-            found = (_estimate(cut, shape, worker) for worker in planned)
-            if all(_fits(worker, available_bytes, margin=margin) and _fits_device(worker) for worker in found):
+            found = [_estimate(cut, shape, worker) for worker in planned]
+            kept = _kept(found) if any(worker.scratch_in_memory for worker in planned) else 0
+            if all(_fits(worker, available_bytes, kept, margin=margin) and _fits_device(worker) for worker in found):
                 return cut
     return case
 
@@ -161,9 +180,21 @@ def _halves(count: int, least: int) -> Iterator[int]:
         yield count
 
 
-def _fits(found: WorkerEstimate, available_bytes: int | None, *, margin: float = 1.0) -> bool:
-    """Report whether a worker alone fits; files that are mapped need no room, because their pages can be dropped."""
-    return available_bytes is None or margin * found.host_private_bytes <= available_bytes
+def _fits(found: WorkerEstimate, available_bytes: int | None, kept: int, *, margin: float = 1.0) -> bool:
+    """Report whether a worker alone fits; files that are mapped need no room, because their pages can be dropped.
+
+    `kept` is memory that scratch files take until the case ends, whichever worker runs.
+    """
+    return available_bytes is None or margin * (found.host_private_bytes + kept) <= available_bytes
+
+
+def _kept(workers: Sequence[WorkerEstimate]) -> int:
+    return sum(worker.kept_bytes for worker in workers)
+
+
+def _scratch(wave: Sequence[WorkerEstimate], at_once: int) -> int:
+    """Return the bytes of scratch files that the workers of a wave remove themselves."""
+    return sum(sorted((worker.scratch_bytes for worker in wave), reverse=True)[:at_once])
 
 
 def _fits_device(found: WorkerEstimate) -> bool:
@@ -173,13 +204,14 @@ def _fits_device(found: WorkerEstimate) -> bool:
     return most is None or max(cut, default=0) <= most
 
 
-def _at_once(workers: Sequence[WorkerEstimate], available_bytes: int | None) -> int:
+def _at_once(workers: Sequence[WorkerEstimate], available_bytes: int | None, kept: int) -> int:
     """Return how many workers of any wave fit side by side, whichever they are."""
     counts = []
     for wave in _waves(workers):
         count = len(wave)
-        while count > 1 and available_bytes is not None and MARGIN * _largest(wave, count)[0] > available_bytes:
-            count -= 1
+        if available_bytes is not None:
+            while count > 1 and MARGIN * (_largest(wave, count)[0] + kept) > available_bytes:
+                count -= 1
         counts.append((count < len(wave), count))
     short = [count for cut, count in counts if cut]
     return min(short) if short else max(count for _, count in counts)
@@ -192,6 +224,15 @@ def _largest(wave: Sequence[WorkerEstimate], count: int) -> tuple[int, int]:
 def _waves(workers: Sequence[WorkerEstimate]) -> list[list[WorkerEstimate]]:
     numbers = sorted({worker.wave for worker in workers})
     return [[worker for worker in workers if worker.wave == number] for number in numbers]
+
+
+def _soak_s(workers: Sequence[WorkerEstimate], at_once: int) -> float:
+    """Return the time of all soaks; workers side by side soak at the same time."""
+    total = 0.0
+    for wave in _waves(workers):
+        soaks = [stage.seconds or 0.0 for worker in wave for stage in worker.stages if stage.stage == SOAK]
+        total += max(soaks, default=0.0) * -(-len(wave) // at_once)
+    return total
 
 
 def _seconds(workers: Sequence[WorkerEstimate], at_once: int) -> float | None:
@@ -237,14 +278,14 @@ def _unknown(workers: Sequence[WorkerEstimate], *, timed: bool, beyond: bool) ->
         yield f"the time on {', '.join(names)}: these stages have not been measured on such a device"
 
 
-def _refusal(found: WorkerEstimate, available_bytes: int | None) -> InputError:
+def _refusal(found: WorkerEstimate, available_bytes: int | None, kept: int) -> InputError:
     stage = max(found.stages, key=lambda stage: stage.host_private_bytes)
     return InputError(
         "the case does not fit the memory of this host, however it is cut",
         where=f"{stage.stage} on {found.worker}",
-        got=f"{_gigabytes(stage.host_private_bytes)} needed, by estimate",
+        got=f"{_gigabytes(stage.host_private_bytes + kept)} needed, by estimate",
         wanted=f"{_gigabytes(available_bytes or 0)} at most, which is available now",
-        hint=f"leave {stage.stage} out (--stages), or free memory",
+        hint=f"leave {stage.stage} out (--stages), or free memory" + (f"; {ON_DISK}" if kept else ""),
     )
 
 

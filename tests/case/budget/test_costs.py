@@ -6,7 +6,20 @@ import dataclasses
 
 import pytest
 
-from consistency.case.budget.costs import STAGE_COSTS, Products, Setting, Work, slower
+from consistency.case.budget.costs import (
+    GRADIENT_PASSES,
+    LOAD_BYTES,
+    LOAD_SHARE,
+    LOAD_SIDE,
+    PART_BYTES,
+    STAGE_COSTS,
+    WINDOW_BYTES,
+    Products,
+    Setting,
+    Work,
+    slower,
+)
+from consistency.case.budget.shape import ONE_PASS
 from consistency.case.budget.speed import Speed
 from consistency.case.case import Case
 from consistency.case.fit import Fit
@@ -87,3 +100,38 @@ def test_inputs_of_a_file_have_their_own_size() -> None:
     assert (from_file.sequences, from_file.tokens) == (3, 700)
     short = setting(shape=dataclasses.replace(SMALL, positions=5))
     assert (short.sequences, short.tokens) == (8, 5)
+
+
+def test_gradients_of_every_pass_are_in_files_and_the_exact_ones_stay() -> None:
+    cost = STAGE_COSTS[Stage.GRADIENT]
+    found, other = cost(setting()), cost(setting(makes_reference=False))
+    assert found.scratch_bytes == other.scratch_bytes == GRADIENT_PASSES * LARGE.trained_elements * 4
+    assert (found.kept_bytes, other.kept_bytes) == (GRADIENT_PASSES * LARGE.trained_elements * 8, 0)
+    assert cost(setting(on_device=True)).scratch_bytes == 2 * found.scratch_bytes, "its own, and the CPU's"
+
+
+def test_of_a_large_tensor_one_pass_is_written() -> None:
+    trained = LARGE.trained_elements + ONE_PASS
+    large = dataclasses.replace(LARGE, trained_elements=trained, trained_once_elements=ONE_PASS)
+    cost = STAGE_COSTS[Stage.GRADIENT]
+    more = cost(setting(shape=large)).kept_bytes - cost(setting()).kept_bytes
+    assert more == ONE_PASS * 8
+
+
+def test_exact_states_of_both_modes_stay() -> None:
+    found = STAGE_COSTS[Stage.FORWARD](setting())
+    rows = 8 * 16
+    assert found.kept_bytes == 2 * rows * ((LARGE.blocks + 1) * 4096 + 128256) * 8
+    assert STAGE_COSTS[Stage.FORWARD](setting(makes_reference=False)).kept_bytes == 0
+
+
+def test_sizes_are_those_that_the_worker_uses() -> None:
+    from consistency.numerics import widening
+    from consistency.worker.model import weight_files
+    from consistency.worker.soak import load
+    from consistency.worker.stages.gradient import backward
+
+    assert (GRADIENT_PASSES, ONE_PASS) == (backward.PASSES, backward.ONE_PASS)
+    assert (WINDOW_BYTES, PART_BYTES) == (weight_files.MAPPED_BYTES, widening.PART_BYTES)
+    assert LOAD_BYTES == 3 * load._CPU_BATCH * load._CPU_SIDE**2 * 4
+    assert (LOAD_SIDE, LOAD_SHARE) == (load._LARGEST_SIDE, load._SHARE)

@@ -201,3 +201,86 @@ def test_only_a_tied_weight_that_is_adapted_makes_the_merged_layers_private(monk
     assert private(LARGE) == private(tied)
     adapted = dataclasses.replace(tied, layers=(head, *LARGE.layers[1:]))
     assert private(adapted) > private(tied) + 2 * LARGE.adapted_elements // 2
+
+
+SOAKED = msgspec.structs.replace(CASE, soak_s=7200.0)
+
+
+def test_a_soak_lasts_as_long_as_was_asked_for_and_repeats_what_can_be_repeated() -> None:
+    plain = make_budget(CASE, planned("cpu"), available_bytes=None, speed=SPEED)
+    found = make_budget(SOAKED, planned("cpu"), available_bytes=None, speed=SPEED)
+    soak = found.workers[0].stages[-1]
+    assert (soak.stage, soak.seconds, found.soak_s) == ("soak", 7200.0, 7200.0)
+    assert soak.host_private_bytes == plain.workers[0].host_private_bytes
+    assert found.seconds == pytest.approx((plain.seconds or 0.0) + 7200.0)
+    facts = msgspec.structs.replace(SOAKED, stages=(Stage.MEMORY,))
+    (worker,) = make_budget(facts, planned("cpu"), available_bytes=None).workers
+    assert "soak" not in [stage.stage for stage in worker.stages]
+
+
+def test_a_soak_has_its_time_on_a_device_and_once_for_each_group_of_workers() -> None:
+    workers = [*planned("cpu", "cuda:0"), *planned("cuda:1", wave=1)]
+    found = make_budget(SOAKED, workers, available_bytes=None, speed=SPEED)
+    assert [worker.stages[-1].seconds for worker in found.workers] == [7200.0] * 3
+    assert (found.seconds, found.soak_s) == (None, 2 * 7200.0)
+    alone = budget(None, case=SOAKED).workers[0].host_private_bytes
+    assert budget(MARGIN * alone, case=SOAKED).soak_s == 3 * 7200.0
+
+
+def test_a_load_has_memory_of_its_own() -> None:
+    busy = msgspec.structs.replace(SOAKED, load=True)
+
+    def soak(case: Case, device_gib: float) -> tuple[int, int]:
+        worker = budget(None, "cpu", "cuda:0", case=case, device_gib=device_gib).workers[1]
+        return worker.stages[-1].host_private_bytes, worker.stages[-1].device_bytes or 0
+
+    for device_gib, share in ((80, 3 * 4 * 8192**2), (8, 8 * GIB // 32)):
+        (host, device), (more_host, more_device) = soak(SOAKED, device_gib), soak(busy, device_gib)
+        assert more_device - device == share
+        assert more_host - host == 2 * share // 3, "both factors are made on the host"
+    cpu, busy_cpu = (budget(None, "cpu", case=case).workers[0].stages[-1] for case in (SOAKED, busy))
+    assert 0 < busy_cpu.host_private_bytes - cpu.host_private_bytes < 2**24
+
+
+def in_memory(*names: str, wave: int = 0) -> list[PlannedWorker]:
+    return [dataclasses.replace(worker, scratch_in_memory=True) for worker in planned(*names, wave=wave)]
+
+
+def test_scratch_files_in_memory_take_memory() -> None:
+    on_disk = make_budget(CASE, planned("cpu", "cpu@avx2"), available_bytes=None)
+    found = make_budget(CASE, in_memory("cpu", "cpu@avx2"), available_bytes=None)
+    assert (on_disk.scratch_in_memory, found.scratch_in_memory) == (False, True)
+    of_each = [worker.scratch_bytes for worker in found.workers]
+    assert found.scratch_bytes == on_disk.scratch_bytes == sum(of_each) + found.workers[0].kept_bytes
+    gradient = [next(s for s in b.workers[0].stages if s.stage == Stage.GRADIENT) for b in (on_disk, found)]
+    assert gradient[1].host_private_bytes - gradient[0].host_private_bytes == gradient[0].scratch_bytes > 0
+    assert found.host_private_bytes == sum(w.host_private_bytes for w in found.workers) + found.workers[0].kept_bytes
+
+
+def test_the_reference_takes_memory_in_every_wave() -> None:
+    second = [dataclasses.replace(worker, makes_reference=False) for worker in in_memory("cpu@avx2", wave=1)]
+    workers = [*in_memory("cpu"), *second]
+    found = make_budget(CASE, workers, available_bytes=None)
+    alone = max(worker.host_private_bytes for worker in found.workers)
+    assert found.host_private_bytes == alone + found.workers[0].kept_bytes
+
+
+def test_a_case_is_cut_and_refused_by_the_memory_of_its_scratch_files_too() -> None:
+    need = make_budget(CASE, in_memory("cpu"), available_bytes=None).host_private_bytes
+    assert make_budget(CASE, in_memory("cpu"), available_bytes=int(MARGIN * need) + 1).case == CASE
+    cut = make_budget(CASE, in_memory("cpu"), available_bytes=int(MARGIN * need) - 1)
+    assert cut.case != CASE
+    assert make_budget(CASE, planned("cpu"), available_bytes=int(MARGIN * need) - 1).case == CASE
+    refusal = make_budget(CASE, in_memory("cpu"), available_bytes=GIB // 4).refusal
+    assert refusal is not None
+    assert "TMPDIR" in str(refusal.hint)
+    disk = make_budget(CASE, planned("cpu"), available_bytes=GIB // 4).refusal
+    assert disk is not None
+    assert "TMPDIR" not in str(disk.hint)
+
+
+def test_workers_side_by_side_leave_room_for_the_reference() -> None:
+    workers = in_memory("cpu", "cpu@avx2")
+    whole = make_budget(CASE, workers, available_bytes=None).host_private_bytes
+    assert make_budget(CASE, workers, available_bytes=int(MARGIN * whole) + 1).at_once == 2
+    assert make_budget(CASE, workers, available_bytes=int(MARGIN * whole) - 1).at_once == 1
