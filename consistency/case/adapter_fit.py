@@ -7,21 +7,34 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from consistency.case import recognition
 from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint, read_json
 from consistency.errors import InputError
 
+# by PEFT's task_type: how the names of the classes end that its `AutoPeftModel…` load for it
+_HEADED = {
+    "SEQ_CLS": "ForSequenceClassification",
+    "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering",
+    "FEATURE_EXTRACTION": "Model",
+}
 _LORA_KEY = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.weight)?$")
 
 
 def check_files(base: Path | None, adapter: Path | None, *, allow_pickle: bool) -> None:
     """Check a base folder, an adapter folder, and that the adapter fits the base."""
-    weights = None
+    if base is not None and adapter is not None:
+        recognition.swapped(base, adapter)
+    weights, of_base = None, {}
     if base is not None:
-        read_json(base / "config.json", needed=("model_type",))
+        recognition.base_folder(base)
+        of_base = read_json(base / "config.json", needed=("model_type",))
         weights = read_checkpoint(base, stem="model", pickle_stem="pytorch_model", allow_pickle=allow_pickle)
     if adapter is None:
         return
     config, tensors = read_adapter(adapter, allow_pickle=allow_pickle)
+    if weights is not None and tensors and _loads_as_saved(of_base, config):
+        _check_saved_whole(weights, adapter, config, tensors)
     if config["peft_type"] == "LORA":
         _check_ranks(adapter, config, tensors)
         if weights is not None and weights.tensors:
@@ -30,7 +43,9 @@ def check_files(base: Path | None, adapter: Path | None, *, allow_pickle: bool) 
 
 def read_adapter(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Any], Mapping[str, TensorHeader]]:
     """Return an adapter's config and the headers of its tensors (none where it is an allowed pickle)."""
+    recognition.adapter_folder(folder)
     config = read_json(folder / "adapter_config.json", needed=("peft_type",))
+    recognition.check_method(config["peft_type"], folder / "adapter_config.json", config)
     if config["peft_type"] == "LORA":
         needed = ("r", "target_parameters" if config.get("target_parameters") else "target_modules")
         read_json(folder / "adapter_config.json", needed=needed)
@@ -38,6 +53,46 @@ def read_adapter(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Any], M
     if not weights.tensors and not weights.pickled:
         raise InputError("the adapter's file holds no tensor", where=weights.files[0])
     return config, weights.tensors
+
+
+def _loads_as_saved(base: Mapping[str, Any], adapter: Mapping[str, Any]) -> bool:
+    """Return whether the base is certainly loaded as the class that wrote its file, so that its modules are those."""
+    classes = base.get("architectures")
+    own = classes[0] if isinstance(classes, list) and len(classes) == 1 else None
+    mapping = adapter.get("auto_mapping")
+    trained_on = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    head = _HEADED.get(str(adapter.get("task_type")), "")
+    return isinstance(own, str) and trained_on in (None, own) and own.endswith(head)
+
+
+def _check_saved_whole(
+    base: Checkpoint, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]
+) -> None:
+    """Check that the file has what PEFT saves of a module as a whole: it loads every tensor of one, or fails.
+
+    Left to the worker are modules that the base's file does not have, such as a new head; those of which the adapter
+    has other tensors; tied ones, which PEFT may save once; and numbered tensors, which transformers may fuse.
+    """
+    modules = config.get("modules_to_save")
+    if not isinstance(modules, list) or config.get("ensure_weight_tying"):
+        return
+    saved = {name.replace(".modules_to_save.", ".").replace(".default.", ".") for name in tensors}
+    for module in (one for one in modules if isinstance(one, str) and one):
+        inside = re.compile(rf"(?:^|\.){re.escape(module)}\.(?P<rest>[A-Za-z_.]*(?:weight|bias))$")
+        owned = [found["rest"] for name in base.tensors if (found := inside.search(name)) is not None]
+        given = {found[1] for name in saved if (found := re.search(rf"(?:^|\.){re.escape(module)}\.(.+)$", name))}
+        if not given <= set(owned):
+            continue
+        lost = next((rest for rest in owned if rest not in given), None)
+        if lost is not None:
+            ending = f"{module}.{lost}"
+            raise InputError(
+                f"the adapter's file lacks a tensor that its config asks for: {ending}",
+                where=folder,
+                got=f"{len(tensors)} tensors, none of which ends in {ending}",
+                wanted=f"the whole of {module}, which is in modules_to_save of adapter_config.json",
+                hint="save it again by PEFT's save_pretrained(), or take the module out of modules_to_save",
+            )
 
 
 def _check_ranks(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from consistency.case.recognition import in_place_of_weights, missing_bytes, other_file
 from consistency.errors import InputError
 
 LFS_MARK = b"version https://git-lfs.github.com/spec/"
@@ -44,6 +45,7 @@ def read_json(path: Path, *, needed: tuple[str, ...] = ()) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path.name}", where=path, got=error) from None
     except (json.JSONDecodeError, RecursionError) as error:
+        refuse_lfs_pointer(path)
         raise InputError(f"{path.name} is not JSON", where=path, got=error) from None
     if not isinstance(table, dict):
         raise InputError(f"{path.name} is not a JSON object", where=path, got=type(table).__name__)
@@ -70,7 +72,11 @@ def read_checkpoint(folder: Path, *, stem: str, pickle_stem: str, allow_pickle: 
         return read_index(index, allow_pickle=allow_pickle)
     pickles = [p for p in (folder / f"{pickle_stem}.bin", folder / f"{pickle_stem}.bin.index.json") if p.exists()]
     if not pickles:
-        raise InputError(f"no weights: neither {whole.name} nor an index of shards", where=folder, got=_listing(folder))
+        found, hint = in_place_of_weights(folder, whole.name)
+        raise InputError(
+            f"no weights: neither {whole.name} nor an index of shards" + (f", but {found}" if found else ""),
+            where=folder, got=_listing(folder), hint=hint,
+        )  # fmt: skip
     refuse_pickle(pickles[0], wanted=whole.name, allow_pickle=allow_pickle)
     if pickles[0].suffix != ".bin":
         return read_index(pickles[0], allow_pickle=allow_pickle)
@@ -111,10 +117,14 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
                 for name, part in parts.items()
             }
     except (SafetensorError, OSError, ValueError) as error:
+        with path.open("rb") as raw:
+            other = other_file(raw.read(16))
+        if other is not None:
+            raise InputError(f"this is no safetensors file but {other[0]}", where=path, hint=other[1]) from None
         raise InputError(
             "the safetensors file is cut short or corrupt",
             where=path,
-            got=f"{error} ({path.stat().st_size if path.exists() else 0} bytes)",
+            got=f"{missing_bytes(path)}: {error}",
             wanted="a header, and data of the length that it declares",
             hint="copy or download the file again and compare its checksum with the source",
         ) from None
@@ -148,10 +158,10 @@ def refuse_lfs_pointer(path: Path) -> None:
     if head.startswith(LFS_MARK):
         size = next((line[5:].decode() for line in head.splitlines() if line.startswith(b"size ")), "?")
         raise InputError(
-            "this is a Git LFS pointer, not the weights",
+            f"this is a Git LFS pointer, not the {'weights' if path.suffix != '.json' else 'file'}",
             where=path,
             got=f"{path.stat().st_size} bytes of text",
-            wanted=f"{size} bytes of weights",
+            wanted=f"the {size} bytes that it stands for",
             hint="run `git lfs install && git lfs pull` in that repository",
         )
 

@@ -15,7 +15,7 @@ from consistency.case.case import Case
 from consistency.case.checkpoint import read_header, read_json
 from consistency.case.options import Edge, Options
 from consistency.case.stages import LEVELS, SPECS, Stage, requested
-from consistency.errors import InputError, UsageError, first_line
+from consistency.errors import InputError, UsageError, first_line, meant
 
 DEVICE_MAPS = ("auto", "balanced", "sequential")
 """Device maps that transformers computes."""
@@ -90,9 +90,12 @@ def _local_folder(text: str, *, what: str, options: Options) -> Path:
     if path.is_dir():
         return path.resolve()
     if path.exists():
-        raise InputError(f"the {what} must be a folder", where=path, got="a file", wanted="the folder that holds it")
+        got, wanted = "a file", "the folder that holds it"
+        if path.suffix == ".gguf":
+            got, wanted = "GGUF weights of llama.cpp", "the folder of safetensors that they were converted from"
+        raise InputError(f"the {what} must be a folder", where=path, got=got, wanted=wanted)
     if text.startswith((".", "/", "~")) or (os.sep in text.rstrip(os.sep) and text.count("/") > 1):
-        raise InputError(f"no such folder for the {what}", where=path)
+        raise InputError(f"no such folder for the {what}", where=path, hint=_similar(path))
     if not _HUB_ID.match(text):
         raise InputError(f"neither a folder nor a hub id for the {what}", where=f"--{what}", got=text)
     return _download(text, what=what, options=options)
@@ -101,7 +104,13 @@ def _local_folder(text: str, *, what: str, options: Options) -> Path:
 def _download(repository: str, *, what: str, options: Options) -> Path:
     """Download a hub repository into the hub's cache; offline, use what the cache holds."""
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model"]
     patterns += ["*.bin"] if options.allow_pickle else []
@@ -110,12 +119,34 @@ def _download(repository: str, *, what: str, options: Options) -> Path:
         return Path(snapshot_download(repository, allow_patterns=patterns)).resolve()
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
+        hint = "give the path of a local folder"
+        match error:
+            case GatedRepoError():
+                got, hint = "the repository is gated", "accept its conditions on the hub, then run `hf auth login`"
+            case RepositoryNotFoundError():
+                got, hint = "no such repository", "check the name; a private one needs `hf auth login`"
+            case LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
+                got = "it is not in the hub's cache"
+            case LocalEntryNotFoundError():
+                got = "the hub cannot be reached, and its cache does not hold it"
+            case _:
+                got = first_line(error)
         raise InputError(
             f"no folder {repository!r} for the {what}, and it cannot be downloaded from the hub{offline}",
             where=f"--{what}",
-            got=first_line(error),
-            hint="give the path of a local folder",
+            got=got,
+            hint=_similar(Path(repository)) or hint,
         ) from None
+
+
+def _similar(path: Path) -> str | None:
+    """Return a hint at a folder whose name is close to that of one that does not exist."""
+    try:
+        names = [one.name for one in path.parent.iterdir() if one.is_dir()]
+    except OSError:
+        return None
+    close = meant(path.name, names)
+    return close and close.replace(" mean ", f" mean {path.parent}/", 1)
 
 
 def _inputs_file(text: str) -> str:

@@ -104,7 +104,7 @@ def test_a_git_lfs_pointer_is_told_with_the_size_and_the_command(name: str, tmp_
         read(tmp_path, allow_pickle=True)
     assert caught.value.where == str(tmp_path / name)
     assert caught.value.got == f"{len(LFS_POINTER)} bytes of text"
-    assert caught.value.wanted == "123456789 bytes of weights"
+    assert caught.value.wanted == "the 123456789 bytes that it stands for"
     assert "git lfs pull" in (caught.value.hint or "")
 
 
@@ -190,7 +190,7 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="cut short or corrupt") as caught:
             read(tmp_path)
         assert caught.value.where == str(file)
-        assert f"({length} bytes)" in (caught.value.got or "")
+        assert (caught.value.got or "").startswith(f"{length} ")
         assert "checksum" in (caught.value.hint or "")
     file.write_bytes(whole)
     assert len(read(tmp_path).tensors) == 2
@@ -208,9 +208,8 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
         raw_safetensors({"w": {"dtype": "X99", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)),
         raw_safetensors({"w": {"dtype": "F32", "shape": [2**62, 8], "data_offsets": [0, 4]}}, bytes(4)),
         struct.pack("<Q", 8) + b"\xff\xfe{}    ",
-        b"PK\x03\x04" + bytes(100),
     ],
-    ids=["ones", "huge-header", "text", "short", "hole", "trailing", "dtype", "overflow", "utf8", "zip"],
+    ids=["ones", "huge-header", "text", "short", "hole", "trailing", "dtype", "overflow", "utf8"],
 )
 def test_a_corrupt_header_is_refused(raw: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(raw)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors.numpy import save_file
 
 from consistency.case.adapter_fit import check_files, read_adapter
@@ -226,9 +227,9 @@ def test_a_config_of_a_base_without_a_model_type_is_refused(tmp_path: Path) -> N
 
 def test_a_base_given_as_adapter_and_an_adapter_as_base_are_told(tmp_path: Path) -> None:
     base, adapter = make_base(tmp_path / "base"), make_adapter(tmp_path / "adapter")
-    with pytest.raises(InputError, match=r"no config\.json in the folder"):
+    with pytest.raises(InputError, match="this is an adapter, not a base model"):
         check(adapter, None)
-    with pytest.raises(InputError, match=r"no adapter_config\.json in the folder"):
+    with pytest.raises(InputError, match="this is a whole model, not an adapter"):
         check(base, base)
 
 
@@ -305,6 +306,45 @@ def test_a_hub_id_is_told_to_be_offline(tmp_path: Path) -> None:
         in done.stdout
     )
     assert "hint:   give the path of a local folder" in done.stdout
+
+
+def test_a_folder_with_a_similar_name_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_base(tmp_path / "llama")
+    with pytest.raises(InputError) as caught:
+        prepare_case(Options(base=str(tmp_path / "lama")))
+    assert caught.value.hint == f"did you mean {tmp_path}/llama?"
+    with pytest.raises(InputError) as caught:
+        prepare_case(Options(base=str(tmp_path / "other")))
+    assert caught.value.hint is None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError) as caught:
+        prepare_case(Options(base="lama"))
+    assert (caught.value.got, caught.value.hint) == ("it is not in the hub's cache", "did you mean ./llama?")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "got"),
+    [
+        (403, GatedRepoError, "the repository is gated"),
+        (404, RepositoryNotFoundError, "no such repository"),
+        (None, LocalEntryNotFoundError, "the hub cannot be reached, and its cache does not hold it"),
+    ],
+)
+def test_what_the_hub_refuses_is_told_in_words(
+    status: int | None, kind: type[Exception], got: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = kind("Got: ConnectError") if status is None else kind.__new__(kind)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(InputError, match="cannot be downloaded from the hub") as caught:
+        prepare_case(Options(base="org/model"))
+    assert caught.value.got == got
+    assert caught.value.hint
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------------

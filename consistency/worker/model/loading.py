@@ -162,10 +162,23 @@ def load_adapter(
     if base.offload is not None:
         base.offload.detach()
     problem, hint = "PEFT cannot load this adapter onto this base", f"is it for {case.base}?"
-    with _as_input_error(UNUSABLE, problem, where=case.adapter, hint=hint), recording:
-        model = PeftModel.from_pretrained(
-            base.model, case.adapter, adapter_name=ADAPTER_NAME, autocast_adapter_dtype=autocast
-        )
+    try:
+        with _as_input_error(UNUSABLE, problem, where=case.adapter, hint=hint), recording:
+            model = PeftModel.from_pretrained(
+                base.model, case.adapter, adapter_name=ADAPTER_NAME, autocast_adapter_dtype=autocast
+            )
+    except InputError as error:
+        lost = error.__cause__
+        # PEFT looks up every tensor of a module that it saves whole, by the name in the file
+        if isinstance(lost, KeyError) and str(lost.args[0] if lost.args else "").startswith("base_model."):
+            raise InputError(
+                "the adapter's file lacks a tensor that its config asks for",
+                where=case.adapter,
+                got=f"no {lost.args[0]}",
+                wanted="every tensor of the modules in modules_to_save of adapter_config.json",
+                hint="save it again by PEFT's save_pretrained(), or take the module out of modules_to_save",
+            ) from lost
+        raise
     assert isinstance(model, torch.nn.Module)
     model.eval()
     if base.offload is not None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from consistency.errors import InputError
 from consistency.worker.model.loading import expected_adapter, load_adapter, load_base
 from consistency.worker.model.weight_files import WeightFiles
 from tests.worker.model.made_models import case_of, on_llama
@@ -25,3 +27,15 @@ def test_looking_for_the_places_loads_nothing(llama: Path) -> None:
     assert list(expected_adapter(model, WeightFiles.of_adapter(str(adapter), allow_pickle=False))) == [name]
     assert not prompt.any()
     assert "load_state_dict" not in vars(model)
+
+
+def test_a_file_without_a_tensor_that_its_config_asks_for_is_told_so(llama: Path) -> None:
+    adapter = on_llama(llama, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    lost = next(name for name in tensors if name.endswith("lm_head.weight"))
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, metadata={"format": "pt"})
+    case = case_of(llama, adapter)
+    with pytest.raises(InputError, match="the adapter's file lacks a tensor that its config asks for") as caught:
+        load_adapter(load_base(case, "cpu"), case)
+    assert caught.value.got == f"no {lost}"
