@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 import consistency
+from consistency.capture.json_codec import encode_json
+from consistency.report import json
+from consistency.report.formats import View
 from tests.made_weights import f32, put
+from tests.report.made_comparisons import faulty
+from tests.report.status.made_statuses import status as made_status
 
 HEAVY = ("torch", "transformers", "peft", "numpy", "safetensors.torch", "accelerate")
 
@@ -103,6 +108,25 @@ def test_compare_stays_a_function_after_its_package_was_imported(tmp_path: Path)
         "taken = [n for n in consistency.__all__ if f'consistency.{n}' in sys.modules]\nassert not taken, taken"
     )
     assert loaded_by(code, tmp_path) <= {"numpy"}
+
+
+STATUS_LEAVES_OUT = ("numpy", "rich", "jinja2", "fsspec", "consistency.case.options", "consistency.comparison.result")
+
+
+def test_status_loads_next_to_nothing(tmp_path: Path) -> None:
+    """Monitoring starts it every few seconds; the second half proves that the check can fail."""
+    (tmp_path / "report.json").write_bytes(b"".join(json.render(faulty(), View())))
+    small = tmp_path / "status.json"
+    small.write_bytes(encode_json(made_status(faulty())))
+    code = (
+        "import sys\nfrom consistency.cli.main import main\n"
+        "for form in ('text', 'nagios', 'nhc', 'prometheus', 'json'):\n"
+        "    assert main(['status', '.', '--format', form]) in (1, 2)\n"
+        f"loaded = [name for name in {STATUS_LEAVES_OUT!r} if name in sys.modules]\n"
+    )
+    assert loaded_by(f"{code}assert not loaded, loaded", tmp_path) == set()
+    small.unlink()
+    loaded_by(f"{code}assert 'consistency.comparison.result' in loaded, loaded", tmp_path)
 
 
 @pytest.mark.parametrize("module", ["consistency.numerics.digest", "consistency.worker.session", "torch"])

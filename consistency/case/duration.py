@@ -1,4 +1,4 @@
-"""A time that a user gives: `90s`, `10m`, `2h`, `1h30m`, or a number of seconds."""
+"""A time that a user gives: `90s`, `10m`, `2h`, `1h30m`, `2d`, or a number of seconds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 from consistency.errors import UsageError
 
-_FORM = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
-_SECONDS = (3600, 60, 1)
+_FORM = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
+_SECONDS = (86400, 3600, 60, 1)
 
 
 def parse_duration(given: object, *, where: str) -> float:

@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "reproduce": ("reproduce",),
     "history": ("history",),
     "baseline": ("baseline",),
+    "status": ("status",),
     "bisect": ("bisect",),
     "completion": ("completion",),
 }

@@ -101,6 +101,8 @@ class CaseWorker(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path":
     status: str
     reason: str | None = None
     simulated: bool = False
+    uuid: str | None = None
+    host: str = ""
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +118,10 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         As in `Comparison`.
     error : str or None
         Why the case could not be checked: its input cannot be used.
+    bound_ratios : dict of str to float
+        Worst error/tolerance by worker.
+    accepted : int
+        Findings that the baseline accepts.
     """
 
     name: str
@@ -134,6 +140,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[CaseStage, ...] = ()
     workers: tuple[CaseWorker, ...] = ()
     not_looked_at: tuple[str, ...] = ()
+    bound_ratios: dict[str, Real] = {}
+    accepted: int = 0
 
     @classmethod
     def of_error(

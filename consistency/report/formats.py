@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from consistency.report.runs import RUN_STATUS, SUITE_STATUS
+
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
     from consistency.comparison.suite import SuiteResult
@@ -95,6 +97,9 @@ FORMATS: tuple[Format, ...] = (
     Format(name="report.html", chosen=Chosen.OUT, writer="consistency.report.html:render", help="one page"),
     Format(name="report.md", chosen=Chosen.OUT, writer="consistency.report.markdown:render", help="for an issue"),
     Format(
+        name=RUN_STATUS, chosen=Chosen.OUT, writer="consistency.report.status.make:render", help="for `status`"
+    ),
+    Format(
         name="junit", chosen=Chosen.OPTION, writer="consistency.report.junit:render",
         help="JUnit XML: one test case per stage and worker",
     ),
@@ -111,8 +116,12 @@ FORMATS: tuple[Format, ...] = (
             ("junit", Chosen.OPTION, "junit", "JUnit XML: one test suite per case"),
         )
     ),
+    Format(
+        name=SUITE_STATUS, chosen=Chosen.OUT, writer="consistency.report.status.make:render_suite",
+        help="for `status`", subject=Subject.SUITE,
+    ),
 )  # fmt: skip
-"""`report.json` comes first of the files, because programs build on it.
+"""`report.json` comes first of the files, because programs build on it, and the status last, because it sums them up.
 
 What is printed has the same name for both subjects; files have different ones.
 """

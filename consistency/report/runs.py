@@ -22,6 +22,7 @@ from consistency.errors import CaptureError
 
 LATEST = "latest"
 REPORT, SUITE = "report.json", "suite.json"
+RUN_STATUS, SUITE_STATUS = "status.json", "suite-status.json"
 
 _FORM = "%Y-%m-%dT%H-%M-%SZ"
 """ISO 8601, with a hyphen for each colon, which other systems refuse in a name."""

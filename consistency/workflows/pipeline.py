@@ -160,7 +160,7 @@ def run(
         elif baseline is not None:
             comparison = apply(baseline, comparison)
         elapsed_s = time.monotonic() - started
-        write_reports(comparison, out)
+        write_reports(comparison, out, elapsed_s=elapsed_s)
     return Report(comparison=comparison, folder=out, elapsed_s=elapsed_s)
 
 
@@ -249,10 +249,10 @@ def compare_captures(captures: Sequence[Capture], *, unread: Sequence[str] = ())
     return comparison
 
 
-def write_reports(comparison: Comparison, out: Path | None) -> None:
+def write_reports(comparison: Comparison, out: Path | None, *, elapsed_s: float | None = None) -> None:
     """Write the files of a report to a folder."""
     if out is not None:
-        view = View(groups=all_groups(comparison))
+        view = View(elapsed_s=elapsed_s, groups=all_groups(comparison))
         for row in formats(Chosen.OUT):
             write_whole(out / row.name, row.render(comparison, view))
 

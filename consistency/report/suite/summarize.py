@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from consistency.comparison.by_worker import worst_ratios
 from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
 from consistency.comparison.suite import CaseFinding, CaseResult, CaseStage, CaseWorker
 from consistency.numerics.real import Real
@@ -46,10 +47,13 @@ def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) 
             CaseWorker(
                 name=worker.name, load_path=worker.load_path, architecture=worker.architecture, model=worker.model,
                 status=worker.status, reason=worker.reason, simulated=worker.simulated,
+                uuid=worker.uuid, host=worker.host,
             )
             for worker in comparison.workers
         ),
         not_looked_at=comparison.not_looked_at,
+        bound_ratios={name: Real(ratio) for name, ratio in worst_ratios(comparison).items()},
+        accepted=sum(finding.accepted is not None for finding in comparison.findings),
     )  # fmt: skip
 
 

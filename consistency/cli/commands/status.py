@@ -1,0 +1,101 @@
+"""`consistency status`: the last result, in milliseconds, for monitoring."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from consistency.errors import ConsistencyError
+
+if TYPE_CHECKING:
+    from consistency.report.status.record import Status
+
+EXAMPLES = (
+    ("the last result in one line", "consistency status ./runs"),
+    ("for Nagios; UNKNOWN after 26 hours", "consistency status ./runs --format nagios --max-age 26h"),
+    (
+        "metrics for node_exporter's textfile collector",
+        "consistency status ./runs --format prometheus --out /var/lib/node_exporter/consistency.prom",
+    ),
+)
+
+FORMATS = {
+    "text": "one line",
+    "nagios": "one line with performance data, and Nagios' exit status",
+    "nhc": "nothing, or one line `ERROR: ...` and status 1, for LBNL's Node Health Check",
+    "prometheus": "metrics for node_exporter's textfile collector",
+    "json": "status.json, with age_s, stale and state",
+}
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command("status", _status, "print the last result in one line or as metrics, for monitoring", EXAMPLES)
+    parser.add_argument("report", type=Path, metavar="DIR",
+                        help="the --out folder of a run; of dated runs, the latest")  # fmt: skip
+    parser.add_argument("--format", choices=list(FORMATS), default="text", help="what is printed: "
+                        + "; ".join(f"{name}: {text}" for name, text in FORMATS.items()))  # fmt: skip
+    parser.add_argument("--max-age", metavar="TIME", help="a result that is older says nothing: 90m, 26h, 2d")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write to a file, whole or not at all")
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    from datetime import UTC, datetime
+
+    from consistency.case.duration import parse_duration
+    from consistency.report.status.lines import NAGIOS, NO_RESULT, no_result_line
+    from consistency.report.status.reading import read_status
+
+    try:
+        max_age_s = None if parsed.max_age is None else parse_duration(parsed.max_age, where="--max-age")
+        status = read_status(parsed.report)
+    except ConsistencyError as error:
+        if parsed.format == "prometheus":
+            raise  # metrics of an earlier result stay, and their time says how old they are
+        _put(parsed, _no_result(error) if parsed.format == "json" else no_result_line(error.what, parsed.format))
+        return {"nagios": NAGIOS["UNKNOWN"], "nhc": 1}.get(parsed.format, NO_RESULT)
+    text, exit_status = _shown(parsed.format, status, status.age_s(datetime.now(UTC)), max_age_s)
+    _put(parsed, text)
+    return exit_status
+
+
+def _shown(form: str, status: Status, age_s: float, max_age_s: float | None) -> tuple[str, int]:
+    """Return what a format prints, and the exit status."""
+    from consistency.report.status import lines
+
+    stale = lines.is_stale(age_s, max_age_s)
+    state = lines.state(status, stale=stale)
+    if form == "nagios":
+        return lines.nagios_line(status, age_s, max_age_s), lines.NAGIOS[state]
+    if form == "nhc":
+        text = lines.nhc_line(status, age_s, max_age_s)
+        return text, 1 if text else 0
+    exit_status = lines.STALE if stale else status.exit_status
+    if form == "prometheus":
+        from consistency.report.status.prometheus import metrics
+
+        return "\n".join(metrics(status, stale=None if max_age_s is None else stale)), exit_status
+    if form == "json":
+        from consistency.capture.json_codec import by_json_name, encode_json
+
+        table = {**by_json_name(status), "age_s": round(age_s, 3), "stale": stale, "state": state}
+        return encode_json(table, indent=1).decode(), exit_status
+    return lines.text_line(status, age_s, max_age_s), exit_status
+
+
+def _no_result(error: ConsistencyError) -> str:
+    from consistency.capture.json_codec import encode_json
+
+    return encode_json({"state": "UNKNOWN", "error": error.parts}, indent=1).decode()
+
+
+def _put(parsed: argparse.Namespace, text: str) -> None:
+    lines = f"{text}\n" if text else ""
+    if parsed.out is None:
+        print(lines, end="")
+        return
+    from consistency.capture.whole_file import write_whole
+
+    write_whole(parsed.out, [lines.encode()])

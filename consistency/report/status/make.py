@@ -1,0 +1,158 @@
+"""Make the status of a comparison, or of a suite: when it is written, or from a report that has none."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import platform
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.version import __version__
+from consistency.comparison.by_worker import verdicts, worse, worst_ratios
+from consistency.comparison.result import PLANTED, Comparison, Finding, Verdict, WorkerSummary
+from consistency.comparison.suite import CaseFinding, CaseResult, CaseWorker, SuiteFinding, SuiteResult, common_findings
+from consistency.numerics.real import Real
+from consistency.report.formats import View
+from consistency.report.sentences import sentence
+from consistency.report.status.record import SCHEMA, DeviceStatus, Status
+
+_SEVERITIES = ("error", "warning", "note")
+_WORST_FIRST: tuple[Verdict, ...] = ("incomplete", "inconsistent", "consistent")
+
+
+class _Head(msgspec.Struct):
+    """What a report states beside its result; reports of earlier versions do not."""
+
+    tool: str = ""
+    created: datetime.datetime | None = None
+
+
+def render(comparison: Comparison, view: View) -> Iterator[bytes]:
+    """Yield `status.json`."""
+    yield encode_json(of_comparison(comparison, elapsed_s=view.elapsed_s), indent=1) + b"\n"
+
+
+def render_suite(suite: SuiteResult, _: View) -> Iterator[bytes]:
+    """Yield `suite-status.json`."""
+    yield encode_json(of_suite(suite), indent=1) + b"\n"
+
+
+def of_comparison(
+    found: Comparison,
+    *,
+    elapsed_s: float | None = None,
+    created: datetime.datetime | None = None,
+    tool: str = __version__,
+) -> Status:
+    """Return the status of a run that ended now, or when `created` says."""
+    ratios = worst_ratios(found)
+    return Status(
+        schema=SCHEMA, tool=tool, created=created or _now(), host=_host(found.workers),
+        case=found.case, verdict=found.verdict, exit_status=found.exit_status, sentence=sentence(found),
+        reason=_reason(found.findings), marks=tuple(_marks(found.simulated, found.findings)),
+        profile=found.profile, settings=found.settings, elapsed_s=elapsed_s, bound_ratio=_worst(ratios.values()),
+        findings=_count(found.findings), accepted=sum(f.accepted is not None for f in found.findings),
+        workers=dict(Counter(worker.status for worker in found.workers)),
+        devices=_devices(found.workers, verdicts(found), ratios),
+    )  # fmt: skip
+
+
+def of_suite(suite: SuiteResult, *, tool: str = __version__) -> Status:
+    """Return the status of a suite; a device's is that of its worst case."""
+    findings = common_findings(suite.cases)
+    workers = [worker for case in suite.cases for worker in case.workers]
+    ratios: dict[str, float] = {}
+    found: dict[str, Verdict] = {}
+    for case in suite.cases:
+        for name, ratio in case.bound_ratios.items():
+            ratios[name] = worse(float(ratio), ratios.get(name))
+        for name, verdict in _verdicts_of(case).items():
+            found[name] = min(verdict, found.get(name, verdict), key=_WORST_FIRST.index)
+    first = suite.cases[0] if suite.cases else None
+    return Status(
+        schema=SCHEMA, tool=tool, created=datetime.datetime.fromisoformat(suite.created), host=_host(workers),
+        case=suite.name, verdict=suite.verdict, exit_status=suite.exit_status, sentence=suite.sentence,
+        reason=_reason(findings), marks=tuple(_marks(suite.simulated, findings)),
+        profile=first.profile if first else "", settings=first.settings if first else (), elapsed_s=suite.elapsed_s,
+        bound_ratio=_worst(ratios.values()), findings=_count(findings), accepted=sum(c.accepted for c in suite.cases),
+        workers=dict(Counter(worker.status for worker in workers)), devices=_devices(workers, found, ratios),
+        cases={case.name: case.verdict for case in suite.cases},
+    )  # fmt: skip
+
+
+def of_report_file(path: Path) -> Status:
+    """Return the status of `report.json`; raise what decoding it raises."""
+    raw = path.read_bytes()
+    head = decode_json(raw, _Head)
+    return of_comparison(decode_json(raw, Comparison), created=head.created or _written(path), tool=head.tool)
+
+
+def of_suite_file(path: Path) -> Status:
+    """Return the status of `suite.json`; raise what decoding it raises."""
+    raw = path.read_bytes()
+    return of_suite(decode_json(raw, SuiteResult), tool=decode_json(raw, _Head).tool)
+
+
+def _devices(
+    workers: Iterable[WorkerSummary | CaseWorker], found: Mapping[str, Verdict], ratios: Mapping[str, float]
+) -> tuple[DeviceStatus, ...]:
+    devices: dict[tuple[str, str], DeviceStatus] = {}
+    for worker in workers:
+        ratio = ratios.get(worker.name)
+        device = DeviceStatus(
+            name=worker.name, host=worker.host, architecture=worker.architecture, model=worker.model,
+            uuid=worker.uuid, verdict=found[worker.name], bound_ratio=None if ratio is None else Real(ratio),
+            simulated=worker.simulated,
+        )  # fmt: skip
+        devices.setdefault((worker.host, worker.name), device)
+    return tuple(devices.values())
+
+
+def _verdicts_of(case: CaseResult) -> dict[str, Verdict]:
+    """Return what `by_worker.verdicts` does, of a case of a suite."""
+    lost = {worker.name for worker in case.workers if worker.status != "ok"}
+    named = {name for finding in case.findings if finding.severity == "error" for name in finding.workers}
+    return {
+        worker.name: "incomplete" if worker.name in lost else "inconsistent" if worker.name in named else "consistent"
+        for worker in case.workers
+    }
+
+
+def _marks(simulated: bool, findings: Iterable[Finding | CaseFinding | SuiteFinding]) -> Iterator[str]:
+    if any(finding.kind == PLANTED for finding in findings):
+        yield "planted fault"
+    if simulated:
+        yield "simulated"
+
+
+def _reason(findings: Sequence[Finding | SuiteFinding]) -> str:
+    """Return the first error, or the first warning: that is the order of findings, but for those of software."""
+    worst = sorted((f for f in findings if f.severity != "note"), key=lambda f: _SEVERITIES.index(f.severity))
+    return worst[0].message if worst else ""
+
+
+def _count(findings: Iterable[Finding | SuiteFinding]) -> dict[str, int]:
+    found = Counter(finding.severity for finding in findings)
+    return {severity: found[severity] for severity in _SEVERITIES}  # type: ignore[index]  # all that there are
+
+
+def _worst(ratios: Iterable[float]) -> Real | None:
+    known: float | None = functools.reduce(lambda one, ratio: worse(ratio, one), ratios, None)
+    return None if known is None else Real(known)
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+
+
+def _written(path: Path) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
+
+
+def _host(workers: Iterable[WorkerSummary | CaseWorker]) -> str:
+    return next((worker.host for worker in workers if worker.host), platform.node())

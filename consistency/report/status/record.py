@@ -1,0 +1,85 @@
+"""`status.json`: what monitoring needs of a run, in a small file beside its report, written last."""
+
+from __future__ import annotations
+
+import datetime
+
+import msgspec
+
+from consistency.numerics.real import Real
+
+SCHEMA = "consistency.status/1"
+
+CLOCK_SKEW_S = 300.0
+"""A result may be this far in the future: clocks of hosts that synchronise at all differ by less."""
+
+
+class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One device on all load paths, and in all cases of a suite.
+
+    Attributes
+    ----------
+    verdict : str
+        As in `comparison/by_worker.py`.
+    bound_ratio : float or None
+        Worst error/tolerance.
+    """
+
+    name: str
+    host: str
+    architecture: str
+    model: str
+    uuid: str | None
+    verdict: str
+    bound_ratio: Real | None = None
+    simulated: bool = False
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a run or a suite.
+
+    Attributes
+    ----------
+    created : datetime
+        When it ended, with the zone UTC.
+    exit_status : int
+        Of the run.
+    sentence : str
+        The verdict in one sentence.
+    reason : str
+        Message of the first error, or of the first warning where there is no error; empty without either.
+    marks : tuple of str
+        What keeps the result from describing hardware: simulated devices, a planted fault.
+    findings : dict of str to int
+        Number of findings by severity.
+    accepted : int
+        Findings that the baseline accepts.
+    workers : dict of str to int
+        Number of workers by status.
+    cases : dict of str to str
+        Verdict of each case of a suite; empty for a run.
+    """
+
+    schema: str
+    tool: str
+    created: datetime.datetime
+    host: str
+    case: str
+    verdict: str
+    exit_status: int
+    sentence: str
+    reason: str
+    marks: tuple[str, ...]
+    profile: str
+    settings: tuple[str, ...]
+    elapsed_s: float | None
+    bound_ratio: Real | None
+    findings: dict[str, int]
+    accepted: int
+    workers: dict[str, int]
+    devices: tuple[DeviceStatus, ...]
+    cases: dict[str, str] = {}
+
+    def age_s(self, now: datetime.datetime) -> float:
+        """Return the time since it ended; negative where the clock that wrote it was ahead."""
+        return (now - self.created).total_seconds()

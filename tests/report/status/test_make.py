@@ -1,0 +1,89 @@
+"""The status of a comparison and of a suite, and of reports that have none."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from consistency.comparison.result import Comparison, Finding
+from consistency.comparison.suite import SuiteResult
+from consistency.report import json as report_json
+from consistency.report.formats import View
+from consistency.report.status.make import of_comparison, of_report_file, of_suite, of_suite_file, render
+from consistency.report.suite import json as suite_json
+from tests.report.made_comparisons import ALL, comparison, faulty, tensor
+from tests.report.suite.made_suites import case, good, lost, many, suite, unusable, zeros
+
+
+def test_what_it_states_of_a_run() -> None:
+    note = Finding(kind="zeros", severity="note", message="accepted", workers=("cuda:2",), accepted="error")
+    found = msgspec.structs.replace(faulty(), findings=(*faulty().findings, note))
+    made = of_comparison(found, elapsed_s=3.5)
+    assert (made.verdict, made.exit_status, made.case, made.elapsed_s) == ("inconsistent", 1, "llama", 3.5)
+    assert made.reason == "adapter · cuda:1 · zeros in 3 of 3 lora_B tensors"
+    assert (made.findings, made.accepted) == ({"error": 1, "warning": 0, "note": 2}, 1)
+    assert made.workers == {"ok": 4}
+    assert {d.name: (d.verdict, d.bound_ratio) for d in made.devices} == {
+        name: ("inconsistent" if name == "cuda:1" else "consistent", 0.3) for name in ALL
+    }
+    assert made.bound_ratio == 0.3
+
+
+def test_a_warning_is_the_reason_only_where_there_is_no_error() -> None:
+    software = Finding(kind="environment", severity="warning", message="torch differs")
+    error = Finding(kind="zeros", severity="error", message="zeros", workers=("cuda:1",))
+    assert of_comparison(comparison([], findings=(software,))).reason == "torch differs"
+    assert of_comparison(comparison([], findings=(software, error), verdict="inconsistent")).reason == "zeros"
+
+
+def test_what_does_not_describe_hardware_is_marked() -> None:
+    planted = Finding(kind="planted", severity="note", message="a fault was planted")
+    assert of_comparison(comparison([], findings=(planted,), simulated=True)).marks == ("planted fault", "simulated")
+    assert of_comparison(comparison([])).marks == ()
+
+
+def test_not_a_number_is_the_worst_ratio_and_a_string() -> None:
+    found = comparison([tensor([["cpu"]], ratio=0.5), tensor([["cuda:0"]], ratio=math.nan)])
+    table = json.loads(b"".join(render(found, View())))
+    assert table["bound_ratio"] == "nan"
+
+
+def test_a_device_of_a_suite_is_as_in_its_worst_case() -> None:
+    made = of_suite(suite(case("a", good()), case("b", zeros(1)), case("c", lost()), unusable("gone")))
+    assert {d.name: d.verdict for d in made.devices} == {
+        "cpu": "consistent", "cuda:0": "consistent", "cuda:1": "incomplete", "cuda:2": "consistent"
+    }  # fmt: skip
+    assert made.cases == {"a": "consistent", "b": "inconsistent", "c": "incomplete", "gone": "unchecked"}
+    assert made.bound_ratio == 0.31
+    assert (made.verdict, made.exit_status, made.elapsed_s) == ("incomplete", 3, 93.0)
+
+
+def written(path: Path, found: Comparison | SuiteResult) -> Path:
+    one: Any = report_json if isinstance(found, Comparison) else suite_json
+    path.write_bytes(b"".join(one.render(found, View())))
+    return path
+
+
+@pytest.mark.parametrize("found", [faulty(), good(), lost(), comparison([])])
+def test_a_report_alone_says_the_same(found: Comparison, tmp_path: Path) -> None:
+    path = written(tmp_path / "report.json", found)
+    made = of_report_file(path)
+    assert made == of_comparison(found, created=made.created)
+    assert abs(made.created.timestamp() - path.stat().st_mtime) < 1
+
+
+def test_a_suite_s_report_alone_says_the_same(tmp_path: Path) -> None:
+    assert of_suite_file(written(tmp_path / "suite.json", many())) == of_suite(many())
+
+
+def test_a_folded_report_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_json, "FOLD_ABOVE", 0)
+    path = written(tmp_path / "report.json", faulty())
+    assert any("count" in entry for entry in json.loads(path.read_bytes())["tensors"])
+    made = of_report_file(path)
+    assert made == of_comparison(faulty(), created=made.created)

@@ -1,0 +1,74 @@
+"""Which result is the last one, and which of its files is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from consistency.capture.json_codec import encode_json
+from consistency.errors import UsageError
+from consistency.report import json as report_json
+from consistency.report.formats import View
+from consistency.report.runs import dated
+from consistency.report.status import make
+from consistency.report.status.reading import read_status
+from tests.report.made_comparisons import comparison, faulty
+from tests.report.status.made_statuses import status
+from tests.report.suite.made_suites import good
+
+
+def leave(folder: Path, *, case: str = "llama", small: bool = True) -> Path:
+    found = comparison([], case=case)
+    (folder / "report.json").write_bytes(b"".join(report_json.render(found, View())))
+    if small:
+        (folder / "status.json").write_bytes(encode_json(status(found)))
+    return folder
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make it a failure to read the large file."""
+    monkeypatch.setattr(make, "of_report_file", lambda _: pytest.fail("the report was read"))
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize("name", [".", "report.json", "status.json"])
+def test_the_small_file_is_read_alone(tmp_path: Path, name: str) -> None:
+    assert read_status(leave(tmp_path) / name) == status(comparison([]))
+
+
+@pytest.mark.usefixtures("no_report")
+def test_of_dated_runs_the_latest_is_read(tmp_path: Path) -> None:
+    for case in ("one", "two"):
+        with dated(tmp_path) as folder:
+            leave(folder, case=case)
+    assert read_status(tmp_path).case == "two"
+
+
+def test_a_report_that_is_newer_counts(tmp_path: Path) -> None:
+    """A run that was killed between the two files leaves the status of the run before."""
+    (tmp_path / "status.json").write_bytes(encode_json(status(good())))
+    (tmp_path / "report.json").write_bytes(b"".join(report_json.render(faulty(), View())))
+    os.utime(tmp_path / "status.json", (100, 100))
+    assert read_status(tmp_path).verdict == "inconsistent"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "consistency.status/2"}', "\xff"])
+def test_a_small_file_that_cannot_be_read_is_passed_over(tmp_path: Path, text: str) -> None:
+    leave(tmp_path)
+    (tmp_path / "status.json").write_text(text, encoding="latin-1")
+    assert read_status(tmp_path).verdict == "consistent"
+
+
+def test_a_report_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("{")
+    with pytest.raises(UsageError, match="not a report"):
+        read_status(tmp_path)
+
+
+@pytest.mark.parametrize("name", [".", "gone", "gone/report.json"])
+def test_no_result(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="no result at"):
+        read_status(tmp_path / name)
