@@ -21,9 +21,10 @@ from consistency.capture.writer import CaptureWriter
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.reading import make_options
+from consistency.case.suite import SuiteOptions
 from consistency.comparison.result import Comparison
 from consistency.devices.host import HostFacts
-from consistency.workflows import pipeline
+from consistency.workflows import pipeline, suite
 from tests.accelerator.fixtures import double, run_on_double, shared_temp  # noqa: F401 - fixtures for all tests
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -74,6 +75,31 @@ def run_with_faults() -> Callable[..., Comparison]:
         plan = pipeline.prepare(make_options(options))
         plan = dataclasses.replace(plan, faults=faults)
         return pipeline.run(plan, None, watch=lambda *_: None).comparison
+
+    return run
+
+
+RunSuiteWithFaults = Callable[..., dict[str, Comparison]]
+
+
+@pytest.fixture(scope="session")
+def run_suite_with_faults() -> RunSuiteWithFaults:
+    """Run cases in one set of workers, with faults by case and device: a process for each run costs most of its time.
+
+    That nothing of a case, nor of a fault, is left for the next one is seen in test_kept_base.py and test_faults.py.
+    """
+
+    def run(
+        cases: dict[str, dict[str, Any]], faults: dict[str, dict[str, str]], **shared: Any
+    ) -> dict[str, Comparison]:
+        shared = {"base": "builtin:llama", "devices": ("cpu", "cpu@baseline"), **shared}
+        options = tuple(make_options({**shared, **own, "name": name}) for name, own in cases.items())
+        plan = suite.prepare_suite(SuiteOptions(name="faults", shared=make_options(shared), cases=options))
+        found: dict[str, Comparison] = {}
+        plan = dataclasses.replace(plan, faults=faults)
+        result = suite.run_suite(plan, None, watch=lambda *_: None, each=found.__setitem__)
+        assert {case.name: case.error for case in result.cases if case.error is not None} == {}
+        return found
 
     return run
 

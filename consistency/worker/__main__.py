@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from consistency.worker import lifeline
 from consistency.worker.heartbeat import Heartbeat
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.protocol import CANNOT_WRITE, EventLog, Job
+from consistency.worker.uncollected import uncollected
 
 if TYPE_CHECKING:
     from consistency.worker.model.kept_base import BaseKeeper
@@ -78,12 +79,20 @@ class _Bases:
         return BaseKeeper(self._jobs)
 
 
+@functools.cache
+def _session() -> Callable[[Job, EventLog, BaseKeeper], bool]:
+    """Import torch, and what runs a job."""
+    with uncollected():
+        from consistency.worker.session import run
+
+    return run
+
+
 def _do(job: Job, events: EventLog, bases: _Bases) -> tuple[int, bool]:
     """Do one job; return the exit status, and whether this process can take another."""
     try:
         events.stage("import")
-        from consistency.worker.session import run
-
+        run = _session()
         usable = run(job, events, bases.keeper)
         events.done()
         return 0, usable

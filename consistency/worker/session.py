@@ -38,6 +38,7 @@ from consistency.worker.recorder import Recorder
 from consistency.worker.soak.soaking import Soaking
 from consistency.worker.stages import base
 from consistency.worker.stages.context import Context, Machine
+from consistency.worker.uncollected import uncollected
 
 
 class Session:
@@ -243,11 +244,11 @@ def run(job: Job, events: EventLog, bases: BaseKeeper | None = None) -> bool:
     """
     if job.case.needs_model:
         events.stage("import libraries")  # from a cold network disk this takes a while: a sign of life
-        transformers = _import_libraries()
+        # later cases find them imported, and a collection between two cases has to take what the case before left
+        with uncollected() if bases is not None and bases.is_first(job) else nullcontext():
+            transformers = _import_libraries()
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        if bases is not None and bases.is_first(job):
-            gc.freeze()  # a collection between two cases need not visit the libraries
     if job.case.is_pinned and torch.get_num_interop_threads() != 1:  # torch takes this once in the life of a process
         torch.set_num_interop_threads(1)
     planted: AbstractContextManager[None] = nullcontext()

@@ -7,6 +7,7 @@ import os
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,10 +26,33 @@ from consistency.worker import session
 from consistency.worker.faults import plant
 from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault
 from consistency.worker.protocol import EventLog, Job
-from tests.conftest import FinishedRun
+from tests.conftest import FinishedRun, RunSuiteWithFaults
 
 Run = Callable[..., Comparison]
 FAULTY = "cpu@baseline"
+ONE_LAYER = ("merged::model.layers.0.self_attn.q_proj",)
+
+# what two workers are asked in turn, and the faults in it; the last one costs a process
+CASES: dict[str, dict[str, Any]] = {
+    "all stages": {},
+    "one on all devices": {"stages": ("adapter",)},
+    "one road": {"stages": ("adapter",)},
+    "setting": {"stages": ("merged",)},
+    "no repeats": {"stages": ("merged",), "repeat": 2},
+    "seldom": {"stages": ("merged",), "only": ONE_LAYER},
+    "seldom, in a soak": {"stages": ("merged",), "only": ONE_LAYER, "soak": "3s", "load": True},
+    "no reference": {"stages": ("merged", "forward")},
+}
+PLANTED = {
+    "all stages": {FAULTY: "adapter-zeros"},
+    "one on all devices": {"cpu": "adapter-zeros", FAULTY: "adapter-zeros"},
+    "one road": {FAULTY: "road-low-memory-rounds"},
+    "setting": {FAULTY: "setting-flipped"},
+    "no repeats": {FAULTY: "merge-not-repeatable"},
+    "seldom": {FAULTY: "merge-bit-flip-now-and-then"},
+    "seldom, in a soak": {FAULTY: "merge-bit-flip-now-and-then"},
+    "no reference": {"cpu": "killed"},
+}
 
 # what is found otherwise than by one run with wrong values has a test below
 LOST = {
@@ -46,6 +70,9 @@ SENTENCES = {
     "wrapper-holds-twice": "39 storages are held twice: 2888192 bytes",
 }
 STALL_S = 15.0
+# the second pair is waited for at the same time
+PAIRS = (("killed", "out-of-memory"), ("hung", "stopped"))
+# a processor without AVX2 has no third worker to lose
 LOSABLE = [info.spec.name for info in discover() if info.spec.name in (FAULTY, "cpu@avx2")]
 # a scaling is in no file, a merge that no device makes is no fault of one, and the forward pass needs a CPU's own error
 NEED_ANOTHER = {
@@ -149,6 +176,11 @@ def test_without_a_fault_nothing_is_found(look_at_fault: Run, stage: str) -> Non
     assert found.findings == ()
 
 
+@pytest.fixture(scope="module")
+def found_in(run_suite_with_faults: RunSuiteWithFaults) -> dict[str, Comparison]:
+    return run_suite_with_faults(CASES, PLANTED)
+
+
 def test_wrong_numbers_are_found_without_another_device(run_with_faults: Run) -> None:
     """A device that is held against its own neighbours alone passes when all are wrong; the file is the reference."""
     found = run_with_faults({"cpu": "adapter-bit-flip"}, devices=("cpu",), stages=("adapter",))
@@ -156,16 +188,15 @@ def test_wrong_numbers_are_found_without_another_device(run_with_faults: Run) ->
     assert "bit 20 (mantissa)" in errors(found)[0].detail[0]
 
 
-def test_same_fault_on_all_devices_is_found(run_with_faults: Run) -> None:
-    found = run_with_faults({"cpu": "adapter-zeros", FAULTY: "adapter-zeros"}, stages=("adapter",))
-    (finding,) = errors(found)
+def test_same_fault_on_all_devices_is_found(found_in: dict[str, Comparison]) -> None:
+    (finding,) = errors(found_in["one on all devices"])
     assert finding.kind == "zeros"
     assert finding.workers == ("cpu", FAULTY)
     assert "28 of 28 lora_B tensors" in finding.message
 
 
-def test_wrong_bytes_show_in_what_is_computed_from_them(run_with_faults: Run) -> None:
-    found = run_with_faults({FAULTY: "adapter-zeros"})
+def test_wrong_bytes_show_in_what_is_computed_from_them(found_in: dict[str, Comparison]) -> None:
+    found = found_in["all stages"]
     kinds = [(f.message.split(" · ")[0], f.kind) for f in errors(found)]
     assert kinds[0] == ("adapter", "zeros")
     assert {stage for stage, _ in kinds} == {"adapter", "merged", "forward", "gradient"}
@@ -175,11 +206,19 @@ def test_wrong_bytes_show_in_what_is_computed_from_them(run_with_faults: Run) ->
     assert divergence.layer.startswith("model.layers.0.")
 
 
-@pytest.mark.parametrize("faults", [("killed", "hung"), ("out-of-memory", "stopped")], ids="+".join)
-def test_lost_workers_are_named_and_the_rest_is_compared(run_with_faults: Run, faults: tuple[str, str]) -> None:
-    # a processor without AVX2 has no third worker to lose
+@pytest.fixture(scope="module")
+def lost_in(run_suite_with_faults: RunSuiteWithFaults) -> dict[str, Comparison]:
+    cases = {"+".join(faults): {"stages": ("adapter", "merged")} for faults in PAIRS}
+    planted = {"+".join(faults): dict(zip(LOSABLE, faults, strict=False)) for faults in PAIRS}
+    return run_suite_with_faults(cases, planted, devices=("cpu", *LOSABLE), stall=STALL_S)
+
+
+@pytest.mark.parametrize("faults", PAIRS, ids="+".join)
+def test_lost_workers_are_named_and_the_rest_is_compared(
+    lost_in: dict[str, Comparison], faults: tuple[str, str]
+) -> None:
     planted = dict(zip(LOSABLE, faults, strict=False))
-    found = run_with_faults(planted, devices=("cpu", *planted), stall=STALL_S, stages=("adapter", "merged"))
+    found = lost_in["+".join(faults)]
     assert found.verdict == "incomplete"
     assert found.exit_status == 3
     by_worker = {f.workers[0]: f for f in errors(found)}
@@ -199,16 +238,16 @@ def test_lost_workers_are_named_and_the_rest_is_compared(run_with_faults: Run, f
     assert {row.status for row in merged if row.worker == "cpu"} == {"within"}
 
 
-def test_loss_of_the_worker_that_makes_the_reference_blocks_the_others(run_with_faults: Run) -> None:
-    found = run_with_faults({"cpu": "killed"}, stages=("merged", "forward"))
+def test_loss_of_the_worker_that_makes_the_reference_blocks_the_others(found_in: dict[str, Comparison]) -> None:
+    found = found_in["no reference"]
     assert found.exit_status == 3
     rows = [row for t in found.tensors if t.stage == "forward" for row in t.rows if row.worker == FAULTY]
     assert {row.status for row in rows} == {"blocked"}
     assert "cpu, which computes it, is lost" in (rows[0].reason or "")
 
 
-def test_bits_that_do_not_repeat(run_with_faults: Run, finished_run: FinishedRun) -> None:
-    found = run_with_faults({FAULTY: "merge-not-repeatable"}, stages=("merged",), repeat=2)
+def test_bits_that_do_not_repeat(found_in: dict[str, Comparison], finished_run: FinishedRun) -> None:
+    found = found_in["no repeats"]
     assert {f.kind for f in errors(found)} == {"not-repeatable"}
     assert errors(found)[0].workers == (FAULTY,)
     report = json.loads((finished_run.folder / "report.json").read_text())  # a healthy run of as many repeats
@@ -216,12 +255,9 @@ def test_bits_that_do_not_repeat(run_with_faults: Run, finished_run: FinishedRun
     assert FAULTY in {row["worker"] for t in report["tensors"] if t["stage"] == "merged" for row in t["rows"]}
 
 
-def test_a_fault_in_every_50th_repeat_is_found_by_a_soak(run_with_faults: Run) -> None:
-    layer = ("merged::model.layers.0.self_attn.q_proj",)
-    planted = {FAULTY: "merge-bit-flip-now-and-then"}
-    missed = run_with_faults(planted, stages=("merged",), only=layer)
-    assert missed.verdict == "consistent"
-    found = run_with_faults(planted, stages=("merged",), only=layer, soak="3s", load=True)
+def test_a_fault_in_every_50th_repeat_is_found_by_a_soak(found_in: dict[str, Comparison]) -> None:
+    assert found_in["seldom"].verdict == "consistent"
+    found = found_in["seldom, in a soak"]
     (finding,) = errors(found)
     assert (finding.kind, finding.workers) == ("not-repeatable", (FAULTY,))
     soaks = {worker.name: worker.soak for worker in found.workers}
@@ -237,9 +273,9 @@ def test_a_fault_in_every_50th_repeat_is_found_by_a_soak(run_with_faults: Run) -
     assert (tensor,) == finding.tensors
 
 
-def test_the_default_run_tells_a_fault_of_one_road(run_with_faults: Run) -> None:
+def test_the_default_run_tells_a_fault_of_one_road(found_in: dict[str, Comparison]) -> None:
     """The default road is right, so that no other stage of the run can see it."""
-    found = run_with_faults({FAULTY: "road-low-memory-rounds"}, stages=("adapter",))
+    found = found_in["one road"]
     (finding,) = errors(found)
     assert (finding.kind, finding.workers) == ("rounded-to-bf16", (FAULTY,))
     assert BY_LOAD_PATH["road-low-memory-rounds"] in finding.message
@@ -250,15 +286,15 @@ def test_the_default_run_tells_a_fault_of_one_road(run_with_faults: Run) -> None
     assert found.exit_status == 1
 
 
-def test_setting_that_was_flipped_in_mid_run(run_with_faults: Run) -> None:
-    found = run_with_faults({FAULTY: "setting-flipped"}, stages=("merged",))
+def test_setting_that_was_flipped_in_mid_run(found_in: dict[str, Comparison]) -> None:
+    found = found_in["setting"]
     changed = [f for f in found.findings if f.kind == "setting-changed"]
     assert changed
     assert changed[0].workers == (FAULTY,)
     assert "float32_matmul_precision changed to medium during merged" in changed[0].message
 
 
-def test_equal_devices_that_differ_inside_the_bound(run_with_faults: Run) -> None:
+def test_equal_devices_that_differ_inside_the_bound(run_suite_with_faults: RunSuiteWithFaults) -> None:
     """Two workers of one program must agree to the bit, however small the difference."""
     devices = ("cpu", "cpu@avx512")
     from consistency.devices.discovery import cpu_info
@@ -269,8 +305,10 @@ def test_equal_devices_that_differ_inside_the_bound(run_with_faults: Run) -> Non
         cpu_info(parse_device("cpu@avx512"))
     except UsageError:
         pytest.skip("this processor has no AVX-512, so no second name for its native kernels")
-    found = run_with_faults({"cpu@avx512": "merge-not-repeatable"}, devices=devices, stages=("merged",))
+    cases = {name: {"stages": ("merged",)} for name in ("faulty", "healthy")}
+    found_in = run_suite_with_faults(cases, {"faulty": {"cpu@avx512": "merge-not-repeatable"}}, devices=devices)
+    found = found_in["faulty"]
     assert [f.kind for f in errors(found)] == ["same-model"]
     assert all(row.status == "within" for t in found.tensors for row in t.rows)
     assert found.exit_status == 1
-    assert run_with_faults({}, devices=devices, stages=("merged",)).verdict == "consistent"
+    assert found_in["healthy"].verdict == "consistent"
