@@ -18,6 +18,7 @@ from consistency.errors import ConsistencyError, InterruptedRunError
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "capture"),
     "compare": ("compare",),
+    "show": ("show",),
     "diff": ("diff",),
     "devices": ("devices",),
     "doctor": ("doctor",),

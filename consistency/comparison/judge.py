@@ -172,7 +172,7 @@ def _relative(
         reason = _idle(record.dtype, samples, float(own), float(found.magnitude))
         return msgspec.structs.replace(row, diagnosis=None, reason=reason)
     row = _measured(subject, record, found, status=status, reference=truth, diagnosis=diagnosis)
-    return msgspec.structs.replace(row, bound_ratio=Real(share))
+    return msgspec.structs.replace(row, bound_ratio=Real(share), allowed=Real(allowed))
 
 
 def _idle(dtype: str, samples: int, own: float, magnitude: float) -> str:

@@ -57,6 +57,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a
         In units in the last place of the dtype.
     bound_ratio : float or None
         Worst difference over what is allowed; None for a bitwise rule.
+    allowed : float, optional
+        What is allowed for the element of that difference, in the tensor's own unit.
     evidence : dict
         Data behind the diagnosis; for a difference in bits, both values and both bit patterns.
     reason : str or None
@@ -82,6 +84,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a
     rms: Real | None = None
     max_ulp: int | None = None
     bound_ratio: Real | None = None
+    allowed: Real | msgspec.UnsetType = msgspec.UNSET
     worst_index: tuple[int, ...] | None = None
     diagnosis: Word | None = None
     evidence: dict[str, Any] = {}
@@ -94,7 +97,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a
 
     def with_measure(self, found: Measure) -> Row:
         """Return this row with what was measured."""
-        return msgspec.structs.replace(self, **{name: getattr(found, name) for name in _MEASURED})
+        allowed = msgspec.UNSET if found.allowed is None else found.allowed
+        return msgspec.structs.replace(self, allowed=allowed, **{name: getattr(found, name) for name in _MEASURED})
 
 
 class TensorComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):

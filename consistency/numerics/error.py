@@ -141,11 +141,21 @@ def _result(tally: ErrorTally, tensor: torch.Tensor) -> Measure:
         max_ulp=tally.max_ulp,
         bound_ratio=None if tally.ratio is None else Real(tally.ratio),
         magnitude=Real(tally.magnitude),
-        **(NO_WORST if tally.worst is None else _described(tally.worst, tensor.detach(), shape)),
+        **(NO_WORST if tally.worst is None else _described(tally.worst, tensor.detach(), shape, tally.ratio)),
     )
 
 
-def _described(worst: WorstError, tensor: torch.Tensor, shape: tuple[int, ...]) -> dict[str, Any]:
+def _described(
+    worst: WorstError, tensor: torch.Tensor, shape: tuple[int, ...], ratio: float | None
+) -> dict[str, Any]:
     actual = tensor[tuple(map(int, np.unravel_index(worst.index, shape)))]
     rounded = torch.tensor(worst.exact, dtype=torch.float64).to(tensor.dtype)
-    return describe_worst(worst.index, shape, actual, rounded, worst.exact)
+    found = describe_worst(worst.index, shape, actual, rounded, worst.exact)
+    allowed = None if ratio is None else _allowed(abs(float(actual) - worst.exact), ratio)
+    return {**found, "allowed": None if allowed is None else Real(allowed)}
+
+
+def _allowed(error: float, ratio: float) -> float | None:
+    """Return what is allowed for an element whose error is `ratio` times that."""
+    known = math.isfinite(error) and ratio > 0
+    return error / ratio if known else None

@@ -25,6 +25,9 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=
         In units in the last place of the dtype; None where it is not defined (NaN on one side, no float).
     bound_ratio : float or None
         Largest difference over what is allowed for that element; None for a bitwise rule.
+    allowed : float or None
+        What is allowed for that element, in the tensors' own unit; None where its difference or its ratio is zero, or
+        no number.
     worst_index : tuple of int or None
         Index of the element that is worst by `bound_ratio`, or by difference; None where all bits are equal.
     worst_actual_bits, worst_expected_bits : str or None
@@ -46,6 +49,7 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=
     max_ulp: int | None
     bound_ratio: Real | None
     worst_index: tuple[int, ...] | None
+    allowed: Real | None = None
     worst_actual: Real | None = None
     worst_expected: Real | None = None
     worst_actual_bits: str | None = None

@@ -9,6 +9,8 @@ ROW = {
     "bound_ratio", "worst_index", "diagnosis", "evidence",
 }  # fmt: skip
 TENSOR = {"stage", "road", "layer", "tensor", "shape", "dtype", "rule", "classes", "rows"}
+LAYER = {"layer", "tensor", "stage", "architectures"}
+LAYER_CELL = {"workers", "status", "max_abs", "allowed", "bound_ratio", "max_ulp", "classes"}
 WORKER = {"name", "architecture", "model", "uuid", "status", "reason", "environment"}
 
 

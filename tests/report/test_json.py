@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.reader import read_capture
 from consistency.comparison.compare import compare
+from consistency.comparison.layers import layers_of
 from consistency.comparison.result import Comparison
 from consistency.numerics.real import Real
 from consistency.report.json import as_bytes
+from consistency.workflows.saved_report import read_comparison
 from tests.comparison.made_records import computed, measured, moved
 from tests.conftest import FinishedRun, MakeCapture
-from tests.report.contract import ROW, TENSOR, WORKER, no_constant
+from tests.report.contract import LAYER, LAYER_CELL, ROW, TENSOR, WORKER, no_constant
+from tests.report.made_comparisons import faulty
 
 
 def test_every_field_of_the_contract_is_there(finished_run: FinishedRun) -> None:
@@ -24,6 +30,8 @@ def test_every_field_of_the_contract_is_there(finished_run: FinishedRun) -> None
     assert all(set(group) >= {"name", "workers"} for group in report["architectures"])
     assert all(set(tensor) >= TENSOR for tensor in report["tensors"])
     assert all(set(row) >= ROW for tensor in report["tensors"] for row in tensor["rows"])
+    assert all(set(layer) >= LAYER for layer in report["layers"])
+    assert all(set(c) >= LAYER_CELL for layer in report["layers"] for c in layer["architectures"].values())
     assert all(set(f) >= {"kind", "severity", "message", "workers", "tensors"} for f in report["findings"])
 
 
@@ -42,6 +50,21 @@ def test_not_a_number_is_a_string(make_capture: MakeCapture) -> None:
     report = json.loads(as_bytes(found), parse_constant=no_constant)
     row = next(r for t in report["tensors"] for r in t["rows"] if r["worker"] == "cuda:0")
     assert (row["max_abs"], row["max_rel"], row["bound_ratio"]) == ("nan", "inf", "nan")
+
+
+def test_a_folded_report_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = faulty()
+    monkeypatch.setattr("consistency.report.json.FOLD_ABOVE", 3)
+    (tmp_path / "report.json").write_bytes(as_bytes(found))
+    folded = json.loads((tmp_path / "report.json").read_bytes())
+    assert [len(entry.get("layers", "1")) for entry in folded["tensors"][:2]] == [3, 1]
+    assert [(entry["stage"], entry["count"]) for entry in folded["layers"]] == [
+        ("base", 3), ("adapter", 3), ("merged", 3)
+    ]  # fmt: skip
+    again, folder = read_comparison(tmp_path)
+    assert folder == tmp_path
+    assert sorted(tensor.name for tensor in again.tensors) == sorted(tensor.name for tensor in found.tensors)
+    assert list(layers_of(again)) == list(layers_of(found))
 
 
 def test_a_comparison_survives_being_written(make_capture: MakeCapture) -> None:

@@ -47,7 +47,7 @@ def _init(parsed: argparse.Namespace) -> int:
 def _accept(parsed: argparse.Namespace) -> int:
     from consistency.comparison.history.baseline import accept
     from consistency.report.text import clean
-    from consistency.workflows.reproduce.evidence import read_report
+    from consistency.workflows.saved_report import read_report
 
     head, _ = read_report(parsed.report)
     added = accept(parsed.baseline, head.findings, head.workers, reason=parsed.reason, numbers=parsed.finding)

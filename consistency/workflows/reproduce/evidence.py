@@ -10,32 +10,21 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from consistency.capture.folder import MANIFEST, Capture
-from consistency.capture.json_codec import decode_json
 from consistency.capture.reader import RecordPool, read_capture
 from consistency.capture.records import TensorRecord
 from consistency.capture.soak import ChangedTensor
 from consistency.capture.transport import fetch, is_remote
 from consistency.case.stages import MOVES_WEIGHTS, Stage
 from consistency.comparison.judge import judge
-from consistency.comparison.result import BAD, NOT_REPEATABLE, Finding, WorkerSummary, tensor_name
+from consistency.comparison.result import BAD, NOT_REPEATABLE, Finding, tensor_name
 from consistency.comparison.stored_tensors import read_stored
 from consistency.comparison.workers import ComparedWorker, Key, choose_reference, gather
 from consistency.errors import CaptureError, UsageError
 from consistency.numerics.rules import Rule
-from consistency.report.runs import REPORT, SUITE, latest_run
+from consistency.workflows.saved_report import ReportHead, read_report
 
 if TYPE_CHECKING:
     import torch
-
-
-class ReportHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of `report.json` that are needed here."""
-
-    schema: str
-    findings: tuple[Finding, ...]
-    captures: tuple[str, ...] = ()
-    workers: tuple[WorkerSummary, ...] = ()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
@@ -67,31 +56,6 @@ class Evidence:
         """Return a stored tensor of the capture, if it exists."""
         capture = self.participant.capture
         return None if name is None or not capture.blob_path(name).exists() else read_stored(capture, name)
-
-
-def read_report(path: Path) -> tuple[ReportHead, Path]:
-    """Read a report, given as its file, its folder, or the folder of dated runs; return it and its folder.
-
-    Raises
-    ------
-    UsageError
-        There is no report, or its schema is not supported.
-    """
-    file = latest_run(path) / REPORT if path.is_dir() else path
-    try:
-        head = decode_json(file.read_bytes(), ReportHead)
-    except FileNotFoundError:
-        is_suite = (file.parent / SUITE).exists()
-        hint = f"this is a suite: give the folder of a case, {file.parent / 'cases' / 'NAME'}" if is_suite else None
-        wanted = f"{REPORT}, or the --out folder of a run"
-        raise UsageError("no report here", where=path, wanted=wanted, hint=hint) from None
-    except OSError as error:
-        raise UsageError("cannot read the report", where=file, got=error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError("not a report", where=file, got=error) from None
-    if head.schema != "consistency.report/1":
-        raise UsageError("unsupported report schema", where=file, got=head.schema, wanted="consistency.report/1")
-    return head, file.parent
 
 
 def find_evidence(path: Path, number: int, scratch: Path) -> Evidence:

@@ -1,0 +1,227 @@
+"""The tolerance report: per layer and architecture, the worst difference and what was allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from consistency.case.stages import Stage
+from consistency.comparison.result import Comparison, Row, Status, TensorComparison, tensor_name
+from consistency.numerics.real import Real
+from consistency.numerics.rules import Rule
+
+_ORDER: tuple[Status, ...] = ("skipped", "equal", "within", "blocked", "unexpected", "missing", "outside")
+"""What a cell of several workers shows is the last of these: one that skipped a tensor hides no figure of another."""
+
+_EXACT = frozenset({Rule.BITWISE, Rule.PEER})
+
+
+class LayerCell(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One tensor on the workers of one architecture.
+
+    Attributes
+    ----------
+    status : str
+        The worst.
+    max_abs, allowed, bound_ratio : float or None
+        The worst difference from the reference, what is allowed of it, both in the tensor's own unit, and the one over
+        the other. Where each element has its own tolerance, the worst difference is the one of the largest ratio, which
+        need not be the largest one. Of a bitwise rule `allowed` is 0, and there is no ratio. NaN is worse than any
+        number; None where nothing was measured.
+    max_ulp : int or None
+        In units in the last place of the dtype.
+    classes : tuple of tuple of str
+        Workers of this architecture whose bits agree.
+    """
+
+    workers: tuple[str, ...]
+    status: Status
+    max_abs: Real | None
+    allowed: Real | None
+    bound_ratio: Real | None
+    max_ulp: int | None
+    classes: tuple[tuple[str, ...], ...]
+
+    @property
+    def badness(self) -> tuple[int, float]:
+        """Order cells by how bad they are."""
+        return _badness(self.status, self.bound_ratio)
+
+
+class LayerComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
+    """One tensor on one load path, by architecture."""
+
+    stage: str
+    load_path: str
+    layer: str
+    tensor: str
+    architectures: dict[str, LayerCell]
+
+    @property
+    def name(self) -> str:
+        """Return `stage::layer.tensor`."""
+        return tensor_name(self.stage, self.layer, self.tensor)
+
+    @property
+    def badness(self) -> tuple[int, float]:
+        return max(cell.badness for cell in self.architectures.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFilter:
+    """Which part of the tolerance report is asked for; what is empty excludes nothing.
+
+    Attributes
+    ----------
+    stages : tuple of str
+    pattern : str
+        Shell pattern of a layer, or of layer and tensor.
+    architecture : str
+        Part of the name of an architecture, in upper or lower case.
+    """
+
+    stages: tuple[str, ...] = ()
+    pattern: str = ""
+    architecture: str = ""
+
+    def chosen(self, layers: Iterable[LayerComparison]) -> Iterator[LayerComparison]:
+        """Yield what matches, with the architectures that match."""
+        from fnmatch import fnmatchcase
+
+        wanted = self.architecture.casefold()
+        for one in layers:
+            if self.stages and one.stage not in self.stages:
+                continue
+            names = (one.layer, f"{one.layer}.{one.tensor}")
+            if self.pattern and not any(fnmatchcase(name, self.pattern) for name in names):
+                continue
+            cells = {name: cell for name, cell in one.architectures.items() if wanted in name.casefold()}
+            if cells:
+                yield one if len(cells) == len(one.architectures) else msgspec.structs.replace(one, architectures=cells)
+
+
+def layers_of(comparison: Comparison) -> Iterator[LayerComparison]:
+    """Yield every tensor of the model and every operator by architecture, in the order of the comparison.
+
+    Copies between devices and facts about a process have no tolerance of a layer, and are left out.
+    """
+    members = {name: group.name for group in comparison.architectures for name in group.workers}
+    equal: dict[tuple[object, ...], dict[str, LayerCell]] = {}  # what is equal everywhere is so in most layers
+    for tensor in comparison.tensors:
+        if tensor.stage == Stage.TRANSFER or tensor.rule == Rule.LIMIT or not tensor.rows:
+            continue
+        cells = None
+        key = (tensor.classes, len(tensor.rows))
+        is_equal = tensor.rule in _EXACT and tensor.is_equal
+        if is_equal:
+            cells = equal.get(key)
+        if cells is None:
+            cells = _cells(tensor, members)
+        if is_equal:
+            equal[key] = cells
+        yield LayerComparison(
+            stage=tensor.stage, load_path=tensor.load_path, layer=tensor.layer, tensor=tensor.tensor,
+            architectures=cells,
+        )  # fmt: skip
+
+
+def worst_by_architecture(layers: Iterable[LayerComparison]) -> dict[tuple[str, str], LayerComparison]:
+    """Return the worst tensor by architecture and stage: of several that are as bad, the first."""
+    found: dict[tuple[str, str], LayerComparison] = {}
+    for one in layers:
+        for name, cell in one.architectures.items():
+            known = found.get((name, one.stage))
+            if known is None or cell.badness > known.architectures[name].badness:
+                found[name, one.stage] = one
+    return found
+
+
+def block_of(layer: str) -> str:
+    """Return the repeated block that a layer is in, by the first number in its name, or the layer itself.
+
+    `model.layers.3.self_attn.q_proj` is in `model.layers.3`.
+    """
+    parts = layer.split(".")
+    place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return layer if place is None else ".".join(parts[: place + 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The tensors of one block in one stage, in the model's order."""
+
+    name: str
+    stage: str
+    load_path: str
+    members: tuple[LayerComparison, ...]
+
+    @property
+    def worst(self) -> LayerComparison:
+        return max(self.members, key=lambda one: one.badness)
+
+    def cells(self) -> Mapping[str, LayerCell]:
+        """Return the worst cell of each architecture."""
+        found: dict[str, LayerCell] = {}
+        for one in self.members:
+            for name, cell in one.architectures.items():
+                if name not in found or cell.badness > found[name].badness:
+                    found[name] = cell
+        return found
+
+
+def blocks_of(layers: Iterable[LayerComparison]) -> list[Block]:
+    """Fold layers by stage, load path and block, each in the place of its first layer."""
+    found: dict[tuple[str, str, str], list[LayerComparison]] = {}
+    for one in layers:
+        found.setdefault((one.stage, one.load_path, block_of(one.layer)), []).append(one)
+    return [
+        Block(stage=stage, load_path=load_path, name=name, members=tuple(members))
+        for (stage, load_path, name), members in found.items()
+    ]
+
+
+def _cells(tensor: TensorComparison, members: Mapping[str, str]) -> dict[str, LayerCell]:
+    rows: dict[str, list[Row]] = {}
+    for row in tensor.rows:
+        rows.setdefault(members.get(row.worker, ""), []).append(row)
+    number = {name: place for place, names in enumerate(tensor.classes) for name in names}
+    return {name: _cell(tensor, some, number) for name, some in rows.items()}
+
+
+def _cell(tensor: TensorComparison, rows: Sequence[Row], number: Mapping[str, int]) -> LayerCell:
+    worst = max(rows, key=lambda row: _badness(row.status, row.bound_ratio))
+    classes: dict[int, list[str]] = {}
+    for row in rows:
+        if row.worker in number:
+            classes.setdefault(number[row.worker], []).append(row.worker)
+    difference, allowed = _worst_difference(tensor.rule, rows, worst)
+    return LayerCell(
+        workers=tuple(row.worker for row in rows),
+        status=worst.status,
+        max_abs=difference,
+        allowed=allowed,
+        bound_ratio=worst.bound_ratio,
+        max_ulp=max((row.max_ulp for row in rows if row.max_ulp is not None), default=None),
+        classes=tuple(map(tuple, classes.values())),
+    )
+
+
+def _worst_difference(rule: str, rows: Sequence[Row], worst: Row) -> tuple[Real | None, Real | None]:
+    """Return the worst difference and what is allowed of it."""
+    if rule in _EXACT:
+        found = [row.max_abs for row in rows if row.max_abs is not None]
+        return max(found, key=lambda value: math.inf if math.isnan(value) else float(value), default=None), Real(0.0)
+    if worst.allowed is msgspec.UNSET or worst.bound_ratio is None:
+        return worst.max_abs, None
+    if rule == Rule.RELATIVE:  # one tolerance for all elements
+        return worst.max_abs, worst.allowed
+    return Real(worst.bound_ratio * worst.allowed), worst.allowed
+
+
+def _badness(status: Status, ratio: Real | None) -> tuple[int, float]:
+    """Order by status, then by ratio; NaN is worse than any number."""
+    share = 0.0 if ratio is None else float(ratio)
+    return (_ORDER.index(status), math.inf if math.isnan(share) else share)

@@ -1,0 +1,232 @@
+"""The tolerance report in a terminal: layers, worst first, and what each architecture saw of them.
+
+Architectures are columns where they fit beside the longest name; otherwise each has a line below the layer. Names are
+never cut or broken: they are searched for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from consistency.capture.wording import counted, some
+from consistency.comparison.layers import (
+    Block,
+    LayerCell,
+    LayerComparison,
+    LayerFilter,
+    blocks_of,
+    layers_of,
+    worst_by_architecture,
+)
+from consistency.comparison.result import BAD, Comparison
+from consistency.numerics.real import Real
+from consistency.report.console import Writer, make_console, stripped
+from consistency.report.text import one_line
+
+MOST_ROWS = 8
+"""Rows of a stage beside others; of a stage alone `MOST_ROWS_OF_ONE`."""
+
+MOST_ROWS_OF_ONE = 20
+
+LEGEND = (
+    "= bitwise equal   ≤ within tolerance   ✗ mismatch   ! blocked   – skipped",
+    "each figure: worst |difference| / allowed, their ratio, ULP",
+    "{a} {b}: devices of one architecture that differ bitwise",
+)
+
+_MARKS = {"equal": "=", "within": "≤", "skipped": "–", "blocked": "!"}
+_STYLES = {"equal": "green", "within": "green", "skipped": "dim", "blocked": "yellow"}
+_GAP = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerRow:
+    """A row of the table: a layer's tensor, or the worst one of a block of several."""
+
+    name: str
+    note: str
+    shown: LayerComparison | Block
+
+    def cell(self, architecture: str) -> LayerCell | None:
+        cells = self.shown.cells() if isinstance(self.shown, Block) else self.shown.architectures
+        return cells.get(architecture)
+
+    @property
+    def badness(self) -> tuple[int, float]:
+        return (self.shown.worst if isinstance(self.shown, Block) else self.shown).badness
+
+
+def render(
+    comparison: Comparison, chosen: LayerFilter, *, verbose: bool = False, console: Console | None = None
+) -> Iterator[bytes]:
+    """Yield the tolerance report as a console takes it.
+
+    Blocks of a model are folded into their worst tensor unless `chosen` has a pattern, or `verbose` asks for all.
+    """
+    console = console or make_console()
+    with console.capture() as captured:
+        _write(Writer(console), comparison, list(chosen.chosen(layers_of(comparison))), chosen, verbose=verbose)
+    yield stripped(captured.get(), console)
+
+
+def summary_lines(layers: Iterable[LayerComparison]) -> Iterator[tuple[str, str]]:
+    """Yield a line per architecture and stage, with its worst layer, each with the status of that."""
+    for (architecture, stage), one in worst_by_architecture(layers).items():
+        cell = one.architectures[architecture]
+        yield cell.status, f"{one_line(architecture)}  {stage}: {cell_figures(cell)}  {one_line(one.name)}".rstrip()
+
+
+def cell_figures(cell: LayerCell) -> str:
+    """Write a cell as `≤ 4.1e-05 / 5.5e-05  0.74  12 ULP`."""
+    mark = _MARKS.get(cell.status, "✗")
+    if cell.status in ("equal", "skipped", "blocked"):
+        return mark
+    parts = [mark if cell.status in ("within", "outside") else f"{mark} {cell.status}"]
+    if cell.max_abs is not None:
+        allowed = "" if cell.allowed is None else f" / {_number(cell.allowed)}"
+        parts[0] += f" {_number(cell.max_abs)}{allowed}"
+    if cell.bound_ratio is not None:
+        parts.append(f"{float(cell.bound_ratio):.3g}" if cell.status in BAD else f"{float(cell.bound_ratio):.2f}")
+    if cell.max_ulp is not None:
+        parts.append(f"{cell.max_ulp} ULP")
+    return "  ".join(parts)
+
+
+def devices_text(cell: LayerCell) -> str:
+    """Name the devices of a cell; in braces, by class, where they differ bitwise."""
+    if len(cell.classes) <= 1:
+        return some(cell.workers, 4)
+    texts = ["{" + some(names, 3) + "}" for names in cell.classes[:3]]
+    others = cell.classes[3:]
+    return " ".join([*texts, *([f"and {sum(map(len, others))} in {len(others)} more"] if others else [])])
+
+
+def _number(value: Real) -> str:
+    return "0" if value == 0 else f"{float(value):.2g}"
+
+
+def _write(
+    write: Writer, comparison: Comparison, layers: Sequence[LayerComparison], chosen: LayerFilter, *, verbose: bool
+) -> None:
+    stages = list(dict.fromkeys((one.stage, one.load_path) for one in layers))
+    if not layers:
+        write.line("no layer of this report matches")
+        return
+    most = MOST_ROWS if len(stages) > 1 else MOST_ROWS_OF_ONE
+    architectures = [group.name for group in comparison.architectures]
+    for stage, load_path in stages:
+        own = [one for one in layers if (one.stage, one.load_path) == (stage, load_path)]
+        rows = list(_rows(own, folded=not verbose and not chosen.pattern))
+        rows.sort(key=lambda row: row.badness, reverse=True)  # stable: as bad in the model's order
+        shown = rows if verbose else [row for row in rows if row.badness[0] > 1][:most]
+        left = rows[len(shown) :]
+        here = [name for name in architectures if any(name in one.architectures for one in own)]
+        path = f" (load path {load_path})" if load_path != comparison.load_paths[0] else ""
+        write.line(f"{stage}{path}", style="bold", indent=0)
+        if shown:
+            _write_rows(write, shown, here)
+        if left:
+            equal = all(row.badness[0] <= 1 for row in left)
+            what = "block" if any(isinstance(row.shown, Block) for row in left) else "tensor"
+            count = counted(len(left), what if not shown else f"more {what}")
+            write.line(f"{count}{': bitwise equal' if equal else ', none worse'}", style="dim")
+        write.console.print()
+    for text in LEGEND:
+        write.line(text, style="dim")
+
+
+def _rows(layers: Sequence[LayerComparison], *, folded: bool) -> Iterator[_LayerRow]:
+    if not folded:
+        yield from (_LayerRow(name=_name(one), note="", shown=one) for one in layers)
+        return
+    for block in blocks_of(layers):
+        if len(block.members) == 1:
+            yield _LayerRow(name=_name(block.worst), note="", shown=block.worst)
+        else:
+            note = f"worst of {len(block.members)} in {one_line(block.name)}"
+            yield _LayerRow(name=_name(block.worst), note=note, shown=block)
+
+
+def _name(one: LayerComparison) -> str:
+    return one_line(f"{one.layer}.{one.tensor}")
+
+
+def _write_rows(write: Writer, rows: Sequence[_LayerRow], architectures: Sequence[str]) -> None:
+    cells = [[row.cell(name) for name in architectures] for row in rows]
+    texts = [[Text() if cell is None else _cell(write, cell) for cell in line] for line in cells]
+    titles = [_title(write, name, [line[i] for line in cells]) for i, name in enumerate(architectures)]
+    labels = [write.text(row.name) for row in rows]
+    label = max(text.cell_len for text in labels)
+    widths = [
+        max(text.cell_len for text in (*title, *(line[i] for line in texts))) for i, title in enumerate(titles)
+    ]
+    if 2 + label + sum(widths) + _GAP * len(widths) > write.console.width:
+        _write_turned(write, rows, cells, architectures)
+        return
+    for number in (0, 1):
+        _print_columns(write, Text(), [title[number] for title in titles], label, widths)
+    for row, name, line in zip(rows, labels, texts, strict=True):
+        _print_columns(write, name, line, label, widths)
+        if row.note:
+            write.line(row.note, indent=4, style="dim")
+
+
+def _title(write: Writer, name: str, cells: Sequence[LayerCell | None]) -> tuple[Text, Text]:
+    """Return an architecture and its devices, which have a line of their own."""
+    workers = dict.fromkeys(worker for cell in cells if cell is not None for worker in cell.workers)
+    return write.text(one_line(name), "bold"), write.text(some(list(workers), 3), "dim")
+
+
+def _cell(write: Writer, cell: LayerCell) -> Text:
+    text = cell_figures(cell)
+    if len(cell.classes) > 1:
+        text += f"  {devices_text(cell)}"
+    return write.text(text, _style(cell))
+
+
+def _style(cell: LayerCell) -> str:
+    return _STYLES.get(cell.status, "bold red")
+
+
+def _print_columns(write: Writer, label: Text, cells: Sequence[Text], room: int, widths: Sequence[int]) -> None:
+    line = Text("  ").append_text(label)
+    line.pad_right(room - label.cell_len)
+    for width, cell in zip(widths, cells, strict=True):
+        line.pad_right(_GAP)
+        padded = cell.copy()
+        padded.pad_right(width - cell.cell_len)
+        line.append_text(padded)
+    line.rstrip()
+    write.console.print(line)
+
+
+def _write_turned(
+    write: Writer,
+    rows: Sequence[_LayerRow],
+    cells: Sequence[Sequence[LayerCell | None]],
+    architectures: Sequence[str],
+) -> None:
+    """Write each layer's name on a line of its own, and a line per architecture below it."""
+    label = max(len(one_line(name)) for name in architectures)
+    for row, of_row in zip(rows, cells, strict=True):
+        write.console.print(Text("  ").append_text(write.text(row.name)), soft_wrap=True)
+        if row.note:
+            write.line(row.note, indent=4, style="dim")
+        for name, cell in zip(architectures, of_row, strict=True):
+            if cell is None:
+                continue
+            line = write.text(f"    {one_line(name)}")
+            line.pad_right(label + 4 + _GAP - line.cell_len)
+            line.append_text(write.text(cell_figures(cell), _style(cell)))
+            devices = write.text(devices_text(cell), "dim" if len(cell.classes) <= 1 else "")
+            if line.cell_len + _GAP + devices.cell_len <= write.console.width:
+                line.pad_right(_GAP)
+                write.console.print(line.append_text(devices))
+            else:
+                write.console.print(line)
+                write.console.print(Padding(devices, (0, 0, 0, label + 4 + _GAP), expand=False))

@@ -1,0 +1,112 @@
+"""The tolerance report in a terminal: whole names, the worst first, and it fits."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from consistency.comparison.layers import LayerFilter, layers_of
+from consistency.comparison.result import ArchitectureGroup, Comparison, Row, Status, TensorComparison
+from consistency.numerics.real import Real
+from consistency.report.console import make_console
+from consistency.report.layers import render, summary_lines
+from tests.report.made_comparisons import HOSTILE, comparison, faulty, hostile, worker
+
+_ARCHITECTURES = ("Volta sm_70", "Ampere sm_86", "Hopper sm_90", "x86-64 AVX-512")
+_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def four_architectures(*, wrong: str = "Hopper sm_90:1") -> Comparison:
+    """Return two devices per architecture, of which one is wrong in one layer."""
+    devices = {name: (f"{name}:0", f"{name}:1") for name in _ARCHITECTURES}
+    workers = [name for names in devices.values() for name in names]
+
+    def row(name: str, place: int) -> Row:
+        bad = name == wrong and place == 5
+        share = 3.25 if bad else 0.1 + place / 100
+        status: Status = "outside" if bad else "within"
+        return Row(worker=name, reference="float64", status=status, max_abs=Real(share * 2e-5), allowed=Real(2e-5),
+                   bound_ratio=Real(share), max_ulp=12)  # fmt: skip
+
+    tensors = [
+        TensorComparison(
+            stage="merged", load_path="isolated", layer=f"model.layers.{place // 4}.self_attn.{_NAMES[place % 4]}",
+            tensor="weight", shape=(2,), dtype="float32", rule="bound", rows=tuple(row(n, place) for n in workers),
+            classes=(tuple(n for n in workers if n != wrong), (wrong,)),
+        )
+        for place in range(16)
+    ]  # fmt: skip
+    return comparison(
+        tensors, workers=tuple(worker(n, n.rpartition(":")[0]) for n in workers), verdict="inconsistent",
+        architectures=tuple(ArchitectureGroup(name=n, workers=names) for n, names in devices.items()),
+        reference=workers[0],
+    )  # fmt: skip
+
+
+def printed(found: Comparison, width: int, *, verbose: bool = False, **by: object) -> list[str]:
+    console = make_console(io.StringIO())
+    console.width = width
+    chosen = LayerFilter(**by)  # type: ignore[arg-type]  # by name
+    return b"".join(render(found, chosen, verbose=verbose, console=console)).decode().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_names_and_figures_are_whole_at_any_width(width: int) -> None:
+    lines = printed(four_architectures(), width)
+    text = "\n".join(lines)
+    assert all(len(line) <= width for line in lines)
+    assert "model.layers.1.self_attn.k_proj.weight" in text
+    assert all(name in text for name in _ARCHITECTURES)
+    assert "✗ 6.5e-05 / 2e-05  3.25  12 ULP" in text
+    assert "{Hopper sm_90:0} {Hopper sm_90:1}" in text, "devices of one architecture that differ"
+    assert next(line for line in lines if "model.layers" in line).strip().startswith("model.layers.1."), "worst first"
+    assert "worst of 4 in model.layers.1" in text
+
+
+def test_architectures_are_columns_where_they_fit() -> None:
+    wide = printed(four_architectures(wrong=""), 200)
+    assert all(name in wide[1] for name in _ARCHITECTURES)
+    assert "Volta sm_70:0, Volta sm_70:1" in wide[2]
+    narrow = printed(four_architectures(wrong=""), 80)
+    assert sum("Volta sm_70 " in line for line in narrow) == 4, "a line per architecture below each layer"
+
+
+def test_a_pattern_opens_the_blocks() -> None:
+    lines = printed(four_architectures(), 200, pattern="model.layers.1.*")
+    assert [line.split()[0].split(".")[-2] for line in lines if "model.layers" in line] == [
+        "k_proj", "o_proj", "v_proj", "q_proj"
+    ]  # fmt: skip
+    assert "no layer of this report matches" in printed(faulty(), 80, pattern="nothing")[0]
+
+
+def test_what_is_equal_is_counted_unless_all_is_asked_for() -> None:
+    assert "  3 tensors: bitwise equal" in printed(faulty(), 80, stages=("base",))
+    assert "model.layers.2.mlp.weight" in "\n".join(printed(faulty(), 80, stages=("base",), verbose=True))
+
+
+def test_a_stage_with_more_rows_than_shown_says_so() -> None:
+    found = four_architectures()
+    many = [t for t in found.tensors for _ in range(1)]
+    wide = comparison(
+        [TensorComparison(**{**{f: getattr(t, f) for f in t.__struct_fields__}, "layer": f"a.{i}.{j}"})
+         for j, t in enumerate(many) for i in range(3)],
+        architectures=found.architectures, workers=found.workers,
+    )  # fmt: skip
+    lines = printed(wide, 200, pattern="a.*")
+    assert "  28 more tensors, none worse" in lines
+
+
+def test_each_architecture_and_stage_has_a_line_with_its_worst_layer() -> None:
+    found = {text.split("  ")[0]: (status, text) for status, text in summary_lines(layers_of(four_architectures()))}
+    status, text = found["Hopper sm_90"]
+    assert status == "outside"
+    assert (
+        text == "Hopper sm_90  merged: ✗ 6.5e-05 / 2e-05  3.25  12 ULP  merged::model.layers.1.self_attn.k_proj.weight"
+    )
+
+
+def test_names_of_strangers_are_shown_as_text() -> None:
+    text = "\n".join(printed(hostile(), 400, verbose=True))
+    assert "\u202e" not in text
+    assert HOSTILE.split("\u2028")[0] in text
