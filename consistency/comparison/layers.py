@@ -66,6 +66,11 @@ class LayerComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_p
         return tensor_name(self.stage, self.layer, self.tensor)
 
     @property
+    def is_equal(self) -> bool:
+        """Whether every device that was compared is bitwise equal to what it should be."""
+        return all(cell.status in ("equal", "skipped") for cell in self.architectures.values())
+
+    @property
     def badness(self) -> tuple[int, float]:
         return max(cell.badness for cell in self.architectures.values())
 

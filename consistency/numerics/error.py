@@ -145,9 +145,7 @@ def _result(tally: ErrorTally, tensor: torch.Tensor) -> Measure:
     )
 
 
-def _described(
-    worst: WorstError, tensor: torch.Tensor, shape: tuple[int, ...], ratio: float | None
-) -> dict[str, Any]:
+def _described(worst: WorstError, tensor: torch.Tensor, shape: tuple[int, ...], ratio: float | None) -> dict[str, Any]:
     actual = tensor[tuple(map(int, np.unravel_index(worst.index, shape)))]
     rounded = torch.tensor(worst.exact, dtype=torch.float64).to(tensor.dtype)
     found = describe_worst(worst.index, shape, actual, rounded, worst.exact)

@@ -107,7 +107,7 @@ def devices_text(cell: LayerCell) -> str:
 
 
 def _number(value: Real) -> str:
-    return "0" if value == 0 else f"{float(value):.2g}"
+    return f"{float(value):.2g}"
 
 
 def _write(
@@ -162,9 +162,7 @@ def _write_rows(write: Writer, rows: Sequence[_LayerRow], architectures: Sequenc
     titles = [_title(write, name, [line[i] for line in cells]) for i, name in enumerate(architectures)]
     labels = [write.text(row.name) for row in rows]
     label = max(text.cell_len for text in labels)
-    widths = [
-        max(text.cell_len for text in (*title, *(line[i] for line in texts))) for i, title in enumerate(titles)
-    ]
+    widths = [max(text.cell_len for text in (*title, *(line[i] for line in texts))) for i, title in enumerate(titles)]
     if 2 + label + sum(widths) + _GAP * len(widths) > write.console.width:
         _write_turned(write, rows, cells, architectures)
         return

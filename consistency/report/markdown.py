@@ -6,22 +6,27 @@ longer than any run of backticks in it.
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections.abc import Iterator, Sequence
 
 from consistency.capture.version import __version__
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
-from consistency.comparison.result import BAD, PLANTED, Comparison, Finding, TensorComparison, WorkerSummary
+from consistency.case.stages import Stage
+from consistency.comparison.layers import LayerCell, layers_of
+from consistency.comparison.result import BAD, PLANTED, Comparison, Finding, WorkerSummary
 from consistency.report.formats import View
+from consistency.report.layers import cell_figures, devices_text
 from consistency.report.sentences import cell_text, divergence_texts, facts, sentence
-from consistency.report.summary import Groups, all_groups, class_text, stages
+from consistency.report.summary import Groups, all_groups, stages
 from consistency.report.text import one_line
 
 MOST_LINES = 59
 """Readers of an issue skip more than a screen; the parts below add up to no more than this."""
 
-_GROUP_LINES, _FINDINGS, _TENSORS, _DIVERGENCES, _DEVICES = 6, 3, 2, 2, 3
+_GROUP_LINES, _FINDINGS, _LAYERS, _DIVERGENCES, _DEVICES = 5, 3, 3, 1, 2
+_ARCHITECTURES = 8  # columns of a table that a tracker still shows
 _LONGEST = 400  # characters of a line: a sentence with a hundred workers is cut
 
 _SPECIAL = re.compile(
@@ -74,10 +79,11 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 
 
-def folded(title: str, lines: Sequence[str]) -> list[str]:
-    """Return lines as a block of code that a reader opens."""
-    code = fence([_cut(one_line(line)) for line in lines])
-    return ["", f"<details><summary>{title}</summary>", "", *code, "</details>"]
+def folded(title: str, lines: Sequence[str], *, above: Sequence[str] = ()) -> list[str]:
+    """Return lines as a block of code that a reader opens, below Markdown; nothing where there is neither."""
+    code = fence([_cut(one_line(line)) for line in lines]) if lines else []
+    content = [*above, *([""] if above else []), *code]
+    return ["", f"<details><summary>{title}</summary>", "", *content, "</details>"] if content else []
 
 
 def _head(comparison: Comparison) -> Iterator[str]:
@@ -128,22 +134,36 @@ def _to_act_on(comparison: Comparison) -> list[Finding]:
 
 
 def _details(comparison: Comparison) -> list[str]:
-    """Return the evidence of the findings, what to type next, the first mismatches, and where workers diverge."""
+    """Return the worst layers, the evidence of the findings, what to type next, and where workers diverge."""
     lines = []
     for number, finding in enumerate(_to_act_on(comparison)[:_FINDINGS], start=1):
         lines += [f"{number}. {text}" for text in finding.detail[:1]]
         lines += [f"{number}. next: {finding.next}"] if finding.next else []
-    bad = [tensor for tensor in comparison.tensors if any(row.status in BAD for row in tensor.rows)]
-    if bad:
-        lines.append(f"mismatch in {counted(len(bad), 'tensor')}, first:")
-        lines += [_tensor(tensor) for tensor in bad[:_TENSORS]]
     lines += list(divergence_texts(comparison))[:_DIVERGENCES]
-    return folded("Details", lines) if lines else []
+    return folded("Layers by architecture, and details", lines, above=_layers(comparison))
 
 
-def _tensor(tensor: TensorComparison) -> str:
-    row = next(row for row in tensor.rows if row.status in BAD)
-    return f"{tensor.name}  {row.worker}: {row.diagnosis or row.status}  {class_text(tensor.classes)}"
+def _layers(comparison: Comparison) -> list[str]:
+    """Return a table of the layers nearest to their tolerance or beyond it, by architecture."""
+    layers = [one for one in layers_of(comparison) if one.stage != Stage.OPERATORS and not one.is_equal]
+    worst = heapq.nlargest(_LAYERS, layers, key=lambda one: one.badness)
+    if not worst:
+        return []
+    bad = sum(any(row.status in BAD for row in tensor.rows) for tensor in comparison.tensors)
+    names = [group.name for group in comparison.architectures]
+    left = f" (of {len(names)} architectures {_ARCHITECTURES})" if len(names) > _ARCHITECTURES else ""
+    title = f"mismatch in {counted(bad, 'tensor')}, the worst" if bad else "worst tensors"
+    lines = [f"| {title}: difference / allowed, ratio{left} | {' | '.join(map(escaped, names[:_ARCHITECTURES]))} |"]
+    lines.append("|---" * (1 + min(len(names), _ARCHITECTURES)) + "|")
+    for one in worst:
+        cells = [one.architectures.get(name) for name in names[:_ARCHITECTURES]]
+        texts = ["" if cell is None else escaped(cell_figures(cell)) + _disagree(cell) for cell in cells]
+        lines.append(f"| {escaped(one.name)} | {' | '.join(texts)} |")
+    return lines
+
+
+def _disagree(cell: LayerCell) -> str:
+    return f" {escaped(devices_text(cell))}" if len(cell.classes) > 1 else ""
 
 
 def _environment(comparison: Comparison) -> list[str]:

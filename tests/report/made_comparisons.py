@@ -119,6 +119,38 @@ def faulty() -> Comparison:
     return comparison(tensors, verdict="inconsistent", findings=(finding, note), not_looked_at=("a second run",))
 
 
+ARCHITECTURES = ("Volta sm_70", "Ampere sm_86", "Hopper sm_90", "x86-64 AVX-512")
+_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def four_architectures(*, wrong: str = "Hopper sm_90:1") -> Comparison:
+    """Return two devices per architecture, of which one is wrong in one layer."""
+    devices = {name: (f"{name}:0", f"{name}:1") for name in ARCHITECTURES}
+    workers = [name for names in devices.values() for name in names]
+
+    def row(name: str, place: int) -> Row:
+        bad = name == wrong and place == 5
+        share = 3.25 if bad else 0.1 + place / 100
+        status: Status = "outside" if bad else "within"
+        return Row(worker=name, reference="float64", status=status, max_abs=Real(share * 2e-5), allowed=Real(2e-5),
+                   bound_ratio=Real(share), max_ulp=12)  # fmt: skip
+
+    tensors = [
+        TensorComparison(
+            stage="merged", load_path="isolated", layer=f"model.layers.{place // 4}.self_attn.{_NAMES[place % 4]}",
+            tensor="weight", shape=(2,), dtype="float32", rule="bound", rows=tuple(row(n, place) for n in workers),
+            classes=(tuple(n for n in workers if n != wrong), (wrong,)),
+        )
+        for place in range(16)
+    ]  # fmt: skip
+    return comparison(
+        tensors, workers=tuple(worker(n, n.rpartition(":")[0]) for n in workers), verdict="inconsistent",
+        findings=(Finding(kind="unknown", severity="error", message=f"merged · {wrong}", workers=(wrong,)),),
+        architectures=tuple(ArchitectureGroup(name=n, workers=names) for n, names in devices.items()),
+        reference=workers[0],
+    )  # fmt: skip
+
+
 def computed_apart(tensors: int, workers: int) -> Comparison:
     """Return the worst for a page: every tensor computed, and no two workers with the same bits."""
     rng = random.Random(0)

@@ -7,41 +7,10 @@ import io
 import pytest
 
 from consistency.comparison.layers import LayerFilter, layers_of
-from consistency.comparison.result import ArchitectureGroup, Comparison, Row, Status, TensorComparison
-from consistency.numerics.real import Real
+from consistency.comparison.result import Comparison, TensorComparison
 from consistency.report.console import make_console
 from consistency.report.layers import render, summary_lines
-from tests.report.made_comparisons import HOSTILE, comparison, faulty, hostile, worker
-
-_ARCHITECTURES = ("Volta sm_70", "Ampere sm_86", "Hopper sm_90", "x86-64 AVX-512")
-_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-
-def four_architectures(*, wrong: str = "Hopper sm_90:1") -> Comparison:
-    """Return two devices per architecture, of which one is wrong in one layer."""
-    devices = {name: (f"{name}:0", f"{name}:1") for name in _ARCHITECTURES}
-    workers = [name for names in devices.values() for name in names]
-
-    def row(name: str, place: int) -> Row:
-        bad = name == wrong and place == 5
-        share = 3.25 if bad else 0.1 + place / 100
-        status: Status = "outside" if bad else "within"
-        return Row(worker=name, reference="float64", status=status, max_abs=Real(share * 2e-5), allowed=Real(2e-5),
-                   bound_ratio=Real(share), max_ulp=12)  # fmt: skip
-
-    tensors = [
-        TensorComparison(
-            stage="merged", load_path="isolated", layer=f"model.layers.{place // 4}.self_attn.{_NAMES[place % 4]}",
-            tensor="weight", shape=(2,), dtype="float32", rule="bound", rows=tuple(row(n, place) for n in workers),
-            classes=(tuple(n for n in workers if n != wrong), (wrong,)),
-        )
-        for place in range(16)
-    ]  # fmt: skip
-    return comparison(
-        tensors, workers=tuple(worker(n, n.rpartition(":")[0]) for n in workers), verdict="inconsistent",
-        architectures=tuple(ArchitectureGroup(name=n, workers=names) for n, names in devices.items()),
-        reference=workers[0],
-    )  # fmt: skip
+from tests.report.made_comparisons import ARCHITECTURES, HOSTILE, comparison, faulty, four_architectures, hostile
 
 
 def printed(found: Comparison, width: int, *, verbose: bool = False, **by: object) -> list[str]:
@@ -57,7 +26,7 @@ def test_names_and_figures_are_whole_at_any_width(width: int) -> None:
     text = "\n".join(lines)
     assert all(len(line) <= width for line in lines)
     assert "model.layers.1.self_attn.k_proj.weight" in text
-    assert all(name in text for name in _ARCHITECTURES)
+    assert all(name in text for name in ARCHITECTURES)
     assert "✗ 6.5e-05 / 2e-05  3.25  12 ULP" in text
     assert "{Hopper sm_90:0} {Hopper sm_90:1}" in text, "devices of one architecture that differ"
     assert next(line for line in lines if "model.layers" in line).strip().startswith("model.layers.1."), "worst first"
@@ -66,7 +35,7 @@ def test_names_and_figures_are_whole_at_any_width(width: int) -> None:
 
 def test_architectures_are_columns_where_they_fit() -> None:
     wide = printed(four_architectures(wrong=""), 200)
-    assert all(name in wide[1] for name in _ARCHITECTURES)
+    assert all(name in wide[1] for name in ARCHITECTURES)
     assert "Volta sm_70:0, Volta sm_70:1" in wide[2]
     narrow = printed(four_architectures(wrong=""), 80)
     assert sum("Volta sm_70 " in line for line in narrow) == 4, "a line per architecture below each layer"

@@ -11,7 +11,18 @@ from markdown_it import MarkdownIt
 from consistency.comparison.result import Divergence, Finding
 from consistency.report.markdown import MOST_LINES, as_markdown, escaped
 from tests.conftest import FinishedRun
-from tests.report.made_comparisons import ALL, HOSTILE, comparison, computed_apart, faulty, hostile, tensor, worker
+from tests.report.made_comparisons import (
+    ALL,
+    ARCHITECTURES,
+    HOSTILE,
+    comparison,
+    computed_apart,
+    faulty,
+    four_architectures,
+    hostile,
+    tensor,
+    worker,
+)
 
 NASTY = (
     "a | b", "*x* _y_ ~~z~~ `c`", "[text](https://e.xample)", "<b>x</b>", "https://e.xample/x", "www.e.xample", "&amp;",
@@ -83,6 +94,16 @@ def test_what_it_says() -> None:
     assert "forward was skipped" not in text
     assert "SIMULATED" not in text
     assert "SIMULATED DEVICES" in as_markdown(comparison([tensor([ALL])], simulated=True))
+
+
+def test_the_worst_layers_by_architecture() -> None:
+    lines = as_markdown(four_architectures()).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| mismatch in 1 tensor, the worst:"))
+    assert all(escaped(name) in lines[start] for name in ARCHITECTURES)
+    worst, *others = lines[start + 2 : start + 5]
+    assert worst.startswith("| merged::model.layers.1.self\\_attn.k\\_proj.weight | ≤ 3e-06 / 2e-05  0.15  12 ULP |")
+    assert "✗ 6.5e-05 / 2e-05  3.25  12 ULP \\{Hopper sm\\_90:0\\} \\{Hopper sm\\_90:1\\}" in worst
+    assert all("0.25" in line or "0.24" in line for line in others), "the next ones by their ratio"
 
 
 def test_environment_as_trackers_ask_for_it() -> None:

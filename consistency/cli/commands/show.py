@@ -12,7 +12,7 @@ from consistency.cli.output import print_json
 EXAMPLES = (
     ("the report of a run again", "consistency show run-1"),
     ("per layer and architecture, worst first", "consistency show run-1 --layers"),
-    ("one kind of layer, on one architecture", "consistency show run-1 --layers --stage merged --layer '*.q_proj' --arch sm_90"),
+    ("one kind of layer on one architecture", "consistency show run-1 --layers --layer '*.q_proj' --arch sm_90"),
 )
 
 

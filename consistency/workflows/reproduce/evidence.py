@@ -26,6 +26,7 @@ from consistency.workflows.saved_report import ReportHead, read_report
 if TYPE_CHECKING:
     import torch
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """One tensor that shows a finding.
