@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from consistency.case.adapter_fit import check_files
@@ -24,8 +25,10 @@ _FUNCTION = re.compile(r"python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
 
-def prepare_case(options: Options) -> Case:
+def prepare_case(options: Options, edge: Edge = Edge.COMMAND_LINE) -> Case:
     """Resolve names and hub ids to folders, check the files, and freeze the case.
+
+    Errors name the options as they are written at the `edge` where they were given.
 
     Raises
     ------
@@ -38,6 +41,8 @@ def prepare_case(options: Options) -> Case:
     if base is None:
         raise UsageError("an adapter without a base", where="--base", wanted="the base's folder or hub id")
     _check_soak(options)
+    stages = _stages(options)
+    _check_anything_is_checked(options, stages, has_adapter=adapter is not None, edge=edge)
     base_folder = None
     if base.startswith("python:"):
         _check_function(base, what="model factory", where="--base")
@@ -53,7 +58,7 @@ def prepare_case(options: Options) -> Case:
         profile=options.profile,
         settings=options.set,
         placement=options.placement,
-        stages=_stages(options),
+        stages=stages,
         load_paths=options.load_paths,
         level=options.level,
         inputs=None if options.inputs is None else _inputs_file(options.inputs),
@@ -68,6 +73,24 @@ def prepare_case(options: Options) -> Case:
         allow_pickle=options.allow_pickle,
         trust_remote_code=options.trust_remote_code,
     )
+
+
+def _check_anything_is_checked(options: Options, stages: Sequence[Stage], *, has_adapter: bool, edge: Edge) -> None:
+    """Refuse what would compare nothing: a stage of the adapter without one, or a choice that no stage has."""
+    possible = [stage for stage in stages if has_adapter or not SPECS[stage].needs_adapter]
+    without = [stage for stage in stages if stage not in possible]
+    if options.stages is not None and without:
+        raise UsageError(
+            f"{' and '.join(without)} without an adapter",
+            where=edge.spell("stages"), got=",".join(options.stages), wanted=f"{edge.spell('adapter')} with its folder",
+            hint="leave out what needs an adapter to check the base alone",
+        )  # fmt: skip
+    if options.only and not any(one.partition("::")[0] in possible for one in options.only):
+        raise UsageError(
+            "nothing of this is checked", where=edge.spell("only"), got=",".join(options.only),
+            wanted=f"stage::layer of {', '.join(possible)}",
+            hint=None if has_adapter else "no adapter was given",
+        )  # fmt: skip
 
 
 def _check_soak(options: Options) -> None:

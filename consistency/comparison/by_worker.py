@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from consistency.case.stages import Stage
-from consistency.comparison.result import Comparison, Verdict
+from consistency.comparison.result import Comparison, Row, Verdict
 
 
 def verdicts(comparison: Comparison) -> dict[str, Verdict]:
@@ -23,17 +24,44 @@ def verdicts(comparison: Comparison) -> dict[str, Verdict]:
 def worst_ratios(comparison: Comparison) -> dict[str, float]:
     """Return the largest error/tolerance of the model's tensors by worker, NaN before any number.
 
-    Single operators are left out: one rounding to a half type uses up the tolerance of that operator, on any device. So
-    are facts, whose limits are of another kind. A worker without such a tensor has no entry.
+    A worker without such a tensor has no entry.
     """
     found: dict[str, float] = {}
+    for _, worker, ratio in _ratios(comparison):
+        found[worker] = worse(ratio, found.get(worker))
+    return found
+
+
+def worst_error(comparison: Comparison) -> tuple[float, str] | None:
+    """Return the largest error/tolerance of the model's tensors and its stage; None where nothing has one.
+
+    It is a number of the table: the worst cell of that stage shows the same figure.
+    """
+    found: tuple[float, str] | None = None
+    for stage, _, ratio in _ratios(comparison):
+        if found is None or worse(ratio, found[0]) is ratio:
+            found = ratio, stage
+    return found
+
+
+def _ratios(comparison: Comparison) -> Iterator[tuple[str, str, float]]:
+    """Yield stage, worker and error/tolerance of the model's tensors.
+
+    Single operators are left out: one rounding to a half type uses up the tolerance of that operator, on any device. So
+    are facts, whose limits are of another kind.
+    """
     for tensor in comparison.tensors:
         if tensor.stage == Stage.OPERATORS or tensor.rule == "limit":
             continue
         for row in tensor.rows:
-            if row.bound_ratio is not None:
-                found[row.worker] = worse(float(row.bound_ratio), found.get(row.worker))
-    return found
+            ratio = share_of(row)
+            if ratio is not None:
+                yield tensor.stage, row.worker, ratio
+
+
+def share_of(row: Row) -> float | None:
+    """Return error/tolerance where it says something: a tensor may have one and be equal all the same."""
+    return None if row.bound_ratio is None or row.status == "equal" else float(row.bound_ratio)
 
 
 def worse(ratio: float, known: float | None) -> float:

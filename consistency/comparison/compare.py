@@ -17,12 +17,14 @@ from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.findings.collect import find
+from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
 from consistency.comparison.judge import PAYLOAD, is_as_sent, judge
 from consistency.comparison.result import (
     BAD,
     ArchitectureGroup,
     Comparison,
     Divergence,
+    Finding,
     Row,
     TensorComparison,
     WorkerSummary,
@@ -67,7 +69,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         dtype=_dtype(first.dtype, reference),
         level=first.level,
         load_paths=load_paths,
-        verdict=verdict_of(findings, incomplete=bool(damage) or _is_incomplete(workers, tensors)),
+        verdict=verdict_of(findings, incomplete=bool(damage) or _is_incomplete(workers, tensors, findings)),
         reference=None if reference is None else reference.label,
         workers=tuple(map(_summary, workers)),
         architectures=_architectures(workers),
@@ -188,8 +190,11 @@ def _bits(record: TensorRecord) -> str | None:
     return PAYLOAD if record.stage == Stage.TRANSFER and is_as_sent(record) else record.digest
 
 
-def _is_incomplete(workers: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> bool:
+def _is_incomplete(
+    workers: Sequence[ComparedWorker], tensors: Sequence[TensorComparison], findings: Sequence[Finding]
+) -> bool:
     lost = any(worker.info.status != "ok" for worker in workers)
+    lost = lost or any(finding.kind == NOTHING_COMPARED for finding in findings)
     return lost or not tensors or any(row.status == "blocked" for tensor in tensors for row in tensor.rows)
 
 

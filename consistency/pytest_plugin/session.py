@@ -86,7 +86,7 @@ class Session:
         options = gather_suite(file, values, Edge.PYTEST)
         planned = None if options is None else suite.prepare_suite(options)
         if planned is None:
-            cases = [SessionCase.of(0, pipeline.prepare(gather_options(file, values, Edge.PYTEST)))]
+            cases = [SessionCase.of(0, pipeline.prepare(gather_options(file, values, Edge.PYTEST), Edge.PYTEST))]
         else:
             cases = [SessionCase.of_suite(number, one) for number, one in enumerate(planned.cases)]
         out = config.getoption("consistency_out")

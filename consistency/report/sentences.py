@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from consistency.capture.wording import counted, some
+from consistency.capture.wording import counted, listed, some
 from consistency.case.duration import duration_text
 from consistency.case.load_path import is_alternative
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS, Stage
+from consistency.comparison.by_worker import worst_error
+from consistency.comparison.coverage import Coverage, coverage
+from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
 from consistency.comparison.result import BAD, Comparison, Divergence
 from consistency.comparison.suite import CaseResult
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
-from consistency.report.summary import Cell, divergences, worst_ratio
+from consistency.report.summary import Cell, divergences
 from consistency.report.text import one_line
 
 LEGEND = (
     ("equal", "=", "bitwise equal"),
-    ("within", "≤", "within tolerance (worst error/tolerance)"),
+    ("within", "≤", "within tolerance (worst error/tolerance, of memory value/limit)"),
     ("outside", "✗", "mismatch"),
     ("none", "–", "not checked"),
 )
 """Kind of a cell, its mark, and what it means."""
 
+_NEED_ADAPTER = frozenset(stage.value for stage, spec in SPECS.items() if spec.needs_adapter)
 _MOST_LOAD_PATHS = 4  # names of load paths that fit a line
 
 _STATUS: Mapping[str, str] = {"within": "within tolerance", "equal": "matches its own file", "outside": "mismatch"}
@@ -61,11 +65,16 @@ def cell_text(stage: str, cell: Cell | None) -> CellText:
         text = f"blocked {cell.counts['blocked']}/{cell.total}"
         return CellText(kind="blocked", mark="!", text=text, spoken=f"could not be checked: {text} tensors")
     if "within" in cell.counts and cell.worst_ratio is not None:
-        text = f"{cell.worst_ratio:.2f}"
+        text = ratio_text(cell.worst_ratio)
         return CellText(kind="within", mark="≤", text=text, spoken=f"within tolerance, worst error/tolerance {text}")
     if "equal" in cell.counts or "within" in cell.counts:
         return CellText(kind="equal", mark="=", text="", spoken="bitwise equal")
     return CellText(kind="skipped", mark="–", text="skipped", spoken="skipped")
+
+
+def ratio_text(ratio: float) -> str:
+    """Write error/tolerance: the same figure in the verdict and in the table."""
+    return f"{ratio:.2f}"
 
 
 def facts(comparison: Comparison) -> list[str]:
@@ -126,35 +135,70 @@ def _of_files(comparison: Comparison) -> str:
 
 
 def _of_workers(comparison: Comparison) -> str:
-    workers = counted(len({w.name for w in comparison.workers}), "worker")
     errors = [f for f in comparison.findings if f.severity == "error"]
     if comparison.verdict == "consistent":
+        covered = coverage(comparison.tensors)
         accepted = sum(finding.accepted is not None for finding in comparison.findings)
-        if accepted:
-            return f"nothing new on {workers}: the baseline accepts {counted(accepted, 'finding')}"
-        return f"{_what_matches(comparison)} on {workers}{_worst_error(comparison)}"
+        what = f"nothing new on {_workers(comparison)}: the baseline accepts {counted(accepted, 'finding')}"
+        parts = [what if accepted else _what_matches(comparison, covered), _no_adapter(comparison, covered)]
+        parts += [_software_mismatch(covered) if not accepted else "", _not_compared(comparison, covered)]
+        return "; ".join(filter(None, [*parts, _worst_error(comparison)]))
     if comparison.verdict == "incomplete":
+        nothing = [f.message for f in errors if f.kind == NOTHING_COMPARED]
         lost = [w.name for w in comparison.workers if w.status != "ok"]
         what = f"{some(lost)} did not finish" if lost else "part of what was requested could not be checked"
-        others = sum(f.kind not in ("lost-worker", "failed-worker") for f in errors)
+        others = sum(f.kind not in ("lost-worker", "failed-worker", NOTHING_COMPARED) for f in errors)
+        what = nothing[0] if nothing and not lost else what
         return what + (f"; {counted(others, 'other finding')}" if others else "")
     first = errors[0].message
     return first if len(errors) == 1 else f"{first} (and {counted(len(errors) - 1, 'other finding')})"
 
 
-def _what_matches(comparison: Comparison) -> str:
-    checked = {tensor.stage for tensor in comparison.tensors}
-    found = [stage.value for stage in (Stage.BASE, Stage.ADAPTER) if stage in checked]
-    if not found:
-        return "no mismatch"
-    return f"the {found[0]} matches" if len(found) == 1 else f"{' and '.join(found)} match"
+def _what_matches(comparison: Comparison, covered: Mapping[str, Coverage]) -> str:
+    """State which weights are right and on how many workers; without any, the stages that found no mismatch."""
+    names = dict.fromkeys(worker.name for worker in comparison.workers)
+    right = {stage.value: covered[stage] for stage in (Stage.BASE, Stage.ADAPTER) if stage in covered}
+    right = {stage: one for stage, one in right.items() if not one.wrong}
+    workers = _workers(comparison)
+    if not covered:
+        return "nothing was compared"
+    if not right:
+        fine = [one_line(stage) for stage, one in covered.items() if not one.wrong]
+        return f"no mismatch in {listed(fine)} on {workers}" if fine else f"no difference between {workers}"
+    if all(one.workers.keys() >= names.keys() for one in right.values()):
+        verb = "matches" if len(right) == 1 else "match"
+        what = f"the {next(iter(right))}" if len(right) == 1 else " and ".join(right)
+        return f"{what} {verb} on {workers}"
+    texts = [f"the {stage} on {len(one.workers.keys() & names.keys())} of {workers}" for stage, one in right.items()]
+    return f"match: {listed(texts)}"
+
+
+def _workers(comparison: Comparison) -> str:
+    return counted(len({worker.name for worker in comparison.workers}), "worker")
+
+
+def _no_adapter(comparison: Comparison, covered: Mapping[str, Coverage]) -> str:
+    is_absent = bool(comparison.base) and comparison.adapter is None and Stage.ADAPTER not in covered
+    return "no adapter was given" if is_absent else ""
+
+
+def _software_mismatch(covered: Mapping[str, Coverage]) -> str:
+    """Name the stages with a mismatch that is no device's fault: the verdict is of the devices alone."""
+    wrong = [one_line(stage) for stage, one in covered.items() if one.wrong]
+    return f"mismatch in {listed(wrong)}, the same on every device: see the warnings" if wrong else ""
+
+
+def _not_compared(comparison: Comparison, covered: Mapping[str, Coverage]) -> str:
+    """Name the stages that were requested and could not compare anything, but for those that need an adapter."""
+    left = dict.fromkeys(tensor.stage for tensor in comparison.tensors if tensor.stage not in covered)
+    if _no_adapter(comparison, covered):
+        left = {stage: None for stage in left if stage not in _NEED_ADAPTER}
+    return f"{listed([one_line(stage) for stage in left])} not compared" if left else ""
 
 
 def _worst_error(comparison: Comparison) -> str:
-    ratio = worst_ratio(comparison)
-    if ratio is None:
-        return ""
-    return f"; worst error is {'under 1' if 0 < ratio < 0.005 else f'{100 * ratio:.0f}'} % of its tolerance"
+    worst = worst_error(comparison)
+    return "" if worst is None else f"the model's worst error/tolerance is {ratio_text(worst[0])} ({worst[1]})"
 
 
 def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:

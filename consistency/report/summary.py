@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from consistency.capture.wording import some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
-from consistency.comparison.by_worker import worse, worst_ratios
+from consistency.comparison.by_worker import share_of
 from consistency.comparison.result import BAD, Comparison, Divergence, Row, TensorComparison
 
 MOST_LINES = 8
@@ -162,11 +161,6 @@ def merged(many: Iterable[Mapping[str, Cell]]) -> dict[str, Cell]:
     return found
 
 
-def worst_ratio(comparison: Comparison) -> float | None:
-    """Return the largest error/tolerance of `worst_ratios`, NaN before any number; None where nothing has one."""
-    return functools.reduce(lambda known, ratio: worse(ratio, known), worst_ratios(comparison).values(), None)
-
-
 def is_larger(ratio: float, known: float | None) -> bool:
     """Return whether a `bound_ratio` is larger than the largest so far; NaN is larger than any number."""
     return known is None or math.isnan(ratio) or ratio > known
@@ -216,7 +210,7 @@ def _cells(tensors: Sequence[TensorComparison], workers: Set[str]) -> dict[str, 
                 continue
             cell = found.setdefault(row.worker, {}).setdefault(tensor.stage, Cell())
             cell.counts[row.status] = cell.counts.get(row.status, 0) + 1
-            cell.take_ratio(row.bound_ratio)
+            cell.take_ratio(share_of(row))
             if row.status in BAD and cell.first_bad is None:
                 cell.first_bad, cell.first_place = tensor.layer, place
     return found

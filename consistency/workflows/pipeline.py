@@ -18,7 +18,7 @@ from consistency.capture.transport import deliver, fetch, is_remote, refuse_to_r
 from consistency.capture.whole_file import write_whole
 from consistency.case.budget.fit import Budget
 from consistency.case.case import Case
-from consistency.case.options import Options
+from consistency.case.options import Edge, Options
 from consistency.case.preflight import prepare_case
 from consistency.comparison.compare import compare
 from consistency.comparison.history.baseline import Baseline, apply
@@ -75,9 +75,9 @@ class Report:
         return self.comparison.exit_status
 
 
-def prepare(options: Options) -> Plan:
-    """Check everything that can be checked before a worker starts."""
-    return plan_of(prepare_case(options), options)
+def prepare(options: Options, edge: Edge = Edge.COMMAND_LINE) -> Plan:
+    """Check everything that can be checked before a worker starts; errors name options as at the `edge`."""
+    return plan_of(prepare_case(options, edge), options)
 
 
 def plan_of(case: Case, options: Options) -> Plan:

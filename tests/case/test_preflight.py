@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from consistency.case.adapter_fit import check_files, read_adapter
 from consistency.case.load_path import LoadPath
-from consistency.case.options import Options
+from consistency.case.options import Edge, Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import LEVELS, Level, Stage
 from consistency.errors import ConsistencyError, InputError, UsageError
@@ -398,3 +398,27 @@ def test_a_soak_and_what_contradicts_it(options: Options, where: str) -> None:
 def test_a_soak_and_its_load_are_of_the_case() -> None:
     case = prepare_case(Options(soak=600.0, load=True, timeout=3600.0))
     assert (case.soak_s, case.load) == (600.0, True)
+
+
+@pytest.mark.parametrize(
+    ("edge", "stages", "adapter"),
+    [(Edge.COMMAND_LINE, "--stages", "--adapter"), (Edge.PYTEST, "--consistency-stages", "--consistency-adapter")],
+)
+def test_a_stage_that_needs_an_adapter_is_refused_without_one(
+    tmp_path: Path, edge: Edge, stages: str, adapter: str
+) -> None:
+    base = str(make_base(tmp_path / "base"))
+    for asked in ((Stage.ADAPTER,), (Stage.BASE, Stage.MERGED)):
+        with pytest.raises(UsageError, match="without an adapter") as error:
+            prepare_case(Options(base=base, stages=asked), edge)
+        assert error.value.where == stages
+        assert str(error.value.wanted).startswith(adapter)
+    assert Stage.ADAPTER in prepare_case(Options(base=base)).stages, "of a level it is skipped, and said to be"
+
+
+def test_prefixes_that_select_nothing_are_refused(tmp_path: Path) -> None:
+    base = str(make_base(tmp_path / "base"))
+    for only in ("adapter::model.layers.0", "memory"):
+        with pytest.raises(UsageError, match="nothing of this is checked"):
+            prepare_case(Options(base=base, level=Level.QUICK, only=(only,)))
+    assert prepare_case(Options(base=base, only=("base::model",))).only == ("base::model",)

@@ -122,7 +122,8 @@ def test_an_allowance_that_zeros_would_pass_judges_nothing(make_capture: MakeCap
     assert row.diagnosis is None
     assert row.max_abs == 1.0, "what was measured is still told"
     assert only_row(found, "cpu").status == "skipped"
-    (note,) = found.findings
+    assert found.verdict == "incomplete", "nothing was compared"
+    note = found.findings[-1]
     assert (note.severity, note.kind) == ("note", "skipped")
     assert "the CPU's error is the largest of one sample" in note.message
     assert "on cpu, cuda:0" in note.message
@@ -184,8 +185,8 @@ def test_table_without_a_reference_is_skipped_never_passed(make_capture: MakeCap
             digest=digest(bits), buffer=True,
         )  # fmt: skip
 
-    found = compared(make_capture("a", {"cpu": [table("a")], "cuda:0": [table("b")]}))
-    assert only_row(found, "cuda:0").status == "skipped"
+    found = compared(make_capture("a", {"cpu": [table("a"), moved()], "cuda:0": [table("b"), moved()]}))
+    assert found.tensors[0].rows[1].status == "skipped"
     assert found.verdict == "consistent"
     assert [f.kind for f in found.findings] == ["skipped"]
 
@@ -221,7 +222,8 @@ def test_worker_may_not_skip_what_the_reference_worker_could_make(make_capture: 
     assert found.verdict == "inconsistent"
     assert [f.kind for f in errors(found)] == ["missing"]
     assert "RuntimeError: a kernel" in (only_row(found, "cuda:0").reason or "")
-    assert compared(make_capture("b", {"cpu": [failed], "cuda:0": [failed]})).verdict == "consistent"
+    neither = {name: [moved(), failed] for name in ("cpu", "cuda:0")}
+    assert compared(make_capture("b", neither)).verdict == "consistent"
 
 
 def test_worker_that_lacks_a_tensor_of_the_others(make_capture: MakeCapture) -> None:

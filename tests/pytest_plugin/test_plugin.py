@@ -19,8 +19,8 @@ from consistency.workflows import pipeline
 real = pipeline.prepare
 
 
-def prepare(options):
-    return dataclasses.replace(real(options), faults={faults!r})
+def prepare(*arguments):
+    return dataclasses.replace(real(*arguments), faults={faults!r})
 
 
 pipeline.prepare = prepare
@@ -48,6 +48,15 @@ def test_items_are_made_from_headers(pytester: pytest.Pytester) -> None:
     assert "consistency::llama::base::everything_else[cpu]" in found
     assert found[-1] == "consistency::llama::run::agreement"
     assert len(found) == len(set(found)) > 200
+
+
+def test_a_stage_that_needs_an_adapter_is_a_usage_error_without_one(pytester: pytest.Pytester) -> None:
+    builtin = pytester.runpytest_subprocess("--consistency-base", "builtin:llama", "--co", "-q")
+    assert builtin.ret == 0
+    base = str(Path(__file__).parents[2] / "fixtures/llama/base")
+    done = pytester.runpytest_subprocess("--consistency-base", base, "--consistency-stages", "adapter")
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines(["*adapter without an adapter", "*--consistency-stages"])
 
 
 def test_several_devices_have_items_each(pytester: pytest.Pytester) -> None:

@@ -37,10 +37,8 @@ def tensor(classes: list[list[str]], *, stage: str = "adapter", layer: str = "la
         for names in classes for name in names
     )  # fmt: skip
     plain: dict[str, Any] = {"load_path": "isolated", "tensor": "lora_B", "shape": (2, 2), "dtype": "float32"}
-    rule = "bitwise" if ratio is None else "bound"
-    return TensorComparison(
-        stage=stage, layer=layer, rule=rule, classes=tuple(map(tuple, classes)), rows=rows, **{**plain, **of}
-    )
+    plain["rule"] = "bitwise" if ratio is None else "bound"
+    return TensorComparison(stage=stage, layer=layer, classes=tuple(map(tuple, classes)), rows=rows, **{**plain, **of})
 
 
 def comparison(tensors: list[TensorComparison], *, verdict: Verdict = "consistent", **fields: Any) -> Comparison:

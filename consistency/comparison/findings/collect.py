@@ -19,6 +19,7 @@ from consistency.case.stages import MOVES_WEIGHTS, Level, Stage, requested
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.host import find_host_problems
 from consistency.comparison.findings.load_paths import find_casts
+from consistency.comparison.findings.nothing_compared import find_nothing_compared
 from consistency.comparison.findings.placement import find_device_use
 from consistency.comparison.findings.soak import find_soak
 from consistency.comparison.findings.tolerances import find_tolerances
@@ -55,6 +56,7 @@ def find(
     found = [
         *(Finding(kind="damaged-capture", severity="error", message=text) for text in damage),
         *_lost(compared),
+        *find_nothing_compared(compared, tensors),
         *_software(compared),
         *_inputs(compared),
         *find_transfer(compared, tensors),

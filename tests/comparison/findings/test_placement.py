@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from consistency.capture.records import TensorRecord
+from consistency.comparison.by_worker import worst_error
 from consistency.comparison.findings.placement import as_size
 from consistency.comparison.result import Finding
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
-from consistency.report.summary import worst_ratio
 from tests.comparison.made_records import compared, computed
 from tests.conftest import MakeCapture
 
@@ -109,7 +109,7 @@ def test_a_share_beyond_the_limit_is_outside_whatever_the_worker_says(make_captu
 
 def test_a_share_of_memory_is_no_share_of_a_numerical_bound(make_capture: MakeCapture) -> None:
     records = [computed(ratio=0.5), fact("merge_peak", "layers.0", status="within", limit_ratio=Real(0.9))]
-    assert worst_ratio(compared(make_capture("a", {"cpu": records}))) == 0.5
+    assert worst_error(compared(make_capture("a", {"cpu": records}))) == (0.5, "merged")
 
 
 def test_a_merge_with_a_third_copy_says_how_much_it_took(make_capture: MakeCapture) -> None:

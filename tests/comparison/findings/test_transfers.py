@@ -41,7 +41,7 @@ def test_a_machine_whose_copies_are_right(make_capture: MakeCapture) -> None:
     assert found.verdict == "consistent"
     assert found.findings == ()
     assert found.first_divergence == found.first_other_bits == ()
-    assert "no mismatch on 5 workers" in printed(found)
+    assert "no mismatch in transfer on 5 workers" in printed(found)
 
 
 def test_one_sentence_says_which_copies_are_wrong_and_which_are_fine(make_capture: MakeCapture) -> None:

@@ -1,0 +1,42 @@
+"""What a comparison really compared: by stage, the workers of which at least one tensor was judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from consistency.comparison.result import BAD, TensorComparison
+
+_NOT_JUDGED = frozenset({"skipped", "blocked"})
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What was compared in one stage.
+
+    Attributes
+    ----------
+    workers : dict of str to None
+        Those of which a tensor was compared with something outside the worker itself: a file, an exact value, a limit,
+        or another worker, which then counts too.
+    wrong : dict of str to None
+        Those with a mismatch.
+    """
+
+    workers: dict[str, None] = field(default_factory=dict)
+    wrong: dict[str, None] = field(default_factory=dict)
+
+
+def coverage(tensors: Iterable[TensorComparison]) -> dict[str, Coverage]:
+    """Return what was compared, by stage in the order of the tensors; a stage without any such tensor is not there."""
+    found: dict[str, Coverage] = {}
+    for tensor in tensors:
+        judged = [row for row in tensor.rows if row.status not in _NOT_JUDGED]
+        if all(row.reference == row.worker for row in judged):  # a worker that is its own reference alone
+            continue
+        stage = found.setdefault(tensor.stage, Coverage())
+        for row in judged:
+            stage.workers[row.worker] = None
+            if row.status in BAD:
+                stage.wrong[row.worker] = None
+    return found

@@ -1,0 +1,94 @@
+"""Nothing was compared, or nothing of one capture with the others: a finding, because agreement cannot be claimed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from consistency.capture.names import WHOLE_MODEL
+from consistency.capture.wording import some
+from consistency.case.stages import Stage
+from consistency.comparison.coverage import coverage
+from consistency.comparison.result import Finding, TensorComparison
+from consistency.comparison.workers import ComparedWorker, Key
+from consistency.numerics.rules import Rule
+
+NOTHING_COMPARED = "nothing-compared"
+"""Kind of the finding."""
+
+_MOST_REASONS = 3
+_MOST_CAPTURES = 4
+_ABSENT = frozenset({"skipped", "blocked"})
+_ALONE = "there is one worker, and neither a file nor an exact value to compare it with"
+
+
+def find_nothing_compared(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+    """Report a comparison without a compared tensor, and captures that have none in common with any other.
+
+    Lost workers are a finding already.
+    """
+    whole = [p for p in compared if p.info.status == "ok"]
+    if len(whole) < len(compared) and not whole:
+        return
+    if tensors and not coverage(tensors):
+        reasons = dict.fromkeys(row.reason or _ALONE for tensor in tensors for row in tensor.rows)
+        yield Finding(
+            kind=NOTHING_COMPARED,
+            severity="error",
+            message=f"nothing was compared: {'; '.join(list(reasons)[:_MOST_REASONS])}",
+            workers=tuple(dict.fromkeys(p.label for p in compared)),
+            next="choose other --stages, or give another device to compare with",
+        )
+        return
+    by_capture: dict[int, list[ComparedWorker]] = {}
+    for p in whole:
+        by_capture.setdefault(id(p.capture), []).append(p)
+    keys = [_keys(members) for members in by_capture.values()]
+    count = Counter(key for found in keys for key in found)
+    apart = [
+        (members, found)
+        for members, found in zip(by_capture.values(), keys, strict=True)
+        if len(keys) > 1 and all(count[key] == 1 for key in found)
+    ]
+    if apart and len(apart) == len(keys):
+        texts = [f"{_names(members)} {_stages(found)}" for members, found in apart]
+        yield _finding(
+            f"the {len(keys)} captures have no tensor in common: {some(texts, _MOST_CAPTURES)}",
+            [p for members, _ in apart for p in members],
+        )
+        return
+    for members, found in apart:
+        verb = "has" if len(members) == 1 else "have"
+        message = f"{_names(members)} {verb} no tensor in common with the other captures: {_stages(found)}"
+        yield _finding(message, members)
+
+
+def _finding(message: str, workers: Iterable[ComparedWorker]) -> Finding:
+    return Finding(
+        kind=NOTHING_COMPARED, severity="error", message=message,
+        workers=tuple(dict.fromkeys(p.label for p in workers)),
+        next="capture again with the base, the adapter and the --stages of the others",
+    )  # fmt: skip
+
+
+def _names(workers: Iterable[ComparedWorker]) -> str:
+    return some([p.label for p in workers])
+
+
+def _stages(keys: Iterable[Key]) -> str:
+    return f"({some(sorted({key[0] for key in keys})) or 'no stage'})"
+
+
+def _keys(workers: Iterable[ComparedWorker]) -> set[Key]:
+    """Return what could be compared with another capture.
+
+    Facts and copies between devices have other names on every host: of these it is the stage.
+    """
+    found = set()
+    for worker in workers:
+        for key, record in worker.records.items():
+            if record.status in _ABSENT or key[1] == WHOLE_MODEL:
+                continue
+            own = record.rule == Rule.LIMIT or key[0] == Stage.TRANSFER
+            found.add((key[0], "", "") if own else key)
+    return found

@@ -1,0 +1,59 @@
+"""The verdict in one sentence names what was compared, and nothing else."""
+
+from __future__ import annotations
+
+from consistency.comparison.result import Finding, Status, TensorComparison
+from consistency.report.sentences import sentence
+from tests.report.made_comparisons import ALL, comparison, tensor
+from tests.report.printed import printed
+
+WITHIN: dict[str, Status] = dict.fromkeys(ALL, "within")
+SKIPPED: dict[str, Status] = dict.fromkeys(ALL, "skipped")
+
+
+def base() -> TensorComparison:
+    return tensor([ALL], stage="base", tensor="weight")
+
+
+def test_without_an_adapter_the_base_alone_matches() -> None:
+    tensors = [base(), tensor([ALL], statuses=SKIPPED), tensor([ALL], stage="merged", statuses=SKIPPED)]
+    assert sentence(comparison(tensors, base="llama", adapter=None)) == (
+        "the base matches on 4 workers; no adapter was given"
+    )
+
+
+def test_stages_without_a_compared_tensor_are_said_to_be_not_compared() -> None:
+    tensors = [base(), tensor([ALL]), tensor([ALL], stage="forward", statuses=SKIPPED)]
+    assert sentence(comparison(tensors)) == "base and adapter match on 4 workers; forward not compared"
+    assert sentence(comparison([tensor([ALL], stage="operators")])) == "no mismatch in operators on 4 workers"
+    assert sentence(comparison([tensor([ALL], statuses=SKIPPED)])) == "nothing was compared; adapter not compared"
+
+
+def test_an_adapter_that_some_workers_checked_is_not_claimed_of_all() -> None:
+    some: dict[str, Status] = {"cuda:1": "skipped", "cuda:2": "skipped"}
+    assert sentence(comparison([base(), tensor([ALL], statuses=some)])) == (
+        "match: the base on 4 of 4 workers and the adapter on 2 of 4 workers"
+    )
+
+
+def test_a_mismatch_that_is_the_same_on_every_device_is_no_match() -> None:
+    wrong = tensor([ALL], statuses=dict.fromkeys(ALL, "outside"))
+    warning = Finding(kind="zeros", severity="warning", message="zeros on every device")
+    assert sentence(comparison([base(), wrong], findings=(warning,))) == (
+        "the base matches on 4 workers; mismatch in adapter, the same on every device: see the warnings"
+    )
+
+
+def test_the_worst_error_is_a_number_of_the_table_with_its_stage() -> None:
+    """Operators and limits have numbers of their own; a ratio of a tensor that is equal is in no cell."""
+    tensors = [
+        tensor([ALL], stage="operators", ratio=1.0, statuses=WITHIN),
+        tensor([ALL], stage="base", ratio=0.95),
+        tensor([ALL], stage="merged", ratio=0.314, statuses=WITHIN),
+        tensor([ALL], stage="forward", ratio=0.21, statuses=WITHIN),
+        tensor([ALL], stage="memory", ratio=0.88, statuses=WITHIN, rule="limit"),
+    ]
+    found = comparison(tensors)
+    assert sentence(found).endswith("the model's worst error/tolerance is 0.31 (merged)")
+    assert "≤ 0.31" in printed(found)
+    assert "0.95" not in printed(found)
