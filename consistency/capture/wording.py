@@ -17,11 +17,18 @@ def listed(texts: Sequence[str]) -> str:
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
+def and_more(left_out: int, what: str = "") -> str:
+    """Write how many are left out: `and 1 more finding`, `and 3 more`; nothing where none is."""
+    if left_out <= 0:
+        return ""
+    return f"and {counted(left_out, f'more {what}')}" if what else f"and {left_out} more"
+
+
 def shortened(names: Sequence[str], most: int = MOST_NAMES) -> list[str]:
     """Return all names where they are at most `most`, else the first ones and `and 3 more`."""
     if len(names) <= most:
         return list(names)
-    return [*names[: most - 1], f"and {len(names) - most + 1} more"]
+    return [*names[: most - 1], and_more(len(names) - most + 1)]
 
 
 def some(names: Sequence[str], most: int = MOST_NAMES) -> str:

@@ -39,7 +39,7 @@ def worst_error(comparison: Comparison) -> tuple[float, str] | None:
     """
     found: tuple[float, str] | None = None
     for stage, _, ratio in _ratios(comparison):
-        if found is None or worse(ratio, found[0]) is ratio:
+        if found is None or math.isnan(ratio) or ratio > found[0]:
             found = ratio, stage
     return found
 

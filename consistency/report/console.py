@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from consistency.capture.wording import counted
+from consistency.capture.wording import and_more
 from consistency.comparison.result import Finding
 from consistency.comparison.suite import SuiteVerdict
 from consistency.report.text import clean
@@ -22,7 +22,7 @@ PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow
 _STYLES: dict[SuiteVerdict, str] = {
     "consistent": "bold green", "inconsistent": "bold red", "incomplete": "bold yellow", "unchecked": "bold yellow"
 }  # fmt: skip
-_PLAIN = str.maketrans({"·": "-", "×": "x", "–": "-", "…": "...", "→": "->", "✗": "x", "≤": "<="})
+_PLAIN = str.maketrans({"·": "-", "×": "x", "–": "-", "…": "...", "→": "->", "✗": "x", "≤": "<=", "≠": "!="})
 """Replacements where the output's encoding lacks a character."""
 
 _GAPS = (4, 2)  # blanks between the columns of a grid: the second where the first does not fit
@@ -108,8 +108,8 @@ class Writer:
             if finding.next:
                 self.line(f"next: {finding.next}", indent=5)
             self.console.print()
-        if most is not None and len(chosen) > most:
-            self.line(f"and {counted(len(chosen) - most, 'more finding')}: -v shows all")
+        if most is not None and (rest := and_more(len(chosen) - most, "finding")):
+            self.line(f"{rest}: -v shows all")
 
     def notes(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
@@ -118,8 +118,8 @@ class Writer:
 
     def table(self, titles: Sequence[str], rows: Iterable[Sequence[str]], *, left_out: int) -> None:
         print_table(self.console, titles, ([self.text(cell) for cell in row] for row in rows), indent=2)
-        if left_out > 0:
-            self.line(f"and {left_out} more: -v shows all")
+        if rest := and_more(left_out):
+            self.line(f"{rest}: -v shows all")
         self.console.print()
 
     def grid(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from rich.text import Text
 
 from consistency.capture.names import HOST
-from consistency.capture.wording import counted
+from consistency.capture.wording import and_more
 from consistency.comparison.findings.transfers import Cell, Matrix, matrices
 from consistency.comparison.result import TensorComparison
 from consistency.report.console import Writer
@@ -34,9 +34,8 @@ def write_matrices(write: Writer, tensors: Iterable[TensorComparison]) -> None:
             for source, title in zip(places, titles, strict=True)
         ]
         write.grid(titles, rows, corner=write.text(f"copies {matrix.home}".rstrip(), "bold"))
-        if len(places) < len(matrix.places):
-            more = counted(len(matrix.places) - len(places), "more device")
-            write.line(f"and {more}: report.json has all of them", style="dim")
+        if rest := and_more(len(matrix.places) - len(places), "device"):
+            write.line(f"{rest}: report.json has all of them", style="dim")
         write.line("from row to column; GB/s of the largest direct copy, while other workers copy too", style="dim")
         write.console.print()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from consistency.capture.wording import and_more
 from consistency.comparison.findings.advice import MOST_ADVICE, about, advise
 from consistency.comparison.result import Comparison
 from consistency.report.console import Writer, without_trailing_blanks
@@ -39,5 +40,5 @@ def _fix(write: Writer, comparison: Comparison) -> None:
         write.line(f"{number:<3}{advice.what}", style="red" if advice.urgent else "yellow")
         if advice.mend is not None:
             write.line(advice.mend, indent=5)
-    if len(found) > MOST_ADVICE:
-        write.line(f"and {len(found) - MOST_ADVICE} more: --json has all of them")
+    if rest := and_more(len(found) - MOST_ADVICE):
+        write.line(f"{rest}: --json has all of them")

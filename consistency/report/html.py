@@ -26,7 +26,7 @@ from consistency.report.formats import View
 from consistency.report.page import agreement, cells, distributions, environments, memory
 from consistency.report.page.labels import KEY, letter
 from consistency.report.page.rendering import VERDICT_MARKS, page_environment, part
-from consistency.report.sentences import LEGEND, alternative_path_texts, cell_text, divergence_texts, facts, sentence
+from consistency.report.sentences import alternative_path_texts, cell_text, divergence_texts, facts, legend, sentence
 from consistency.report.summary import Groups, all_groups, stages
 from consistency.report.text import one_line
 
@@ -70,7 +70,7 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         alternative_paths=[text for _, text in alternative_path_texts(comparison)],
         key=KEY,
         mark=VERDICT_MARKS[comparison.verdict],
-        legend=LEGEND,
+        legend=legend(line.cells for some in found.values() for group in some for line in group.lines),
         line_feed=Markup("\n"),
         matrices=matrices(comparison.tensors),
         most_classes=_MOST_CLASSES,

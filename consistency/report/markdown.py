@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from consistency.capture.version import __version__
-from consistency.capture.wording import counted, some
+from consistency.capture.wording import and_more, counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.layers import LayerCell, layers_of
@@ -114,8 +114,8 @@ def _table(comparison: Comparison, found: Groups) -> Iterator[str]:
         texts = [f"{cell.mark} {escaped(f'{cell.text} {cell.place}'.rstrip())}".rstrip() for cell in cells]
         title = escaped(group.architecture) + (f" ({escaped(load_path)})" if several else "")
         yield f"| {title} | {workers} | {' | '.join(texts)} |"
-    if len(lines) > _GROUP_LINES:
-        yield f"| and {len(lines) - _GROUP_LINES} more lines |"
+    if rest := and_more(len(lines) - _GROUP_LINES, "line"):
+        yield f"| {rest} |"
 
 
 def _findings(comparison: Comparison) -> Iterator[str]:
@@ -125,8 +125,8 @@ def _findings(comparison: Comparison) -> Iterator[str]:
     for number, finding in enumerate(found[:_FINDINGS], start=1):
         mark = "✗" if finding.severity == "error" else "warning:"
         yield f"{number}. {mark} **{escaped(finding.kind)}** {escaped(finding.message)}"
-    if len(found) > _FINDINGS:
-        yield f"{_FINDINGS + 1}. and {counted(len(found) - _FINDINGS, 'more finding')}"
+    if rest := and_more(len(found) - _FINDINGS, "finding"):
+        yield f"{_FINDINGS + 1}. {rest}"
 
 
 def _to_act_on(comparison: Comparison) -> list[Finding]:
@@ -185,8 +185,7 @@ def _environment(comparison: Comparison) -> list[str]:
         for worker in workers
     )
     lines += list(devices)[:_DEVICES]
-    if len(devices) > _DEVICES:
-        lines.append(f"and {len(devices) - _DEVICES} more devices")
+    lines += filter(None, [and_more(len(devices) - _DEVICES, "device")])
     lines += [f"[pip3] {name}=={_values(workers, name)}" for name in _LIBRARIES]
     return folded("Environment", lines)
 

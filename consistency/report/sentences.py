@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from consistency.capture.wording import counted, listed, some
@@ -22,6 +22,7 @@ LEGEND = (
     ("equal", "=", "bitwise equal"),
     ("within", "≤", "within tolerance (worst error/tolerance, of memory value/limit)"),
     ("outside", "✗", "mismatch"),
+    ("flagged", "≠", "no mismatch, but a finding is an error"),
     ("none", "–", "not checked"),
 )
 """Kind of a cell, its mark, and what it means."""
@@ -30,6 +31,9 @@ _NEED_ADAPTER = frozenset(stage.value for stage, spec in SPECS.items() if spec.n
 _MOST_LOAD_PATHS = 4  # names of load paths that fit a line
 
 _STATUS: Mapping[str, str] = {"within": "within tolerance", "equal": "matches its own file", "outside": "mismatch"}
+
+
+_ALWAYS = ("equal", "within", "outside", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,12 @@ class CellText:
     place: str = ""
 
 
+def legend(lines: Iterable[Mapping[str, Cell]]) -> list[tuple[str, str, str]]:
+    """Return the rows of `LEGEND` that a table of these lines needs."""
+    kinds = {cell_text(stage, cell).kind for cells in lines for stage, cell in cells.items()}
+    return [row for row in LEGEND if row[0] in kinds or row[0] in _ALWAYS]
+
+
 def cell_text(stage: str, cell: Cell | None) -> CellText:
     """Return the worst that workers saw in a stage."""
     if cell is None:
@@ -61,6 +71,9 @@ def cell_text(stage: str, cell: Cell | None) -> CellText:
         place = f"from {one_line(cell.first_bad)}" if stage == Stage.FORWARD and cell.first_bad else ""
         spoken = f"mismatch in {cell.bad} of {cell.total} tensors {place}".rstrip()
         return CellText(kind="outside", mark="✗", text=f"{cell.bad}/{cell.total}", spoken=spoken, place=place)
+    if cell.flag:
+        text = one_line(cell.flag)
+        return CellText(kind="flagged", mark="≠", text=text, spoken=f"no mismatch, but the finding {text}")
     if "blocked" in cell.counts:
         text = f"blocked {cell.counts['blocked']}/{cell.total}"
         return CellText(kind="blocked", mark="!", text=text, spoken=f"could not be checked: {text} tensors")

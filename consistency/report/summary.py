@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from consistency.capture.wording import some
+from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.by_worker import share_of
@@ -34,12 +34,15 @@ class Cell:
         Layer of the first tensor with a mismatch.
     first_place : int
         Place of that tensor among all.
+    flag : str
+        Kind of an error that is about the stage of this worker although no tensor has a mismatch: `drift`, …
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     worst_ratio: float | None = None
     first_bad: str | None = None
     first_place: int = 0
+    flag: str = ""
 
     @property
     def total(self) -> int:
@@ -99,22 +102,28 @@ def all_groups(comparison: Comparison) -> dict[str, list[Group]]:
 
 
 def groups(comparison: Comparison, load_path: str) -> list[Group]:
-    """Return the architectures on one load path; workers with the same bits and statuses share a line.
+    """Return the architectures on one load path; workers with the same bits, statuses and errors share a line.
 
     Of more than `MOST_LINES` lines the worst are kept, and the others become one.
     """
     tensors = [tensor for tensor in comparison.tensors if tensor.load_path == load_path]
     signatures = _signatures(tensors)
+    flags = _flags(comparison, load_path)
     models: dict[str, list[str]] = {}
-    same: dict[str, dict[int, list[str]]] = {}
+    same: dict[str, dict[object, list[str]]] = {}
     took = {row.worker for tensor in tensors for row in tensor.rows} if is_alternative(load_path) else set()
     here = {w.name: w.model for w in comparison.workers if w.load_path == load_path or w.name in took}
     for architecture in comparison.architectures:
         for name in architecture.workers:
             if name in here:
                 models.setdefault(architecture.name, []).append(here[name])
-                same.setdefault(architecture.name, {}).setdefault(signatures.get(name, 0), []).append(name)
+                signature = (signatures.get(name, 0), tuple(flags.get(name, {}).items()))
+                same.setdefault(architecture.name, {}).setdefault(signature, []).append(name)
     cells = _cells(tensors, {workers[0] for lines in same.values() for workers in lines.values()})
+    for name, by_stage in flags.items():
+        for stage, kind in by_stage.items():
+            if stage in cells.get(name, {}):
+                cells[name][stage].flag = kind
     found = []
     for title, lines in same.items():
         full = [Line(workers=tuple(names), cells=cells.get(names[0], {})) for names in lines.values()]
@@ -134,7 +143,7 @@ def _shortened(lines: Sequence[Line], reference: str | None) -> tuple[Line, ...]
         return tuple(lines)
 
     def weight(line: Line) -> tuple[bool, int, int]:
-        bad = sum(cell.bad for cell in line.cells.values())
+        bad = sum(cell.bad or bool(cell.flag) for cell in line.cells.values())
         return (reference in line.workers, bad, len(line.workers))
 
     ranked = sorted(range(len(lines)), key=lambda i: weight(lines[i]), reverse=True)
@@ -155,6 +164,7 @@ def merged(many: Iterable[Mapping[str, Cell]]) -> dict[str, Cell]:
             into = found.setdefault(stage, Cell())
             for status, count in cell.counts.items():
                 into.counts[status] = into.counts.get(status, 0) + count
+            into.flag = into.flag or cell.flag
             into.take_ratio(cell.worst_ratio)
             if cell.first_bad is not None and (into.first_bad is None or cell.first_place < into.first_place):
                 into.first_bad, into.first_place = cell.first_bad, cell.first_place
@@ -177,7 +187,7 @@ def class_text(classes: Sequence[Sequence[str]]) -> str:
     texts = ["{" + some(names, 4) + "}" for names in classes[:_MOST_CLASSES]]
     others = classes[_MOST_CLASSES:]
     if others:
-        texts.append(f"and {sum(map(len, others))} workers in {len(others)} more")
+        texts.append(f"and {counted(sum(map(len, others)), 'worker')} in {len(others)} more")
     return " ".join(texts)
 
 
@@ -187,6 +197,18 @@ def divergences(found: Sequence[Divergence]) -> list[tuple[Divergence, tuple[str
     for one in found:
         same.setdefault((one.load_path, one.stage, one.layer, one.tensor, one.status), []).append(one)
     return [(ones[0], tuple(one.worker for one in ones)) for ones in same.values()]
+
+
+def _flags(comparison: Comparison, load_path: str) -> dict[str, dict[str, str]]:
+    """Return the kind of the first error about each stage of a worker on a load path, by worker and stage."""
+    found: dict[str, dict[str, str]] = {}
+    for finding in comparison.findings:
+        if finding.severity != "error" or (finding.load_paths and load_path not in finding.load_paths):
+            continue
+        for stage in dict.fromkeys(name.partition("::")[0] for name in finding.tensors):
+            for worker in finding.workers:
+                found.setdefault(worker, {}).setdefault(stage, finding.kind)
+    return found
 
 
 def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from consistency.capture.wording import counted
+from consistency.capture.wording import and_more, counted
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.result import BAD, Comparison, TensorComparison
@@ -15,10 +15,10 @@ from consistency.report.console import Writer, make_console, stripped
 from consistency.report.copy_matrix import write_matrices
 from consistency.report.formats import View
 from consistency.report.sentences import (
-    LEGEND,
     alternative_path_texts,
     cell_text,
     divergence_texts,
+    legend,
     profile_texts,
     sentence,
     soak_texts,
@@ -26,7 +26,13 @@ from consistency.report.sentences import (
 from consistency.report.summary import Groups, Line, all_groups, badness, class_text, stages
 
 _MOST_TENSORS = _MOST_FINDINGS = 20
-_STYLES = {"equal": "green", "within": "green", "outside": "bold red", "blocked": "yellow"}  # of cells; others are dim
+_STYLES = {
+    "equal": "green",
+    "within": "green",
+    "outside": "bold red",
+    "flagged": "bold red",
+    "blocked": "yellow",
+}  # of cells; others are dim
 
 
 def render(comparison: Comparison, view: View, console: Console | None = None) -> Iterator[bytes]:
@@ -85,7 +91,8 @@ def write_groups(write: Writer, comparison: Comparison, found: Groups | None = N
                 names = write.text(f"   {_workers(line, comparison.reference, write.console.width // 2)}")
                 rows.append((names, [_cell(write, name, line) for name in columns]))
         write.grid([write.text(name, "bold") for name in columns], rows)
-        write.line("   ".join(f"{mark} {meaning}" for _, mark, meaning in LEGEND), style="dim")
+        explained = legend(line.cells for group in groups for line in group.lines)
+        write.line("   ".join(f"{mark} {meaning}" for _, mark, meaning in explained), style="dim")
         write.console.print()
 
 
@@ -100,7 +107,7 @@ def _workers(line: Line, reference: str | None, room: int) -> str:
     shown = 1
     while len("  ".join(texts[: shown + 1])) <= room - len("  and 1000 more"):
         shown += 1
-    return "  ".join([*texts[:shown], *([f"and {len(texts) - shown} more"] if len(texts) > shown else [])])
+    return "  ".join(filter(None, [*texts[:shown], and_more(len(texts) - shown)]))
 
 
 def _cell(write: Writer, stage: str, line: Line) -> Text:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from consistency.capture.wording import counted, listed, shortened, size, some
+from consistency.capture.wording import and_more, counted, listed, shortened, size, some
 
 
 @pytest.mark.parametrize("number", range(1, 30))
@@ -20,6 +22,26 @@ def test_names_and_those_left_out_add_up(number: int, most: int) -> None:
         assert few == names[: most - 1]
         assert last == f"and {number - len(few)} more"
         assert number - len(few) >= 2
+
+
+@given(st.integers(max_value=10_000), st.sampled_from(["", "finding"]))
+def test_nothing_is_left_out_where_none_is(left_out: int, what: str) -> None:
+    text = and_more(left_out, what)
+    assert bool(text) == (left_out > 0)
+    assert "-" not in text
+    assert not text.startswith("and 0")
+    if text:
+        assert text == f"and {left_out} more{what and f' {what}'}{'s' if what and left_out != 1 else ''}"
+
+
+@given(st.lists(st.text("ab", max_size=2)), st.integers(2, 9))
+def test_every_name_is_shown_or_counted(names: list[str], most: int) -> None:
+    """Whatever the names: those of seven and eight workers are no special numbers."""
+    distinct = list(dict.fromkeys(names))
+    shown = shortened(distinct, most)
+    left = int(shown[-1].split()[1]) if len(distinct) > most else 0
+    assert len(shown) - (left > 0) + left == len(distinct)
+    assert some(names, most).count(" more") == (left > 0)
 
 
 def test_a_list_reads_as_a_sentence() -> None:

@@ -7,8 +7,8 @@ import math
 import msgspec
 import pytest
 
-from consistency.comparison.by_worker import verdicts, worse, worst_ratios
-from consistency.comparison.result import Finding
+from consistency.comparison.by_worker import verdicts, worse, worst_error, worst_ratios
+from consistency.comparison.result import Finding, Status
 from tests.report.made_comparisons import ALL, comparison, faulty, tensor, worker
 
 
@@ -27,14 +27,17 @@ def test_a_worker_that_was_lost_on_any_load_path_is_incomplete(order: tuple[int,
     assert verdicts(found) == {"cuda:0": "incomplete"}
 
 
-def test_the_worst_ratio_leaves_single_operators_and_limits_out() -> None:
+def test_the_worst_ratio_leaves_single_operators_limits_and_equal_tensors_out() -> None:
+    within: dict[str, Status] = dict.fromkeys(ALL, "within")
     made = [
-        tensor([ALL], stage="merged", ratio=0.3),
-        tensor([["cuda:1"]], stage="forward", ratio=0.7),
-        tensor([ALL], stage="operators", ratio=1.0),
+        tensor([ALL], stage="base", ratio=0.95),
+        tensor([ALL], stage="merged", ratio=0.3, statuses=within),
+        tensor([["cuda:1"]], stage="forward", ratio=0.7, statuses={"cuda:1": "outside"}),
+        tensor([ALL], stage="operators", ratio=1.0, statuses=within),
         msgspec.structs.replace(tensor([ALL], stage="memory", ratio=0.9), rule="limit"),
         tensor([["plain"]]),
     ]
+    assert worst_error(comparison(made)) == (0.7, "forward")
     assert worst_ratios(comparison(made)) == {"cpu": 0.3, "cuda:0": 0.3, "cuda:1": 0.7, "cuda:2": 0.3}
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from consistency.case.stages import Stage
 from consistency.comparison.result import (
@@ -192,3 +196,14 @@ def test_where_workers_diverge_first() -> None:
     assert [line.strip() for line in printed(found).splitlines() if ": first " in line] == wanted
     assert "cuda:1: first mismatch: merged, l.w" in as_html(found)
     assert "cuda:1: first mismatch: merged, l.w" in as_markdown(found)
+
+
+@given(st.lists(st.text("abc:@0", min_size=1, max_size=24), unique=True, min_size=1, max_size=12), st.integers(20, 200))
+def test_every_worker_of_a_line_is_named_or_counted(names: list[str], width: int) -> None:
+    """However many there are and however little room: a count of those left out is never 0 or negative."""
+    found = comparison([tensor([names])], workers=tuple(map(worker, names)), reference=names[0])
+    text = printed(found, width=width)
+    counts = [int(count) for count in re.findall(r"\band (-?\d+) more", text)]
+    assert all(count > 0 for count in counts)
+    if counts and width == 200:
+        assert counts[0] < len(names)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from consistency.capture.names import SETTINGS_LAYER, WHOLE_MODEL
-from consistency.capture.wording import listed, some
+from consistency.capture.wording import and_more, listed, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.comparison.findings.details import describe
@@ -163,7 +163,7 @@ def _what(cause: _Cause, group: _Group, totals: Counter[str]) -> str:
     if group.rule == Rule.LIMIT:
         reasons = list(dict.fromkeys(row.reason for row in group.samples if row.reason))
         if len(reasons) > _MOST_SENTENCES:
-            reasons = [*reasons[:_MOST_SENTENCES], f"and {len(reasons) - _MOST_SENTENCES} more"]
+            reasons = [*reasons[:_MOST_SENTENCES], and_more(len(reasons) - _MOST_SENTENCES)]
         if reasons:
             return "; ".join(reasons)
     return cause.word.about(_how_many(group, totals), computed=group.rule in _COMPUTED)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 from consistency.capture.soak import MOST_NUMBERS, ChangedTensor, Condition, Occurrences, Soak, SoakedStage
-from consistency.capture.wording import counted, listed, size
+from consistency.capture.wording import and_more, counted, listed, size
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.comparison.findings.details import describe_change
 from consistency.comparison.result import NOT_REPEATABLE, Finding, tensor_name
@@ -108,7 +108,8 @@ def _explains(cause: SoakedStage, stage: SoakedStage) -> bool:
 
 def _detail(changed: Occurrences, changes: Sequence[ChangedTensor], soak: Soak) -> Iterable[str]:
     numbers = ", ".join(map(str, changed.numbers))
-    more = f", and {changed.count - MOST_NUMBERS} more" if changed.count > MOST_NUMBERS else ""
+    rest = and_more(changed.count - MOST_NUMBERS)
+    more = f", {rest}" if rest else ""
     span = "" if changed.count == 1 else f" to {changed.last_at}"
     yield f"in repeat{'s' if changed.count > 1 else ''} {numbers}{more}: {changed.first_at}{span}"
     yield from (describe_change(change) for change in changes[:_MOST_DETAILS])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from consistency.capture.wording import and_more
 from consistency.case.checkpoint import read_json
 from consistency.comparison.result import Finding, Severity
 
@@ -18,6 +19,8 @@ _HARMLESS = frozenset((
     "peft_version", "transformers_version",
     "auto_mapping", "inference_mode", "use_cache",
 ))  # fmt: skip
+
+_MOST_KEYS = 5  # of a sentence; the files are there to be read
 
 
 def find_settings(actual: Path, expected: Path, labels: tuple[str, str]) -> Iterator[Finding]:
@@ -39,9 +42,9 @@ def find_settings(actual: Path, expected: Path, labels: tuple[str, str]) -> Iter
         by_severity: dict[Severity, list[str]] = {"error": grave, "note": [key for key in keys if key not in grave]}
         for severity, chosen in by_severity.items():
             if chosen:
-                text = "; ".join(f"{key} is {got.get(key)!r}, was {wanted.get(key)!r}" for key in chosen[:5])
-                more = f"; and {len(chosen) - 5} more" if len(chosen) > 5 else ""
-                yield _finding(severity, f"{name} of {labels[0]} differs: {text}{more}", labels)
+                texts = [f"{key} is {got.get(key)!r}, was {wanted.get(key)!r}" for key in chosen[:_MOST_KEYS]]
+                text = "; ".join(filter(None, [*texts, and_more(len(chosen) - _MOST_KEYS)]))
+                yield _finding(severity, f"{name} of {labels[0]} differs: {text}", labels)
 
 
 def _finding(severity: Severity, message: str, labels: tuple[str, str]) -> Finding:

@@ -7,6 +7,7 @@ import importlib.resources
 import jinja2
 from markupsafe import Markup
 
+from consistency.capture.wording import and_more
 from consistency.report.text import one_line
 
 VERDICT_MARKS = {"consistent": "✓", "inconsistent": "✗", "incomplete": "!", "unchecked": "!"}
@@ -15,9 +16,11 @@ VERDICT_MARKS = {"consistent": "✓", "inconsistent": "✗", "incomplete": "!", 
 
 def page_environment() -> jinja2.Environment:
     """Return the environment in which every page is rendered."""
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
+    environment.filters["and_more"] = and_more
+    return environment
 
 
 def part(name: str, package: str = "consistency.report.page") -> str:

@@ -15,7 +15,7 @@ from consistency.capture.version import __version__
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.report.formats import View
 from consistency.report.page.rendering import VERDICT_MARKS, page_environment, part
-from consistency.report.sentences import LEGEND, cell_text
+from consistency.report.sentences import cell_text, legend
 from consistency.report.suite.findings import shown_finding
 from consistency.report.suite.table import case_lines, columns, seconds, suite_facts
 
@@ -43,7 +43,7 @@ def suite_as_html(suite: SuiteResult, folder: str | None = None) -> str:
         facts=[*suite_facts(suite), seconds(suite.elapsed_s)],
         findings=[(finding, members) for finding, members in found if finding.severity != "note"],
         folded=folded,
-        legend=LEGEND,
+        legend=legend(line.cells for line in lines),
         line_feed=Markup("\n"),
         marks=VERDICT_MARKS,
         most_findings=_MOST_FINDINGS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from consistency.capture.version import __version__
-from consistency.capture.wording import counted
+from consistency.capture.wording import and_more
 from consistency.comparison.result import PLANTED, Finding
 from consistency.comparison.suite import SuiteResult
 from consistency.report.formats import View
@@ -48,8 +48,8 @@ def _findings(found: list[Finding]) -> Iterator[str]:
     for number, finding in enumerate(found[:_FINDINGS], start=1):
         mark = "✗" if finding.severity == "error" else "warning:"
         yield f"{number}. {mark} **{escaped(finding.kind)}** {escaped(finding.message)}"
-    if len(found) > _FINDINGS:
-        yield f"{_FINDINGS + 1}. and {counted(len(found) - _FINDINGS, 'more finding')}"
+    if rest := and_more(len(found) - _FINDINGS, "finding"):
+        yield f"{_FINDINGS + 1}. {rest}"
 
 
 def _table(suite: SuiteResult) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from consistency.capture.wording import counted
+from consistency.capture.wording import and_more, counted
 from consistency.comparison.suite import CaseResult, SuiteResult, SuiteVerdict, worst_first
 from consistency.report.sentences import profile_texts
 from consistency.report.summary import Cell, merged, stage_order
@@ -65,7 +65,7 @@ def _outcome(case: CaseResult) -> object:
 def _label(same: Sequence[CaseResult], *, of: int) -> str:
     if same[0].verdict == "consistent":
         return f"{len(same)} of {counted(of, 'case')}"
-    return same[0].name if len(same) == 1 else f"{same[0].name} and {len(same) - 1} more"
+    return f"{same[0].name} {and_more(len(same) - 1)}".rstrip()
 
 
 def _line(label: str, same: Sequence[CaseResult]) -> CaseLine:
@@ -85,6 +85,7 @@ def cells(case: CaseResult) -> dict[str, Cell]:
             counts=dict(stage.counts),
             worst_ratio=None if stage.worst_ratio is None else float(stage.worst_ratio),
             first_bad=stage.first_bad,
+            flag=next((f.kind for f in case.findings if f.severity == "error" and stage.stage in f.stages), ""),
         )
         for stage in case.stages
     }

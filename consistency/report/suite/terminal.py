@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
+from consistency.capture.wording import and_more
 from consistency.comparison.result import PLANTED
 from consistency.comparison.suite import SuiteResult
 from consistency.report.console import Writer, make_console, stripped
 from consistency.report.formats import View
-from consistency.report.sentences import LEGEND, cell_text
+from consistency.report.sentences import cell_text, legend
 from consistency.report.suite.findings import findings_of
 from consistency.report.suite.table import case_lines, columns, seconds, suite_facts
 
@@ -42,8 +43,8 @@ def _write(write: Writer, suite: SuiteResult, view: View) -> None:
     notes.sort(key=lambda note: note.kind != PLANTED)  # a drill must not be mistaken for a real fault
     shown = notes if view.verbose else notes[:_MOST_NOTES]
     write.notes(shown)
-    if len(shown) < len(notes):
-        write.line(f"and {len(notes) - len(shown)} more notes: -v shows all")
+    if rest := and_more(len(notes) - len(shown), "note"):
+        write.line(f"{rest}: -v shows all")
     if suite.not_looked_at:
         write.line(f"not checked: {', '.join(suite.not_looked_at)}")
     if view.folder is not None:
@@ -62,7 +63,8 @@ def _table(write: Writer, suite: SuiteResult, most: int | None) -> None:
     titles = [write.text(text, "bold") for text in ("verdict", *names, "time")]
     if rows:
         write.grid(titles, rows, corner=write.text("case", "bold"))
-    write.line("   ".join(f"{mark} {meaning}" for _, mark, meaning in LEGEND), style="dim")
+    explained = legend(line.cells for line in lines)
+    write.line("   ".join(f"{mark} {meaning}" for _, mark, meaning in explained), style="dim")
     if any(line.case is None for line in lines):
         write.line("-v shows a line for every case", style="dim")
     write.console.print()

@@ -1,0 +1,44 @@
+"""The cells of the tables: an error that no tensor shows marks its cell."""
+
+from __future__ import annotations
+
+import pytest
+
+from consistency.comparison.result import Comparison, Finding, Severity, Verdict
+from consistency.report.html import as_html
+from consistency.report.markdown import as_markdown
+from consistency.report.summary import groups
+from tests.report.made_comparisons import ALL, comparison, tensor
+from tests.report.printed import printed
+
+
+def drifted(severity: Severity = "error") -> Comparison:
+    tensors = [tensor([ALL]), tensor([ALL], stage="merged", tensor="weight")]
+    finding = Finding(
+        kind="drift", severity=severity, message="drift · cuda:1 · 1 of 1 merged tensors differ", workers=("cuda:1",),
+        tensors=("merged::layers.0.weight",),
+    )  # fmt: skip
+    verdict: Verdict = "inconsistent" if severity == "error" else "consistent"
+    return comparison(tensors, verdict=verdict, findings=(finding,))
+
+
+def test_a_drift_marks_its_cell_and_gives_its_device_a_line() -> None:
+    (_, ampere) = groups(drifted(), "isolated")
+    assert [line.workers for line in ampere.lines] == [("cuda:0", "cuda:2"), ("cuda:1",)]
+    assert [line.cells["merged"].flag for line in ampere.lines] == ["", "drift"]
+    assert ampere.lines[1].cells["adapter"].flag == ""
+
+
+def test_every_form_shows_the_mark_and_explains_it() -> None:
+    text = printed(drifted())
+    line = next(line for line in text.splitlines() if line.strip().startswith("cuda:1 "))
+    assert line.split()[-2:] == ["≠", "drift"]
+    assert "≠ no mismatch, but a finding is an error" in " ".join(text.split())
+    assert "≠ drift" in as_markdown(drifted())
+    assert 'class="mark k-flagged"' in as_html(drifted())
+
+
+@pytest.mark.parametrize("severity", ["warning", "note"])
+def test_only_an_error_marks_a_cell(severity: Severity) -> None:
+    assert "≠" not in printed(drifted(severity)), "an accepted drift is a note"
+    assert "≠" not in printed(comparison([tensor([ALL])]))
