@@ -27,6 +27,9 @@ from consistency.errors import CaptureError
 
 SCHEMA = "consistency.capture/1"
 MANIFEST = "capture.json"
+CASES = "cases"
+"""Folder of a suite with one folder per case, each with what a run or a capture leaves."""
+
 _BLOB_NAME = re.compile(r"^[0-9a-f]{64}$")
 
 
@@ -91,9 +94,15 @@ def holds_capture(folder: Path) -> bool:
 
 
 def capture_name(folder: Path) -> str:
-    """Return the name of a capture in a report: that of its folder, or of the run that it belongs to."""
+    """Return the name of a capture in a report: that of its folder, or of the run or the suite's case it belongs to."""
+    folder = home_of(folder)
+    return "/".join(folder.parts[-3:]) if folder.parent.name == CASES else folder.name
+
+
+def home_of(folder: Path) -> Path:
+    """Return the folder that a user named: a run writes its capture to `captures/` below it."""
     folder = folder.resolve()
-    return folder.parent.name if folder.name == "captures" else folder.name
+    return folder.parent if folder.name == "captures" else folder
 
 
 def blob_key(dtype: str, shape: Iterable[int], data: bytes | memoryview) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from consistency.capture.folder import Capture, WorkerCapture
+from consistency.capture.folder import CASES, Capture, WorkerCapture, home_of
 from consistency.capture.json_codec import encode_json
 from consistency.capture.names import LOADED_AGAIN, SETTINGS_LAYER
 from consistency.capture.records import TensorRecord, WorkerInfo
@@ -112,9 +112,10 @@ class ComparedWorker:
 
 def gather(captures: Sequence[Capture]) -> tuple[ComparedWorker, ...]:
     """Return the workers of all captures under distinct names."""
-    folders = [capture.folder.resolve() for capture in captures]
-    # a run writes its capture to `captures/` below the folder that the user named
-    labels = _labels([folder.parent if folder.name == "captures" else folder for folder in folders])
+    folders = [home_of(capture.folder) for capture in captures]
+    # captures of one case in several suites are told apart by the suites, so that workers have one name in all cases
+    suites = [folder.parent.parent if folder.parent.name == CASES else folder for folder in folders]
+    labels = _labels(suites if len(set(suites)) == len(set(folders)) else folders)
     keys: dict[Key, Key] = {}  # one tuple per tensor for all workers
     seen = Counter((worker.info.name, worker.info.load_path) for capture in captures for worker in capture.workers)
     prefixed = any(count > 1 for count in seen.values())

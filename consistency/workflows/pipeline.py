@@ -177,15 +177,25 @@ def compare_folders(
     """
     with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
         sources = [one if isinstance(one, Capture) else fetch(str(one), Path(scratch)) for one in given]
-        captures, unread = read_captures(sources)
-        comparison = compare_captures(captures, unread=unread)
-        comparison = msgspec.structs.replace(comparison, captures=tuple(map(_place, given)))
-        if baseline is not None:
-            comparison = apply(baseline, comparison)
+        comparison = _compared(sources, given, baseline)
         folders = [one.folder if isinstance(one, Capture) else one for one in sources]
         with output(out, replace=replace, reads=folders):
             write_reports(comparison, out)
     return comparison
+
+
+def compare_read(folders: Sequence[Path], baseline: Baseline | None = None) -> Comparison:
+    """Compare captures in folders of this host, and write nothing."""
+    return _compared(folders, folders, baseline)
+
+
+def _compared(
+    sources: Sequence[Capture | Path], given: Sequence[Capture | str | Path], baseline: Baseline | None
+) -> Comparison:
+    captures, unread = read_captures(sources)
+    comparison = compare_captures(captures, unread=unread)
+    comparison = msgspec.structs.replace(comparison, captures=tuple(map(_place, given)))
+    return comparison if baseline is None else apply(baseline, comparison)
 
 
 def _place(one: Capture | str | Path) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from consistency.capture.folder import MANIFEST, WorkerCapture
+from consistency.capture.folder import CASES, MANIFEST, WorkerCapture
 from consistency.capture.reader import read_capture
 from consistency.capture.whole_file import write_whole
 from consistency.case.budget.fit import Budget
@@ -26,15 +26,12 @@ from consistency.comparison.history.suite import SuiteEntry
 from consistency.comparison.result import Comparison
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.devices.discovery import select
-from consistency.errors import ConsistencyError
+from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Task, Watcher, engine
 from consistency.report.formats import Chosen, Subject, View, formats
 from consistency.report.suite.summarize import summarize
 from consistency.workflows import pipeline
 from consistency.workflows.planning import budgets_of
-
-CASES = "cases"
-"""Folder of `--out` with one folder per case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +114,7 @@ def run_suite(
     """
     started = time.monotonic()
     entry = None if history is None else SuiteEntry(history, baseline)
-    with _output(out, replace=replace) as folder:
+    with suite_output(out, replace=replace) as folder:
         results = {one.name: _of_error(one, one.error) for one in plan.cases if one.error is not None}
         for one, captured in _captured(plan, folder, pipeline.CAPTURES, watch=watch):
             results[one.name] = _finish(one, captured, folder, baseline=baseline, entry=entry, each=each)
@@ -128,10 +125,7 @@ def run_suite(
             cases=tuple(results[one.name] for one in plan.cases),
             elapsed_s=time.monotonic() - started,
         )
-        if out is not None:
-            view = View(elapsed_s=suite.elapsed_s, folder=str(out))
-            for row in formats(Chosen.OUT, Subject.SUITE):
-                write_whole(out / row.name, row.render(suite, view))
+        write_suite(suite, out)
     if entry is not None:
         entry.commit(suite, report="" if out is None else str(out.resolve()))
     return suite
@@ -143,7 +137,7 @@ def capture_suite(
     """Leave a capture of every case at `cases/NAME` in a folder; return what its workers left, or why there is none."""
     found: dict[str, tuple[WorkerCapture, ...] | ConsistencyError]
     found = {one.name: one.error for one in plan.cases if one.error is not None}
-    with _output(out, replace=replace) as folder:
+    with suite_output(out, replace=replace) as folder:
         for one, captured in _captured(plan, folder, "", watch=watch):
             workers = [worker for path in captured.captures for worker in read_capture(path).workers]
             found[one.name] = captured.error or tuple(workers)
@@ -189,10 +183,19 @@ def _finish(
         comparison = apply(baseline, comparison)
     pipeline.write_reports(comparison, folder / one.folder)
     each(one.name, comparison)
-    return summarize(one.name, one.folder, comparison, _worked_s(comparison))
+    return summarize(one.name, one.folder, comparison, worked_s(comparison))
 
 
-def _worked_s(comparison: Comparison) -> float:
+def write_suite(suite: SuiteResult, out: Path | None) -> None:
+    """Write the files of a suite's own report to a folder."""
+    if out is not None:
+        view = View(elapsed_s=suite.elapsed_s, folder=str(out))
+        for row in formats(Chosen.OUT, Subject.SUITE):
+            write_whole(out / row.name, row.render(suite, view))
+
+
+def worked_s(comparison: Comparison) -> float:
+    """Return the time that all workers took together."""
     return sum(worker.elapsed_s for worker in comparison.workers)
 
 
@@ -219,13 +222,19 @@ def _base_key(one: PlannedCase) -> object:
 
 
 @contextmanager
-def _output(out: Path | None, *, replace: bool) -> Iterator[Path]:
-    """Yield the folder to write into, without the cases of an earlier suite."""
+def suite_output(out: Path | None, *, replace: bool, reads: Sequence[Path] = ()) -> Iterator[Path]:
+    """Yield the folder to write into, without the cases of an earlier suite; `reads` are folders that are read."""
+    if out is not None:
+        cases = (out / CASES).resolve()
+        inside = next((folder for folder in reads if folder.resolve().is_relative_to(cases)), None)
+        if inside is not None:
+            hint = "choose another folder"
+            raise CaptureError("--out holds a folder that is compared", where=out, got=inside, hint=hint)
 
     def has_complete_cases(folder: Path) -> bool:
         return any((folder / CASES).glob("*/report.json")) or any((folder / CASES).glob(f"*/{MANIFEST}"))
 
     writes = (*(row.name for row in formats(Chosen.OUT, Subject.SUITE)), CASES)
-    with pipeline.output(out, replace=replace, writes=writes, keeps=has_complete_cases) as folder:
+    with pipeline.output(out, replace=replace, reads=reads, writes=writes, keeps=has_complete_cases) as folder:
         shutil.rmtree(folder / CASES, ignore_errors=True)
         yield folder

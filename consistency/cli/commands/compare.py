@@ -6,10 +6,12 @@ import argparse
 from collections.abc import Callable
 
 from consistency.cli.output import add_format_options, add_report_options, read_baseline, show
+from consistency.report.formats import Subject
 
 EXAMPLES = (
     ("captures of two hosts, on either or on a third", "consistency compare host-a host-b --out both"),
     ("captures that were sent as files", "consistency compare host-a.zip host-b.zip"),
+    ("all cases of a suite on two hosts", "consistency compare host-a/night host-b/night --out both"),
     ("the table of an earlier run again, with every layer", "consistency compare run-1 --verbose"),
 )
 
@@ -18,7 +20,11 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command("compare", _compare, "compare captures, also those of several hosts", EXAMPLES)
     parser.add_argument(
-        "captures", nargs="+", metavar="DIR", help="a capture (folder, FILE.zip or URL), or the --out folder of a run"
+        "captures",
+        nargs="+",
+        metavar="DIR",
+        help="a capture (folder, FILE.zip or URL), or the --out folder of a "
+        "run; or folders of suites only, whose cases are compared by name",
     )
     add_report_options(parser, "folder for the report (JSON, HTML, Markdown)")
     add_format_options(parser)
@@ -26,7 +32,12 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _compare(parsed: argparse.Namespace) -> int:
     from consistency.workflows.pipeline import compare_folders
+    from consistency.workflows.suite_folders import are_suites, compare_suites
 
+    if are_suites(parsed.captures):
+        suite = compare_suites(parsed.captures, parsed.out, replace=parsed.force, baseline=read_baseline(parsed))
+        show(parsed, suite, parsed.out, subject=Subject.SUITE, elapsed_s=suite.elapsed_s)
+        return suite.exit_status
     comparison = compare_folders(parsed.captures, parsed.out, replace=parsed.force, baseline=read_baseline(parsed))
     show(parsed, comparison, parsed.out)
     return comparison.exit_status
