@@ -75,7 +75,10 @@ def meant(given: str, known: Iterable[str]) -> str | None:
     import difflib
 
     by_form = {name.lower().replace("_", "-"): name for name in known}
-    close = difflib.get_close_matches(given.lower().replace("_", "-"), by_form, n=1)
+    form = given.lower().replace("_", "-")
+    close = difflib.get_close_matches(form, by_form, n=1)
+    # a part of a word is far from the whole by difflib's measure; two letters are no part
+    close = close or [one for one in by_form if min(map(len, (one, form))) > 2 and (form in one or one in form)]
     return f"did you mean {by_form[close[0]]}?" if close else None
 
 

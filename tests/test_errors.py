@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from consistency.errors import first_line
+from consistency.errors import first_line, meant
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,21 @@ def test_first_line(error: Exception, text: str) -> None:
 
 def test_a_long_line_is_cut() -> None:
     assert len(first_line(RuntimeError("x" * 1000))) == 300
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("adaptor", "adapter"),
+        ("ADAPTER", "adapter"),
+        ("load-paths", "load_paths"),
+        ("allow", "allow_pickle"),
+        ("architecture", "arch"),
+        ("xyz", None),
+        ("a", None),
+        ("", None),
+    ],
+)
+def test_what_was_meant_is_named_as_it_is_written(given: str, name: str | None) -> None:
+    known = ("base", "adapter", "load_paths", "allow_pickle", "arch")
+    assert meant(given, known) == (None if name is None else f"did you mean {name}?")

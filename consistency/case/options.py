@@ -130,8 +130,8 @@ class Options:
     load: bool = _option(False, "keep each device busy with matrix products during --for: it runs hot", type=bool)
     tolerance: tuple[Override, ...] = _option(
         (),
-        "[stage=…,][layer=PATTERN,][dtype=…,]atol=…,rtol=… instead of the derived bound; may be repeated, and the "
-        "last one that matches a tensor applies",
+        "[stage=…,][arch=PATTERN,][layer=PATTERN,][dtype=…,]atol=…,rtol=… instead of the derived bound; "
+        "may be repeated, and the last one that matches a tensor applies",
         "LIST",
         repeatable=True,
     )

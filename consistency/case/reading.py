@@ -16,7 +16,7 @@ from consistency.case.load_path import GRAMMAR, LoadPath
 from consistency.case.options import OPTIONS, Edge, Option, Options
 from consistency.case.profile import Switch, as_switches, merged
 from consistency.case.stages import Stage
-from consistency.case.tolerance import Override, as_tables
+from consistency.case.tolerance import Override, as_overrides
 from consistency.devices.spec import parse_devices
 from consistency.errors import UsageError
 
@@ -89,7 +89,7 @@ def parse(table: Mapping[str, object], *, where: Callable[[str], str]) -> dict[s
 def _value(option: Option, given: object, where: str) -> object:
     match option.name:
         case "tolerance":
-            given = as_tables(given, where=where)
+            return as_overrides(given, where=where)
         case "set":
             return as_switches(given, where=where)
         case "devices":

@@ -1,4 +1,4 @@
-"""The user's tolerances, by stage, layer and dtype. No torch here.
+"""The user's tolerances, by stage, architecture, layer and dtype. No torch here.
 
 An override replaces the derived bound or the `relative` rule of the tensors it matches by
 ``|actual - exact| <= atol + rtol * |exact|``, element by element, where `exact` is the float64 value that the stage
@@ -17,13 +17,14 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from consistency.case.stages import SPECS, Kind, Stage, stages_of
-from consistency.errors import UsageError
+from consistency.errors import UsageError, meant
 from consistency.numerics.rules import UNIT_ROUNDOFF
 
 COMPUTED: tuple[Stage, ...] = stages_of(lambda spec: spec.kind is Kind.COMPUTES)
 """Stages that compute, and so may round."""
 
-_KEYS = ("stage", "layer", "dtype", "atol", "rtol")
+_PLACES = ("stage", "arch", "layer", "dtype")
+_KEYS = (*_PLACES, "atol", "rtol")
 _EXAMPLE = "stage=merged,layer=*.q_proj,dtype=bfloat16,atol=1e-3,rtol=1e-2"
 
 
@@ -38,6 +39,9 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Share of the exact element's magnitude; finite, 0 or more.
     stage : str or None
         One of those that compute; None is all of them.
+    arch : str or None
+        Pattern of `fnmatch`, in any case, on the name of the device's architecture (`Hopper sm_90`) or on one word of
+        it (`sm_90`, `hopper`, `AVX-512`). None is every architecture.
     layer : str or None
         Pattern of `fnmatch` on the layer's name as reports show it, case-sensitive; `*` matches dots too. None is
         every layer.
@@ -50,30 +54,40 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stage: str | None = None
     layer: str | None = None
     dtype: str | None = None
+    arch: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("atol", self.atol), ("rtol", self.rtol)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is a finite number of 0 or more, got {value}")
         if self.stage is not None and self.stage not in list(Stage):
-            raise ValueError(f"unknown stage: {self.stage}; a tolerance is for {_or(COMPUTED)}")
+            close = meant(self.stage, COMPUTED)
+            raise ValueError(f"unknown stage: {self.stage}; " + (close or f"a tolerance is for {_or(COMPUTED)}"))
         if self.stage is not None and self.stage not in COMPUTED:
             why = SPECS[Stage(self.stage)].kind.value
             raise ValueError(f"the stage {self.stage} {why}: a tolerance is for {_or(COMPUTED)}")
         if self.dtype is not None and self.dtype not in UNIT_ROUNDOFF:
             raise ValueError(f"no dtype that has a tolerance: {self.dtype}; it is one of {', '.join(UNIT_ROUNDOFF)}")
-        if self.layer is not None and not self.layer.strip():
-            raise ValueError("an empty layer matches nothing: leave it out to mean every layer")
-        if self.layer is not None and "," in self.layer:
-            raise ValueError(f"layer is one pattern, got {self.layer}: give one tolerance per pattern")
+        for name, pattern in (("layer", self.layer), ("arch", self.arch)):
+            if pattern is not None and not pattern.strip():
+                raise ValueError(f"an empty {name} matches nothing: leave it out to mean every {name}")
+            if pattern is not None and "," in pattern:
+                raise ValueError(f"{name} is one pattern, got {pattern}: give one tolerance per pattern")
 
     def __str__(self) -> str:
         """Return the text that the command line accepts for it."""
-        parts = [f"{name}={value}" for name in _KEYS[:3] if (value := getattr(self, name)) is not None]
+        parts = [f"{name}={value}" for name in _PLACES if (value := getattr(self, name)) is not None]
         return ",".join([*parts, f"atol={float(self.atol)!r}", f"rtol={float(self.rtol)!r}"])
 
+    def is_for(self, architecture: str) -> bool:
+        """Return whether it applies to devices of this architecture."""
+        if self.arch is None:
+            return True
+        names = architecture.lower()
+        return any(fnmatchcase(name, self.arch.strip().lower()) for name in (names, *names.split()))
+
     def matches(self, *, stage: str, layer: str, dtype: str) -> bool:
-        """Return whether it applies to a tensor of this stage, layer and dtype."""
+        """Return whether it applies to a tensor of this stage, layer and dtype, on the architecture that it is for."""
         return (
             stage in COMPUTED
             and self.stage in (None, stage)
@@ -87,40 +101,66 @@ def choose(overrides: Sequence[Override], *, stage: str, layer: str, dtype: str)
     return next((o for o in reversed(overrides) if o.matches(stage=stage, layer=layer, dtype=dtype)), None)
 
 
-def as_tables(given: object, *, where: str) -> list[object]:
-    """Turn what a user wrote into tables that convert to `Override`; texts of the command line are parsed."""
+def of_architecture(overrides: Sequence[Override], architecture: str) -> tuple[Override, ...]:
+    """Return those that apply to devices of an architecture, in the same order."""
+    return tuple(one for one in overrides if one.is_for(architecture))
+
+
+def as_overrides(given: object, *, where: str) -> tuple[Override, ...]:
+    """Read what a user wrote: a list of tables, or of texts as the command line has them.
+
+    Raises
+    ------
+    UsageError
+        It is no such list, or one of it has an unknown field, or a value that cannot be used.
+    """
     if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
         raise UsageError(
             "tolerances are a list of tables", where=where, got=given, wanted=f'[[tolerance]], or "{_EXAMPLE}"'
         )
-    return [_as_table(item, where=where) for item in given]
+    return tuple(one if isinstance(one, Override) else _override(one, where=where) for one in given)
 
 
-def _as_table(given: object, *, where: str) -> object:
-    table = _take_apart(given) if isinstance(given, str) else given
-    if isinstance(table, Mapping) and not {"atol", "rtol"} <= set(table):
-        one = [name for name in ("atol", "rtol") if name in table]
+def _override(given: object, *, where: str) -> Override:
+    table = _take_apart(given, where=where) if isinstance(given, str) else given
+    if not isinstance(table, Mapping):
+        raise UsageError("a tolerance is a table", where=where, got=table, wanted=f'[[tolerance]], or "{_EXAMPLE}"')
+    shown = ", ".join(f"{name}={value}" for name, value in table.items()) or "an empty table"
+    for name in table:
+        if name not in _KEYS:
+            raise UsageError(f"a tolerance has no field {name}", where=where, got=shown, wanted=", ".join(_KEYS),
+                             hint=meant(str(name), _KEYS))  # fmt: skip
+    missing = [name for name in ("atol", "rtol") if name not in table]
+    if missing:
         raise UsageError(
-            f"a tolerance with {one[0]} only" if one else "a tolerance without atol and rtol",
-            where=where,
-            got=", ".join(f"{name}={value}" for name, value in table.items()) or "an empty table",
-            wanted="both atol and rtol, as in torch.testing; 0 is allowed",
-        )
-    return table
+            "a tolerance without atol and rtol" if len(missing) > 1 else f"a tolerance without {missing[0]}",
+            where=where, got=shown, wanted="both atol and rtol, as in torch.testing; 0 is allowed",
+        )  # fmt: skip
+    for name, value in table.items():
+        is_number = name in ("atol", "rtol")
+        if isinstance(value, bool) or not isinstance(value, (int, float) if is_number else str):
+            wanted = "a number, such as 1e-3" if is_number else f"a text, as in {_EXAMPLE}"
+            raise UsageError(f"{name} of a tolerance is not {wanted.partition(',')[0]}", where=where, got=repr(value),
+                             wanted=wanted)  # fmt: skip
+    try:
+        return Override(**table)
+    except ValueError as error:
+        raise UsageError(str(error), where=where, got=shown) from None
 
 
-def _take_apart(text: str) -> dict[str, object]:
+def _take_apart(text: str, *, where: str) -> dict[str, object]:
     table: dict[str, object] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, is_pair, value = (piece.strip() for piece in part.partition("="))
         if not is_pair or not value:
-            raise UsageError("a tolerance is made of name=value", where=text, got=part, wanted=_EXAMPLE)
+            raise UsageError("a tolerance is made of name=value", where=where, got=f"{part} in {text}", wanted=_EXAMPLE)
         if name in table:
-            raise UsageError(f"a tolerance with two of {name}", where=text, wanted=_EXAMPLE)
+            raise UsageError(f"a tolerance with two of {name}", where=where, got=text, wanted=_EXAMPLE)
         try:
             table[name] = float(value) if name in ("atol", "rtol") else value
         except ValueError:
-            raise UsageError(f"{name} is not a number", where=text, got=value, wanted="such as 1e-3") from None
+            wanted = "a number, such as 1e-3"
+            raise UsageError(f"{name} of a tolerance is not a number", where=where, got=value, wanted=wanted) from None
     return table
 
 

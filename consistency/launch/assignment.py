@@ -15,6 +15,7 @@ import msgspec
 from consistency.capture.json_codec import decode_json
 from consistency.capture.records import WorkerInfo, WorkerStatus
 from consistency.case.case import Case
+from consistency.case.tolerance import of_architecture
 from consistency.devices.spec import DeviceIdentity
 from consistency.errors import CaptureError, ConsistencyError, InputError, UsageError
 from consistency.launch.change import Change
@@ -76,8 +77,9 @@ class Assignment:
     def job(self, *, threads: int | None) -> Job:
         """Return what the worker needs to know."""
         change = self.plan.change or Change()
+        tolerance = of_architecture(self.case.tolerance, self.plan.info.architecture)
         return Job(
-            case=self.case,
+            case=msgspec.structs.replace(self.case, tolerance=tolerance),
             name=self.plan.name,
             device=torch_device(self.plan.info, self.plan.load_path),
             load_path=self.plan.load_path,

@@ -16,7 +16,7 @@ from consistency.case.case import Case
 from consistency.case.options import Edge, Options
 from consistency.case.reading import gather_options, make_options
 from consistency.case.stages import Stage
-from consistency.case.tolerance import COMPUTED, Override, as_tables, choose
+from consistency.case.tolerance import COMPUTED, Override, as_overrides, choose, of_architecture
 from consistency.errors import UsageError
 from consistency.numerics.rules import UNIT_ROUNDOFF
 
@@ -28,6 +28,7 @@ OVERRIDES = st.builds(
     stage=st.sampled_from([None, *COMPUTED]),
     layer=st.sampled_from([None, "*.q_proj", "hidden_states.?", "model.layers.[0-3].*", "[!a]=b", "logits"]),
     dtype=st.sampled_from([None, *UNIT_ROUNDOFF]),
+    arch=st.sampled_from([None, "sm_90", "x86-64 AVX-512", "Hopper*"]),
 )
 
 
@@ -88,29 +89,37 @@ def test_a_case_from_elsewhere_is_checked_alike(what: str) -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"atol": 1.0}, "a tolerance with atol only"),
-        ({"rtol": 1.0, "layer": "x"}, "a tolerance with rtol only"),
+        ({"atol": 1.0}, "a tolerance without rtol"),
+        ({"rtol": 1.0, "layer": "x"}, "a tolerance without atol"),
         ({"layer": "x"}, "a tolerance without atol and rtol"),
         ({}, "a tolerance without atol and rtol"),
         ({"atol": -1e-9, "rtol": 0}, "atol is a finite number of 0 or more"),
         ({"atol": 0, "rtol": -1}, "rtol is a finite number of 0 or more"),
         ({"atol": math.nan, "rtol": 0}, "atol is a finite number"),
         ({"atol": 0, "rtol": math.inf}, "rtol is a finite number"),
-        ({"atol": True, "rtol": 0}, "Expected `float`"),
-        ({"atol": "1", "rtol": 0}, "Expected `float`"),
+        ({"atol": True, "rtol": 0}, "atol of a tolerance is not a number\n  where:  tolerance\n  got:    True"),
+        ({"atol": "1", "rtol": 0}, "atol of a tolerance is not a number\n  where:  tolerance\n  got:    '1'"),
         ({"atol": 1, "rtol": 1, "stage": "base"}, "the stage base only moves bytes, and no byte may differ"),
         ({"atol": 1, "rtol": 1, "stage": "adapter"}, "the stage adapter only moves bytes"),
         (
             {"atol": 1, "rtol": 1, "stage": "merge"},
-            "unknown stage: merge; a tolerance is for operators, merged, forward or gradient",
+            "unknown stage: merge; did you mean merged?",
         ),
-        ({"atol": 1, "rtol": 1, "stage": 3}, "$[0].stage"),
+        (
+            {"atol": 1, "rtol": 1, "stage": "x"},
+            "unknown stage: x; a tolerance is for operators, merged, forward or gradient",
+        ),
+        ({"atol": 1, "rtol": 1, "stage": 3}, "stage of a tolerance is not a text"),
+        ({"atol": 1, "rtol": 1, "arch": ""}, "an empty arch matches nothing"),
+        ({"atol": 1, "rtol": 1, "arch": ["sm_90"]}, "arch of a tolerance is not a text"),
         ({"atol": 1, "rtol": 1, "dtype": "bf16"}, "no dtype that has a tolerance: bf16"),
         ({"atol": 1, "rtol": 1, "dtype": "int8"}, "one of float64, float32, float16, bfloat16"),
         ({"atol": 1, "rtol": 1, "layer": " "}, "an empty layer matches nothing"),
         ({"atol": 1, "rtol": 1, "layer": "*.q_proj,*.v_proj"}, "give one tolerance per pattern"),
-        ({"atol": 1, "rtol": 1, "tensor": "delta"}, "unknown field `tensor`"),
-        (7, "Expected `object`"),
+        ({"atol": 1, "rtol": 1, "tensor": "delta"}, "has no field tensor"),
+        ({"atol": 1, "rtol": 1, "tensor": "delta"}, "wanted: stage, arch, layer, dtype, atol, rtol"),
+        ({"atol": 1, "rtol": 1, "architecture": "sm_90"}, "did you mean arch?"),
+        (7, "a tolerance is a table"),
     ],
 )
 def test_a_table_that_cannot_be_meant_is_refused(table: Any, words: str) -> None:
@@ -125,14 +134,14 @@ def test_a_table_that_cannot_be_meant_is_refused(table: Any, words: str) -> None
     [
         ("", "a tolerance without atol and rtol"),
         ("stage=merged", "a tolerance without atol and rtol"),
-        ("atol=1", "a tolerance with atol only"),
+        ("atol=1", "a tolerance without rtol"),
         ("merged,atol=1,rtol=1", "a tolerance is made of name=value"),
         ("layer=,atol=1,rtol=1", "a tolerance is made of name=value"),
-        ("atol=much,rtol=1", "atol is not a number"),
+        ("atol=much,rtol=1", "atol of a tolerance is not a number"),
         ("atol=nan,rtol=1", "atol is a finite number"),
         ("atol=1,rtol=1e999", "rtol is a finite number"),
         ("atol=1,atol=2,rtol=1", "a tolerance with two of atol"),
-        ("layers=x,atol=1,rtol=1", "unknown field `layers`"),
+        ("layers=x,atol=1,rtol=1", "did you mean layer?"),
         ("stage=base,atol=1,rtol=1", "only moves bytes"),
     ],
 )
@@ -145,7 +154,7 @@ def test_a_text_that_cannot_be_meant_is_refused(text: str, words: str) -> None:
 @pytest.mark.parametrize("value", ["atol=1,rtol=1", {"atol": 1, "rtol": 1}, 3, None])
 def test_one_tolerance_is_no_list(value: object) -> None:
     with pytest.raises(UsageError, match="tolerances are a list of tables"):
-        as_tables(value, where="here")
+        as_overrides(value, where="here")
 
 
 # --- which one is meant -----------------------------------------------------------------------------------------------
@@ -179,6 +188,29 @@ def test_the_last_that_matches_wins() -> None:
 def test_every_field_that_is_given_has_to_match(changes: dict[str, Any], matches: bool) -> None:
     override = Override(atol=0.0, rtol=0.0, **changes)
     assert override.matches(stage="merged", layer="model.layers.0.self_attn.q_proj", dtype="float32") is matches
+
+
+@pytest.mark.parametrize(
+    ("arch", "architecture", "applies"),
+    [
+        (None, "Hopper sm_90", True),
+        ("sm_90", "Hopper sm_90", True),
+        ("SM_90", "Hopper sm_90", True),
+        ("hopper", "Hopper sm_90", True),
+        ("Hopper sm_90", "Hopper sm_90", True),
+        ("sm_9?", "Hopper sm_90", True),
+        ("sm_9", "Hopper sm_90", False),
+        ("sm_90", "Ampere sm_86", False),
+        ("sm_8*", "Ada Lovelace sm_89", True),
+        ("avx-512", "x86-64 AVX-512", True),
+        ("x86-64", "x86-64 AVX2", True),
+        ("x86-64", "x86-64", True),
+    ],
+)
+def test_an_architecture_is_named_whole_or_by_a_word(arch: str | None, architecture: str, applies: bool) -> None:
+    override = Override(atol=0.0, rtol=0.0, arch=arch)
+    assert override.is_for(architecture) is applies
+    assert of_architecture((WIDE, override), architecture) == ((WIDE, override) if applies else (WIDE,))
 
 
 @pytest.mark.parametrize("stage", ["base", "adapter"])

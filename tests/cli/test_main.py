@@ -55,9 +55,9 @@ def test_missing_folders(cli: Cli, tmp_path: Path, llama_base: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("atol=1", "atol only"),
+        ("atol=1", "without rtol"),
         ("stage=adapter,atol=1,rtol=1", "only moves bytes"),
-        ("layers=x,atol=1,rtol=1", "layers"),
+        ("layers=x,atol=1,rtol=1", "did you mean layer?"),
         ("atol=nan,rtol=0", "finite"),
     ],
 )

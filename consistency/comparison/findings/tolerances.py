@@ -46,13 +46,17 @@ def _idle(override: Override, compared: Sequence[ComparedWorker]) -> Iterable[Fi
     if not any(p.info.status == "ok" for p in compared):
         return
     matched: dict[str, str] = {}
-    for p in compared:
+    there = [p for p in compared if override.is_for(p.info.architecture)]
+    for p in there:
         for key, record in p.records.items():
             if override.matches(stage=record.stage, layer=record.layer, dtype=record.dtype):
                 if record.tolerance == str(override):
                     return
                 matched[tensor_name(*key)] = record.rule
-    if not matched:
+    if not there:
+        names = ", ".join(dict.fromkeys(p.info.architecture for p in compared))
+        why = f"matched no architecture that was checked: {names}"
+    elif not matched:
         why = "matched no tensor that was checked"
     elif Rule.USER in matched.values():
         why = f"judged no tensor: a later one wins where it matches ({counted(len(matched), 'tensor')})"

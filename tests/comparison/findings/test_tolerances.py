@@ -56,6 +56,23 @@ def test_a_fault_passes_where_the_user_allows_it_and_nowhere_else(run_with_fault
     assert {t.rule for t in everywhere.tensors} == {"user"}
 
 
+def test_a_fault_passes_on_the_architecture_that_the_user_allows_it_on_alone(run_with_faults: Run) -> None:
+    """Planted on two architectures, it stays an error on the other one."""
+    faults = {FAULTY: "merge-off", "cpu": "merge-off"}
+    wide = Override(stage="merged", arch="baseline", atol=1e-3, rtol=1e-2)
+    found = run_with_faults(faults, tolerance=(wide,), **QUICK)
+    assert {worker for finding in errors(found) for worker in finding.workers} == {"cpu"}
+    for tensor in found.tensors:
+        allowed, other = tensor.row(FAULTY), tensor.row("cpu")
+        assert allowed is not None
+        assert other is not None
+        assert (allowed.status, allowed.evidence["tolerance"]) == ("within", str(wide))
+        assert "tolerance" not in other.evidence
+    (note,) = notes(found)
+    assert note.workers == (FAULTY,)
+    assert note.message.startswith("tolerance stage=merged,arch=baseline,atol=0.001,rtol=0.01: 56 tensors judged by it")
+
+
 def test_nothing_allowed_puts_roundings_of_a_healthy_run_outside(run_with_faults: Run) -> None:
     exact = Override(stage="merged", atol=0.0, rtol=0.0)
     found = run_with_faults({}, tolerance=(exact,), **QUICK)
@@ -119,6 +136,15 @@ def test_a_tolerance_that_judged_nothing_is_named(make_capture: MakeCapture) -> 
         f"tolerance {without}: judged no tensor: no float64 value is known where it matches (1 tensor)",
     ]
     assert found.verdict == "consistent"
+
+
+def test_a_tolerance_for_an_architecture_that_is_not_there_is_named(make_capture: MakeCapture) -> None:
+    elsewhere = Override(arch="sm_90", atol=1.0, rtol=1.0)
+    info = {"cuda:0": {"architecture": "Ampere sm_86"}}
+    capture = make_capture("a", {"cpu": [judged()], "cuda:0": [judged()]}, info=info, case={"tolerance": (elsewhere,)})
+    assert f"tolerance {elsewhere}: matched no architecture that was checked: x86-64, Ampere sm_86" in {
+        note.message for note in notes(compared(capture))
+    }
 
 
 def test_silence_of_lost_workers_is_no_misspelling(make_capture: MakeCapture) -> None:
