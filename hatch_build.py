@@ -1,7 +1,9 @@
 """Compile the optional kernel when the package is built; without a compiler the package is built all the same.
 
-A wheel that holds it is one for this platform, one without it for any. The library has nothing of Python's interface,
-so one serves every version. In an editable installation it lies beside its source, in the working tree.
+A wheel that holds it is one for this platform, one without it for any (`CONSISTENCY_NO_KERNEL=1` builds that). The
+library has nothing of Python's interface, so one serves every version; on Linux it needs nothing but a C library older
+than every supported Python, so its wheel is one for `manylinux`, which an index takes. In an editable installation it
+lies beside its source, in the working tree.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class KernelHook(BuildHookInterface):  # type: ignore[misc]  # hatchling is not 
             build_data["force_include"][str(built)] = LIBRARY
         if reason is None:
             build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{_platform()}"
+            build_data["tag"] = f"py3-none-{_platform(built)}"
         else:
             self.app.display_warning(f"without the compiled kernel, NumPy does its work: {reason}")
 
@@ -58,9 +60,30 @@ def _compile(root: Path, target: Path) -> str | None:
     return reason
 
 
-def _platform() -> str:
+def _platform(library: Path) -> str:
     if sys.platform == "darwin":  # a Python for two architectures would name both, and the compiler serves one
         from packaging.tags import platform_tags
 
         return next(iter(platform_tags()))
-    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    oldest = _oldest_glibc(library) if sys.platform == "linux" else None
+    if oldest is None:
+        return platform
+    return platform.replace("linux_", f"manylinux_{oldest[0]}_{oldest[1]}_", 1)
+
+
+def _oldest_glibc(library: Path) -> tuple[int, int] | None:
+    """Return the oldest glibc that loads a library (PEP 600); None where it needs anything beside glibc.
+
+    Not below 2.17, the first that every architecture has a `manylinux` tag of.
+    """
+    from elftools.elf.elffile import ELFFile
+
+    with library.open("rb") as file:
+        elf = ELFFile(file)
+        needed = {tag.needed for tag in elf.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")}
+        section = elf.get_section_by_name(".gnu.version_r")
+        versions = [] if section is None else [one.name for _, names in section.iter_versions() for one in names]
+    if not needed <= {"libc.so.6", "libm.so.6"} or not all(name.startswith("GLIBC_2.") for name in versions):
+        return None  # another C library, such as musl
+    return max([(2, 17), *((2, int(name.split(".")[1])) for name in versions)])
