@@ -21,6 +21,8 @@ from consistency.launch.process import WorkerProcess
 from consistency.workflows import suite
 from tests.conftest import Cli
 
+SUITE_FILES = ["suite-status.json", "suite.html", "suite.json", "suite.md"]
+
 CONFIG = """
 base = "builtin:llama"
 devices = "cpu"
@@ -99,11 +101,11 @@ def test_one_process_takes_all_cases_until_one_ends_it(ran: Ran) -> None:
 
 
 def test_a_case_has_what_a_run_leaves_and_the_suite_its_own_files(ran: Ran) -> None:
-    assert sorted(path.name for path in ran.out.iterdir()) == ["cases", "suite.html", "suite.json", "suite.md"]
+    assert sorted(path.name for path in ran.out.iterdir()) == ["cases", *SUITE_FILES]
     assert sorted(path.name for path in (ran.out / "cases").iterdir()) == ["in-bfloat16", "killed", "one", "two"]
     for name in ("one", "killed"):
         assert sorted(path.name for path in (ran.out / "cases" / name).iterdir()) == [
-            "captures", "report.html", "report.json", "report.md",
+            "captures", "report.html", "report.json", "report.md", "status.json",
         ]  # fmt: skip
     report = json.loads((ran.out / "cases/two/report.json").read_text())
     assert report["verdict"] == "consistent"
@@ -124,7 +126,7 @@ def test_a_suite_of_unusable_cases_starts_no_worker(
     chosen = options_of(config).chosen(["broken"])
     result = suite.run_suite(suite.prepare_suite(chosen), tmp_path / "out", watch=lambda *_: None)
     assert (result.verdict, result.exit_status) == ("unchecked", 2)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["suite.html", "suite.json", "suite.md"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == SUITE_FILES
 
 
 def test_the_host_is_checked_in_the_first_case_of_a_level(config: Path) -> None:

@@ -13,7 +13,7 @@ from consistency.errors import UsageError
 _COLUMNS = {
     "nights": "night: 'TIMESTAMPTZ', host: 'VARCHAR', \"case\": 'VARCHAR', verdict: 'VARCHAR', tool: 'VARCHAR', "
               "versions: 'MAP(VARCHAR, VARCHAR)', findings: 'VARCHAR[]', cases: 'MAP(VARCHAR, VARCHAR)', "
-              "report: 'VARCHAR'",
+              "report: 'VARCHAR', planted: 'BOOLEAN'",
     "workers": "night: 'TIMESTAMPTZ', host: 'VARCHAR', name: 'VARCHAR', road: 'VARCHAR', device: 'VARCHAR', "
                "architecture: 'VARCHAR', model: 'VARCHAR', status: 'VARCHAR', software: 'VARCHAR', inputs: 'VARCHAR', "
                "bits: 'MAP(VARCHAR, VARCHAR)', \"table\": 'VARCHAR', drift: 'VARCHAR[]', simulated: 'BOOLEAN', "

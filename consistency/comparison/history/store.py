@@ -26,7 +26,7 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.transport import open_store, remote_errors
 from consistency.capture.whole_file import write_whole
 from consistency.comparison.by_worker import worst_ratios
-from consistency.comparison.result import Comparison, tensor_name
+from consistency.comparison.result import PLANTED, Comparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
 from consistency.errors import UsageError
 from consistency.numerics.real import Real
@@ -90,6 +90,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Verdict of each case of a suite; its `workers` are those of all cases.
     report : str
         Folder of the run's report, on its host; empty where none was kept.
+    planted : bool
+        A fault was planted on purpose.
     """
 
     schema: str
@@ -103,6 +105,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     workers: tuple[WorkerRecord, ...] = ()
     cases: dict[str, str] = {}
     report: str = ""
+    planted: bool = False
 
 
 Table = dict[str, str]
@@ -224,6 +227,7 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
         versions={k: environment[k] for k in ("torch", "cuda", "transformers", "peft") if environment.get(k)},
         findings=tuple(f.message for f in comparison.findings if f.severity == "error"),
         workers=tuple(workers),
+        planted=any(f.kind == PLANTED for f in comparison.findings),
     )
     return run, tables
 

@@ -12,7 +12,7 @@ from consistency.capture.version import __version__
 from consistency.comparison.history.baseline import Baseline
 from consistency.comparison.history.drift import judge_drift
 from consistency.comparison.history.store import SCHEMA, History, RunRecord, WorkerRecord, record_of
-from consistency.comparison.result import Comparison
+from consistency.comparison.result import PLANTED, Comparison
 from consistency.comparison.suite import SuiteResult, common_findings
 
 
@@ -50,5 +50,6 @@ class SuiteEntry:
             workers=tuple(self._workers),
             cases={case.name: case.verdict for case in suite.cases},
             report=report,
+            planted=any(finding.kind == PLANTED for case in suite.cases for finding in case.findings),
         )
         self._history.append(entry, {})

@@ -73,7 +73,9 @@ def nhc_line(status: Status, age_s: float, max_age_s: float | None) -> str:
     if state(status, stale=is_stale(age_s, max_age_s)) in ("OK", "WARNING"):
         return ""
     what = _what(status, age_s, max_age_s)
-    return _line(f"ERROR: consistency: {'stale: ' if is_stale(age_s, max_age_s) else ''}", what, f" ({_ago(age_s)})")
+    marks = "".join(f"[{mark}] " for mark in status.marks)
+    stale = "stale: " if is_stale(age_s, max_age_s) else ""
+    return _line(f"ERROR: consistency: {marks}{stale}", what, f" ({_ago(age_s)})")
 
 
 def no_result_line(message: str, form: str) -> str:

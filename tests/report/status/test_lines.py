@@ -97,6 +97,7 @@ def test_planted_faults_and_simulated_devices_are_said_first() -> None:
     made = status(faulty(), marks=("planted fault", "simulated"))
     assert text_line(made, 60.0, None).startswith("INCONSISTENT [planted fault] [simulated] llama: ")
     assert nagios_line(made, 60.0, None).startswith("CONSISTENCY CRITICAL - [planted fault] [simulated] adapter")
+    assert nhc_line(made, 60.0, None).startswith("ERROR: consistency: [planted fault] [simulated] adapter")
 
 
 @pytest.mark.parametrize("age_s", [-1e9, 0.0, 59.0, 3600.0, 1e9])

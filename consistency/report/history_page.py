@@ -1,0 +1,80 @@
+"""A history as a page: one file that opens from disk, has no script, and links to the reports that are on this host.
+
+Names may come from strangers, as in `report.html`: the template escapes every value, and a content security policy
+allows no script and no request.
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from pathlib import Path
+
+from markupsafe import Markup
+
+from consistency.capture.version import __version__
+from consistency.capture.wording import counted, some
+from consistency.comparison.history.store import History, RunRecord
+from consistency.errors import UsageError
+from consistency.report.history_table import Night, Trend, lines, nights
+from consistency.report.page.rendering import VERDICT_MARKS, page_environment, part
+
+_PAGES = ("report.html", "suite.html")
+_MOST_FINDINGS = 5  # of a run; its report has all
+_CLASSES = 7  # colours of the style sheet
+
+
+def history_as_html(
+    history: History, last: int, *, place: Path, device: str | None = None, case: str | None = None
+) -> str:
+    """Return the page of the last runs; links to reports are relative to `place`, the page's own folder.
+
+    Raises
+    ------
+    UsageError
+        No run has this device or this case.
+    """
+    found = nights(history.runs(), last)
+    rows = lines(found, device, case)
+    if not rows and (device or case):
+        devices = sorted({worker.device for night in found for run in night.runs for worker in run.workers})
+        got = ", ".join(name for name in (device, case) if name)
+        raise UsageError("no run has this device or this case", got=got, wanted=f"one of the devices {some(devices)}")
+    runs = [run for night in found for run in night.runs]
+    environment = page_environment()
+    environment.filters["link"] = lambda run: _link(run, place)
+    environment.filters["night_link"] = lambda night: _night_link(night, place)
+    environment.filters["colour"] = lambda group: "none" if group is None else group % _CLASSES
+    return environment.from_string(part("history.html")).render(
+        damage=history.damage,
+        devices=rows,
+        facts=_facts(found, runs, len(rows)),
+        failed=[run for run in reversed(runs) if run.findings],
+        marks={**VERDICT_MARKS, "unknown": "?"},
+        most_findings=_MOST_FINDINGS,
+        name=history.url,
+        nights=found,
+        planted=[run.at[:16].replace("T", " ") for run in runs if run.planted],
+        simulated=any(worker.simulated for run in runs for worker in run.workers),
+        style=Markup(part("style.css") + part("history.css")),
+        tool=__version__,
+        trend=Trend,
+        verdict=found[-1].verdict if found else None,
+    )
+
+
+def _facts(found: list[Night], runs: list[RunRecord], devices: int) -> list[str]:
+    facts = [counted(len(runs), "run"), counted(devices, "device"), counted(len({run.host for run in runs}), "host")]
+    return [*facts, f"{found[0].began} to {found[-1].began} UTC"] if found else facts
+
+
+def _night_link(night: Night, place: Path) -> str | None:
+    """Return the link of a run with the worst verdict, if one of them has its report here."""
+    links = (_link(run, place) for run in night.runs if run.verdict == night.verdict)
+    return next((link for link in links if link is not None), None)
+
+
+def _link(run: RunRecord, place: Path) -> str | None:
+    """Return the link to a run's report, where it is on this host."""
+    page = next((Path(run.report, name) for name in _PAGES if run.report and Path(run.report, name).is_file()), None)
+    return None if page is None else urllib.parse.quote(os.path.relpath(page, place.resolve()))
