@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 
@@ -92,7 +93,7 @@ def test_worse_devices_come_first() -> None:
     ],
 )
 def test_runs_of_earlier_versions_claim_no_more_than_they_recorded(
-    fields: dict[str, object], of_run: str, verdict: str
+    fields: dict[str, Any], of_run: str, verdict: str
 ) -> None:
     (line,) = table(run(0, worker("cuda:0", **{"verdict": "", **fields}), verdict=of_run))
     assert line.cells[0] is not None

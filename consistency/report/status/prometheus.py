@@ -79,9 +79,8 @@ def _families(status: Status, stale: bool | None) -> Iterator[tuple[str, str, It
 
 
 def _device_labels(status: Status, device: DeviceStatus) -> dict[str, str]:
-    kind, _, rest = device.name.rpartition("/")[2].partition(":")
-    number = rest.partition("@")[0]
-    labels = {"gpu": number} if kind and number.isdigit() else {}
+    number = device.name.rpartition(":")[2].partition("@")[0]  # of `cuda:1@tf32`, and of `host-a:cuda:1`
+    labels = {"gpu": number} if number.isdigit() else {}
     labels |= {"UUID": device.uuid} if device.uuid else {}
     return {
         **labels,

@@ -48,7 +48,12 @@ def test_what_does_not_describe_hardware_is_marked() -> None:
 
 
 def test_not_a_number_is_the_worst_ratio_and_a_string() -> None:
-    found = comparison([tensor([["cpu"]], ratio=0.5), tensor([["cuda:0"]], ratio=math.nan)])
+    found = comparison(
+        [
+            tensor([["cpu"]], ratio=0.5, statuses={"cpu": "within"}),
+            tensor([["cuda:0"]], ratio=math.nan, statuses={"cuda:0": "outside"}),
+        ]
+    )
     table = json.loads(b"".join(render(found, View())))
     assert table["bound_ratio"] == "nan"
 

@@ -48,7 +48,8 @@ def test_the_labels_are_those_of_the_dcgm_exporter() -> None:
         worker("cuda:1", uuid="GPU-6f2d", host="node-7", load_path="shared"),
         worker("cuda:1@tf32", uuid="GPU-6f2d", host="node-7"),
     )
-    found = comparison([tensor([["cpu", "cuda:1", "cuda:1@tf32"]], ratio=0.5)], workers=workers)
+    names = ["cpu", "cuda:1", "cuda:1@tf32"]
+    found = comparison([tensor([names], ratio=0.5, statuses=dict.fromkeys(names, "within"))], workers=workers)
     lines = families(list(metrics(status(found), stale=None)))
     gpu = 'gpu="1",UUID="GPU-6f2d",modelName="RTX A6000",Hostname="node-7"'
     assert lines["consistency_bound_ratio"] == [
