@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from consistency.case.stages import Stage, StageSpec, run_order
 from consistency.case.tolerance import Override
 from consistency.errors import InputError
 from consistency.worker import session
+from consistency.worker.memory.placement import Placement
 from consistency.worker.model.id_checks import KernelAssertedError
+from consistency.worker.model.kept_base import BaseKeeper
+from consistency.worker.protocol import EventLog, Job
 from consistency.worker.stages import forward
 from tests.worker.conftest import Look
-from tests.worker.model.made_models import SIZES, adapter_on, on_llama, saved
+from tests.worker.model.made_models import SIZES, adapter_on, case_of, on_llama, saved
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
@@ -233,3 +237,34 @@ def test_after_a_kernel_assertion_no_later_stage_runs_on_the_lost_context(
         ("transfer", "everything", "skipped"),
     ]
     assert {r.stage for r in found if r.order < kernels.order} == {"base"}
+
+
+def test_a_later_case_of_a_process_leaves_out_what_the_earlier_one_did(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class Noted(Placement):
+        def start_again(self) -> None:
+            calls.append("start again")
+            super().start_again()
+
+        def look(self, step: str) -> None:
+            calls.append(step)
+            super().look(step)
+
+    monkeypatch.setattr(session, "Placement", Noted)
+    jobs = [
+        Job(
+            case=case_of(llama, None), name="cpu", device="cpu", load_path="isolated", folder=str(tmp_path / name),
+            blobs=str(tmp_path), scratch=str(tmp_path), settings={}, makes_reference=True, threads=1,
+            parent_pid=os.getpid(),
+        )
+        for name in ("first", "second")
+    ]  # fmt: skip
+    bases = BaseKeeper(jobs)
+    for job in jobs:
+        Path(job.folder).mkdir()
+        with EventLog(Path(job.folder, "events.jsonl")) as events:
+            session.Session(job, events, {}, bases)
+    assert calls == ["import", "start again", "import"]

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from consistency.capture.json_codec import decode_json
-from consistency.capture.soak import ChangedTensor, Condition, Load, Occurrences, Soak, SoakedStage
+from consistency.capture.soak import (
+    MOST_NUMBERS,
+    ChangedTensor,
+    Condition,
+    Load,
+    Occurrences,
+    Soak,
+    SoakedStage,
+)
+from consistency.comparison.findings.collect import AS_DEPLOYED
+from consistency.comparison.findings.soak import readings_text
 from consistency.comparison.result import Comparison
 from consistency.numerics.words import Word
 from consistency.report.json import as_bytes
@@ -106,6 +116,106 @@ def test_transient_and_permanent_changes_are_told_apart(
     assert finding.message.endswith(ending)
 
 
+TWO_TENSORS = (  # they change in turn, so that something differs in every repeat, and yet each comes back
+    change("merged", "weight", 1, 3), change("merged", "delta", 2, 4),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "ending"),
+    [
+        (TWO_TENSORS, "in 4 of 4 repeats, the same wrong bits each time, and right in between"),
+        (
+            (TWO_TENSORS[0], change("merged", "delta", 2, 4, values=2)),
+            "in 4 of 4 repeats, different wrong bits each time, and right in between",
+        ),
+        (
+            (TWO_TENSORS[0], change("merged", "delta", 2, 4, returned=False)),
+            "in 4 of 4 repeats, the same wrong bits each time, and right in between",
+        ),
+        (
+            (change("merged", "weight", 1, 2, 3, 4, returned=False, values=3),),
+            "in 4 of 4 repeats, from repeat 1 on",
+        ),
+        ((change("merged", "weight", 1, 2, 3, 4),), "the same wrong bits each time, and right in between"),
+    ],
+)
+def test_a_course_is_that_of_all_tensors(comparison_of: Any, changes: tuple[ChangedTensor, ...], ending: str) -> None:
+    numbers = sorted({number for one in changes for number in one.occurrences.numbers})
+    stage = SoakedStage(
+        stage="merged", tensors=3, repeats=4, changed=occurrences(*numbers), changed_tensors=len(changes)
+    )
+    (finding,) = errors(comparison_of(soak(*changes, repeats=4, stages=(stage,))))
+    assert finding.message.endswith(ending)
+
+
+def test_more_tensors_than_are_stored_are_counted(comparison_of: Any) -> None:
+    one = change()
+    stage = SoakedStage(stage="merged", tensors=99, repeats=9, changed=one.occurrences, changed_tensors=40)
+    (many,) = errors(comparison_of(soak(one, stages=(stage,))))
+    assert "single-bit flips in 40 tensors in 1 of" in many.message
+    (two,) = errors(comparison_of(soak(*TWO_TENSORS)))
+    assert "single-bit flips in 2 tensors in" in two.message
+
+
+def test_a_change_without_a_diagnosis_is_only_told(comparison_of: Any) -> None:
+    for word in (None, Word.UNKNOWN):
+        (finding,) = errors(comparison_of(soak(change(diagnosis=word))))
+        assert "merged · cuda:0 · weight of layers.0.q changed in 1 of" in finding.message
+
+
+def test_many_repeats_and_tensors_are_cut_and_counted(comparison_of: Any) -> None:
+    numbers = range(1, MOST_NUMBERS + 1)
+    changes = [change("merged", f"weight_{i}", *numbers, occurrences=occurrences(*numbers, count=53)) for i in range(5)]
+    (finding,) = errors(comparison_of(soak(*changes)))
+    assert finding.detail[0].endswith("19, 20, and 33 more: 01:00:00 to 01:30:00")
+    assert len(finding.detail) == 1 + 3 + 1, "when, the first three tensors, and what the device reported"
+    (once,) = errors(comparison_of(soak(change("merged", "weight", 7))))
+    assert once.detail[0] == "in repeat 7: 01:00:00"
+
+
+@pytest.mark.parametrize("condition", [None, Condition(at="01:00:00", repeat=50, readings={})])
+def test_without_readings_the_reason_is_told(comparison_of: Any, condition: Condition | None) -> None:
+    found = soak(change(condition=condition), unread="NVIDIA's management library does not answer")
+    (finding,) = errors(comparison_of(found))
+    assert finding.detail[-1] == "no readings of the device: NVIDIA's management library does not answer"
+
+
+def test_readings_that_tell_nothing_are_left_out() -> None:
+    readings = {
+        "temperature_c": 40, "throttle_reasons": [], "power_limit_w": 700.0, "utilization_percent": 99,
+        "ecc corrected, since boot": 0, "ecc uncorrected, since boot": 3,
+    }  # fmt: skip
+    text = readings_text(Condition(at="01:00:00", repeat=1, readings=readings))
+    assert text == "40 °C, ecc uncorrected, since boot: 3"
+
+
+def test_a_finding_has_the_tensors_of_its_own_stage(comparison_of: Any) -> None:
+    found = errors(comparison_of(soak(change("merged", "weight", 3), change("adapter", "lora_B", 7))))
+    assert [finding.tensors for finding in found] == [
+        ("merged::layers.0.q.weight",),
+        ("adapter::layers.0.q.lora_B",),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("base", "computed_with"),
+    [
+        (change("base", "weight", 5), change("merged", "weight", 5, 6)),
+        (change("base", "weight", 7), change("merged", "weight", 5)),
+        (
+            change("base", "weight", occurrences=Occurrences(count=3, numbers=(), first_at="1", last_at="2")),
+            change("merged", "weight", occurrences=Occurrences(count=3, numbers=(), first_at="1", last_at="2")),
+        ),
+    ],
+    ids=["less often", "later", "at unknown times"],
+)
+def test_weights_that_changed_less_often_or_later_are_no_cause(
+    comparison_of: Any, base: ChangedTensor, computed_with: ChangedTensor
+) -> None:
+    assert not any("caused" in finding.message for finding in errors(comparison_of(soak(base, computed_with))))
+
+
 def test_what_was_computed_with_changed_weights_has_their_cause(comparison_of: Any) -> None:
     stays = {"returned": False}
     base, merged = change("base", "weight", 5, 6, **stays), change("merged", "weight", 5, 6, **stays)
@@ -118,6 +228,9 @@ def test_as_deployed_only_moved_bytes_are_promised(comparison_of: Any) -> None:
     found = comparison_of(soak(change(), change("adapter", "lora_B")), profile="deployed")
     severities = {f.message.split(" ")[0]: f.severity for f in found.findings if f.kind == "not-repeatable"}
     assert severities == {"merged": "note", "adapter": "error"}
+    note = next(f for f in found.findings if f.severity == "note" and f.kind == "not-repeatable")
+    assert all(text is not None and text.endswith(AS_DEPLOYED) for text in (note.message, note.general))
+    assert not any(AS_DEPLOYED in finding.message for finding in errors(found))
 
 
 def test_only_memory_that_grows_all_the_time_and_by_more_than_is_allowed_is_told(comparison_of: Any) -> None:
@@ -129,6 +242,7 @@ def test_only_memory_that_grows_all_the_time_and_by_more_than_is_allowed_is_told
     assert "memory grew by 120 MiB over 1234 repeats" in message
     assert not told(100, 110, 120, 130, 140)
     assert not told(100, 190, 190, 190, 190)  # what a library keeps
+    assert not told(100, 300)  # one step is no course
     assert not told(100)
     assert not told()
 

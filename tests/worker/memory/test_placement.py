@@ -254,6 +254,40 @@ def test_what_a_stage_takes_on_purpose_does_not_count(
     assert (later.status, later.evidence["peak_bytes"], later.evidence["resident_bytes"]) == ("within", 60, 0)
 
 
+def test_what_an_earlier_case_left_does_not_count(
+    found: Placement, facts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker takes the cases of a suite in turn; none is blamed for the one before."""
+    monkeypatch.setattr(NoContexts, "seen", ContextSeen(exists=True, seen_by="the driver"))
+    count(allocated=100, peak=5000, reserved=8000)
+    found.start_again()
+    found.look("import")
+    told = facts(found)
+    assert {name: r.status for name, r in told.items()} == {
+        "allocated": "equal",
+        "reserved": "equal",
+        "context": "skipped",
+    }
+    assert told["context"].reason == "an earlier case of this process may have opened it"
+    count(allocated=130, peak=150, reserved=8000)
+    found.look("load adapter")
+    later = facts(found)["allocated"]
+    assert (later.status, later.evidence["first_step"]) == ("outside", "load adapter")
+    assert (later.evidence["peak_bytes"], later.evidence["resident_bytes"]) == (50, 30)
+
+
+@pytest.mark.parametrize("seen", [False, None])
+def test_only_a_device_that_was_not_opened_before_can_be_blamed_for_a_context(
+    found: Placement, facts: Any, monkeypatch: pytest.MonkeyPatch, seen: bool | None
+) -> None:
+    monkeypatch.setattr(NoContexts, "seen", ContextSeen(exists=seen, reason="nobody can tell"))
+    found.start_again()
+    monkeypatch.setattr(NoContexts, "seen", ContextSeen(exists=True, seen_by="the driver"))
+    found.look("load adapter")
+    status = facts(found)["context"].status
+    assert status == ("within" if seen is False else "skipped")
+
+
 def test_a_backend_without_counters_is_skipped_with_that_reason(found: Placement, facts: Any) -> None:
     Counters.figures_now = Figures()
     told = facts(found)
