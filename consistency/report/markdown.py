@@ -44,7 +44,7 @@ def render(comparison: Comparison, view: View) -> Iterator[bytes]:
 def as_markdown(comparison: Comparison, found: Groups | None = None) -> str:
     """Return the report in GitHub's Markdown; `found` is `summary.groups` by load path, where they are known."""
     found = all_groups(comparison) if found is None else found
-    lines = [*_head(comparison), *_table(comparison, found), *_findings(comparison)]
+    lines = [*_head(comparison), *_table(comparison, found), *numbered(_to_act_on(comparison), _FINDINGS)]
     lines += [*_details(comparison), *_environment(comparison)]
     return "".join(f"{line}\n" for line in lines)
 
@@ -73,6 +73,17 @@ def fence(lines: Sequence[str]) -> list[str]:
     longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
     ticks = "`" * max(3, longest + 1)
     return [f"{ticks}text", *lines, ticks]
+
+
+def numbered(found: Sequence[Finding], most: int) -> Iterator[str]:
+    """Yield the first findings as a numbered list, and how many follow."""
+    if found:
+        yield ""
+    for number, finding in enumerate(found[:most], start=1):
+        mark = "✗" if finding.severity == "error" else "warning:"
+        yield f"{number}. {mark} **{escaped(finding.kind)}** {escaped(finding.message)}"
+    if rest := and_more(len(found) - most, "finding"):
+        yield f"{most + 1}. {rest}"
 
 
 def _cut(text: str) -> str:
@@ -116,17 +127,6 @@ def _table(comparison: Comparison, found: Groups) -> Iterator[str]:
         yield f"| {title} | {workers} | {' | '.join(texts)} |"
     if rest := and_more(len(lines) - _GROUP_LINES, "line"):
         yield f"| {rest} |"
-
-
-def _findings(comparison: Comparison) -> Iterator[str]:
-    found = _to_act_on(comparison)
-    if found:
-        yield ""
-    for number, finding in enumerate(found[:_FINDINGS], start=1):
-        mark = "✗" if finding.severity == "error" else "warning:"
-        yield f"{number}. {mark} **{escaped(finding.kind)}** {escaped(finding.message)}"
-    if rest := and_more(len(found) - _FINDINGS, "finding"):
-        yield f"{_FINDINGS + 1}. {rest}"
 
 
 def _to_act_on(comparison: Comparison) -> list[Finding]:

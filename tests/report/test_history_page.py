@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html.parser
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import pytest
 from consistency.cli.main import main
 from consistency.errors import UsageError
 from consistency.report.history_page import history_as_html
-from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER, start_browser
+from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER
+from tests.report.conftest import OpenPage
 from tests.report.made_comparisons import HOSTILE, SAFE
 from tests.report.made_histories import history_of, month, run, worker
 
@@ -144,25 +144,10 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len([of for tag, of in page.elements if tag == "th"]) == 2 + 3 + 2
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    pytest.importorskip("selenium", reason="the browser's driver, selenium, is not installed")
-    driver = start_browser(tmp_path_factory.mktemp("chromium"))
-    yield driver
-    driver.quit()
-
-
 @pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
-    """Open the page of a month from disk; afterwards, what it logged is a failure."""
-    history = history_of(tmp_path / "history", month())
-    (tmp_path / "history.html").write_text(history_as_html(history, 0, place=tmp_path))
-    browser.get_log("browser")  # what an earlier page left
-    browser.get((tmp_path / "history.html").as_uri())
-    yield browser
-    assert browser.get_log("browser") == []
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+def opened(open_page: OpenPage, tmp_path: Path) -> Any:
+    """Open the page of a month."""
+    return open_page(history_as_html(history_of(tmp_path / "history", month()), 0, place=tmp_path))
 
 
 def in_view(browser: Any, selector: str) -> list[bool]:

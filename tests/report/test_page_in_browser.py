@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import pytest
 from consistency.comparison.result import Comparison, Row, Status, TensorComparison
 from consistency.numerics.real import Real
 from consistency.report.html import as_html
-from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER, start_browser
+from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER
+from tests.report.conftest import OpenPage
 from tests.report.made_comparisons import ALL, HOSTILE, SAFE, comparison, faulty, hostile, tensor
 
 pytest.importorskip("selenium", reason="the browser's driver, selenium, is not installed")
@@ -20,30 +21,12 @@ pytest.importorskip("selenium", reason="the browser's driver, selenium, is not i
 pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=NO_BROWSER)
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    driver = start_browser(tmp_path_factory.mktemp("chromium"))
-    yield driver
-    driver.quit()
-
-
 Open = Callable[[Comparison], Any]
 
 
 @pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Open a comparison's page from disk; afterwards, what it logged is a failure."""
-
-    def visit(found: Comparison) -> Any:
-        path = tmp_path / "report.html"
-        path.write_text(as_html(found))
-        browser.get(path.as_uri())
-        return browser
-
-    browser.get_log("browser")  # what an earlier page left
-    yield visit
-    assert browser.get_log("browser") == []
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+def opened(open_page: OpenPage) -> Open:
+    return lambda found: open_page(as_html(found))
 
 
 def layered() -> Comparison:

@@ -17,8 +17,9 @@ VERDICT_MARKS = {"consistent": "✓", "inconsistent": "✗", "incomplete": "!", 
 def page_environment() -> jinja2.Environment:
     """Return the environment in which every page is rendered."""
     environment = jinja2.Environment(
-        autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
+        autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+        loader=jinja2.FunctionLoader(part),
+    )  # fmt: skip
     environment.filters["and_more"] = and_more
     return environment
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from consistency.capture.version import __version__
-from consistency.capture.wording import and_more
 from consistency.comparison.result import PLANTED, Finding
 from consistency.comparison.suite import SuiteResult
 from consistency.report.formats import View
-from consistency.report.markdown import escaped, folded
+from consistency.report.markdown import escaped, folded, numbered
 from consistency.report.sentences import cell_text
 from consistency.report.suite.findings import findings_of
 from consistency.report.suite.table import case_lines, columns, seconds, suite_facts
@@ -27,7 +26,7 @@ def suite_as_markdown(suite: SuiteResult, folder: str | None = None) -> str:
     found = findings_of(suite, folder)
     acted_on = [finding for finding in found if finding.severity != "note"]
     planted = [finding.message for finding in found if finding.kind == PLANTED]
-    lines = [*_head(suite, planted), *_findings(acted_on), *_table(suite), *_details(acted_on)]
+    lines = [*_head(suite, planted), *numbered(acted_on, _FINDINGS), *_table(suite), *_details(acted_on)]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -40,16 +39,6 @@ def _head(suite: SuiteResult, planted: list[str]) -> Iterator[str]:
         yield ""
     about = [suite.name, *suite_facts(suite), seconds(suite.elapsed_s)]
     yield f"{' · '.join(escaped(part) for part in about)} · consistency {__version__}"
-
-
-def _findings(found: list[Finding]) -> Iterator[str]:
-    if found:
-        yield ""
-    for number, finding in enumerate(found[:_FINDINGS], start=1):
-        mark = "✗" if finding.severity == "error" else "warning:"
-        yield f"{number}. {mark} **{escaped(finding.kind)}** {escaped(finding.message)}"
-    if rest := and_more(len(found) - _FINDINGS, "finding"):
-        yield f"{_FINDINGS + 1}. {rest}"
 
 
 def _table(suite: SuiteResult) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 from consistency.comparison.suite import SuiteResult
 from consistency.report.html import as_html
 from consistency.report.suite.html import suite_as_html
-from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER, start_browser
+from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER
+from tests.report.conftest import OpenPage
 from tests.report.made_comparisons import hostile
 from tests.report.suite.made_suites import case, good, many, suite, zeros
 
@@ -20,31 +21,12 @@ pytest.importorskip("selenium", reason="the browser's driver, selenium, is not i
 pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=NO_BROWSER)
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    driver = start_browser(tmp_path_factory.mktemp("chromium"))
-    yield driver
-    driver.quit()
-
-
 Open = Callable[[SuiteResult], Any]
 
 
 @pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Open a suite's page from disk; afterwards, what it logged is a failure."""
-
-    def visit(found: SuiteResult) -> Any:
-        path = tmp_path / "suite.html"
-        path.write_text(suite_as_html(found, "run"))
-        browser.get(path.as_uri())
-        return browser
-
-    browser.get_log("browser")  # what an earlier page left
-    yield visit
-    assert browser.get_log("browser") == []
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+def opened(open_page: OpenPage) -> Open:
+    return lambda found: open_page(suite_as_html(found, "run"))
 
 
 def test_what_failed_is_seen_and_the_rest_unfolds(opened: Open) -> None:
