@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from consistency.case.tolerance import Override
     from consistency.errors import ConsistencyError
     from consistency.worker.wrapper_check import WrapperReport, check_wrapped
-    from consistency.workflows.api import Comparison, Report, SuiteResult, compare, run, run_suite
+    from consistency.workflows.api import Comparison, Report, SuiteResult, assert_consistent, compare, run, run_suite
 
 __all__ = [
     "Case",
@@ -28,6 +28,7 @@ __all__ = [
     "SuiteResult",
     "WrapperReport",
     "__version__",
+    "assert_consistent",
     "check_wrapped",
     "compare",
     "run",
@@ -43,6 +44,7 @@ _HOMES = {
     "Comparison": "consistency.workflows.api",
     "Report": "consistency.workflows.api",
     "SuiteResult": "consistency.workflows.api",
+    "assert_consistent": "consistency.workflows.api",
     "compare": "consistency.workflows.api",
     "run": "consistency.workflows.api",
     "run_suite": "consistency.workflows.api",

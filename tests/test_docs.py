@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ DOCUMENTS = (
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")),
 )
 
-OUTSIDE = {"my_wrapper.py"}
+OUTSIDE = {"my_wrapper.py", "test_adapter.py"}
 """What a document asks its reader to write."""
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -107,6 +108,12 @@ def refused(arguments: list[str]) -> str | None:
     return None
 
 
+def pytest_options(block: str) -> dict[str, object] | None:
+    """Return the options of a `pyproject.toml` for pytest, None for another file."""
+    found: dict[str, object] | None = tomllib.loads(block).get("tool", {}).get("pytest", {}).get("ini_options")
+    return found
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_and_files_exist(document: str) -> None:
     text = text_of(document)
@@ -124,6 +131,9 @@ def test_commands_parse(document: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_option_files_and_pytest_options_are_known(document: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     text = text_of(document)
     for number, block in enumerate(block for language, block in _FENCE.findall(text) if language == "toml"):
+        if (options := pytest_options(block)) is not None:
+            assert all(pytestconfig.getini(name) is None for name in options), "known; this project sets none"
+            continue
         path = tmp_path / f"{number}.toml"
         path.write_text(block, encoding="utf-8")
         if gather_suite(path, {"adapter": "./my-lora"}, Edge.TOML) is None:  # patterns match nothing here
@@ -149,3 +159,14 @@ def test_mistakes_are_found(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_readme_has_commands() -> None:
     assert len(list(commands(text_of("README.md")))) > 15
+
+
+def test_the_readmes_test_runs_as_it_stands(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    for _, block in _FENCE.findall(text_of("README.md")):
+        if named := re.match(r"# (pyproject\.toml|test_adapter\.py)\n", block):
+            (pytester.path / named[1]).write_text(block, encoding="utf-8")
+    assert {path.name for path in pytester.path.iterdir()} == {"pyproject.toml", "test_adapter.py"}
+    done = pytester.runpytest_subprocess("--strict-markers", "--strict-config", "--consistency-devices=cpu")
+    done.assert_outcomes(passed=1)
+    assert (pytester.path / ".pytest_cache").is_dir()

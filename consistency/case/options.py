@@ -32,10 +32,11 @@ class Edge(enum.Enum):
     COMMAND_LINE = "--"
     TOML = ""
     PYTEST = "--consistency-"
+    PYTEST_INI = "consistency_"
 
     def spell(self, name: str) -> str:
         """Return an option's name as it is written here."""
-        return name if self is Edge.TOML else self.value + name.replace("_", "-")
+        return self.value + (name.replace("_", "-") if self.value.startswith("--") else name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,10 @@ class Options:
         (),
         "check only what starts with one of these stage::layer prefixes",
         "LIST",
-        absent={Edge.PYTEST: "node ids and -k select test items, and the run is narrowed to those selected"},
+        absent=dict.fromkeys(
+            (Edge.PYTEST, Edge.PYTEST_INI),
+            "node ids and -k select test items, and the run is narrowed to those selected",
+        ),
     )
     keep: bool = _option(False, "store every computed tensor in the capture", type=bool)
     allow_pickle: bool = _option(False, "read .bin weights, with weights_only=True", type=bool)
@@ -174,3 +178,12 @@ def add_options(add: Callable[..., object], edge: Edge, *, only: Collection[str]
         add(edge.spell(option.name), help=option.help, **keywords)
         for alias in option.aliases:
             add(edge.spell(alias), help=argparse.SUPPRESS, **keywords)
+
+
+def add_ini_options(add: Callable[..., object], edge: Edge) -> None:
+    """Declare the options by `add`, which takes what `pytest.Parser.addini` takes; one not given is None."""
+    for option in OPTIONS:
+        if edge not in option.absent:
+            is_list = option.repeatable or option.metavar == "LIST"
+            kind = "bool" if option.type is bool else "linelist" if is_list else "string"
+            add(edge.spell(option.name), help=option.help, type=kind, default=None)

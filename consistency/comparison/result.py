@@ -244,6 +244,15 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths"
     captures: tuple[str, ...] = ()
     hosts: tuple[HostFacts, ...] = ()
 
+    def __repr__(self) -> str:
+        """Return verdict, first error and its first tensor in one line: what a failed assertion shows."""
+        errors = [finding for finding in self.findings if finding.severity == "error"]
+        # pytest cuts the middle out of what is longer than 240 characters, so the tensor stands first
+        tensors = [", ".join(finding.tensors[:1]) for finding in errors[:1]]
+        more = f"and {len(errors) - 1} more" if len(errors) > 1 else ""
+        parts = [self.verdict, *tensors, *(finding.message for finding in errors[:1]), more]
+        return f"<Comparison {self.case}: {'; '.join(part for part in parts if part)}>"
+
     @property
     def exit_status(self) -> int:
         """Return 0 consistent, 1 inconsistent, 3 incomplete."""

@@ -6,12 +6,13 @@ options only; the rest is imported when an option or a fixture of the plugin is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from consistency.case.options import Edge, add_options
+from consistency.case.options import Edge, add_ini_options, add_options
 
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
@@ -23,24 +24,63 @@ _SESSION: pytest.StashKey[Session] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of `consistency run`."""
+    """Add the options of `consistency run`, each on the command line and in the ini file."""
     group = parser.getgroup("consistency", "do a base model and an adapter produce the same numbers on every device?")
-    group.addoption("--consistency-config", metavar="FILE", help="TOML file of options; the options below win")
     add_options(group.addoption, Edge.PYTEST, prefix="consistency_")
-    group.addoption("--consistency-out", metavar="DIR", help="folder for the reports and captures/, which are replaced")
+    add_ini_options(parser.addini, Edge.PYTEST_INI)
+    for name, metavar, text in _OWN_OPTIONS:
+        group.addoption(Edge.PYTEST.spell(name), metavar=metavar, help=text)
+        parser.addini(Edge.PYTEST_INI.spell(name), text, default=None)
+    group.addoption("--consistency-arch", action="append", metavar="PATTERN", help=_ARCH)
+    parser.addini("consistency_arch", _ARCH, type="linelist", default=None)
 
 
+_OWN_OPTIONS = (
+    ("config", "FILE", "TOML file of options; the options beside it win"),
+    ("out", "DIR", "folder for the reports and captures/, which are replaced"),
+    ("history", "URL", "history of runs to compare with and append to"),
+    ("baseline", "FILE", "accepted findings (consistency baseline accept)"),
+)
+_ARCH = "select the items of devices whose architecture contains this text, such as sm_90; may be repeated"
 _TRIGGERS = ("consistency_config", "consistency_base", "consistency_adapter")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
+    """Refuse options that have moved pytest's root directory."""
+    if any(one.startswith(Edge.PYTEST.value) and "=" not in one for one in args):
+        from consistency.pytest_plugin.rootdir import refuse_displaced_root
+
+        refuse_displaced_root(early_config, args)
+
+
 def _is_used(config: pytest.Config) -> bool:
-    return any(config.getoption(name, None) is not None for name in _TRIGGERS)
+    """Return whether command line or ini file names a case."""
+    on_line = any(config.getoption(name, None) is not None for name in _TRIGGERS)
+    return on_line or any(config.getini(name) is not None for name in _TRIGGERS)
+
+
+def _makes_items(config: pytest.Config) -> bool:
+    """Return whether the session has the items of its case.
+
+    An ini file is no reason to check a model when somebody asks for one test file.
+    """
+    if not _is_used(config):
+        return False
+    if hasattr(config, "workerinput"):
+        return "consistency" in config.workerinput
+    return (
+        any(config.getoption(name, None) is not None for name in _TRIGGERS)
+        or config.args_source is not pytest.Config.ArgsSource.ARGS
+        or any(argument.startswith("consistency::") for argument in config.args)
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Check the case, and take the plugin's own arguments, before pytest looks for files."""
-    if not _is_used(config):
+    config.addinivalue_line("markers", "consistency(**options): options of the case that consistency_report checks")
+    if not _makes_items(config):
         return
     from consistency.errors import ConsistencyError
     from consistency.pytest_plugin.session import Session
@@ -51,7 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from None
     config.stash[_SESSION] = session
     config.add_cleanup(session.close)
-    session.take_arguments(config)
+    on_line = any(config.getoption(name, None) is not None for name in _TRIGGERS)
+    session.take_arguments(config, items_alone=on_line)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -75,13 +116,16 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     found = config.stash.get(_SESSION, None)
     if found is None:
         return
-    from consistency.pytest_plugin.items import make_items
+    from consistency.pytest_plugin.items import make_items, of_architectures
 
     own = make_items(session, found)
-    items.extend(own)
     # pytest counts what it reports as collected
     report = pytest.CollectReport(nodeid="consistency", outcome="passed", longrepr=None, result=list(own))
     config.hook.pytest_collectreport(report=report)
+    kept, others = of_architectures(own, found.given.architectures)
+    items.extend(kept)
+    if others:
+        config.hook.pytest_deselected(items=others)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -91,6 +135,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from consistency.pytest_plugin.items import selection
 
         found.selected = selection(session.items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a test whose marker would do nothing."""
+    marked = any(marker.name == "consistency" for marker in item.own_markers)
+    if marked and "consistency_report" not in getattr(item, "fixturenames", ()):
+        pytest.fail("@pytest.mark.consistency does nothing without the fixture consistency_report", pytrace=False)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -122,25 +174,51 @@ def deterministic() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
+def consistency_config(pytestconfig: pytest.Config) -> dict[str, Any]:
+    """Return the options of command line and ini file by name, as `consistency.run` takes them; made to be overridden.
+
+    A test's own case starts from them; `@pytest.mark.consistency(...)` wins.
+    """
+    return _default_options(pytestconfig)
+
+
+def _default_options(config: pytest.Config) -> dict[str, Any]:
+    from consistency.errors import ConsistencyError
+    from consistency.pytest_plugin.given import read_given
+
+    try:
+        return read_given(config).case_options()
+    except ConsistencyError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+@pytest.fixture(scope="session")
 def consistency_devices(pytestconfig: pytest.Config) -> tuple[str, ...]:
     """Return the names of the devices that `--consistency-devices` selects; `auto` without it."""
     from consistency.devices.discovery import select
     from consistency.devices.spec import parse_devices
     from consistency.errors import ConsistencyError
 
-    text = pytestconfig.getoption("consistency_devices", None) or "auto"
+    given = _default_options(pytestconfig).get("devices", "auto")
     try:
-        return tuple(info.spec.name for info in select(parse_devices(text)))
+        return tuple(info.spec.name for info in select(parse_devices(given)))
     except ConsistencyError as error:
         raise pytest.UsageError(str(error)) from None
 
 
 @pytest.fixture(scope="session")
-def consistency_run() -> Callable[..., Report]:
+def consistency_run(pytestconfig: pytest.Config) -> Callable[..., Report]:
     """Return `consistency.run`, for a case of the test."""
+    from consistency.pytest_plugin.explaining import show_reason
     from consistency.workflows.api import run
 
-    return run
+    @functools.wraps(run)
+    def explained(*case: Any, **options: Any) -> Report:
+        report = run(*case, **options)
+        show_reason(pytestconfig, report.comparison)
+        return report
+
+    return explained
 
 
 @pytest.fixture(scope="session")
@@ -158,17 +236,35 @@ def consistency_check_wrapped() -> Callable[..., WrapperReport]:
 
 
 @pytest.fixture(scope="session")
-def consistency_reports(pytestconfig: pytest.Config) -> Mapping[str, Comparison]:
+def consistency_reports(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Comparison]:
     """Return the comparisons of the cases that the options name, by name; they run once per session."""
     session = pytestconfig.stash.get(_SESSION, None)
     if session is None:
-        pytest.skip("no case: give --consistency-base, --consistency-adapter or --consistency-config")
+        if not _is_used(pytestconfig):
+            pytest.skip("no case: give --consistency-base=…, --consistency-adapter=… or --consistency-config=…")
+        from consistency.pytest_plugin.own_case import shared_folder, without_items
+
+        session = without_items(pytestconfig, shared_folder(tmp_path_factory))
     return session.comparisons()
 
 
-@pytest.fixture(scope="session")
-def consistency_report(consistency_reports: Mapping[str, Comparison]) -> Comparison:
-    """Return the comparison of the one case that the options name."""
-    if len(consistency_reports) > 1:
-        pytest.fail(f"the configuration has {len(consistency_reports)} cases: use consistency_reports", pytrace=False)
-    return next(iter(consistency_reports.values()))
+@pytest.fixture
+def consistency_report(request: pytest.FixtureRequest, consistency_config: Mapping[str, Any]) -> Comparison:
+    """Return the comparison of the test's case: of its marker and `consistency_config`, or the one of the session."""
+    from consistency.pytest_plugin.explaining import show_reason
+    from consistency.pytest_plugin.given import by_attribute
+    from consistency.pytest_plugin.own_case import marked_options, own_comparison, shared_folder
+
+    options = by_attribute(consistency_config)
+    marked = marked_options(request.node)
+    if marked or options != _default_options(request.config):
+        found = own_comparison({**options, **marked}, shared_folder(request.getfixturevalue("tmp_path_factory")))
+    else:
+        reports = request.getfixturevalue("consistency_reports")
+        if len(reports) > 1:
+            pytest.fail(f"the configuration has {len(reports)} cases: use consistency_reports", pytrace=False)
+        found = next(iter(reports.values()))
+    show_reason(request.config, found)
+    return found

@@ -19,14 +19,17 @@ import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.wording import counted
-from consistency.case.options import OPTIONS, Edge
+from consistency.case.options import Edge
 from consistency.case.reading import gather_options
 from consistency.case.suite import gather_suite
 from consistency.comparison.findings.tolerances import KIND as TOLERANCE
-from consistency.comparison.result import Comparison
+from consistency.comparison.history.baseline import Baseline, read_baseline
+from consistency.comparison.history.store import History
+from consistency.comparison.result import Comparison, Row, TensorComparison
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.plan import WorkerPlan
+from consistency.pytest_plugin.given import Given, read_given
 from consistency.pytest_plugin.item_names import Place, RowFinder
 from consistency.pytest_plugin.session_case import SessionCase
 from consistency.report.suite.summarize import summarize
@@ -68,8 +71,9 @@ class Session:
     name: str
     cases: tuple[SessionCase, ...]
     plan: suite.SuitePlan | None
+    given: Given
+    baseline: Baseline | None
     folder: Path
-    out: Path | None
     is_controller: bool
     arguments: tuple[str, ...] = ()
     alone: bool = False
@@ -78,27 +82,32 @@ class Session:
     _failures: dict[SessionCase, ConsistencyError] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: pytest.Config) -> Session:
-        """Make the session from the options, and check the case before anything is collected."""
-        given = getattr(config, "workerinput", {}).get("consistency")
-        values = {option.name: config.getoption(f"consistency_{option.name}", None) for option in OPTIONS}
-        file = config.getoption("consistency_config")
-        options = gather_suite(file, values, Edge.PYTEST)
+    def of(cls, config: pytest.Config, folder: Path | None = None) -> Session:
+        """Make the session from the options, and check the case before anything is collected.
+
+        `folder` is shared by the session's processes; without it, one is made, or is the controller's.
+        """
+        worker = getattr(config, "workerinput", {}).get("consistency")
+        given = read_given(config)
+        options = gather_suite(given.file, given.options, Edge.PYTEST)
         planned = None if options is None else suite.prepare_suite(options)
         if planned is None:
-            cases = [SessionCase.of(0, pipeline.prepare(gather_options(file, values, Edge.PYTEST), Edge.PYTEST))]
+            own = gather_options(given.file, given.options, Edge.PYTEST)
+            cases = [SessionCase.of(0, pipeline.prepare(own, Edge.PYTEST))]
         else:
             cases = [SessionCase.of_suite(number, one) for number, one in enumerate(planned.cases)]
-        out = config.getoption("consistency_out")
+        if folder is None:
+            folder = Path(worker["folder"]) if worker else Path(tempfile.mkdtemp(prefix="consistency-pytest-"))
         return cls(
             name=cases[0].name if planned is None else planned.name,
             cases=tuple(cases),
             plan=planned,
-            folder=Path(given["folder"]) if given else Path(tempfile.mkdtemp(prefix="consistency-pytest-")),
-            out=None if out is None else Path(config.invocation_params.dir, out),
-            is_controller=given is None,
-            arguments=tuple(given["arguments"]) if given else (),
-            alone=given is not None and given["alone"],
+            given=given,
+            baseline=None if given.baseline is None else read_baseline(given.baseline),
+            folder=folder,
+            is_controller=worker is None,
+            arguments=tuple(worker["arguments"]) if worker else (),
+            alone=worker is not None and worker["alone"],
         )
 
     @property
@@ -118,14 +127,17 @@ class Session:
             what = [case.dtype, *profile, *map(str, case.settings)]
         return clean(", ".join([self.name, *what, f"on {', '.join(self.devices) or 'no device'}"]))
 
-    def take_arguments(self, config: pytest.Config) -> None:
-        """Take `consistency::…` from the arguments; without a path, collect the plugin's items only."""
+    def take_arguments(self, config: pytest.Config, *, items_alone: bool) -> None:
+        """Take `consistency::…` from the arguments.
+
+        Where there is no other argument, only the plugin's items are collected, if `items_alone` or one was named.
+        """
         if self.is_controller:
             own = tuple(a for a in config.args if a.startswith(_ARGUMENT))
             others = [a for a in config.args if not a.startswith(_ARGUMENT)]
             given = config.args_source is pytest.Config.ArgsSource.ARGS
             self.arguments = own
-            self.alone = not others or not given
+            self.alone = not others or (items_alone and not given)
             config.args[:] = [] if self.alone else others
         elif self.alone:
             config.args[:] = []
@@ -151,6 +163,19 @@ class Session:
     def rows(self, case: SessionCase) -> RowFinder:
         """Return the rows of the comparison of a case by place."""
         return self._reading(case).finder
+
+    def accepted(self, case: SessionCase, tensor: TensorComparison, row: Row) -> str | None:
+        """Return the message of the finding by which the baseline accepts a mismatch; None where it does not."""
+        findings = [
+            finding
+            for finding in self._reading(case).comparison.findings
+            if row.worker in finding.workers
+            and tensor.name in finding.tensors
+            and (not finding.load_paths or tensor.load_path in finding.load_paths)
+        ]
+        if not findings or any(finding.severity == "error" for finding in findings):
+            return None
+        return next((finding.message for finding in findings if finding.accepted is not None), None)
 
     def result(self) -> SuiteResult | None:
         """Return what is kept of each case that was run, None where nothing was."""
@@ -219,9 +244,13 @@ class Session:
         (self.folder / _RESULT).write_bytes(encode_json(result))
 
     def _run(self, chosen: Mapping[SessionCase, Sequence[tuple[Place, WorkerPlan]]]) -> SuiteResult:
+        history = None if self.given.history is None else History(self.given.history)
         if self.plan is None:
             ((case, selected),) = chosen.items()
-            report = pipeline.run(case.narrowed(selected), self.out, watch=_unwatched, replace=True)
+            report = pipeline.run(
+                case.narrowed(selected), self.given.out, watch=_unwatched, replace=True,
+                history=history, baseline=self.baseline,
+            )  # fmt: skip
             self._put(case, _COMPARISON, report.comparison)
             only = summarize(case.name, ".", report.comparison, report.elapsed_s)
             return SuiteResult(name=self.name, cases=(only,), elapsed_s=report.elapsed_s)
@@ -232,7 +261,8 @@ class Session:
             for one in cases
         ]
         found = suite.run_suite(
-            dataclasses.replace(self.plan, cases=tuple(narrowed)), self.out, watch=_unwatched, replace=True,
+            dataclasses.replace(self.plan, cases=tuple(narrowed)), self.given.out, watch=_unwatched, replace=True,
+            history=history, baseline=self.baseline,
             each=lambda name, comparison: self._put(of[name], _COMPARISON, comparison),
         )  # fmt: skip
         for result in found.cases:

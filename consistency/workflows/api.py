@@ -1,4 +1,4 @@
-"""The Python interface: `consistency.run(...)`, `consistency.run_suite(...)` and `consistency.compare(...)`."""
+"""The Python interface: `consistency.run`, `run_suite`, `compare` and `assert_consistent`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from consistency.comparison.result import Comparison
 from consistency.comparison.suite import SuiteResult
 from consistency.errors import UsageError
 from consistency.launch.engine import Watcher
+from consistency.report.problems import problems
 from consistency.workflows import pipeline, suite
 from consistency.workflows.pipeline import Report
 
-__all__ = ["Comparison", "Report", "SuiteResult", "compare", "run", "run_suite"]
+__all__ = ["Comparison", "Report", "SuiteResult", "assert_consistent", "compare", "run", "run_suite"]
 
 
 def run(
@@ -139,3 +140,16 @@ def run_suite(
 def compare(captures: Iterable[Capture | str | Path]) -> Comparison:
     """Compare captures (folders, ZIP files, URLs, or read ones); the first one's reference worker is the reference."""
     return pipeline.compare_folders(list(captures), None)
+
+
+def assert_consistent(report: Report | Comparison | SuiteResult) -> None:
+    """Raise an error with the verdict, tensors, devices and causes unless everything is consistent.
+
+    Raises
+    ------
+    AssertionError
+        The first line of its message is the verdict in a sentence.
+    """
+    __tracebackhide__ = True  # pytest then shows the line of the test
+    if report.verdict != "consistent":
+        raise AssertionError("\n".join(problems(report.comparison if isinstance(report, Report) else report)))

@@ -66,6 +66,10 @@ class Report:
     folder: Path | None
     elapsed_s: float
 
+    def __repr__(self) -> str:
+        """Return what that of the comparison says."""
+        return repr(self.comparison).replace("<Comparison", "<Report", 1)
+
     @property
     def verdict(self) -> str:
         return self.comparison.verdict
