@@ -22,6 +22,7 @@ from consistency.comparison.history.drift import DRIFT
 from consistency.comparison.result import BAD, Comparison, Finding, Row, TensorComparison
 from consistency.errors import ConsistencyError
 from consistency.launch.plan import WorkerPlan
+from consistency.numerics.words import Word
 from consistency.pytest_plugin.item_names import Place
 from consistency.pytest_plugin.session import LostWorkerError, Session
 from consistency.pytest_plugin.session_case import SessionCase
@@ -254,7 +255,8 @@ def _message(tensor: TensorComparison, row: Row, *, simulated: bool) -> str:
 def _reason(tensor: TensorComparison, row: Row) -> str:
     """Return why a row is bad without what the node id has: `bit-flip: [0, 5] · got 0.25 (0x3e800000), wanted …`."""
     detail = describe(tensor, row).removeprefix(f"{tensor.layer}.{tensor.tensor}").removeprefix(" · ")
-    return f"{row.diagnosis or row.status}: {detail}"
+    word = row.status if row.diagnosis in (None, Word.UNKNOWN) else row.diagnosis
+    return f"{word}: {detail}"
 
 
 def _is_alternative(finding: Finding) -> bool:

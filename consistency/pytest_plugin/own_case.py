@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
-from consistency.capture.writer import write_whole
+from consistency.capture.whole_file import write_whole
 from consistency.comparison.result import Comparison
 from consistency.errors import ConsistencyError
 from consistency.pytest_plugin.given import by_attribute

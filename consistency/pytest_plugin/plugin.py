@@ -152,8 +152,13 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the verdict of the run, if there was one."""
+    """Print the worst layer of each architecture and stage, and the verdict of the run, if there was one."""
     found = config.stash.get(_SESSION, None)
+    layers = [] if found is None else list(found.layers())
+    if layers:
+        terminalreporter.write_sep("-", "consistency: worst layer by architecture and stage")
+        for status, line in layers:
+            terminalreporter.write_line(line, red=status in ("outside", "missing", "unexpected"))
     lines = [] if found is None else list(found.summary())
     if lines:
         terminalreporter.write_sep("-", "consistency")

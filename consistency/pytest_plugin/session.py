@@ -25,6 +25,7 @@ from consistency.case.suite import gather_suite
 from consistency.comparison.findings.tolerances import KIND as TOLERANCE
 from consistency.comparison.history.baseline import Baseline, read_baseline
 from consistency.comparison.history.store import History
+from consistency.comparison.layers import layers_of
 from consistency.comparison.result import Comparison, Row, TensorComparison
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.errors import CaptureError, ConsistencyError
@@ -32,6 +33,7 @@ from consistency.launch.plan import WorkerPlan
 from consistency.pytest_plugin.given import Given, read_given
 from consistency.pytest_plugin.item_names import Place, RowFinder
 from consistency.pytest_plugin.session_case import SessionCase
+from consistency.report.layers import summary_lines
 from consistency.report.suite.summarize import summarize
 from consistency.report.text import clean
 from consistency.worker.protocol import Event
@@ -39,6 +41,8 @@ from consistency.workflows import pipeline, suite
 
 _ARGUMENT = "consistency::"
 _COMPARISON, _ERROR, _STARTED, _RESULT = "comparison.json", "error.json", "started", "result.json"
+_LAYERS = "layers.json"
+_MOST_CASES = 5  # whose layers fit a screen
 
 
 class LostWorkerError(Exception):
@@ -192,6 +196,25 @@ class Session:
         for note in common_findings(found.cases) if len(self.cases) > 1 else found.cases[0].findings:
             if note.kind == TOLERANCE:
                 yield f"note: {clean(note.message)}"
+        if self.given.baseline is not None and not self.given.baseline.exists():
+            yield f"note: baseline {self.given.baseline} does not exist: no finding is accepted"
+
+    def layers(self) -> Iterator[tuple[str, str]]:
+        """Yield a line per architecture and stage with its worst layer, each with the status of that.
+
+        Of a suite, those of the first cases that are not consistent, and of others where there is room.
+        """
+        found = self.result()
+        verdicts = {} if found is None else {case.name: case.verdict for case in found.cases}
+        ran = [case for case in self.cases if (self._home(case) / _LAYERS).exists()]
+        ran.sort(key=lambda case: verdicts.get(case.name) == "consistent")
+        for case in ran[:_MOST_CASES]:
+            if len(self.cases) > 1:
+                yield "", clean(case.name)
+            lines = decode_json((self._home(case) / _LAYERS).read_bytes(), list[tuple[str, str]])
+            yield from ((status, clean(text)) for status, text in lines)
+        if len(ran) > _MOST_CASES:
+            yield "", f"and {counted(len(ran) - _MOST_CASES, 'more case')}"
 
     def close(self) -> None:
         """Remove the folder that the session's processes share."""
@@ -251,7 +274,7 @@ class Session:
                 case.narrowed(selected), self.given.out, watch=_unwatched, replace=True,
                 history=history, baseline=self.baseline,
             )  # fmt: skip
-            self._put(case, _COMPARISON, report.comparison)
+            self._keep(case, report.comparison)
             only = summarize(case.name, ".", report.comparison, report.elapsed_s)
             return SuiteResult(name=self.name, cases=(only,), elapsed_s=report.elapsed_s)
         of = {case.name: case for case in chosen}
@@ -263,12 +286,16 @@ class Session:
         found = suite.run_suite(
             dataclasses.replace(self.plan, cases=tuple(narrowed)), self.given.out, watch=_unwatched, replace=True,
             history=history, baseline=self.baseline,
-            each=lambda name, comparison: self._put(of[name], _COMPARISON, comparison),
+            each=lambda name, comparison: self._keep(of[name], comparison),
         )  # fmt: skip
         for result in found.cases:
             if result.error is not None:
                 self._put(of[result.name], _ERROR, ConsistencyError(result.error).parts)
         return found
+
+    def _keep(self, case: SessionCase, comparison: Comparison) -> None:
+        self._put(case, _COMPARISON, comparison)
+        self._put(case, _LAYERS, list(summary_lines(layers_of(comparison))))
 
     def _put(self, case: SessionCase, name: str, value: object) -> None:
         home = self._home(case)
