@@ -15,10 +15,10 @@ from consistency.workflows import pipeline
 real = pipeline.prepare
 
 
-def prepare(options):
+def prepare(options, *where):
     with Path(__file__).with_name("runs.txt").open("a") as file:
         print(options.devices, options.stages, file=file)
-    return dataclasses.replace(real(options), faults={"cpu": "adapter-bit-flip"})
+    return dataclasses.replace(real(options, *where), faults={"cpu": "adapter-bit-flip"})
 
 
 pipeline.prepare = prepare
