@@ -57,7 +57,7 @@ def test_a_stage_that_needs_an_adapter_is_a_usage_error_without_one(pytester: py
     builtin = pytester.runpytest_subprocess("--consistency-base", "builtin:llama", "--co", "-q")
     assert builtin.ret == 0
     base = str(Path(__file__).parents[2] / "fixtures/llama/base")
-    done = pytester.runpytest_subprocess("--consistency-base", base, "--consistency-stages", "adapter")
+    done = pytester.runpytest_subprocess(f"--consistency-base={base}", "--consistency-stages", "adapter")
     assert done.ret == pytest.ExitCode.USAGE_ERROR
     done.stderr.fnmatch_lines(["*adapter without an adapter", "*--consistency-stages"])
 
