@@ -18,14 +18,13 @@ from consistency.case.budget.costs import (
     START_S,
     Cost,
     Setting,
-    Work,
     after_adapter,
     load_adapter,
     load_base,
-    slower,
 )
 from consistency.case.budget.shape import Shape
 from consistency.case.budget.speed import Speed
+from consistency.case.budget.work import Work, slower
 from consistency.case.case import Case
 from consistency.case.stages import SPECS, Stage, run_order
 from consistency.devices.spec import DeviceSpec

@@ -14,13 +14,11 @@ from consistency.case.budget.costs import (
     PART_BYTES,
     STAGE_COSTS,
     WINDOW_BYTES,
-    Products,
     Setting,
-    Work,
-    slower,
 )
 from consistency.case.budget.shape import ONE_PASS
 from consistency.case.budget.speed import Speed
+from consistency.case.budget.work import Products, Work, slower
 from consistency.case.case import Case
 from consistency.case.fit import Fit
 from consistency.case.stages import Stage

@@ -1,10 +1,7 @@
 """The fixed list of small operations of the stage `operators`, each with its exact value and derived bound.
 
-Each computation is written twice: once in torch, as a model calls it, and once in steps of
-`consistency.numerics.running_error`, which give the exact value and the allowed error. The steps are those of the least
-accurate method that libraries use: a layer norm's variance may be one pass over squares, an attention in bfloat16 may
-store its scores. Inputs come from NumPy's generators, because torch's own differ between kernels, and are exact in the
-tested dtype.
+Each computation is written twice: in torch, as a model calls it, and in the steps of `exact_forms`. Inputs come from
+NumPy's generators, because torch's own differ between kernels, and are exact in the tested dtype.
 
 Long inner products take values of one sign: there a bound that grows with the length stays small compared with the
 result, and an operand that is cut to TF32 moves all terms the same way. Convolutions have strides or one channel per
@@ -61,6 +58,7 @@ from torch.nn import functional as nn
 from consistency.case.stages import Level
 from consistency.numerics.running_error import Tracked
 from consistency.worker.stages import adamw
+from consistency.worker.stages.operators import exact_forms
 
 SEED = 2521
 
@@ -147,130 +145,6 @@ def _elementwise(
     return Operation(name, "2048", draw, compute, lambda x: exact(x).store(), level=level)
 
 
-def _linear(x: Tracked, weight: Tracked, bias: Tracked) -> Tracked:
-    return (x.matmul(weight.moved(np.transpose)).store() + bias).store()
-
-
-def _windows(x: Tracked, kernel: tuple[int, ...], stride: int) -> Tracked:
-    """Return `(batch, *places, channels * kernel)`: what each place of a convolution is multiplied with."""
-
-    def move(values: np.ndarray) -> np.ndarray:
-        axes = tuple(range(2, 2 + len(kernel)))
-        seen = np.lib.stride_tricks.sliding_window_view(values, kernel, axis=axes)
-        seen = seen[(slice(None), slice(None), *(slice(None, None, stride) for _ in kernel))]
-        seen = np.moveaxis(seen, 1, 1 + len(kernel))
-        return seen.reshape(*seen.shape[: 1 + len(kernel)], -1)
-
-    return x.moved(move)
-
-
-def _conv(kernel: tuple[int, ...], stride: int) -> Callable[[Tracked, Tracked, Tracked], Tracked]:
-    def exact(x: Tracked, weight: Tracked, bias: Tracked) -> Tracked:
-        factors = weight.moved(lambda w: w.reshape(w.shape[0], -1).T)
-        found = (_windows(x, kernel, stride).matmul(factors).store() + bias).store()
-        return found.moved(lambda y: np.moveaxis(y, -1, 1))
-
-    return exact
-
-
-def _depthwise(x: Tracked, weight: Tracked) -> Tracked:
-    length = weight.value.shape[-1]
-    seen = x.moved(lambda v: np.lib.stride_tricks.sliding_window_view(v, length, axis=2))
-    return seen.matmul(weight.moved(lambda w: np.swapaxes(w, 1, 2))).moved(lambda y: y[..., 0]).store()
-
-
-def _softmax(x: Tracked) -> Tracked:
-    powers = (x - x.max()).exp()
-    return powers / powers.sum()
-
-
-def _log_softmax(x: Tracked) -> Tracked:
-    shifted = x - x.max()
-    return shifted - shifted.exp().sum().store().log().store()  # torch's CPU kernel keeps both in the half type
-
-
-def _mean(x: Tracked) -> Tracked:
-    return x.sum() / x.by.known(np.asarray(float(x.value.shape[-1])))
-
-
-def _variance(x: Tracked) -> Tracked:
-    """Return the variance, by the wider of two ways: of what is left without the mean, or of the squares at once.
-
-    Updating a mean as one goes (Welford) is between the two (Chan, Golub, LeVeque, *Algorithms for computing the sample
-    variance*, 1983, table 1).
-    """
-    mean = _mean(x)
-    left = x - mean
-    after, at_once = _mean(left * left), _mean(x * x) - mean * mean
-    return Tracked(value=after.value, error=np.maximum(after.error, at_once.error), by=x.by)
-
-
-def _layer_norm(x: Tracked, weight: Tracked, bias: Tracked) -> Tracked:
-    inverse = (_variance(x) + x.by.constant(1e-5)).rsqrt()
-    return ((x * inverse - _mean(x) * inverse) * weight + bias).store()
-
-
-def _rms_norm(x: Tracked, weight: Tracked) -> Tracked:
-    inverse = (_mean(x * x) + x.by.constant(1e-6)).rsqrt()
-    return ((x * inverse).store() * weight).store()
-
-
-def _gelu(x: Tracked) -> Tracked:
-    one, half = x.by.known(np.asarray(1.0)), x.by.known(np.asarray(0.5))
-    return x * half * ((x * x.by.constant(0.5**0.5)).erf() + one)
-
-
-def _gelu_tanh(x: Tracked) -> Tracked:
-    one, half = x.by.known(np.asarray(1.0)), x.by.known(np.asarray(0.5))
-    inner = x.by.constant((2 / np.pi) ** 0.5) * (x + x.by.constant(0.044715) * (x * x * x))
-    return x * half * (inner.tanh() + one)
-
-
-def _silu(x: Tracked) -> Tracked:
-    return x / (x.by.known(np.asarray(1.0)) + (-x).exp())
-
-
-def _rsqrt(x: Tracked) -> Tracked:
-    # some kernels store the root before they divide
-    return x.by.known(np.asarray(1.0)) / x.sqrt().store()
-
-
-def _embedding(table: Tracked, ids: np.ndarray) -> Tracked:
-    """Look rows up: nothing may be off; half the smallest number is less than any difference."""
-    value = table.moved(lambda t: t[ids]).value
-    return Tracked(value=value, error=np.full(value.shape, table.by.stored_floor or table.by.floor), by=table.by)
-
-
-def _of_targets(logits: Tracked, targets: np.ndarray) -> Tracked:
-    return (-_log_softmax(logits).store()).moved(lambda y: np.take_along_axis(y, targets[:, None], -1)[:, 0])
-
-
-def _attention(q: Tracked, k: Tracked, v: Tracked) -> Tracked:
-    """Attend causally, the root of the scale on either side as torch's plain kernel does it, scores and weights stored.
-
-    That kernel keeps half types in float32 where reductions may not lose digits; others do not, and where they store
-    the scores a bound is some tenths of the result in bfloat16, some hundredths in float16.
-    """
-    length, width = q.value.shape[-2:]
-    root = q.by.constant(width**-0.25)
-    keys = (k * root).store().moved(lambda x: np.swapaxes(x, -1, -2))
-    scores = (q * root).store().matmul(keys).store()
-    seen = np.tri(length, dtype=bool)
-    most = Tracked(
-        value=np.where(seen, scores.value, -np.inf).max(-1, keepdims=True),
-        error=np.where(seen, scores.error, 0.0).max(-1, keepdims=True),
-        by=q.by,
-    )
-    powers = (scores - most).moved(lambda x: np.where(seen, x, 0.0)).exp().moved(lambda x: np.where(seen, x, 0.0))
-    return (powers / powers.sum()).store().matmul(v).store()
-
-
-def _rotate(x: Tracked, cosines: Tracked, sines: Tracked) -> Tracked:
-    turned = x.moved(lambda v: np.concatenate([-v[..., v.shape[-1] // 2 :], v[..., : v.shape[-1] // 2]], axis=-1))
-    turned = Tracked(value=turned.value, error=np.abs(turned.error), by=x.by)
-    return ((x * cosines).store() + (turned * sines).store()).store()
-
-
 def _rotary(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cosines + torch.cat([-second, first], dim=-1) * sines
@@ -311,7 +185,7 @@ _OPERATIONS: tuple[Operation, ...] = (
     _matmul(512, 512, 512, level=Level.THOROUGH),
     _matmul(128, 8192, 96, positive=True, level=Level.THOROUGH),
     Operation(
-        "linear", "32x96x80", _normal((32, 96), (80, 96), (80,)), nn.linear, _linear,
+        "linear", "32x96x80", _normal((32, 96), (80, 96), (80,)), nn.linear, exact_forms.linear,
         dtypes=WITH_FLOAT64, multiplies=True, level=Level.QUICK,
     ),
     Operation(
@@ -320,45 +194,46 @@ _OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         "conv1d", "2x24x33 kernel 3 stride 2", _normal((2, 24, 33), (16, 24, 3), (16,)),
-        functools.partial(nn.conv1d, stride=2), _conv((3,), 2), multiplies=True,
+        functools.partial(nn.conv1d, stride=2), exact_forms.conv((3,), 2), multiplies=True,
     ),
     Operation(
         "conv1d", "2x32x29 kernel 4 depthwise", _normal((2, 32, 29), (32, 1, 4)),
-        functools.partial(nn.conv1d, groups=32), _depthwise, multiplies=True,
+        functools.partial(nn.conv1d, groups=32), exact_forms.depthwise, multiplies=True,
     ),
     Operation(
         "conv2d", "2x3x32x32 kernel 8 stride 8", _normal((2, 3, 32, 32), (24, 3, 8, 8), (24,)),
-        functools.partial(nn.conv2d, stride=8), _conv((8, 8), 8), multiplies=True,
+        functools.partial(nn.conv2d, stride=8), exact_forms.conv((8, 8), 8), multiplies=True,
     ),
-    Operation("embedding", "97x48 4x16", _ids, lambda table, ids: nn.embedding(ids, table), _embedding),
+    Operation("embedding", "97x48 4x16", _ids, lambda table, ids: nn.embedding(ids, table), exact_forms.embedding),
     Operation(
         "softmax", "16x257", _normal((16, 257), scale=3), functools.partial(nn.softmax, dim=-1),
-        lambda x: _softmax(x).store(), level=Level.QUICK,
+        lambda x: exact_forms.softmax(x).store(), level=Level.QUICK,
     ),
     Operation(
         "log_softmax", "16x257", _normal((16, 257), scale=3), functools.partial(nn.log_softmax, dim=-1),
-        lambda x: _log_softmax(x).store(),
+        lambda x: exact_forms.log_softmax(x).store(),
     ),
     Operation(
         "layer_norm", "16x192", _normal((16, 192), (192,), (192,)),
-        lambda x, weight, bias: nn.layer_norm(x, (192,), weight, bias, 1e-5), _layer_norm,
+        lambda x, weight, bias: nn.layer_norm(x, (192,), weight, bias, 1e-5), exact_forms.layer_norm,
         level=Level.QUICK, kernel="aten::native_layer_norm",
     ),
     Operation(
         "rms_norm", "16x192", _normal((16, 192), (192,)), lambda x, weight: nn.rms_norm(x, (192,), weight, 1e-6),
-        _rms_norm,
+        exact_forms.rms_norm,
     ),
-    _elementwise("gelu", nn.gelu, _gelu, -5, 5),
-    _elementwise("gelu_tanh", functools.partial(nn.gelu, approximate="tanh"), _gelu_tanh, -5, 5),
-    _elementwise("silu", nn.silu, _silu, -10, 10),
+    _elementwise("gelu", nn.gelu, exact_forms.gelu, -5, 5),
+    _elementwise("gelu_tanh", functools.partial(nn.gelu, approximate="tanh"), exact_forms.gelu_tanh, -5, 5),
+    _elementwise("silu", nn.silu, exact_forms.silu, -10, 10),
     _elementwise("exp", torch.exp, Tracked.exp, -9, 9, level=Level.QUICK),
     _elementwise("tanh", torch.tanh, Tracked.tanh, -4, 4),
-    _elementwise("rsqrt", torch.rsqrt, _rsqrt, 1e-3, 9),
+    _elementwise("rsqrt", torch.rsqrt, exact_forms.rsqrt, 1e-3, 9),
     _elementwise("sin", torch.sin, Tracked.sin, -64, 64),
     _elementwise("cos", torch.cos, Tracked.cos, -64, 64),
     Operation("sum", "8x256", _normal((8, 256)), lambda x: x.sum(-1, keepdim=True), lambda x: x.sum().store()),
     Operation(
-        "mean", "8x2048", _between(0, 1, (8, 2048)), lambda x: x.mean(-1, keepdim=True), lambda x: _mean(x).store()
+        "mean", "8x2048", _between(0, 1, (8, 2048)), lambda x: x.mean(-1, keepdim=True),
+        lambda x: exact_forms.mean(x).store(),
     ),
     # in which dtype a scan or this mean adds up half types is left to the backend
     Operation(
@@ -366,16 +241,17 @@ _OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         "cross_entropy", "32x211 mean", _logits, lambda x, ids: nn.cross_entropy(x, ids)[None],
-        lambda x, ids: _mean(_of_targets(x, ids)), dtypes=FLOAT32,
+        lambda x, ids: exact_forms.mean(exact_forms.of_targets(x, ids)), dtypes=FLOAT32,
     ),
     Operation(
-        "cross_entropy", "32x211", _logits, functools.partial(nn.cross_entropy, reduction="none"), _of_targets
+        "cross_entropy", "32x211", _logits, functools.partial(nn.cross_entropy, reduction="none"),
+        exact_forms.of_targets,
     ),
     Operation(
         "attention", "2x4x24x20 causal", _normal(*[(2, 4, 24, 20)] * 3),
-        functools.partial(nn.scaled_dot_product_attention, is_causal=True), _attention, multiplies=True,
+        functools.partial(nn.scaled_dot_product_attention, is_causal=True), exact_forms.attention, multiplies=True,
     ),
-    Operation("rotary", "2x32x32", _draw_rotary, _rotary, _rotate),
+    Operation("rotary", "2x32x32", _draw_rotary, _rotary, exact_forms.rotate),
     Operation(
         "adamw", "1024", _draw_adamw, _adamw, functools.partial(adamw.exact_step, steps=_STEPS), dtypes=FLOAT32
     ),

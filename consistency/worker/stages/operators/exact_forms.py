@@ -1,0 +1,152 @@
+"""The operations in steps of `consistency.numerics.running_error`, which give the exact value and the allowed error.
+
+The steps are those of the least accurate method that libraries use: a layer norm's variance may be one pass over
+squares, an attention in bfloat16 may store its scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from consistency.numerics.running_error import Tracked
+
+
+def linear(x: Tracked, weight: Tracked, bias: Tracked) -> Tracked:
+    """Multiply by the transposed weight, and add the bias."""
+    return (x.matmul(weight.moved(np.transpose)).store() + bias).store()
+
+
+def _windows(x: Tracked, kernel: tuple[int, ...], stride: int) -> Tracked:
+    """Return `(batch, *places, channels * kernel)`: what each place of a convolution is multiplied with."""
+
+    def move(values: np.ndarray) -> np.ndarray:
+        axes = tuple(range(2, 2 + len(kernel)))
+        seen = np.lib.stride_tricks.sliding_window_view(values, kernel, axis=axes)
+        seen = seen[(slice(None), slice(None), *(slice(None, None, stride) for _ in kernel))]
+        seen = np.moveaxis(seen, 1, 1 + len(kernel))
+        return seen.reshape(*seen.shape[: 1 + len(kernel)], -1)
+
+    return x.moved(move)
+
+
+def conv(kernel: tuple[int, ...], stride: int) -> Callable[[Tracked, Tracked, Tracked], Tracked]:
+    """Return the steps of a convolution in one or two dimensions."""
+
+    def exact(x: Tracked, weight: Tracked, bias: Tracked) -> Tracked:
+        factors = weight.moved(lambda w: w.reshape(w.shape[0], -1).T)
+        found = (_windows(x, kernel, stride).matmul(factors).store() + bias).store()
+        return found.moved(lambda y: np.moveaxis(y, -1, 1))
+
+    return exact
+
+
+def depthwise(x: Tracked, weight: Tracked) -> Tracked:
+    """Convolve each channel with a kernel of its own, in one dimension."""
+    length = weight.value.shape[-1]
+    seen = x.moved(lambda v: np.lib.stride_tricks.sliding_window_view(v, length, axis=2))
+    return seen.matmul(weight.moved(lambda w: np.swapaxes(w, 1, 2))).moved(lambda y: y[..., 0]).store()
+
+
+def softmax(x: Tracked) -> Tracked:
+    """Return the powers over their sum, below the largest."""
+    powers = (x - x.max()).exp()
+    return powers / powers.sum()
+
+
+def log_softmax(x: Tracked) -> Tracked:
+    """Return the logarithm of the softmax."""
+    shifted = x - x.max()
+    return shifted - shifted.exp().sum().store().log().store()  # torch's CPU kernel keeps both in the half type
+
+
+def mean(x: Tracked) -> Tracked:
+    """Return the mean of the last dimension."""
+    return x.sum() / x.by.known(np.asarray(float(x.value.shape[-1])))
+
+
+def _variance(x: Tracked) -> Tracked:
+    """Return the variance, by the wider of two ways: of what is left without the mean, or of the squares at once.
+
+    Updating a mean as one goes (Welford) is between the two (Chan, Golub, LeVeque, *Algorithms for computing the sample
+    variance*, 1983, table 1).
+    """
+    middle = mean(x)
+    left = x - middle
+    after, at_once = mean(left * left), mean(x * x) - middle * middle
+    return Tracked(value=after.value, error=np.maximum(after.error, at_once.error), by=x.by)
+
+
+def layer_norm(x: Tracked, weight: Tracked, bias: Tracked) -> Tracked:
+    """Normalize by mean and variance, with the epsilon 1e-5."""
+    inverse = (_variance(x) + x.by.constant(1e-5)).rsqrt()
+    return ((x * inverse - mean(x) * inverse) * weight + bias).store()
+
+
+def rms_norm(x: Tracked, weight: Tracked) -> Tracked:
+    """Normalize by the mean square, with the epsilon 1e-6."""
+    inverse = (mean(x * x) + x.by.constant(1e-6)).rsqrt()
+    return ((x * inverse).store() * weight).store()
+
+
+def gelu(x: Tracked) -> Tracked:
+    """Return the exact GELU."""
+    one, half = x.by.known(np.asarray(1.0)), x.by.known(np.asarray(0.5))
+    return x * half * ((x * x.by.constant(0.5**0.5)).erf() + one)
+
+
+def gelu_tanh(x: Tracked) -> Tracked:
+    """Return the GELU by the hyperbolic tangent."""
+    one, half = x.by.known(np.asarray(1.0)), x.by.known(np.asarray(0.5))
+    inner = x.by.constant((2 / np.pi) ** 0.5) * (x + x.by.constant(0.044715) * (x * x * x))
+    return x * half * (inner.tanh() + one)
+
+
+def silu(x: Tracked) -> Tracked:
+    """Return x times its logistic function."""
+    return x / (x.by.known(np.asarray(1.0)) + (-x).exp())
+
+
+def rsqrt(x: Tracked) -> Tracked:
+    """Return one over the root."""
+    # some kernels store the root before they divide
+    return x.by.known(np.asarray(1.0)) / x.sqrt().store()
+
+
+def embedding(table: Tracked, ids: np.ndarray) -> Tracked:
+    """Look rows up: nothing may be off; half the smallest number is less than any difference."""
+    value = table.moved(lambda t: t[ids]).value
+    return Tracked(value=value, error=np.full(value.shape, table.by.stored_floor or table.by.floor), by=table.by)
+
+
+def of_targets(logits: Tracked, targets: np.ndarray) -> Tracked:
+    """Return the cross entropy of each row."""
+    return (-log_softmax(logits).store()).moved(lambda y: np.take_along_axis(y, targets[:, None], -1)[:, 0])
+
+
+def attention(q: Tracked, k: Tracked, v: Tracked) -> Tracked:
+    """Attend causally, the root of the scale on either side as torch's plain kernel does it, scores and weights stored.
+
+    That kernel keeps half types in float32 where reductions may not lose digits; others do not, and where they store
+    the scores a bound is some tenths of the result in bfloat16, some hundredths in float16.
+    """
+    length, width = q.value.shape[-2:]
+    root = q.by.constant(width**-0.25)
+    keys = (k * root).store().moved(lambda x: np.swapaxes(x, -1, -2))
+    scores = (q * root).store().matmul(keys).store()
+    seen = np.tri(length, dtype=bool)
+    most = Tracked(
+        value=np.where(seen, scores.value, -np.inf).max(-1, keepdims=True),
+        error=np.where(seen, scores.error, 0.0).max(-1, keepdims=True),
+        by=q.by,
+    )
+    powers = (scores - most).moved(lambda x: np.where(seen, x, 0.0)).exp().moved(lambda x: np.where(seen, x, 0.0))
+    return (powers / powers.sum()).store().matmul(v).store()
+
+
+def rotate(x: Tracked, cosines: Tracked, sines: Tracked) -> Tracked:
+    """Turn pairs of features, as rotary positions do."""
+    turned = x.moved(lambda v: np.concatenate([-v[..., v.shape[-1] // 2 :], v[..., : v.shape[-1] // 2]], axis=-1))
+    turned = Tracked(value=turned.value, error=np.abs(turned.error), by=x.by)
+    return ((x * cosines).store() + (turned * sines).store()).store()
