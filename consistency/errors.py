@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class ConsistencyError(Exception):
@@ -42,6 +42,13 @@ class ConsistencyError(Exception):
     def parts(self) -> dict[str, str | None]:
         """Return what the error is made of, as its constructor takes it."""
         return {"what": self.what, "where": self.where, "got": self.got, "wanted": self.wanted, "hint": self.hint}
+
+    def reword(self, change: Callable[[str], str]) -> None:
+        """Change every part of the text."""
+        self.what = change(self.what)
+        self.where, self.got, self.wanted, self.hint = (
+            None if part is None else change(part) for part in (self.where, self.got, self.wanted, self.hint)
+        )
 
     def __str__(self) -> str:
         named = {f"{label}:": value for label, value in self.parts.items() if label != "what" and value is not None}

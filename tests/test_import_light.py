@@ -71,6 +71,7 @@ PLUGIN_NEEDS = [
     "consistency.case.load_path",
     "consistency.case.options",
     "consistency.case.stages",
+    "consistency.errors",
     "consistency.numerics",  # the rules of the stages: plain Python
     "consistency.numerics.rules",
     "consistency.pytest_plugin",

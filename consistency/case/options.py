@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import enum
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from consistency.case.load_path import GRAMMAR, LoadPath
 from consistency.case.stages import Level, Stage
+from consistency.errors import ConsistencyError
 
 if TYPE_CHECKING:
     from consistency.case.profile import Switch
@@ -37,6 +40,36 @@ class Edge(enum.Enum):
     def spell(self, name: str) -> str:
         """Return an option's name as it is written here."""
         return self.value + (name.replace("_", "-") if self.value.startswith("--") else name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where options were given, so that an error found later names them in the words of who gave them.
+
+    Attributes
+    ----------
+    places : mapping of str to str
+        The place of each option that is not of the edge itself, by name: `base in case.toml`.
+    """
+
+    edge: Edge = Edge.COMMAND_LINE
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Reword errors, which are written for the command line."""
+        try:
+            yield
+        except ConsistencyError as error:
+            self.reword(error)
+            raise
+
+    def reword(self, error: ConsistencyError) -> ConsistencyError:
+        """Name the options in an error as they were given, and return it."""
+        if error.where is not None:
+            error.where = _SPELLED.sub(lambda found: self.places.get(_name_of(found), found[0]), error.where)
+        error.reword(lambda text: _SPELLED.sub(lambda found: self.edge.spell(_name_of(found)), text))
+        return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +184,18 @@ class Options:
     timeout: float | None = _option(None, "seconds a worker may take (default: no limit)", "S", type=float)
     stall: float = _option(300.0, "seconds a worker may be silent (default: 300)", "S", type=float)
     threads: int | None = _option(None, "threads per worker (default: an equal share of the cores)", "N", type=int)
+    source: Source = field(default=Source(), compare=False, repr=False)
 
 
 OPTIONS: tuple[Option, ...] = tuple(
-    Option(**{"name": one.name, "attribute": one.name, **one.metadata}) for one in fields(Options)
+    Option(**{"name": one.name, "attribute": one.name, **one.metadata}) for one in fields(Options) if one.metadata
 )
+
+_SPELLED = re.compile(r"(?<![\w-])--(" + "|".join(option.name.replace("_", "-") for option in OPTIONS) + r")(?![\w-])")
+
+
+def _name_of(found: re.Match[str]) -> str:
+    return found[1].replace("-", "_")
 
 
 def add_options(add: Callable[..., object], edge: Edge, *, only: Collection[str] = (), prefix: str = "") -> None:

@@ -25,10 +25,10 @@ _FUNCTION = re.compile(r"python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
 
-def prepare_case(options: Options, edge: Edge = Edge.COMMAND_LINE) -> Case:
+def prepare_case(options: Options) -> Case:
     """Resolve names and hub ids to folders, check the files, and freeze the case.
 
-    Errors name the options as they are written at the `edge` where they were given.
+    Errors name the options as they were given.
 
     Raises
     ------
@@ -37,12 +37,17 @@ def prepare_case(options: Options, edge: Edge = Edge.COMMAND_LINE) -> Case:
     UsageError
         The options contradict one another.
     """
+    with options.source.naming():
+        return _prepared(options)
+
+
+def _prepared(options: Options) -> Case:
     base, adapter = resolve(options.base, options.adapter)
     if base is None:
         raise UsageError("an adapter without a base", where="--base", wanted="the base's folder or hub id")
     _check_soak(options)
     stages = _stages(options)
-    _check_anything_is_checked(options, stages, has_adapter=adapter is not None, edge=edge)
+    _check_anything_is_checked(options, stages, has_adapter=adapter is not None)
     base_folder = None
     if base.startswith("python:"):
         _check_function(base, what="model factory", where="--base")
@@ -75,19 +80,19 @@ def prepare_case(options: Options, edge: Edge = Edge.COMMAND_LINE) -> Case:
     )
 
 
-def _check_anything_is_checked(options: Options, stages: Sequence[Stage], *, has_adapter: bool, edge: Edge) -> None:
+def _check_anything_is_checked(options: Options, stages: Sequence[Stage], *, has_adapter: bool) -> None:
     """Refuse what would compare nothing: a stage of the adapter without one, or a choice that no stage has."""
     possible = [stage for stage in stages if has_adapter or not SPECS[stage].needs_adapter]
     without = [stage for stage in stages if stage not in possible]
     if options.stages is not None and without:
         raise UsageError(
             f"{' and '.join(without)} without an adapter",
-            where=edge.spell("stages"), got=",".join(options.stages), wanted=f"{edge.spell('adapter')} with its folder",
+            where="--stages", got=",".join(options.stages), wanted="--adapter with its folder",
             hint="leave out what needs an adapter to check the base alone",
         )  # fmt: skip
     if options.only and not any(one.partition("::")[0] in possible for one in options.only):
         raise UsageError(
-            "nothing of this is checked", where=edge.spell("only"), got=",".join(options.only),
+            "nothing of this is checked", where="--only", got=",".join(options.only),
             wanted=f"stage::layer of {', '.join(possible)}",
             hint=None if has_adapter else "no adapter was given",
         )  # fmt: skip
@@ -120,7 +125,8 @@ def _local_folder(text: str, *, what: str, options: Options) -> Path:
     if text.startswith((".", "/", "~")) or (os.sep in text.rstrip(os.sep) and text.count("/") > 1):
         raise InputError(f"no such folder for the {what}", where=path, hint=_similar(path))
     if not _HUB_ID.match(text):
-        raise InputError(f"neither a folder nor a hub id for the {what}", where=f"--{what}", got=text)
+        raise InputError(f"neither a folder nor a hub id for the {what}", where=f"--{what}", got=text,
+                         wanted="a folder, or a hub id such as org/name")  # fmt: skip
     return _download(text, what=what, options=options)
 
 
@@ -196,7 +202,7 @@ def _stages(options: Options) -> tuple[Stage, ...]:
     if asked is not None and Stage.WRAPPING in asked and options.wrapper is None:
         raise UsageError(
             "nothing wraps the base",
-            where="--stages wrapping",
+            where="--stages",
             wanted="--wrapper python:package.module:function",
             hint="the function takes the plain model and returns it wrapped",
         )

@@ -7,18 +7,18 @@ import enum
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 import msgspec
 
 from consistency.case.duration import parse_duration
 from consistency.case.load_path import GRAMMAR, LoadPath
-from consistency.case.options import OPTIONS, Edge, Option, Options
+from consistency.case.options import OPTIONS, Edge, Option, Options, Source
 from consistency.case.profile import Switch, as_switches, merged
 from consistency.case.stages import Stage
 from consistency.case.tolerance import Override, as_overrides
 from consistency.devices.spec import parse_devices
-from consistency.errors import UsageError
+from consistency.errors import UsageError, meant
 
 E = TypeVar("E", bound=enum.StrEnum)
 
@@ -28,23 +28,24 @@ _BY_NAME = {name: option for option in OPTIONS for name in (option.name, option.
 
 def make_options(table: Mapping[str, object], base: Options | None = None) -> Options:
     """Parse options that are given by name in Python; `base` holds those that are not given."""
-    return dataclasses.replace(base or Options(), **parse(table, where=str))
+    return dataclasses.replace(base or Options(), **parse(table, where=str), source=Source(edge=Edge.TOML))
 
 
 def gather_options(config: str | Path | None, given: Mapping[str, object], edge: Edge) -> Options:
     """Merge the options of a TOML file with those of a command line, which win; None stands for one not given."""
     file = {} if config is None else read_options(Path(config))
     own = parse({name: value for name, value in given.items() if value is not None}, where=edge.spell)
-    return layered(file, own)
+    places = {_BY_NAME[name].name: f"{_BY_NAME[name].name} in {config}" for name in file if name not in own}
+    return layered(file, own, source=Source(edge=edge, places=places))
 
 
-def layered(*layers: Mapping[str, Any]) -> Options:
+def layered(*layers: Mapping[str, Any], source: Source) -> Options:
     """Return the options of several places, by field; those of a later one win."""
     # the last tolerance that matches applies: those of the command line follow those of the file
     tolerance = tuple(one for layer in layers for one in layer.get("tolerance", ()))
     switches = merged(*(layer.get("set", ()) for layer in layers))
     fields = {name: value for layer in layers for name, value in layer.items()}
-    return Options(**{**fields, "tolerance": tolerance, "set": switches})
+    return Options(**{**fields, "tolerance": tolerance, "set": switches}, source=source)
 
 
 def read_options(path: Path) -> dict[str, Any]:
@@ -78,7 +79,10 @@ def parse(table: Mapping[str, object], *, where: Callable[[str], str]) -> dict[s
     values: dict[str, Any] = {}
     for name, given in table.items():
         if name not in _BY_NAME:
-            raise UsageError(f"unknown option: {name}", where=where(name), wanted=", ".join(o.name for o in OPTIONS))
+            known = [option.name for option in OPTIONS]
+            raise UsageError(
+                f"unknown option: {name}", where=where(name), wanted=", ".join(known), hint=meant(str(name), known)
+            )
         option = _BY_NAME[name]
         if option.attribute in values:
             raise UsageError(f"{option.name} is given twice", where=where(name), hint=f"{name} is its earlier name")
@@ -93,28 +97,34 @@ def _value(option: Option, given: object, where: str) -> object:
         case "set":
             return as_switches(given, where=where)
         case "devices":
-            given = parse_devices(_names(given, where))
+            given = parse_devices(_names(option, given, where), where=where)
         case "stages":
-            given = _members(Stage, _names(given, where), "stage", where, wanted="one of " + ", ".join(Stage))
+            given = _members(Stage, _names(option, given, where), "stage", where, wanted="one of " + ", ".join(Stage))
         case "load_paths":
-            names = _names(given, where)
+            names = _names(option, given, where)
             given = _members(LoadPath, LoadPath if names == ["all"] else names, "load path", where, wanted=GRAMMAR)
         case "for":
             given = parse_duration(given, where=where)
         case "only":
-            given = _names(given, where)
+            given = _names(option, given, where)
+    if isinstance(given, str) and not given.strip() and (option.is_path or option.choices or option.name == "wrapper"):
+        raise UsageError(f"{option.name} is empty", where=where, wanted=_wanted(option))
     if option.choices is not None and given not in option.choices:
-        wanted = "one of " + ", ".join(option.choices)
-        raise UsageError(f"unknown {option.name}: {given}", where=where, wanted=wanted)
-    value = _convert(given, _TYPES[option.attribute], where)
+        hint = meant(str(given), option.choices)
+        raise UsageError(f"unknown {option.name}: {given}", where=where, wanted=_wanted(option), hint=hint)
+    value = _convert(option, given, _TYPES[option.attribute], where)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:  # NaN is not above 0 either
         raise UsageError(f"{option.name} is out of range", where=where, got=value, wanted="a number above 0")
     return value
 
 
-def _names(given: object, where: str) -> list[str]:
+def _wanted(option: Option) -> str:
+    return "one of " + ", ".join(option.choices) if option.choices else option.help
+
+
+def _names(option: Option, given: object, where: str) -> list[str]:
     """Return the items of a list, which may be written with commas."""
-    items = given.split(",") if isinstance(given, str) else _convert(given, tuple[str, ...], where)
+    items = given.split(",") if isinstance(given, str) else _convert(option, given, tuple[str, ...], where)
     return [item.strip() for item in items if item.strip()]
 
 
@@ -123,14 +133,31 @@ def _members(kind: type[E], names: Iterable[str], noun: str, where: str, *, want
     chosen = set(names)
     unknown = sorted(chosen - set(kind))
     if unknown:
-        raise UsageError(f"unknown {noun}: {unknown[0]}", where=where, wanted=wanted)
+        raise UsageError(f"unknown {noun}: {unknown[0]}", where=where, wanted=wanted, hint=meant(unknown[0], kind))
     if not chosen:
         raise UsageError(f"no {noun} given", where=where, wanted=wanted)
     return tuple(member for member in kind if member in chosen)
 
 
-def _convert(given: object, kind: Any, where: str) -> Any:
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def _convert(option: Option, given: object, kind: Any, where: str) -> Any:
     try:
         return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        raise UsageError("the value of an option cannot be used", where=where, got=error) from None
+    except msgspec.ValidationError:
+        is_list = kind == tuple[str, ...]
+        wanted = "a list of texts" if is_list else _KINDS.get(cast(type, option.type), "a text")
+        example = f": {option.help}" if option.type is str and not option.choices else ""
+        raise UsageError(
+            f"{option.name} is not {wanted}", where=where, got=_described(given),
+            wanted=wanted + (", or one text with commas" if is_list else "") + example,
+        ) from None  # fmt: skip
+
+
+def _described(given: object) -> str:
+    """Return a value as its own language shows it, and what it is."""
+    for kind, text in {**_KINDS, bool: "a boolean", list: "a list", tuple: "a list", dict: "a table"}.items():
+        if isinstance(given, kind):
+            return f"{given!r}, {text}"
+    return f"{given!r}, of type {type(given).__name__}"

@@ -28,9 +28,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from consistency.case.options import Edge, Options
+from consistency.case.options import Edge, Options, Source
 from consistency.case.reading import layered, options_of, parse, read_table
-from consistency.errors import UsageError
+from consistency.errors import UsageError, meant
 
 SHARED = ("devices", "timeout", "stall", "threads")
 """Options of the workers, which all cases share."""
@@ -72,7 +72,8 @@ class SuiteOptions:
             if not any(fnmatchcase(name, pattern) for name in names):
                 more = ", …" if len(names) > _MOST_NAMES else ""
                 wanted = ", ".join(names[:_MOST_NAMES]) + more
-                raise UsageError("no case has such a name", where="--case", got=pattern, wanted=wanted)
+                hint = meant(pattern, names)
+                raise UsageError("no case has such a name", where="--case", got=pattern, wanted=wanted, hint=hint)
         cases = [case for case in self.cases if any(fnmatchcase(str(case.name), pattern) for pattern in patterns)]
         return dataclasses.replace(self, cases=tuple(cases))
 
@@ -88,7 +89,8 @@ def gather_suite(config: str | Path | None, given: Mapping[str, object], edge: E
     tables = _case_tables(file.pop("case", None), path)
     if tables is None and not any(_varies(file | own, name) for name in _VARIES):
         return None
-    shared = layered(*(one.shared() for one in (_Layer(file, path), _Layer(own, None, edge=edge))))
+    top, given_last = _Layer(file, path), _Layer(own, None, edge=edge)
+    shared = layered(top.shared(), given_last.shared(), source=_source([top, given_last]))
     cases: list[Options] = []
     own_time: set[int] = set()
     for number, table in enumerate(tables or [{}], start=1):
@@ -151,7 +153,7 @@ class _Layer:
         given = self.table[name]
         found = list(given) if isinstance(given, (list, tuple)) else [given]
         if not found:
-            raise UsageError(f"no {name} given", where=self.where(name))
+            raise UsageError(f"no {name} given", where=self.where(name), wanted=f"one {name} at least")
         return [one for value in found for one in (self._matches(value) if _is_pattern(value) else [value])]
 
     def _matches(self, pattern: str) -> list[str]:
@@ -198,11 +200,16 @@ def _expanded(layers: Sequence[_Layer], *, name: object) -> Iterator[Options]:
             of_layers = [
                 one.options(**{option: picked[option] for option in _VARIES if chosen[option] is one}) for one in layers
             ]
-            options = layered(*of_layers)
+            options = layered(*of_layers, source=_source(layers))
             own = labels.get(str(adapter), "") if "adapter" in varied or name is None else ""
             parts = [str(name) if name is not None else "", own, dtype if "dtype" in varied else ""]
             text = "-".join(part for part in parts if part) or _label(Path(options.base or "base"))
             yield dataclasses.replace(options, name=text)
+
+
+def _source(layers: Sequence[_Layer]) -> Source:
+    places = {name: layer.where(name) for layer in layers for name in layer.table if layer.path is not None}
+    return Source(edge=layers[-1].edge, places={n: place for n, place in places.items() if n not in layers[-1].table})
 
 
 def _labels(adapters: Sequence[str]) -> dict[str, str]:

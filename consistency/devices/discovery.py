@@ -27,7 +27,7 @@ from consistency.devices.host import nvml
 from consistency.devices.host.pci import read_text
 from consistency.devices.interpreter import python_command, python_path
 from consistency.devices.spec import DeviceInfo, DeviceSpec, parse_device
-from consistency.errors import UsageError
+from consistency.errors import UsageError, meant
 
 PROBE_TIMEOUT_S = 120.0  # importing torch on a cold network disk takes most of a minute
 
@@ -100,13 +100,29 @@ def _find(spec: DeviceSpec) -> DeviceInfo:
     for info in found:
         if (info.spec.type, info.spec.index) == (spec.type, spec.index):
             return replace(info, spec=spec)
+    names = [CPU, *(info.spec.name for info in found)]
+    build = "" if _torch_build() else "; the installed torch is a CPU build"
+    listed = "`consistency devices` lists the devices of this machine"
     raise UsageError(
         f"this machine has no device {spec.name}",
-        got=", ".join([CPU, *(i.spec.name for i in found)]),
+        got=", ".join(names),
         where="--devices",
-        hint="`consistency devices` lists the devices of this machine"
-        + ("" if _torch_build() else "; the installed torch is a CPU build"),
+        hint=(_meant_device(spec, names) or listed) + build,
     )
+
+
+_OTHER_NAMES = {
+    "gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "amd": "cuda", "metal": "mps", "apple": "mps",
+    "intel": "xpu", "ascend": "npu",
+}  # fmt: skip
+"""What a type of device is also called, by its name in torch; ROCm's are `cuda` there."""
+
+
+def _meant_device(spec: DeviceSpec, found: Sequence[str]) -> str | None:
+    """Return a hint at the device that was meant by a name of another kind."""
+    bare = spec.type.rstrip("0123456789")
+    name = DeviceSpec(type=_OTHER_NAMES.get(bare, bare), index=spec.index).name
+    return f"did you mean {name}?" if name in found else meant(spec.name, found)
 
 
 @functools.cache

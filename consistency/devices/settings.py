@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from consistency.errors import UsageError
+from consistency.errors import UsageError, meant
 
 AS_FOUND = "as found"
 """Pinned value of a setting that no run changes unasked; a change of it during a run is undone and reported."""
@@ -145,11 +144,10 @@ def parse_setting(name: str, given: object, *, where: str) -> tuple[str, bool | 
         raise UsageError("threads have an option of their own", where=where, got=given, wanted=f"--threads {given}")
     spec = SETTINGS.get(name)
     if spec is None:
-        close = difflib.get_close_matches(name, SETTINGS, n=1)
         raise UsageError(
             f"unknown setting: {name}",
             where=where,
             wanted="one of " + ", ".join(SETTINGS),
-            hint=f"did you mean {close[0]}?" if close else None,
+            hint=meant(name, SETTINGS),
         )
     return name, spec.parse(given, where=where)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from consistency.devices.backends import CPU, Variant, backend_of
-from consistency.errors import UsageError
+from consistency.errors import UsageError, meant
 
 _SPEC = re.compile(r"^(?P<type>[a-z][a-z0-9_]*)(?::(?P<index>\d{1,4}))?(?:@(?P<variant>[a-z0-9][a-z0-9_+-]*))?$")
 
@@ -47,6 +47,7 @@ class DeviceSpec:
                 f"unknown variant of {self.type}: {self.variant}",
                 where=f"device {self.name}",
                 wanted="one of " + (", ".join(v.name for v in backend.variants) or "none"),
+                hint=meant(self.variant, [v.name for v in backend.variants]),
             )
         return variant
 
@@ -86,27 +87,27 @@ class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
     visible_id: str | None = None
 
 
-def parse_device(text: str) -> DeviceSpec:
+def parse_device(text: str, *, where: str = "--devices") -> DeviceSpec:
     """Read `type[:index][@variant]`; the variant has to be known."""
     match = _SPEC.match(text.strip())
     if match is None:
         raise UsageError(
-            f"not a device: {text!r}", wanted="type[:index][@variant], such as cpu, cuda:0, cpu@avx2", where="--devices"
+            f"not a device: {text!r}", wanted="type[:index][@variant], such as cpu, cuda:0, cpu@avx2", where=where
         )
     kind, index = match["type"], match["index"]
     if backend_of(kind).has_index:
         index = index or "0"
     elif index is not None:
-        raise UsageError(f"{kind} has no index: {text!r}", where="--devices", wanted=kind)
+        raise UsageError(f"{kind} has no index: {text!r}", where=where, wanted=kind)
     spec = DeviceSpec(type=kind, index=None if index is None else int(index), variant=match["variant"])
     spec.numerical_variant()
     return spec
 
 
-def parse_devices(text: str | Iterable[str]) -> tuple[str, ...]:
+def parse_devices(text: str | Iterable[str], *, where: str = "--devices") -> tuple[str, ...]:
     """Split a comma-separated list of specs, without duplicates; `auto` stays as it is."""
     parts = (part.strip() for part in (text.split(",") if isinstance(text, str) else text))
-    names = dict.fromkeys(part if part == "auto" else parse_device(part).name for part in parts if part)
+    names = dict.fromkeys(part if part == "auto" else parse_device(part, where=where).name for part in parts if part)
     if not names:
-        raise UsageError("no device given", where="--devices", wanted="auto, or a list such as cpu,cuda:0")
+        raise UsageError("no device given", where=where, wanted="auto, or a list such as cpu,cuda:0")
     return tuple(names)

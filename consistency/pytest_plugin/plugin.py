@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from consistency.case.options import Edge, add_ini_options, add_options
+from consistency.case.options import Edge, Source, add_ini_options, add_options
 
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
@@ -206,7 +206,8 @@ def consistency_devices(pytestconfig: pytest.Config) -> tuple[str, ...]:
 
     given = _default_options(pytestconfig).get("devices", "auto")
     try:
-        return tuple(info.spec.name for info in select(parse_devices(given)))
+        with Source(edge=Edge.PYTEST).naming():
+            return tuple(info.spec.name for info in select(parse_devices(given)))
     except ConsistencyError as error:
         raise pytest.UsageError(str(error)) from None
 

@@ -97,7 +97,7 @@ class Session:
         planned = None if options is None else suite.prepare_suite(options)
         if planned is None:
             own = gather_options(given.file, given.options, Edge.PYTEST)
-            cases = [SessionCase.of(0, pipeline.prepare(own, Edge.PYTEST))]
+            cases = [SessionCase.of(0, pipeline.prepare(own))]
         else:
             cases = [SessionCase.of_suite(number, one) for number, one in enumerate(planned.cases)]
         if folder is None:

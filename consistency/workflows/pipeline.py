@@ -18,7 +18,7 @@ from consistency.capture.transport import deliver, fetch, is_remote, refuse_to_r
 from consistency.capture.whole_file import write_whole
 from consistency.case.budget.fit import Budget
 from consistency.case.case import Case
-from consistency.case.options import Edge, Options
+from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.comparison.compare import compare
 from consistency.comparison.history.baseline import Baseline, apply
@@ -79,9 +79,9 @@ class Report:
         return self.comparison.exit_status
 
 
-def prepare(options: Options, edge: Edge = Edge.COMMAND_LINE) -> Plan:
-    """Check everything that can be checked before a worker starts; errors name options as at the `edge`."""
-    return plan_of(prepare_case(options, edge), options)
+def prepare(options: Options) -> Plan:
+    """Check everything that can be checked before a worker starts."""
+    return plan_of(prepare_case(options), options)
 
 
 def plan_of(case: Case, options: Options) -> Plan:
@@ -92,10 +92,11 @@ def plan_of(case: Case, options: Options) -> Plan:
     InputError
         It does not fit the memory of this host, however it is cut.
     """
-    devices = select(options.devices)
-    budget = budget_of(case, devices, threads=options.threads)
-    if budget.refusal is not None:
-        raise budget.refusal
+    with options.source.naming():
+        devices = select(options.devices)
+        budget = budget_of(case, devices, threads=options.threads)
+        if budget.refusal is not None:
+            raise budget.refusal
     return plan_within(budget, options, devices)
 
 

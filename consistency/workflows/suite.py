@@ -77,12 +77,14 @@ def prepare_suite(suite: SuiteOptions) -> SuitePlan:
     UsageError
         The suite has no such device.
     """
-    devices = select(suite.shared.devices)
+    with suite.shared.source.naming():
+        devices = select(suite.shared.devices)
     budgets = budgets_of(suite, devices)
     cases: list[PlannedCase] = []
     for options in suite.cases:
         found = budgets[str(options.name)]
         error = found.refusal if isinstance(found, Budget) else found
+        error = error and options.source.reword(error)
         plan = pipeline.plan_within(found, suite.shared, devices) if isinstance(found, Budget) and not error else None
         cases.append(PlannedCase(options=options, plan=plan, error=error))
     plans = [one.plan for one in cases if one.plan is not None]

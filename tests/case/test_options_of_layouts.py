@@ -36,8 +36,8 @@ def test_stages_that_an_option_makes_possible() -> None:
     [
         ({"stages": ("wrapping",)}, UsageError, "nothing wraps the base"),
         ({"wrapper": "module:wrap"}, UsageError, "not a wrapper"),
-        ({"wrapper": FACTORY, "stages": ("base",)}, UsageError, "--wrapper is for the stage wrapping"),
-        ({"device_map": "auto", "stages": ("base",)}, UsageError, "--device-map is for the stage sharding"),
+        ({"wrapper": FACTORY, "stages": ("base",)}, UsageError, "wrapper is for the stage wrapping"),
+        ({"device_map": "auto", "stages": ("base",)}, UsageError, "device_map is for the stage sharding"),
         ({"device_map": "everywhere"}, UsageError, "not a device map"),
         ({"device_map": "missing.json"}, InputError, "no missing.json"),
         ({"device_map": "empty.json"}, InputError, "the device map is empty"),

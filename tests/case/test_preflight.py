@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from consistency.case.adapter_fit import check_files, read_adapter
 from consistency.case.load_path import LoadPath
-from consistency.case.options import Edge, Options
+from consistency.case.options import Edge, Options, Source
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import LEVELS, Level, Stage
 from consistency.errors import ConsistencyError, InputError, UsageError
@@ -410,7 +410,7 @@ def test_a_stage_that_needs_an_adapter_is_refused_without_one(
     base = str(make_base(tmp_path / "base"))
     for asked in ((Stage.ADAPTER,), (Stage.BASE, Stage.MERGED)):
         with pytest.raises(UsageError, match="without an adapter") as error:
-            prepare_case(Options(base=base, stages=asked), edge)
+            prepare_case(Options(base=base, stages=asked, source=Source(edge=edge)))
         assert error.value.where == stages
         assert str(error.value.wanted).startswith(adapter)
     assert Stage.ADAPTER in prepare_case(Options(base=base)).stages, "of a level it is skipped, and said to be"
