@@ -38,6 +38,10 @@ class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True, rename={"host_f
 
     Attributes
     ----------
+    created : str
+        When it was complete: ISO 8601, UTC.
+    command : tuple of str
+        The command line that made it, word by word; captures of earlier versions have none.
     host_facts : HostFacts or None
         Of the host that it was made on; captures of earlier versions have none.
     """
@@ -48,6 +52,7 @@ class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True, rename={"host_f
     host: str
     case: Case
     workers: tuple[str, ...]
+    command: tuple[str, ...] = ()
     host_facts: HostFacts | None = None
 
 

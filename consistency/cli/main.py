@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
+from consistency.capture.origin import running
 from consistency.capture.version import __version__
 from consistency.cli.parser import Parser, adder, layout
 from consistency.errors import ConsistencyError, InterruptedRunError
@@ -53,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return 2
         parsed = parser.parse_args(arguments)
-        return int(parsed.command(parsed))
+        with running(["consistency", *arguments]):
+            return int(parsed.command(parsed))
     except ConsistencyError as error:
         _complain(str(error))
         return error.exit_status

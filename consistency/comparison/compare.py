@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
-from consistency.capture.folder import Capture
+from consistency.capture.folder import Capture, capture_name
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import TensorRecord, WorkerFacts
 from consistency.case.case import Case
@@ -26,6 +26,7 @@ from consistency.comparison.result import (
     Divergence,
     Finding,
     Row,
+    Source,
     TensorComparison,
     WorkerSummary,
     verdict_of,
@@ -33,6 +34,9 @@ from consistency.comparison.result import (
 from consistency.comparison.workers import ComparedWorker, Key, choose_reference, gather, load_paths_of, on_load_path
 from consistency.errors import UsageError
 from consistency.numerics.rules import Rule
+
+VERSIONS = ("python", "torch", "transformers", "peft", "safetensors", "accelerate", "numpy", "cuda")
+"""Names in a worker's environment that the head of a report states."""
 
 _STAGE_ORDER = {stage.value: place for place, stage in enumerate(Stage)}
 
@@ -82,7 +86,28 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         settings=tuple(dict.fromkeys(str(one) for capture in captures for one in capture.manifest.case.settings)),
         simulated=any(p.info.simulated for p in workers),
         hosts=hosts,
+        versions=_versions(workers),
+        planted=tuple(f"{p.info.planted} in {p.label}" for p in workers if p.info.planted is not None),
+        sources=tuple(map(_source, captures)),
     )
+
+
+def _versions(workers: Sequence[ComparedWorker]) -> dict[str, str]:
+    """Return the versions of the workers; several are joined, in the order of the workers."""
+    found: dict[str, dict[str, None]] = {}
+    for name in VERSIONS:
+        for worker in workers:
+            if worker.info.environment.get(name) is not None:
+                found.setdefault(name, {})[str(worker.info.environment[name])] = None
+    return {name: ", ".join(versions) for name, versions in found.items()}
+
+
+def _source(capture: Capture) -> Source:
+    manifest = capture.manifest
+    return Source(
+        name=capture_name(capture.folder), created=manifest.created, host=manifest.host, tool=manifest.tool,
+        command=manifest.command,
+    )  # fmt: skip
 
 
 def _load_paths_not_checked(case: Case, taken: Sequence[str]) -> Iterable[str]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from consistency.capture import origin
 from consistency.capture.records import WorkerFacts
 from consistency.devices.host.facts import HostFacts
 from consistency.numerics.measure import Measure
@@ -191,6 +192,16 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths": "
     general: str | None = None
 
 
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A capture that was compared: its name, when and where it was made, by which version and command."""
+
+    name: str
+    created: str
+    host: str
+    tool: str = ""
+    command: tuple[str, ...] = ()
+
+
 class Divergence(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
     """The first tensor, in the model's order, at which a worker diverges; `within` where only the bits differ."""
 
@@ -221,6 +232,18 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths"
         Folders that were compared, where they are not beside the report.
     hosts : tuple of HostFacts
         One per capture that records its own.
+    created : str or None
+        When the comparison was made: ISO 8601, UTC. None in reports of earlier versions.
+    host, command : str, tuple of str
+        Where it was made, and by which command line, word by word.
+    elapsed_s : float or None
+        How long that took, captures included where the same command made them.
+    versions : dict of str to str
+        Of Python and the libraries that decide results; those of different workers are joined by `, `.
+    planted : tuple of str
+        Faults that were planted on purpose, as `FAULT in WORKER`.
+    sources : tuple of Source
+        The captures, in order.
     """
 
     case: str
@@ -243,6 +266,13 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths"
     simulated: bool = False
     captures: tuple[str, ...] = ()
     hosts: tuple[HostFacts, ...] = ()
+    created: str | None = None
+    host: str = ""
+    command: tuple[str, ...] = ()
+    elapsed_s: float | None = None
+    versions: dict[str, str] = {}
+    planted: tuple[str, ...] = ()
+    sources: tuple[Source, ...] = ()
 
     def __repr__(self) -> str:
         """Return verdict, first error and its first tensor in one line: what a failed assertion shows."""
@@ -257,6 +287,13 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths"
     def exit_status(self) -> int:
         """Return 0 consistent, 1 inconsistent, 3 incomplete."""
         return {"consistent": 0, "inconsistent": 1, "incomplete": 3}[self.verdict]
+
+
+def made(comparison: Comparison, elapsed_s: float | None = None) -> Comparison:
+    """Return a comparison that states when, where and by which command it was made."""
+    return msgspec.structs.replace(
+        comparison, created=origin.now(), host=origin.host(), command=origin.command(), elapsed_s=elapsed_s
+    )
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -15,7 +15,7 @@ import msgspec
 
 from consistency.capture.wording import counted, listed
 from consistency.case.case import CHECKED_IN
-from consistency.comparison.result import Severity, Status, Verdict
+from consistency.comparison.result import PLANTED, Severity, Status, Verdict
 from consistency.numerics.real import Real
 
 SuiteVerdict = Verdict | Literal["unchecked"]
@@ -215,6 +215,12 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def simulated(self) -> bool:
         return any(worker.simulated for case in self.cases for worker in case.workers)
+
+    @property
+    def planted(self) -> tuple[str, ...]:
+        """Return the faults that were planted on purpose, a text for each."""
+        found = (f.message for case in self.cases for f in case.findings if f.kind == PLANTED)
+        return tuple(dict.fromkeys(text.removesuffix(" on purpose") for text in found))
 
     @property
     def workers(self) -> tuple[str, ...]:

@@ -7,8 +7,6 @@ longer to import the libraries than to check a small case; where a case ends the
 
 from __future__ import annotations
 
-import datetime
-import platform
 import shutil
 import tempfile
 import time
@@ -17,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from consistency.capture import origin
 from consistency.capture.folder import SCHEMA, CaptureManifest
 from consistency.capture.version import __version__
 from consistency.capture.writer import CaptureWriter
@@ -84,8 +83,9 @@ class _OpenCase:
         manifest = CaptureManifest(
             schema=SCHEMA,
             tool=__version__,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            host=platform.node(),
+            created=origin.now(),
+            host=origin.host(),
+            command=origin.command(),
             case=self.task.case,
             workers=tuple(plan.slug for plan in self.plans),
             host_facts=since(self.before or after, after),

@@ -88,8 +88,11 @@ class Writer:
     def line(self, text: str, *, indent: int = 2, style: str = "") -> None:
         self.console.print(Padding(self.text(text, style), (0, 0, 0, indent), expand=False))
 
-    def heading(self, parts: Sequence[str]) -> None:
+    def heading(self, parts: Sequence[str], *, below: Sequence[str] = ()) -> None:
+        """Write a heading and the lines that belong to it, which a terminal folds: a command can be copied whole."""
         self.console.print(self.text(" · ".join(parts), "bold"))
+        for text in below:
+            self.console.print(self.text(text, "dim"), soft_wrap=True)
         self.console.print()
 
     def verdict(self, verdict: SuiteVerdict, sentence: str) -> None:

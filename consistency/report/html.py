@@ -26,7 +26,17 @@ from consistency.report.formats import View
 from consistency.report.page import agreement, cells, distributions, environments, memory
 from consistency.report.page.labels import KEY, letter
 from consistency.report.page.rendering import VERDICT_MARKS, page_environment, part
-from consistency.report.sentences import alternative_path_texts, cell_text, divergence_texts, facts, legend, sentence
+from consistency.report.sentences import (
+    alternative_path_texts,
+    cell_text,
+    command_text,
+    divergence_texts,
+    facts,
+    legend,
+    origin_texts,
+    sentence,
+    source_texts,
+)
 from consistency.report.summary import Groups, all_groups, stages
 from consistency.report.text import one_line
 
@@ -60,6 +70,7 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         case=comparison.case,
         cell_mark=cell_mark,
         cell_text=cell_text,
+        command=command_text(comparison.command),
         copies=copies,
         data=Markup(_data(comparison, by_load_path)),  # escaped for a script element, which is not HTML
         environments=environments.environments(comparison.workers),
@@ -78,6 +89,8 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         most_tensors=_MOST_TENSORS,
         not_looked_at=comparison.not_looked_at,
         notes=[finding for finding in comparison.findings if finding.severity == "note"],
+        origin=origin_texts(comparison),
+        planted=comparison.planted,
         ratios=distributions.ratios(comparison.tensors),
         reference=comparison.reference,
         script=Markup(script),
@@ -85,6 +98,7 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         sentence=sentence(comparison),
         shortened=any(column.stands_for != 1 for some in by_load_path.values() for column in some),
         simulated=comparison.simulated,
+        sources=source_texts(comparison),
         stages=stages(comparison),
         status_of={"=": "equal", "✗": "outside", "–": "skipped"},
         style=Markup(part("style.css")),

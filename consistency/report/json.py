@@ -35,7 +35,8 @@ def as_bytes(comparison: Comparison) -> bytes:
 def render(comparison: Comparison, _: View) -> Iterator[bytes]:
     """Yield `report.json` piece by piece: indented where nothing is folded, else with one line per tensor."""
     table = by_json_name(comparison)
-    table = {"schema": SCHEMA, "tool": __version__, **table}
+    first = {name: table[name] for name in _FIRST}
+    table = {"schema": SCHEMA, "tool": __version__, **first, **table}
     layers = layers_of(comparison)
     if sum(len(tensor.rows) for tensor in comparison.tensors) <= FOLD_ABOVE:
         yield encode_json({**table, "layers": list(layers)}, indent=1) + b"\n"
@@ -48,6 +49,10 @@ def render(comparison: Comparison, _: View) -> Iterator[bytes]:
     yield b',\n"layers": '
     yield from _lines(fold_layers(layers))
     yield b"\n}\n"
+
+
+_FIRST = ("created", "host", "command", "elapsed_s", "versions", "simulated", "planted", "verdict")
+"""Fields that stand before the others: where a report is from, and what nobody must mistake it for."""
 
 
 @dataclass(slots=True)

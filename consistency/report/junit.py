@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from consistency.comparison.result import Comparison, Finding
 from consistency.report.formats import View
-from consistency.report.sentences import profile_texts
+from consistency.report.sentences import command_text, profile_texts
 
 ERRORS = frozenset({"lost-worker", "failed-worker"})
 """Kinds of findings that are errors of the workers' own test cases."""
@@ -51,7 +51,13 @@ def as_junit(comparison: Comparison, *, elapsed_s: float = 0.0) -> ElementTree.E
     for finding in (f for f in wrong if not f.tensors and f.kind not in ERRORS):
         case = add_case(suite, comparison.case, finding.kind)
         add_result(case, "failure", finding.message, finding.kind, _lines([finding]))
-    complete(suite, simulated=comparison.simulated, profile=" ".join(profile_texts(comparison)))
+    if comparison.created is not None:
+        suite.set("timestamp", text_of(comparison.created))
+        suite.set("hostname", text_of(comparison.host))
+    complete(
+        suite, simulated=comparison.simulated, profile=" ".join(profile_texts(comparison)),
+        planted=", ".join(comparison.planted), command=command_text(comparison.command), **comparison.versions,
+    )  # fmt: skip
     return suite
 
 
@@ -76,10 +82,11 @@ def count(element: ElementTree.Element) -> None:
         element.set(name, str(len(list(element.iter(tag)))))
 
 
-def complete(suite: ElementTree.Element, *, simulated: bool, profile: str = "") -> None:
-    """Set the numbers of a suite, whether its devices are simulated, and a profile other than the default."""
+def complete(suite: ElementTree.Element, *, simulated: bool, profile: str = "", **more: str) -> None:
+    """Set the numbers of a suite, whether its devices are simulated, a profile other than the default, and `more`."""
     count(suite)
     facts = {"simulated": "true" if simulated else "", "profile": text_of(profile.removeprefix("profile "))}
+    facts |= {name: text_of(value) for name, value in more.items()}
     if any(facts.values()):
         properties = ElementTree.Element("properties")
         for name, value in facts.items():

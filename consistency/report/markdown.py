@@ -18,13 +18,22 @@ from consistency.comparison.layers import LayerCell, layers_of
 from consistency.comparison.result import BAD, PLANTED, Comparison, Finding, WorkerSummary
 from consistency.report.formats import View
 from consistency.report.layers import cell_figures, devices_text
-from consistency.report.sentences import cell_text, divergence_texts, facts, sentence
+from consistency.report.sentences import (
+    cell_text,
+    command_text,
+    divergence_texts,
+    facts,
+    origin_texts,
+    sentence,
+    source_texts,
+)
 from consistency.report.summary import Groups, all_groups, stages
 from consistency.report.text import one_line
 
 MOST_LINES = 59
 """Readers of an issue skip more than a screen; the parts below add up to no more than this."""
 
+_SOURCES = 3
 _GROUP_LINES, _FINDINGS, _LAYERS, _DIVERGENCES, _DEVICES = 5, 3, 3, 1, 2
 _ARCHITECTURES = 8  # columns of a table that a tracker still shows
 _LONGEST = 400  # characters of a line: a sentence with a hundred workers is cut
@@ -107,6 +116,18 @@ def _head(comparison: Comparison) -> Iterator[str]:
         yield ""
     case = [comparison.case, *facts(comparison)]
     yield f"{' · '.join(escaped(part) for part in case)} · consistency {__version__}"
+    origin = origin_texts(comparison)
+    if origin:
+        yield ""
+        yield f"{' · '.join(map(escaped, origin))}"
+        yield ""
+        yield from fence([one_line(text) for text in _commands(comparison)])
+
+
+def _commands(comparison: Comparison) -> list[str]:
+    sources = source_texts(comparison)
+    rest = and_more(len(sources) - _SOURCES, "capture")
+    return [command_text(comparison.command), *sources[:_SOURCES], *([rest] if rest else [])]
 
 
 def _table(comparison: Comparison, found: Groups) -> Iterator[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import datetime
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from consistency.capture.version import __version__
 from consistency.capture.wording import counted, listed, some
 from consistency.case.duration import duration_text
 from consistency.case.load_path import is_alternative
@@ -101,6 +104,40 @@ def facts(comparison: Comparison) -> list[str]:
     return [text for text in found if text]
 
 
+def origin_texts(comparison: Comparison) -> list[str]:
+    """Return when and where a report was made, how long it took, and the versions; nothing where that is unknown."""
+    if comparison.created is None:
+        return []
+    took = [] if comparison.elapsed_s is None else [f"{comparison.elapsed_s:.0f} s"]
+    versions = {"consistency": __version__, **comparison.versions}
+    text = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [time_text(comparison.created), comparison.host, *took, text]
+
+
+def time_text(created: str) -> str:
+    """Write a time of a report: `2026-11-22 09:02 UTC`; one that a stranger wrote differently stays as it is."""
+    try:
+        time = datetime.datetime.fromisoformat(created).astimezone(datetime.UTC)
+    except ValueError:
+        return created
+    return f"{time:%Y-%m-%d %H:%M} UTC"
+
+
+def command_text(command: Sequence[str]) -> str:
+    """Write a command line as a shell takes it."""
+    return shlex.join(command)
+
+
+def source_texts(comparison: Comparison) -> list[str]:
+    """Return where each of several captures is from."""
+    if len(comparison.sources) < 2:
+        return []
+    return [
+        f"capture {one.name}: {time_text(one.created)} · {one.host} · consistency {one.tool}"
+        for one in comparison.sources
+    ]
+
+
 def profile_texts(comparison: Comparison | CaseResult) -> list[str]:
     """Return the profile and the settings on top of it, where they are not the default."""
     if comparison.profile in ("", "pinned") and not comparison.settings:
@@ -129,12 +166,12 @@ def soak_texts(comparison: Comparison) -> list[str]:
 
 
 def sentence(comparison: Comparison) -> str:
-    """Return the verdict in one sentence, and which devices of it had the base streamed or are simulated."""
+    """Return the verdict in one sentence, and which devices had the base streamed, are simulated or have a fault."""
     if comparison.load_paths == (FILE_STAGE,):
         return _of_files(comparison)
     offloaded = [w.name for w in comparison.workers if str(w.environment.get("placement")).startswith("offload")]
     simulated = [w.name for w in comparison.workers if w.simulated]
-    found = (("base offloaded", offloaded), ("simulated", simulated))
+    found = (("base offloaded", offloaded), ("simulated", simulated), ("planted fault", comparison.planted))
     return _of_workers(comparison) + "".join(f"; {what}: {some(names)}" for what, names in found if names)
 
 

@@ -17,14 +17,18 @@ from consistency.report.formats import View
 from consistency.report.sentences import (
     alternative_path_texts,
     cell_text,
+    command_text,
     divergence_texts,
     legend,
+    origin_texts,
     profile_texts,
     sentence,
     soak_texts,
+    source_texts,
 )
 from consistency.report.summary import Groups, Line, all_groups, badness, class_text, stages
 
+_MOST_SOURCES = 8
 _MOST_TENSORS = _MOST_FINDINGS = 20
 _STYLES = {
     "equal": "green",
@@ -73,8 +77,19 @@ def title(write: Writer, comparison: Comparison, view: View) -> None:
         parts.append(f"{view.elapsed_s:.0f} s")
     if comparison.simulated:
         parts.append("SIMULATED DEVICES")
-    write.heading(parts)
+    if comparison.planted:
+        parts.append("PLANTED FAULT")
+    write.heading(parts, below=_origin(comparison))
     write.verdict(comparison.verdict, sentence(comparison))
+
+
+def _origin(comparison: Comparison) -> list[str]:
+    """Return when, where, with what and by which command the report was made, and where its captures are from."""
+    sources = source_texts(comparison)
+    shown = sources[:_MOST_SOURCES]
+    rest = and_more(len(sources) - len(shown), "capture")
+    texts = [" · ".join(origin_texts(comparison)), command_text(comparison.command), *shown, rest]
+    return [text for text in texts if text]
 
 
 def write_groups(write: Writer, comparison: Comparison, found: Groups | None = None) -> None:

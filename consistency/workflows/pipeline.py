@@ -24,7 +24,7 @@ from consistency.comparison.compare import compare
 from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.drift import add_run
 from consistency.comparison.history.store import History
-from consistency.comparison.result import Comparison
+from consistency.comparison.result import Comparison, made
 from consistency.comparison.weight_files.diff import diff
 from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo
@@ -155,9 +155,9 @@ def run(
     """
     started = time.monotonic()
     with output(out, replace=replace) as folder:
-        made = capture(plan, folder / CAPTURES, watch=watch, replace=replace)
-        captures, unread = read_captures(made.captures)
-        comparison = compare_captures(captures, unread=[*made.lost, *unread])
+        left = capture(plan, folder / CAPTURES, watch=watch, replace=replace)
+        captures, unread = read_captures(left.captures)
+        comparison = compare_captures(captures, unread=[*left.lost, *unread])
         if history is not None:
             comparison = add_run(
                 history, captures, comparison, baseline, report="" if out is None else str(out.resolve())
@@ -165,7 +165,8 @@ def run(
         elif baseline is not None:
             comparison = apply(baseline, comparison)
         elapsed_s = time.monotonic() - started
-        write_reports(comparison, out, elapsed_s=elapsed_s)
+        comparison = made(comparison, elapsed_s)
+        write_reports(comparison, out)
     return Report(comparison=comparison, folder=out, elapsed_s=elapsed_s)
 
 
@@ -180,9 +181,11 @@ def compare_folders(
 
     They are given read, or as folders, ZIP files or URLs of captures or of the `--out` folders of runs.
     """
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
         sources = [one if isinstance(one, Capture) else fetch(str(one), Path(scratch)) for one in given]
         comparison = _compared(sources, given, baseline)
+        comparison = made(comparison, time.monotonic() - started)
         folders = [one.folder if isinstance(one, Capture) else one for one in sources]
         with output(out, replace=replace, reads=folders):
             write_reports(comparison, out)
@@ -242,7 +245,9 @@ def diff_weights(
 ) -> Comparison:
     """Compare two weight files or folders; write the report to `out`."""
     with output(out, replace=replace, reads=(actual, expected)):  # refused before any work
+        started = time.monotonic()
         comparison = diff(actual, expected, allow_pickle=allow_pickle)
+        comparison = made(comparison, time.monotonic() - started)
         write_reports(comparison, out)
     return comparison
 
@@ -264,10 +269,10 @@ def compare_captures(captures: Sequence[Capture], *, unread: Sequence[str] = ())
     return comparison
 
 
-def write_reports(comparison: Comparison, out: Path | None, *, elapsed_s: float | None = None) -> None:
+def write_reports(comparison: Comparison, out: Path | None) -> None:
     """Write the files of a report to a folder."""
     if out is not None:
-        view = View(elapsed_s=elapsed_s, groups=all_groups(comparison))
+        view = View(elapsed_s=comparison.elapsed_s, groups=all_groups(comparison))
         for row in formats(Chosen.OUT):
             write_whole(out / row.name, row.render(comparison, view))
 

@@ -15,10 +15,21 @@ from consistency.report.runs import REPORT, SUITE, latest_run
 
 
 class ReportHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of `report.json` that most commands need."""
+    """The fields of `report.json` that most commands need.
+
+    Attributes
+    ----------
+    created, host : str or None, str
+        When (ISO 8601, UTC) and where the report was made; not in reports of earlier versions.
+    command : tuple of str
+        The command line that made it, word by word.
+    """
 
     schema: str
     findings: tuple[Finding, ...]
+    created: str | None = None
+    host: str = ""
+    command: tuple[str, ...] = ()
     captures: tuple[str, ...] = ()
     workers: tuple[WorkerSummary, ...] = ()
 

@@ -23,7 +23,7 @@ from consistency.case.suite import SuiteOptions, folder_name
 from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.store import History
 from consistency.comparison.history.suite import SuiteEntry
-from consistency.comparison.result import Comparison
+from consistency.comparison.result import Comparison, made
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.devices.discovery import select
 from consistency.errors import CaptureError, ConsistencyError
@@ -183,6 +183,7 @@ def _finish(
         comparison = entry.add(one.name, captures, comparison)
     elif baseline is not None:
         comparison = apply(baseline, comparison)
+    comparison = made(comparison, _worked_s(comparison))
     pipeline.write_reports(comparison, folder / one.folder)
     each(one.name, comparison)
     return summarize(one.name, one.folder, comparison, worked_s(comparison))

@@ -11,6 +11,9 @@ ROW = {
 TENSOR = {"stage", "road", "layer", "tensor", "shape", "dtype", "rule", "classes", "rows"}
 LAYER = {"layer", "tensor", "stage", "architectures"}
 LAYER_CELL = {"workers", "status", "max_abs", "allowed", "bound_ratio", "max_ulp", "classes"}
+HEAD = ("schema", "tool", "created", "host", "command", "elapsed_s", "versions", "simulated", "planted", "verdict")
+"""The first fields, in this order; `command` is a list of words."""
+SOURCE = {"name", "created", "host", "tool", "command"}
 WORKER = {"name", "architecture", "model", "uuid", "status", "reason", "environment"}
 
 

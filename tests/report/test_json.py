@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import platform
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from consistency.report.json import as_bytes
 from consistency.workflows.saved_report import read_comparison
 from tests.comparison.made_records import computed, measured, moved
 from tests.conftest import FinishedRun, MakeCapture
-from tests.report.contract import LAYER, LAYER_CELL, ROW, TENSOR, WORKER, no_constant
+from tests.report.contract import HEAD, LAYER, LAYER_CELL, ROW, SOURCE, TENSOR, WORKER, no_constant
 from tests.report.made_comparisons import faulty
 
 
@@ -25,6 +27,13 @@ def test_every_field_of_the_contract_is_there(finished_run: FinishedRun) -> None
     text = (finished_run.folder / "report.json").read_text()
     report = json.loads(text, parse_constant=no_constant)
     assert report["schema"] == "consistency.report/1"
+    assert tuple(report)[: len(HEAD)] == HEAD
+    assert report["command"]
+    assert all(isinstance(word, str) for word in report["command"])
+    assert datetime.datetime.fromisoformat(report["created"]).utcoffset() == datetime.timedelta(0)
+    assert report["host"] == platform.node()
+    assert {"python", "torch", "transformers", "peft", "safetensors"} <= set(report["versions"])
+    assert [set(source) for source in report["sources"]] == [SOURCE]
     assert report["verdict"] in ("consistent", "inconsistent", "incomplete")
     assert all(set(worker) >= WORKER for worker in report["workers"])
     assert all(set(group) >= {"name", "workers"} for group in report["architectures"])

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from consistency.comparison.result import Finding, Status, TensorComparison
-from consistency.report.sentences import sentence
+import html
+from collections.abc import Callable
+
+import pytest
+
+from consistency.comparison.result import Comparison, Finding, Source, Status, TensorComparison
+from consistency.report.html import as_html
+from consistency.report.junit import as_junit
+from consistency.report.markdown import as_markdown
+from consistency.report.sentences import sentence, time_text
 from tests.report.made_comparisons import ALL, comparison, tensor
 from tests.report.printed import printed
 
@@ -57,3 +65,40 @@ def test_the_worst_error_is_a_number_of_the_table_with_its_stage() -> None:
     assert sentence(found).endswith("the model's worst error/tolerance is 0.31 (merged)")
     assert "≤ 0.31" in printed(found)
     assert "0.95" not in printed(found)
+
+
+def of_a_run() -> Comparison:
+    sources = tuple(
+        Source(name=name, created=f"2025-01-0{day}T08:00:00+00:00", host=f"host-{name}", tool="0.1.0")
+        for day, name in enumerate("ab", start=1)
+    )
+    return comparison(
+        [tensor([ALL])], created="2025-01-03T09:05:59+02:00", host="node-7", elapsed_s=41.4,
+        command=("consistency", "compare", "a", "my b"), versions={"python": "3.11.7", "torch": "2.13.0"},
+        planted=("adapter-zeros in cuda:1",), sources=sources,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [printed, as_markdown, as_html])
+def test_every_form_begins_with_when_where_by_what_and_for_what_purpose(form: Callable[[Comparison], str]) -> None:
+    text = html.unescape(form(of_a_run())).replace("\\", "")
+    head = text[: text.index("Ampere sm_86")]
+    for part in (
+        "2025-01-03 07:05 UTC", "node-7", "41 s", "torch 2.13.0", "consistency compare a 'my b'",
+        "capture b: 2025-01-02 08:00 UTC · host-b", "planted fault: adapter-zeros in cuda:1",
+    ):  # fmt: skip
+        assert part in head
+
+
+def test_reports_without_an_origin_show_none() -> None:
+    assert printed(comparison([tensor([ALL])])).splitlines()[1] == ""
+    assert time_text("yesterday") == "yesterday"
+
+
+def test_junit_states_time_host_and_what_was_planted() -> None:
+    suite = as_junit(of_a_run())
+    assert (suite.get("timestamp"), suite.get("hostname")) == ("2025-01-03T09:05:59+02:00", "node-7")
+    found = {str(one.get("name")): one.get("value") for one in suite.iter("property")}
+    assert found["planted"] == "adapter-zeros in cuda:1"
+    assert found["command"] == "consistency compare a 'my b'"
+    assert found["torch"] == "2.13.0"

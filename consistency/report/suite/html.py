@@ -52,6 +52,7 @@ def suite_as_html(suite: SuiteResult, folder: str | None = None) -> str:
         notes=[finding for finding, _ in found if finding.severity == "note"],
         sentence=suite.sentence,
         shown=lines[: len(lines) - len(folded)],
+        planted=suite.planted,
         simulated=suite.simulated,
         stages=columns(suite),
         style=Markup(part("style.css")),

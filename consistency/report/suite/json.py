@@ -25,6 +25,7 @@ def render(suite: SuiteResult, _: View) -> Iterator[bytes]:
             "sentence": suite.sentence,
             "exit_status": suite.exit_status,
             "simulated": suite.simulated,
+            "planted": list(suite.planted),
             "counts": suite.counts,
             "not_looked_at": suite.not_looked_at,
             "findings": common_findings(suite.cases),

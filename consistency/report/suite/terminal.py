@@ -34,6 +34,7 @@ def render(suite: SuiteResult, view: View, console: Console | None = None) -> It
 
 def _write(write: Writer, suite: SuiteResult, view: View) -> None:
     simulated = ["SIMULATED DEVICES"] if suite.simulated else []
+    simulated += ["PLANTED FAULT"] if suite.planted else []
     write.heading(["consistency", suite.name, *suite_facts(suite), seconds(suite.elapsed_s), *simulated])
     write.verdict(suite.verdict, suite.sentence)
     found = findings_of(suite, view.folder)

@@ -39,6 +39,8 @@ class Evidence:
         Names of the other tensors of the finding.
     is_bad : bool
         Whether it violates its rule; otherwise the finding is about its bits.
+    created, host, command
+        Of the report, as in `ReportHead`.
     """
 
     finding: Finding
@@ -48,6 +50,9 @@ class Evidence:
     others: tuple[str, ...]
     reference: ComparedWorker
     is_bad: bool
+    created: str | None = None
+    host: str = ""
+    command: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -103,6 +108,9 @@ def find_evidence(path: Path, number: int, scratch: Path) -> Evidence:
         reference=reference,
         is_bad=_changed(finding, participant, record) is not None
         or judge(participant, reference, record.key).status in BAD,
+        created=head.created,
+        host=head.host,
+        command=head.command,
     )
 
 

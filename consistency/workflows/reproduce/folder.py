@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -229,6 +230,9 @@ def _write(folder: Path, evidence: Evidence, parts: _Parts) -> None:
         "worker": evidence.participant.label,
         "road": evidence.participant.load_path,
         "planted": info.planted,
+        "created": evidence.created,
+        "host": evidence.host,
+        "command": list(evidence.command),
         "device": _device(evidence),
         "window": parts.window,
         "diagnosis": evidence.record.diagnosis,
@@ -273,6 +277,7 @@ def _readme(evidence: Evidence, parts: _Parts, scripts: Mapping[str, str]) -> st
         f"Found on `{evidence.participant.label}` ({info.architecture}, {info.model}), torch "
         f"{info.environment.get('torch')}. This folder has one of {1 + len(evidence.others)} tensors, {parts.window}.",
         "",
+        *_made_by(evidence),
         "```",
         "pip install torch safetensors",
         *(
@@ -296,6 +301,14 @@ def _readme(evidence: Evidence, parts: _Parts, scripts: Mapping[str, str]) -> st
         "* `environment.json`: where it was found; `transcript.txt`: the script's output where this folder was written",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _made_by(evidence: Evidence) -> list[str]:
+    """Return the lines that state which command found it; reports of earlier versions do not."""
+    if not evidence.command:
+        return []
+    when = f"on {evidence.host}, {evidence.created}"
+    return [f"The report was made {clean(when)}, by:", "", f"    {clean(shlex.join(evidence.command))}", ""]
 
 
 def _try(folder: Path, *, needs_model: bool) -> Reproduced:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,8 @@ def test_folder_shows_the_finding_without_this_package(made: dict[str, Reproduce
     imported = {line.split()[1].split(".")[0] for line in script.splitlines() if line.startswith(("import ", "from "))}
     assert imported - set(sys.stdlib_module_names) == {"torch", "safetensors"}
     readme = (found.folder / "README.md").read_text()
+    assert "The report was made on " in readme
+    assert f"    {shlex.join(json.loads((found.folder / 'finding.json').read_text())['command'])}\n" in readme
     assert "adapter-zeros" in readme  # planted, and says so
     assert (found.folder / "transcript.txt").read_text() == found.output
     assert json.loads((found.folder / "environment.json").read_text())["torch"] == torch.__version__

@@ -1,0 +1,46 @@
+"""Where a capture or a report comes from: when and where it was made, and by which command."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+_GIVEN: ContextVar[tuple[str, ...]] = ContextVar("command", default=())
+
+
+@contextmanager
+def running(command: Sequence[str]) -> Iterator[None]:
+    """Take this for the command of what is made meanwhile: a command line that was given as a list, in any process."""
+    token = _GIVEN.set(tuple(command))
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
+def command() -> tuple[str, ...]:
+    """Return the command line, word by word: the one that is `running`, else that of this process."""
+    if given := _GIVEN.get():
+        return given
+    words = [word for word in sys.argv if word]
+    if not words or words[0] in ("-", "-c"):  # interactive, or code without a file
+        return ("python",)
+    program = Path(words[0])
+    if program.name == "__main__.py":
+        return ("python", "-m", program.parent.name, *words[1:])
+    return (("python", words[0]) if program.suffix == ".py" else (program.name,)) + tuple(words[1:])
+
+
+def now() -> str:
+    """Return the time: ISO 8601 in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def host() -> str:
+    """Return the name of this host."""
+    return platform.node()
