@@ -16,6 +16,7 @@ from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 
 RecordStatus = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked", "measured"]
+Effect = Literal["", "layers", "no-layer", "zero-scaling", "zero-weights", "zero-delta", "some-tokens"]
 WorkerStatus = Literal["ok", "lost", "failed"]
 
 
@@ -78,6 +79,10 @@ class TensorRecord(
         The tensor is a buffer outside the state dict, so it may be computed on the device.
     unsupported : bool
         The device has no such dtype or kernel: skipping it is no failure.
+    effect : str
+        What is certain of the adapter's effect, empty where nothing is. Of its settings: `layers` if its layers' deltas
+        are all that it changes, `some-tokens` if it acts on chosen tokens alone, else why it changes nothing; of a
+        delta: `zero-delta` if it is zero.
     """
 
     stage: str
@@ -109,6 +114,7 @@ class TensorRecord(
     name_in_file: str = ""
     buffer: bool = False
     unsupported: bool = False
+    effect: Effect = ""
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from consistency.capture.folder import blob_key
 from consistency.capture.json_codec import encode_json
-from consistency.capture.records import IN_EVIDENCE, RecordStatus, TensorRecord
+from consistency.capture.records import IN_EVIDENCE, Effect, RecordStatus, TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.case.tolerance import Override, choose
 from consistency.errors import CaptureError
@@ -264,6 +264,7 @@ class Recorder:
         exact: torch.Tensor | None = None,
         ingredients: Mapping[str, torch.Tensor] | None = None,
         buffer: bool = False,
+        effect: Effect = "",
     ) -> None:
         """Judge a tensor that a device computed by its measure, name the difference, and record both.
 
@@ -339,6 +340,7 @@ class Recorder:
                 ingredients=kept,
                 tolerance=tolerance.stated if found is not None and tolerance is not None else "",
                 buffer=buffer,
+                effect=effect,
             )
         )
 

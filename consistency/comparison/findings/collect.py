@@ -19,6 +19,7 @@ from consistency.case.stages import MOVES_WEIGHTS, Level, Stage, requested
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.host import find_host_problems
 from consistency.comparison.findings.load_paths import find_casts
+from consistency.comparison.findings.no_effect import find_no_effect
 from consistency.comparison.findings.nothing_compared import find_nothing_compared
 from consistency.comparison.findings.placement import find_device_use
 from consistency.comparison.findings.soak import find_soak
@@ -73,6 +74,7 @@ def find(
         *_same_program(compared, tensors),
         *find_host_problems(hosts, workers=[p.label for p in compared]),
         *_settings(compared),
+        *find_no_effect(compared),
         *find_tolerances(compared),
         # so that the report of a drill is not mistaken for one of a real fault
         *(

@@ -22,6 +22,7 @@ from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.poison import POISON
 from consistency.worker.recorder import PEER_KEEP_BYTES
 from consistency.worker.stages.adapter import load_paths
+from consistency.worker.stages.adapter.effect import effect_of
 from consistency.worker.stages.adapter.reload import Loads, reload
 from consistency.worker.stages.adapter.stale_bytes import file_of_another, stale_bytes
 from consistency.worker.stages.context import Context
@@ -148,6 +149,7 @@ def _settings(context: Context) -> None:
         ]
         if ADAPTER_NAME not in module.active_adapters or module.disable_adapters:
             inactive.append(module_place(name))
+    effect, why = effect_of(context)
     raw = json.dumps(table, sort_keys=True).encode()
     tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     context.record.computed(
@@ -158,7 +160,13 @@ def _settings(context: Context) -> None:
         status="outside" if inactive else "measured",
         diagnosis=Word.INACTIVE if inactive else None,
         digests=[digest(tensor)],
-        evidence={"layers": len(table), "values": _counted(table), **({"inactive": inactive[:8]} if inactive else {})},
+        evidence={
+            "layers": len(table),
+            "values": _counted(table),
+            **why,
+            **({"inactive": inactive[:8]} if inactive else {}),
+        },
+        effect=effect,
     )
 
 

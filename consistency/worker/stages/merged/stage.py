@@ -273,8 +273,14 @@ def _judge(
             reference_error=error,
             exact=one.truth.exact,
             ingredients=_ingredients(one.truth),
+            effect="zero-delta" if one.safe is None and _is_zero(one.actual) else "",
             **_outside(one),
         )
+
+
+def _is_zero(delta: torch.Tensor) -> bool:
+    """Return whether a delta is zero; a row of it tells that nearly always, without a pass over the rest."""
+    return not delta[:1].any() and not delta.any()
 
 
 def _measured(computed: Sequence[Computed], known: Collection[str]) -> dict[tuple[bool | None, str], Measure]:
