@@ -183,7 +183,7 @@ def _finish(
         comparison = entry.add(one.name, captures, comparison)
     elif baseline is not None:
         comparison = apply(baseline, comparison)
-    comparison = made(comparison, _worked_s(comparison))
+    comparison = made(comparison, worked_s(comparison))
     pipeline.write_reports(comparison, folder / one.folder)
     each(one.name, comparison)
     return summarize(one.name, one.folder, comparison, worked_s(comparison))

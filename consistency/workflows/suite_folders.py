@@ -13,6 +13,7 @@ from consistency.capture.transport import travels
 from consistency.capture.wording import some
 from consistency.case.suite import folder_name
 from consistency.comparison.history.baseline import Baseline
+from consistency.comparison.result import made
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.report.suite.summarize import summarize
@@ -95,7 +96,7 @@ def _compare(
         comparison = msgspec.structs.replace(comparison, not_looked_at=(*comparison.not_looked_at, text))
     if keep:
         (target / place).mkdir(parents=True, exist_ok=True)
-        pipeline.write_reports(comparison, target / place)
+        pipeline.write_reports(made(comparison), target / place)
     return summarize(name, place, comparison, worked_s(comparison))
 
 
