@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import struct
@@ -78,11 +79,14 @@ def test_second_run_on_a_device_repeats_the_bits(finished_run: FinishedRun) -> N
 
 
 def test_bfloat16_and_other_models(cli: Cli, tmp_path: Path) -> None:
-    for name, dtype in (("gpt2", "float32"), ("bert", "bfloat16"), ("llama", "bfloat16")):
-        out = tmp_path / f"{name}-{dtype}"
-        done = cli("run", "--base", f"builtin:{name}", "--dtype", dtype, "--devices", "cpu,cpu@baseline", "--out", out)
-        assert done.returncode == 0, done.stdout + done.stderr
-        report = read(out)
+    cases = (("gpt2", "float32"), ("bert", "bfloat16"), ("llama", "bfloat16"))
+    tables = [f'[[case]]\nname = "{name}"\nbase = "builtin:{name}"\ndtype = "{dtype}"\n' for name, dtype in cases]
+    (tmp_path / "cases.toml").write_text("".join(tables))
+    out = tmp_path / "out"
+    done = cli("run", tmp_path / "cases.toml", "--devices", "cpu,cpu@baseline", "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, dtype in cases:
+        report = read(out / "cases" / name)
         assert report["dtype"] == dtype
         assert {row["status"] for row in rows(report, "base", "adapter")} == {"equal"}
         assert not any(row["status"] in BAD for row in rows(report, "operators", "merged", "forward", "gradient"))
@@ -114,18 +118,48 @@ def flip_bit(file: Path, tensor: str, element: int, bit: int) -> tuple[str, list
     return name, header[name]["shape"]
 
 
-@pytest.mark.parametrize(("name", "element", "bit"), [("bert", 37, 3), ("gpt2", 11, 31)])
-def test_one_flipped_bit_between_captures_made_apart(
-    cli: Cli, tmp_path: Path, name: str, element: int, bit: int
-) -> None:
-    adapter = tmp_path / "copied"
-    shutil.copytree(builtin_folder(name) / "adapter", adapter)
-    key, shape = flip_bit(adapter / "adapter_model.safetensors", "lora_B", element, bit)
-    common = ("--base", f"builtin:{name}", "--devices", "cpu", "--stages", "base,adapter,merged")
-    assert cli("capture", *common, "--out", tmp_path / "host-a").returncode == 0
-    assert cli("capture", *common, "--adapter", adapter, "--out", tmp_path / "host-b").returncode == 0
+FLIPPED = {"bert": (37, 3), "gpt2": (11, 31)}
 
-    done = cli("compare", tmp_path / "host-a", tmp_path / "host-b", "--out", tmp_path / "report")
+
+@dataclasses.dataclass(frozen=True)
+class Flipped:
+    """Two captures of a model, by `host-a` and `host-b`, which has another bit in its copy of the adapter's file."""
+
+    folder: Path
+    key: str
+    shape: list[int]
+
+
+@pytest.fixture(scope="module")
+def flipped(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Flipped]:
+    home = tmp_path_factory.mktemp("apart")
+    found: dict[str, Flipped] = {}
+    for name, (element, bit) in FLIPPED.items():
+        adapter = home / "copied" / name
+        shutil.copytree(builtin_folder(name) / "adapter", adapter)
+        key, shape = flip_bit(adapter / "adapter_model.safetensors", "lora_B", element, bit)
+        (home / name).mkdir()
+        found[name] = Flipped(home / name, key, shape)
+    for host in ("host-a", "host-b"):
+        config = home / f"{host}.toml"
+        config.write_text('devices = "cpu"\nstages = "base,adapter,merged"\n')
+        with config.open("a") as file:
+            for name in FLIPPED:
+                copied = f'adapter = "copied/{name}"\n' if host == "host-b" else ""
+                file.write(f'[[case]]\nname = "{name}"\nbase = "builtin:{name}"\n{copied}')
+        assert cli("capture", config, "--out", home / host).returncode == 0
+        for name in FLIPPED:
+            (home / host / "cases" / name).rename(home / name / host)
+    return found
+
+
+@pytest.mark.parametrize(("name", "element", "bit"), [(name, *where) for name, where in FLIPPED.items()])
+def test_one_flipped_bit_between_captures_made_apart(
+    cli: Cli, tmp_path: Path, flipped: dict[str, Flipped], name: str, element: int, bit: int
+) -> None:
+    made, key, shape = flipped[name].folder, flipped[name].key, flipped[name].shape
+
+    done = cli("compare", made / "host-a", made / "host-b", "--out", tmp_path / "report")
 
     assert done.returncode == 1, done.stdout + done.stderr
     report = read(tmp_path / "report")
@@ -153,12 +187,12 @@ def test_a_capture_agrees_with_itself_and_is_small(cli: Cli, finished_run: Finis
     assert kept < 1.5 * adapter  # one copy for all workers, with a header per tensor
 
 
-@pytest.mark.parametrize("extra", [(), ("-n", "2")], ids=["plain", "xdist"])
 def test_pytest_says_the_same(
-    pytester: pytest.Pytester, finished_run: FinishedRun, extra: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    pytester: pytest.Pytester, finished_run: FinishedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    done = pytester.runpytest_subprocess("--consistency-base", "builtin:llama", "--junitxml", "out.xml", *extra)
+    """Under xdist; a whole run without it is made on the double (test_runs_on_double.py)."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")  # they take long to import
+    done = pytester.runpytest_subprocess("--consistency-base", "builtin:llama", "--junitxml", "out.xml", "-n", "2")
     assert done.ret == 0
     done.stdout.fnmatch_lines(["*consistent: base and adapter match on*"])
     suite = ElementTree.parse(pytester.path / "out.xml").getroot()

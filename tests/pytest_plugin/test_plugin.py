@@ -31,8 +31,9 @@ pipeline.prepare = prepare
 
 
 @pytest.fixture(autouse=True)
-def _no_inherited_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+def _no_other_plugins(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    # importing the plugins of hypothesis and anyio takes longer than all that is tested here
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")
 
 
 def collected(pytester: pytest.Pytester, *arguments: str) -> list[str]:
@@ -83,8 +84,8 @@ def test_selection(pytester: pytest.Pytester) -> None:
 
 def test_own_tests_are_left_out_unless_a_path_is_given(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_own="def test_own(): pass")
-    assert len(collected(pytester, *BASE)) > 200
     done = pytester.runpytest_subprocess("--co", "-q", *BASE)
+    assert sum(line.startswith("consistency::") for line in done.outlines) > 200
     assert not any("test_own" in line for line in done.outlines)
     done = pytester.runpytest_subprocess("--co", "-q", *BASE, "test_own.py")
     assert any("test_own.py::test_own" in line for line in done.outlines)
@@ -93,7 +94,8 @@ def test_own_tests_are_left_out_unless_a_path_is_given(pytester: pytest.Pytester
 
 def test_only_what_is_selected_is_captured(pytester: pytest.Pytester) -> None:
     done = pytester.runpytest_subprocess(*BASE, "--consistency-out", "out", "-k", "adapter and v_proj and layers.1")
-    done.assert_outcomes(passed=2, deselected=len(collected(pytester, *BASE)) - 2)
+    done.stdout.fnmatch_lines(["collected * items / * deselected / 2 selected"])
+    done.assert_outcomes(passed=2, deselected=done.parseoutcomes()["deselected"])
     records = pytester.path / "out" / "captures" / "workers" / "cpu.isolated" / "records.jsonl"
     places = [(r["layer"], r["tensor"]) for r in map(json.loads, records.read_text().splitlines())]
     assert {layer for layer, _ in places} == {"model.layers.1.self_attn.v_proj"}
@@ -190,9 +192,10 @@ def test_tolerances_of_file_and_options(pytester: pytest.Pytester) -> None:
     options = ("--consistency-config", "mine.toml", "--consistency-stages", "merged", "--consistency-level", "quick")
     given = "layer=model.layers.1.*,atol=1e-3,rtol=1e-2"
     done = pytester.runpytest_subprocess(*options, "--consistency-tolerance", given, "-k", "v_proj and weight")
-    done.assert_outcomes(passed=1, failed=3, deselected=len(collected(pytester, *options)) - 4)
+    done.assert_outcomes(passed=1, failed=3, deselected=done.parseoutcomes()["deselected"])
     done.stdout.fnmatch_lines(
         [
+            "collected * items / * deselected / 4 selected",
             "*inf× the user tolerance*",
             "*compared with float64; rule: user*",
             "*inconsistent: merged · cpu · errors that exceed tolerance*",
@@ -209,8 +212,9 @@ def test_bad_tolerance_is_a_usage_error(pytester: pytest.Pytester) -> None:
 
 
 def test_lost_worker_is_an_error_with_signal_and_last_event(pytester: pytest.Pytester) -> None:
+    """Under xdist, where one process runs the devices, and the others wait for it and say the same."""
     pytester.makeconftest(PLANT.format(faults={"cpu": "killed"}))
-    done = pytester.runpytest_subprocess(*BASE, "--consistency-stages", "adapter,merged", "-k", LAYER)
+    done = pytester.runpytest_subprocess(*BASE, "--consistency-stages", "adapter,merged", "-k", LAYER, "-n", "2")
     outcomes = done.parseoutcomes()
     assert outcomes["passed"] == 2, "what it captured before it was lost is still compared"
     assert outcomes["errors"] == 3
@@ -219,19 +223,12 @@ def test_lost_worker_is_an_error_with_signal_and_last_event(pytester: pytest.Pyt
 
 
 def test_stack_of_a_worker_that_hangs(pytester: pytest.Pytester) -> None:
+    """Without xdist."""
     pytester.makeconftest(PLANT.format(faults={"cpu": "hung"}))
     options = (*BASE, "--consistency-stages", "merged", "--consistency-stall", "15")
     done = pytester.runpytest_subprocess(*options, "-k", f"{LAYER}.delta")
     assert done.parseoutcomes()["errors"] == 1
     done.stdout.fnmatch_lines(["*no sign of life for 15 s*", "*process.py*in hang*"])
-
-
-def test_lost_worker_under_xdist(pytester: pytest.Pytester) -> None:
-    """One process runs the devices; the others wait for it and say the same."""
-    pytester.makeconftest(PLANT.format(faults={"cpu": "killed"}))
-    done = pytester.runpytest_subprocess(*BASE, "--consistency-stages", "adapter,merged", "-k", LAYER, "-n", "2")
-    assert done.parseoutcomes()["errors"] == 3
-    assert done.parseoutcomes()["passed"] == 2
 
 
 def test_process_that_held_the_lock_and_died_is_told(pytester: pytest.Pytester, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +11,35 @@ from consistency.case.stages import Level
 from consistency.case.tolerance import Override
 from consistency.comparison.result import Comparison, Finding
 from tests.comparison.made_records import compared, computed, errors, only_row
-from tests.conftest import MakeCapture
+from tests.conftest import MakeCapture, RunSuiteWithFaults
 
-Run = Callable[..., Comparison]
 FAULTY = "cpu@baseline"
 QUICK: dict[str, Any] = {"stages": ("merged",), "level": Level.QUICK}
+
+WIDE = Override(stage="merged", layer="*.q_proj", dtype="float32", atol=1e-3, rtol=1e-2)
+WIDE_ON_ONE = Override(stage="merged", arch="baseline", atol=1e-3, rtol=1e-2)
+CASES: dict[str, dict[str, Any]] = {
+    "wide": {"tolerance": (WIDE,), **QUICK},
+    "wide everywhere": {"tolerance": (Override(atol=1e-3, rtol=1e-2),), **QUICK},
+    "wide on one architecture": {"tolerance": (WIDE_ON_ONE,), **QUICK},
+    "nothing allowed": {"tolerance": (Override(stage="merged", atol=0.0, rtol=0.0),), **QUICK},
+    "forward": {
+        "tolerance": (
+            Override(stage="forward", atol=0.0, rtol=0.0),
+            Override(stage="forward", layer="hidden_states.*", atol=1e-2, rtol=1e-3),
+            Override(stage="merged", atol=0.0, rtol=0.0),
+        ),
+        "stages": ("forward",),
+    },
+}  # fmt: skip
+# `merge-off` multiplies every delta by 1.001: 1e-3 of it, or 5e-4 at most in these weights; `forward-off` every
+# activation by 1.0001
+PLANTED = {
+    "wide": {FAULTY: "merge-off"},
+    "wide everywhere": {FAULTY: "merge-off"},
+    "wide on one architecture": {FAULTY: "merge-off", "cpu": "merge-off"},
+    "forward": {FAULTY: "forward-off"},
+}
 
 
 def notes(comparison: Comparison) -> list[Finding]:
@@ -26,10 +49,13 @@ def notes(comparison: Comparison) -> list[Finding]:
 # --- planted faults ---------------------------------------------------------------------------------------------------
 
 
-def test_a_fault_passes_where_the_user_allows_it_and_nowhere_else(run_with_faults: Run) -> None:
-    """`merge-off` multiplies every delta by 1.001: 1e-3 of it, or 5e-4 at most in these weights."""
-    wide = Override(stage="merged", layer="*.q_proj", dtype="float32", atol=1e-3, rtol=1e-2)
-    found = run_with_faults({FAULTY: "merge-off"}, tolerance=(wide,), **QUICK)
+@pytest.fixture(scope="module")
+def found_in(run_suite_with_faults: RunSuiteWithFaults) -> dict[str, Comparison]:
+    return run_suite_with_faults(CASES, PLANTED)
+
+
+def test_a_fault_passes_where_the_user_allows_it_and_nowhere_else(found_in: dict[str, Comparison]) -> None:
+    found = found_in["wide"]
     assert found.verdict == "inconsistent"
     (finding,) = errors(found)
     assert finding.workers == (FAULTY,)
@@ -44,38 +70,35 @@ def test_a_fault_passes_where_the_user_allows_it_and_nowhere_else(run_with_fault
         row = tensor.row(FAULTY)
         assert row is not None
         assert (row.status, row.reference, row.diagnosis) == ("within", "float64", None)
-        assert row.evidence["tolerance"] == str(wide)
+        assert row.evidence["tolerance"] == str(WIDE)
         assert 0 < float(row.bound_ratio or 0) <= 1
     (note,) = notes(found)
     assert note.severity == "note"
-    assert note.message.startswith(f"tolerance {wide}: 8 tensors judged by it")
+    assert note.message.startswith(f"tolerance {WIDE}: 8 tensors judged by it")
     assert set(note.tensors) == {t.name for t in judged}
 
-    everywhere = run_with_faults({FAULTY: "merge-off"}, tolerance=(Override(atol=1e-3, rtol=1e-2),), **QUICK)
+    everywhere = found_in["wide everywhere"]
     assert everywhere.verdict == "consistent"
     assert {t.rule for t in everywhere.tensors} == {"user"}
 
 
-def test_a_fault_passes_on_the_architecture_that_the_user_allows_it_on_alone(run_with_faults: Run) -> None:
+def test_a_fault_passes_on_the_architecture_that_the_user_allows_it_on_alone(found_in: dict[str, Comparison]) -> None:
     """Planted on two architectures, it stays an error on the other one."""
-    faults = {FAULTY: "merge-off", "cpu": "merge-off"}
-    wide = Override(stage="merged", arch="baseline", atol=1e-3, rtol=1e-2)
-    found = run_with_faults(faults, tolerance=(wide,), **QUICK)
+    found = found_in["wide on one architecture"]
     assert {worker for finding in errors(found) for worker in finding.workers} == {"cpu"}
     for tensor in found.tensors:
         allowed, other = tensor.row(FAULTY), tensor.row("cpu")
         assert allowed is not None
         assert other is not None
-        assert (allowed.status, allowed.evidence["tolerance"]) == ("within", str(wide))
+        assert (allowed.status, allowed.evidence["tolerance"]) == ("within", str(WIDE_ON_ONE))
         assert "tolerance" not in other.evidence
     (note,) = notes(found)
     assert note.workers == (FAULTY,)
     assert note.message.startswith("tolerance stage=merged,arch=baseline,atol=0.001,rtol=0.01: 56 tensors judged by it")
 
 
-def test_nothing_allowed_puts_roundings_of_a_healthy_run_outside(run_with_faults: Run) -> None:
-    exact = Override(stage="merged", atol=0.0, rtol=0.0)
-    found = run_with_faults({}, tolerance=(exact,), **QUICK)
+def test_nothing_allowed_puts_roundings_of_a_healthy_run_outside(found_in: dict[str, Comparison]) -> None:
+    found = found_in["nothing allowed"]
     assert found.verdict == "inconsistent"
     differing = [t for t in found.tensors if len(t.classes) > 1]
     assert differing
@@ -86,14 +109,8 @@ def test_nothing_allowed_puts_roundings_of_a_healthy_run_outside(run_with_faults
     assert "--tolerance stage=merged,atol=0.0,rtol=0.0" in (errors(found)[0].next or "")
 
 
-def test_a_forward_pass_is_judged_by_what_is_given(run_with_faults: Run) -> None:
-    """`forward-off` multiplies every activation by 1.0001."""
-    given = (
-        Override(stage="forward", atol=0.0, rtol=0.0),
-        Override(stage="forward", layer="hidden_states.*", atol=1e-2, rtol=1e-3),
-        Override(stage="merged", atol=0.0, rtol=0.0),
-    )
-    found = run_with_faults({FAULTY: "forward-off"}, tolerance=given, stages=("forward",))
+def test_a_forward_pass_is_judged_by_what_is_given(found_in: dict[str, Comparison]) -> None:
+    found = found_in["forward"]
     assert {t.rule for t in found.tensors} == {"user"}
     statuses = {(t.layer == "logits", row.status) for t in found.tensors for row in t.rows if row.worker == FAULTY}
     assert statuses == {(True, "outside"), (False, "within")}

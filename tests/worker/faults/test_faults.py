@@ -181,9 +181,10 @@ def found_in(run_suite_with_faults: RunSuiteWithFaults) -> dict[str, Comparison]
     return run_suite_with_faults(CASES, PLANTED)
 
 
-def test_wrong_numbers_are_found_without_another_device(run_with_faults: Run) -> None:
+def test_wrong_numbers_are_found_without_another_device(look_at_fault: Run) -> None:
     """A device that is held against its own neighbours alone passes when all are wrong; the file is the reference."""
-    found = run_with_faults({"cpu": "adapter-bit-flip"}, devices=("cpu",), stages=("adapter",))
+    found = look_at_fault("adapter-bit-flip", "adapter")
+    assert len(found.workers) == 1
     assert [f.kind for f in errors(found)] == ["bit-flip"]
     assert "bit 20 (mantissa)" in errors(found)[0].detail[0]
 
