@@ -30,7 +30,8 @@ def outcomes(double: Double, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     """Return what failed inside, by test; a test that ran and did not fail has an empty list."""
     report = tmp_path_factory.mktemp("inside") / "inside.xml"
     done = double.python(
-        "-m", "pytest", INSIDE, "--noconftest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-q", "--junitxml", report,
+        "-m", "pytest", INSIDE, "--noconftest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-q",
+        "--junitxml", report,
         devices=4, architectures=["A", "A", "B", "C"], memory_bytes=2**20,
     )  # fmt: skip
     assert report.exists(), done.stdout + done.stderr

@@ -14,7 +14,8 @@ INSIDE = Path(__file__).with_name("inside_memory.py")
 def test_inside(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
     # freed scratch of the double's kernels goes back at once: kept by the C library, it looks like memory in use
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
-    done = double.python("-m", "pytest", INSIDE, "--noconftest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-q")
+    plugins = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
+    done = double.python("-m", "pytest", INSIDE, "--noconftest", *plugins, "-q")
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout

@@ -434,7 +434,7 @@ def test_file_size_limit_is_told_as_what_it_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kib", [64, 300, 500])
+@pytest.mark.parametrize("kib", [64, 500])  # before the first tensor is written, and while the merged ones are
 def test_full_disk(cli: Cli, tmp_path: Path, kib: int) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
