@@ -146,7 +146,7 @@ SPECS: dict[Stage, StageSpec] = {
             stage=Stage.GRADIENT, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.gradient.stage:run",
             again=f"{_SOAK}.computed:gradient",
             needs_adapter=True, levels=_FROM_STANDARD, feeds_inputs=True, whole="adapter_on",
-            before=Stage.FORWARD,
+            before=Stage.FORWARD,  # whose merge leaves a tied weight's pages private: less memory is held here
         ),
         StageSpec(
             stage=Stage.MEMORY, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.memory:run",

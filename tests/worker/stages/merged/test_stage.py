@@ -17,7 +17,7 @@ from consistency.case.stages import Stage
 from consistency.numerics.chunks import LowRankProduct, LowRankTensor
 from consistency.numerics.error import measure_low_rank
 from consistency.numerics.measure import Measure
-from consistency.worker.stages.merged import stage
+from consistency.worker.stages.merged import judging, stage
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import on_llama
 
@@ -45,7 +45,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(len(tensors))
         return measure_low_rank(tensors, product)
 
-    monkeypatch.setattr(stage, "measure_low_rank", measure)
+    monkeypatch.setattr(judging, "measure_low_rank", measure)
     return seen
 
 

@@ -1,0 +1,189 @@
+"""The tensors of a layer that a merge made: their measures against their exact values, and their records."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from consistency.capture.names import DELTA, SAFE_WEIGHT, WEIGHT
+from consistency.numerics.bound import Allowance
+from consistency.numerics.chunks import Chunk, LowRankProduct, LowRankTensor, exact_chunks, low_rank_chunks
+from consistency.numerics.digest import TensorDigest
+from consistency.numerics.error import measure_against_exact, measure_low_rank
+from consistency.numerics.measure import Measure
+from consistency.numerics.rules import Rule
+from consistency.worker.recorder import UserTolerance
+from consistency.worker.stages.context import Context
+from consistency.worker.stages.merged.low_rank import LowRank, allowance_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """The reference of a merged weight: the factors of a LoRA and its base weight, or a merge in float64."""
+
+    low_rank: LowRank | None = None
+    base: torch.Tensor | None = None
+    exact: torch.Tensor | None = None
+
+    def judges(self, tensor: torch.Tensor) -> bool:
+        """Report whether there is an exact value of a tensor's shape."""
+        shape = None if self.exact is None else self.exact.shape
+        return tensor.shape == (shape if self.low_rank is None else self.low_rank.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """A tensor that the device computed, and what judges it.
+
+    Attributes
+    ----------
+    safe : bool or None
+        How it was merged; None for a delta.
+    digests : list of TensorDigest
+        One per run on this device.
+    rule : Rule
+        The derived rule of its method.
+    own_error : float or None
+        The CPU's own error where a layer of another device has no closed form.
+    """
+
+    actual: torch.Tensor
+    safe: bool | None
+    digests: list[TensorDigest]
+    rule: Rule
+    truth: Truth
+    tolerance: UserTolerance | None
+    own_error: float | None = None
+
+    @property
+    def tested(self) -> LowRankTensor:
+        """The tensor on the CPU with its tolerance, where it is judged by its factors."""
+        assert self.truth.low_rank is not None
+        allowance = allowance_of(
+            self.truth.low_rank, self.tolerance, self.actual, roundings=_roundings(self.truth, safe=self.safe)
+        )
+        return LowRankTensor(actual=self.actual.to("cpu"), allowance=allowance, has_base=self.safe is not None)
+
+
+def judge(
+    context: Context,
+    place: str,
+    computed: Sequence[Computed],
+    known: dict[str, tuple[Measure | None, float | None]],
+) -> None:
+    """Measure and record tensors of one layer.
+
+    `known` is filled with measure and own error of each merged weight by its digest: the same bits have the same ones.
+    """
+    measures = _measured(computed, known)
+    for one in computed:
+        here = one.digests[0].value
+        found, error = measures.get((one.safe, here)), one.own_error
+        if one.safe is not None:
+            if error is None and found is not None and one.truth.low_rank is None and one.tolerance is None:
+                error = float(found.max_abs)
+            found, error = known.setdefault(here, (found, error))
+        no_form = "this method's delta has no closed form: its merged weight is judged"
+        context.record.computed(
+            "merged",
+            place,
+            DELTA if one.safe is None else SAFE_WEIGHT if one.safe else WEIGHT,
+            actual=one.actual,
+            digests=one.digests,
+            found=found,
+            rule=one.rule,
+            tolerance=one.tolerance,
+            status="skipped" if one.safe is None else "measured",
+            reason=no_form if one.safe is None and found is None else None,
+            reference_error=error,
+            exact=one.truth.exact,
+            ingredients=_ingredients(one.truth),
+            effect="zero-delta" if one.safe is None and _is_zero(one.actual) else "",
+            **_outside(one),
+        )
+
+
+def _is_zero(delta: torch.Tensor) -> bool:
+    """Return whether a delta is zero; a row of it tells that nearly always, without a pass over the rest."""
+    return not delta[:1].any() and not delta.any()
+
+
+def _measured(computed: Sequence[Computed], known: Collection[str]) -> dict[tuple[bool | None, str], Measure]:
+    """Measure the tensors of one layer that have an exact value, but bits that are known, in one pass."""
+    found: dict[tuple[bool | None, str], Measure] = {}
+    low_rank: list[Computed] = []
+    seen = set(known)
+    for one in computed:
+        here = one.digests[0].value
+        if not one.truth.judges(one.actual) or (one.safe is not None and here in seen):
+            continue
+        if one.safe is not None:
+            seen.add(here)
+        if one.truth.exact is None:
+            low_rank.append(one)
+        else:
+            found[one.safe, here] = measure_against_exact(one.actual.to("cpu"), one.truth.exact, one.tolerance)
+    if low_rank:
+        product = _product(max((one.truth for one in low_rank), key=lambda truth: truth.base is not None))
+        measures = measure_low_rank([one.tested for one in low_rank], product)
+        found |= {(one.safe, one.digests[0].value): measure for one, measure in zip(low_rank, measures, strict=True)}
+    return found
+
+
+def _roundings(truth: Truth, *, safe: bool | None) -> int:
+    """Return how often a merge rounds to the weight's dtype; 0 for a delta (`safe` None)."""
+    if safe is None:
+        return 0
+    return 2 if safe or (truth.low_rank is not None and truth.low_rank.rounds_delta) else 1
+
+
+def _product(truth: Truth) -> LowRankProduct:
+    low_rank = truth.low_rank
+    assert low_rank is not None
+    return LowRankProduct(left=low_rank.left, right=low_rank.right, scaling=low_rank.scaling, base=truth.base)
+
+
+def _outside(one: Computed) -> dict[str, Any]:
+    """Return what `Recorder.computed` asks for where a tensor is outside its rule.
+
+    That is its chunks, its measure as if the products had run in TF32, and how it can be made and judged again.
+    """
+    truth, tolerance, low_rank = one.truth, one.tolerance, one.truth.low_rank
+    if low_rank is None:
+
+        def exact() -> Iterator[Chunk]:
+            assert truth.exact is not None  # a ratio without factors is one by the user's own tolerance
+            assert tolerance is not None
+            return exact_chunks(one.actual.to("cpu"), truth.exact, tolerance)
+
+        return {"chunks": exact}
+    roundings = _roundings(truth, safe=one.safe)
+
+    def in_tf32() -> Measure:
+        allowed = allowance_of(low_rank, None, one.actual, roundings=roundings, tf32=True)
+        (found,) = measure_low_rank([replace(one.tested, allowance=allowed)], _product(truth))
+        return found
+
+    def recipe() -> dict[str, Any]:
+        allowed = one.tested.allowance
+        if not isinstance(allowed, Allowance):
+            return {}
+        figures = {"product": allowed.product, "weight": allowed.weight, "floor": allowed.floor}
+        return {"recipe": {"scaling": low_rank.scaling, "safe": bool(one.safe), "allowance": figures}}
+
+    return {
+        "chunks": lambda: low_rank_chunks(one.tested, _product(truth)),
+        "in_tf32": in_tf32 if low_rank.adapter == torch.float32 else None,
+        "outside": recipe,
+    }
+
+
+def _ingredients(truth: Truth) -> dict[str, torch.Tensor]:
+    """Return what a merge of a LoRA is made from, as the files have it."""
+    if truth.low_rank is None:
+        return {}
+    factors = {"left": truth.low_rank.left, "right": truth.low_rank.right}
+    return factors if truth.base is None else {**factors, "base": truth.base}
