@@ -1,76 +1,187 @@
-"""The progress of a run: one line per worker, with stage and layer."""
+"""The progress of a run: a line per worker with stage and layer, and one for the whole with the time left."""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from consistency.launch.engine import Watcher
+from consistency.cli.outlook import Expected, Outlook, left_text
 from consistency.report.console import make_console
 from consistency.report.text import clean
 from consistency.worker.protocol import Event
 
+SILENT_S = 10.0
+"""No longer than this is a reader of a log left without a line."""
+
+
+class Display(Protocol):
+    """Shows events of workers, as a `Watcher`, and lines of a command in between."""
+
+    def __call__(self, label: str, event: Event) -> None: ...
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+        ...
+
 
 @contextmanager
-def progress(console: Console | None = None) -> Iterator[Watcher]:
-    """Yield a watcher: moving lines on a terminal, one plain line per stage elsewhere."""
+def progress(
+    console: Console | None = None, *, expected: Expected | None = None, stages: bool = True
+) -> Iterator[Display]:
+    """Yield a watcher: moving lines on a terminal, elsewhere one plain line per stage, and one when it has been silent.
+
+    `expected` is what is known beforehand of the workers' stages; without `stages`, a pipe gets no line for each.
+    """
     console = console or make_console(sys.stderr)
+    outlook = Outlook(expected or {})
     if not console.is_terminal:
-        yield _plain(console)
+        with _Plain(console, outlook, stages=stages).speaking() as plain:
+            yield plain
         return
-    with Progress(
+    bars = Progress(
         TextColumn("{task.fields[label]}", markup=False),
         BarColumn(bar_width=24),
         TextColumn("{task.description}", markup=False),
         TimeElapsedColumn(),
         console=console,
         transient=True,
-    ) as bars:
-        yield _moving(bars)
+    )
+    with bars:
+        yield _Moving(bars, outlook)
 
 
-def _plain(console: Console) -> Watcher:
-    """Print a line per stage, or, of several cases, a line per case."""
-    of_several: set[str] = set()
+class _Plain:
+    """A line per stage, or, of several cases, a line per case."""
 
-    def watch(label: str, event: Event) -> None:
-        if event.kind == "failed" and not event.error:
-            console.print(f"{label}: {clean(event.message)}", soft_wrap=True)
-        elif event.kind in ("stage", "done") and label not in of_several:
-            console.print(f"{label}: {event.stage or 'done'}", soft_wrap=True)
-        elif event.kind == "case":
-            of_several.add(label)
-            console.print(f"{label}: case {clean(event.message)}", soft_wrap=True)
+    def __init__(self, console: Console, outlook: Outlook, *, stages: bool) -> None:
+        self._console = console
+        self._stages = stages
+        self._outlook = outlook
+        self._of_several: set[str] = set()
+        self._running: dict[str, tuple[float, str]] = {}  # since when a worker is where
+        self._spoke = time.monotonic()
+        self._lock = threading.Lock()
 
-    return watch
+    def __call__(self, label: str, event: Event) -> None:
+        with self._lock:
+            self._outlook.take(label, event)
+            self._note(label, event)
+            if event.kind == "failed" and not event.error:
+                self._print(f"{label}: {clean(event.message)}")
+            elif event.kind in ("stage", "done") and self._stages and label not in self._of_several:
+                self._print(f"{label}: {event.stage or 'done'}{self._so_far(label)}")
+            elif event.kind == "case":
+                self._of_several.add(label)
+                many = f" ({event.done + 1} of {event.total})" if event.total > 1 else ""
+                self._print(f"{label + ': ' if label else ''}case {clean(event.message)}{many}")
+
+    def line(self, text: str) -> None:
+        with self._lock:
+            self._print(clean(text))
+
+    @contextmanager
+    def speaking(self) -> Iterator[_Plain]:
+        """Print where the workers are whenever nothing was printed for a while."""
+        over = threading.Event()
+
+        def speak() -> None:
+            while not over.wait(SILENT_S / 4):
+                with self._lock:
+                    if time.monotonic() - self._spoke > SILENT_S - SILENT_S / 4:
+                        self._still()
+
+        thread = threading.Thread(target=speak, name="consistency-progress", daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            over.set()
+            thread.join()
+
+    def _note(self, label: str, event: Event) -> None:
+        now = time.monotonic()
+        if event.kind in ("done", "failed", "case"):
+            self._running.pop(label, None)
+        elif event.kind == "stage":
+            self._running[label] = (now, event.stage)
+        elif event.kind == "step":
+            steps = f" ({event.done + 1} of {event.total})" if event.total else ""
+            self._running[label] = (self._running.get(label, (now, ""))[0], f"{event.stage}, {event.layer}{steps}")
+        elif event.kind == "wait":
+            self._running[label] = (self._running.get(label, (now, ""))[0], f"waits {event.message}")
+
+    def _still(self) -> None:
+        now = time.monotonic()
+        texts = [f"{label} {clean(where)} for {now - since:.0f} s" for label, (since, where) in self._running.items()]
+        most = "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more workers" if len(texts) > 4 else "")
+        self._print(f"still running: {most or 'no worker has reported yet'}{self._so_far('')}")
+
+    def _so_far(self, label: str) -> str:
+        place, share, left_s = self._outlook.place(label), self._outlook.share, self._outlook.left_s
+        parts = [] if place is None else [f"{place[0]} of {place[1]}"]
+        parts += [] if share is None or share in (0.0, 1.0) else [f"{100 * share:.0f} % of the run"]
+        parts += [] if left_s is None or share == 1.0 else [left_text(left_s)]
+        return f"  ({', '.join(parts)})" if parts else ""
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+        self._spoke = time.monotonic()
 
 
-def _moving(bars: Progress) -> Watcher:
-    tasks: dict[str, TaskID] = {}
-    cases: dict[str, str] = {}
+class _Moving:
+    """A moving line per worker, and one for the whole."""
 
-    def watch(label: str, event: Event) -> None:
-        if label not in tasks:
-            tasks[label] = bars.add_task("", total=None, label=label)
-        task, of = tasks[label], cases.get(label, "")
+    def __init__(self, bars: Progress, outlook: Outlook) -> None:
+        self._bars = bars
+        self._outlook = outlook
+        self._whole = bars.add_task("", total=1.0, label="all", visible=False)
+        self._tasks: dict[str, TaskID] = {}
+        self._cases: dict[str, str] = {}
+
+    def __call__(self, label: str, event: Event) -> None:
+        self._outlook.take(label, event)
+        if label:
+            self._of_worker(label, event)
+        else:
+            for task in self._tasks.values():
+                self._bars.remove_task(task)
+            self._tasks.clear()
+            self._cases = {"": f"{clean(event.message)} ({event.done + 1} of {event.total})  "}
+        share, left_s = self._outlook.share, self._outlook.left_s
+        if share is not None:
+            text = f"{self._cases.get('', '')}{100 * share:.0f} %{'' if left_s is None else f', {left_text(left_s)}'}"
+            self._bars.update(self._whole, completed=share, description=text, visible=True)
+
+    def line(self, text: str) -> None:
+        self._bars.console.print(clean(text), soft_wrap=True)
+
+    def _of_worker(self, label: str, event: Event) -> None:
+        if label not in self._tasks:
+            self._tasks[label] = self._bars.add_task("", total=None, label=label)
+        task, of = self._tasks[label], self._cases.get(label, "")
+        place = self._outlook.place(label)
+        number = "" if place is None else f"{place[0]}/{place[1]}  "
+        update = self._bars.update
         match event.kind:
             case "case":
-                cases[label] = f"{clean(event.message)}  "
-                bars.update(task, description=cases[label], completed=0, total=None)
+                many = f" ({event.done + 1} of {event.total})" if event.total > 1 else ""
+                self._cases[label] = f"{clean(event.message)}{many}  "
+                update(task, description=self._cases[label], completed=0, total=None)
             case "stage":
-                bars.update(task, description=f"{of}{event.stage}", completed=0, total=None)
+                update(task, description=f"{of}{number}{event.stage}", completed=0, total=None)
             case "step":
-                text = of + clean(f"{event.stage}  {event.layer}")
-                bars.update(task, description=text, completed=event.done, total=event.total or None)
+                text = of + number + clean(f"{event.stage}  {event.layer}")
+                update(task, description=text, completed=event.done, total=event.total or None)
             case "wait":
-                bars.update(task, description=f"{of}waits {event.message}")
+                update(task, description=f"{of}waits {event.message}")
             case "done":
-                bars.update(task, description=f"{of}done", completed=1, total=1)
+                update(task, description=f"{of}done", completed=1, total=1)
             case "failed":
-                bars.update(task, description=of + clean(event.message or "failed"))
-
-    return watch
+                update(task, description=of + clean(event.message or "failed"))

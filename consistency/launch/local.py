@@ -165,7 +165,10 @@ class _Run:
         case = self._cases[one.number]
         case.before = case.before or self._host
         if len(self._cases) > 1:
-            self._watch(one.plan.label, Event(at=time.time(), kind="case", message=one.case.name))
+            turn = Event(
+                at=time.time(), kind="case", message=one.case.name, done=one.number, total=len(self._cases)
+            )  # fmt: skip
+            self._watch(one.plan.label, turn)
 
     def _end(self, one: Assignment, ended: Ended) -> Captured | None:
         """Note how a worker's case ended; return the case if that was the last of its workers."""

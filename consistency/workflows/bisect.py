@@ -25,7 +25,7 @@ from consistency.devices.cores import available_cores
 from consistency.devices.discovery import select
 from consistency.errors import UsageError
 from consistency.launch.change import Change
-from consistency.launch.engine import CaseTask, Limits, capture_case
+from consistency.launch.engine import CaseTask, Limits, Watcher, capture_case
 from consistency.launch.local import LocalEngine
 from consistency.launch.plan import WorkerPlan
 from consistency.workflows import pipeline
@@ -88,7 +88,8 @@ def bisect(
     number: int | None = None,
     tensor: str | None = None,
     worker: str | None = None,
-    watch: Callable[[Trial], None] = lambda _: None,
+    watch: Callable[[Trial, int], None] = lambda _trial, _most: None,
+    progress: Watcher = lambda _trial, _event: None,
     faults: Mapping[str, str] | None = None,
 ) -> Answer:
     """Find the smallest set of settings that removes a difference.
@@ -102,27 +103,30 @@ def bisect(
     tensor, worker : str, optional
         `stage::layer.tensor` and the worker on which it differs bitwise from the reference worker.
     watch : callable
-        Called with each trial.
+        Called with each trial, and how many there will be at most.
+    progress : callable
+        Called with what a trial changes, and each event of its worker.
     faults : mapping of str to str, optional
         Faults that were planted, by device, and are planted again.
     """
     with tempfile.TemporaryDirectory(prefix="consistency-bisect-") as scratch:
         subject = _subject(report, number, tensor, worker, Path(scratch))
         name = tensor_name(*subject.key)
-        run = _Runner(subject, Path(scratch), faults or {})
+        changes = candidates(subject.participant, subject.reference, subject.key[0])
+        most = 1 + len(changes) + (1 + len(changes) if len(changes) > 1 else 0)  # unchanged, alone, all but one
+        run = _Runner(subject, Path(scratch), faults or {}, progress)
         trials: list[Trial] = []
 
         def gone(chosen: Sequence[Sequence[Change]]) -> list[bool]:
             found = run.all(chosen)
             trials.extend(found)
             for trial in found:
-                watch(trial)
+                watch(trial, most)
             return [trial.gone for trial in found]
 
         repeats = not gone([()])[0]
         if trials[0].detail == NOT_SEEN:
             raise UsageError("the tensor is not recorded when its layer is run alone", where=name)
-        changes = candidates(subject.participant, subject.reference, subject.key[0])
         explained = smallest(changes, gone) if repeats else ()
     return Answer(
         tensor=name,
@@ -154,8 +158,9 @@ def _subject(report: Path, number: int | None, tensor: str | None, worker: str |
 class _Runner:
     """Run the worker of a subject with changes, a few at a time, and report whether the difference is gone."""
 
-    def __init__(self, subject: Subject, scratch: Path, faults: Mapping[str, str]) -> None:
+    def __init__(self, subject: Subject, scratch: Path, faults: Mapping[str, str], progress: Watcher) -> None:
         self._subject = subject
+        self._progress = progress
         self._targets = (scratch / f"trial-{number}" for number in itertools.count())
         self._faults = faults
         stage, layer, _ = subject.key
@@ -212,7 +217,8 @@ class _Runner:
             faults=self._faults if who is self._subject.participant else {},
         )
         limits = Limits(threads=change.threads or _threads(who))
-        capture_case(LocalEngine(), task, limits, watch=lambda *_: None)
+        name = change.name or ("reference" if who is self._subject.reference else "unchanged")
+        capture_case(LocalEngine(), task, limits, watch=lambda _, event: self._progress(name, event))
         return read_capture(target)
 
 

@@ -7,6 +7,7 @@ path; the run around it is that of `consistency run`.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from consistency.devices.spec import DeviceInfo
 from consistency.errors import UsageError, meant
 from consistency.launch.engine import Watcher
 from consistency.worker.faults.catalogue import FAULTS, Fault
+from consistency.worker.protocol import Event
 from consistency.workflows import pipeline
 
 STALL_S = 30.0  # a hung worker is given up after this; importing torch from a slow disk takes less
@@ -94,7 +96,8 @@ def choose(only: Sequence[str]) -> tuple[Fault, ...]:
 def drill(faults: Sequence[Fault], *, out: Path | None, watch: Watcher, replace: bool = False) -> tuple[DrillRow, ...]:
     """Run the built-in case once per fault; `out/FAULT/` holds the run's report and captures."""
     rows = []
-    for fault in faults:
+    for number, fault in enumerate(faults):
+        watch("", Event(at=time.time(), kind="case", message=fault.name, done=number, total=len(faults)))
         devices = _devices(two=fault.two_devices)
         options = Options(
             devices=tuple(info.spec.name for info in devices),

@@ -49,6 +49,8 @@ class Plan:
         Fault to plant (of `consistency.worker.faults`) by name of the device, to test the tool itself.
     engine : str
         What runs the workers, of `consistency.launch.engine`.
+    stages : mapping of str to sequence of (str, float)
+        By worker its stages, with their shares of its time.
     """
 
     case: Case
@@ -56,6 +58,7 @@ class Plan:
     limits: Limits
     faults: Mapping[str, str] = field(default_factory=dict)
     engine: str = LOCAL
+    stages: Mapping[str, Sequence[tuple[str, float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,13 @@ def plan_of(case: Case, options: Options) -> Plan:
 def plan_within(budget: Budget, options: Options, devices: tuple[DeviceInfo, ...]) -> Plan:
     """Return the plan of a case that fits, on these devices."""
     limits = Limits(timeout_s=options.timeout, stall_s=options.stall, threads=options.threads, at_once=budget.at_once)
-    return Plan(case=budget.case, devices=devices, limits=limits)
+    stages = {worker.worker: [(stage.stage, stage.share) for stage in worker.stages] for worker in budget.workers}
+    return Plan(case=budget.case, devices=devices, limits=limits, stages=stages)
+
+
+def expected(plan: Plan) -> Mapping[str, Mapping[str, Sequence[tuple[str, float]]]]:
+    """Return the stages of the workers by the name of the case, for a display of the progress."""
+    return {plan.case.name: plan.stages}
 
 
 def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) -> Captured:

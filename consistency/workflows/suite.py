@@ -94,6 +94,11 @@ def prepare_suite(suite: SuiteOptions) -> SuitePlan:
     return SuitePlan(name=suite.name, cases=tuple(cases), limits=limits)
 
 
+def expected(plan: SuitePlan) -> Mapping[str, Mapping[str, Sequence[tuple[str, float]]]]:
+    """Return the stages of the workers by the name of the case, for a display of the progress."""
+    return {one.name: one.plan.stages for one in plan.cases if one.plan is not None}
+
+
 def run_suite(
     plan: SuitePlan,
     out: Path | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 
 import pytest
 from rich.console import Console
@@ -47,6 +48,45 @@ def test_a_pipe_gets_a_line_per_stage() -> None:
     assert text.splitlines() == ["cpu: base", "cuda:1 (shared): adapter", "cuda:1 (shared): done"]
 
 
+def test_a_pipe_is_told_how_far_the_run_is() -> None:
+    file = io.StringIO()
+    stages = [("base", 0.25), ("merged", 0.75)]
+    with progress(Console(file=file), expected={"case": {"cpu": stages}}) as watch:
+        for happened in (event("stage", "base"), event("stage", "merged"), event("done")):
+            watch("cpu", happened)
+        watch.line("a line\x1b of the command")
+    assert file.getvalue().splitlines() == [
+        "cpu: base  (1 of 2)", "cpu: merged  (2 of 2, 25 % of the run)", "cpu: done", "a line\\x1b of the command"
+    ]  # fmt: skip
+
+
+def test_a_pipe_gets_no_line_per_stage_where_there_are_many_runs() -> None:
+    file = io.StringIO()
+    with progress(Console(file=file), stages=False) as watch:
+        watch("", event("case", message="bit-flip", done=1, total=4))
+        watch("cpu", event("stage", "base"))
+        watch("cpu", event("done"))
+    assert file.getvalue() == "case bit-flip (2 of 4)\n"
+
+
+def test_a_pipe_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consistency.cli.progress.SILENT_S", 0.05)
+    file = io.StringIO()
+    spoken = threading.Event()
+
+    class Heard(io.StringIO):
+        def write(self, text: str) -> int:
+            if text.startswith("still running: cpu merged, layers.7 (2 of 4)"):
+                spoken.set()
+            return file.write(text)
+
+    with progress(Console(file=Heard())) as watch:
+        watch("cpu", event("stage", "merged"))
+        watch("cpu", event("step", "merged", "layers.7", done=1, total=4))
+        assert spoken.wait(30), file.getvalue()
+    assert not any(thread.name == "consistency-progress" for thread in threading.enumerate())
+
+
 def test_a_pipe_gets_the_reason_of_a_lost_worker_and_no_report_of_an_error() -> None:
     """An error with details has a report of its own at the end; what killed a worker is in this event alone."""
     told = Event(at=0.0, kind="failed", stage="base", error={"error": "InputError", "message": "no such file"})
@@ -64,6 +104,21 @@ def test_of_several_cases_a_pipe_gets_a_line_per_case() -> None:
         terminal=False,
     )
     assert text.splitlines() == ["cpu: case lora-1\\x1b", "cpu: SIGKILL", "cpu: case lora-2"]
+
+
+def test_a_terminal_shows_the_whole_and_the_fault_of_a_drill() -> None:
+    stages = {"case": {"cpu": [("base", 0.25), ("merged", 0.75)]}}
+    file = io.StringIO()
+    with progress(Console(file=file, force_terminal=True, width=120, color_system=None), expected=stages) as watch:
+        watch("cpu", event("stage", "merged"))
+    assert "2/2  merged" in file.getvalue()
+    assert "25 %" in file.getvalue()
+    text = shown((plan(), event("stage", "base")), terminal=True)
+    assert "%" not in text
+    file = io.StringIO()
+    with progress(Console(file=file, force_terminal=True, width=120, color_system=None)) as watch:
+        watch("", event("case", message="bit-flip", done=1, total=4))
+    assert "bit-flip (2 of 4)  25 %" in file.getvalue()
 
 
 def test_a_terminal_names_the_case_of_a_worker() -> None:

@@ -23,7 +23,7 @@ from consistency.case.budget.costs import (
     load_base,
 )
 from consistency.case.budget.shape import Shape
-from consistency.case.budget.speed import Speed
+from consistency.case.budget.speed import NOMINAL, Speed
 from consistency.case.budget.work import Work, slower
 from consistency.case.case import Case
 from consistency.case.stages import SPECS, Stage, run_order
@@ -88,6 +88,8 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
         None where the time is unknown.
     scratch_bytes : int
         Of files in the scratch folder that the stage removes.
+    share : float
+        Of the worker's whole time, as a nominal processor would need it: known on accelerators too, for the progress.
     """
 
     stage: str
@@ -96,6 +98,7 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes: int | None = None
     seconds: float | None = None
     scratch_bytes: int = 0
+    share: float = 0.0
 
     @property
     def host_bytes(self) -> int:
@@ -148,9 +151,11 @@ def estimate_worker(
     )
     timed = None if worker.on_device or speed is None else slower(speed, worker.spec.variant)
     stages = []
+    nominal_s = []
     held = _Held(shape, setting, worker=worker, offloads=offloads)
     for name, cost in _costs(case, setting, worker):
         held.begin(name)
+        nominal_s.append(cost.work.seconds(NOMINAL, dtype=shape.dtype, threads=threads))
         seconds = None if timed is None else cost.work.seconds(timed, dtype=shape.dtype, threads=threads)
         stages.append(held.stage(name, cost, seconds))
         held.end(name, cost)
@@ -158,6 +163,9 @@ def estimate_worker(
         repeated = [stage for stage in stages if stage.stage in SPECS and SPECS[Stage(stage.stage)].again]
         if repeated:
             stages.append(soak(repeated, case, worker))
+            nominal_s.append(case.soak_s)
+    whole_s = sum(nominal_s)
+    stages = [msgspec.structs.replace(stage, share=own / whole_s) for stage, own in zip(stages, nominal_s, strict=True)]
     known = [stage.seconds for stage in stages if stage.seconds is not None]
     return WorkerEstimate(
         worker=worker.label,

@@ -49,6 +49,10 @@ class Speed:
     cores: int
 
 
+NOMINAL = Speed(float64_flop=4e10, float32_flop=8e10, half_flop=8e10, read_bytes=1e10, cores=1)
+"""A core of no host in particular, with AVX-512 at 2 GHz, for the shares that stages have of a worker's time."""
+
+
 def measure_speed(flags: frozenset[str]) -> Speed:
     """Measure this host, whose processor has these flags of `/proc/cpuinfo`."""
     generator = np.random.default_rng(0)

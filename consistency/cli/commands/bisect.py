@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,13 +30,21 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _bisect(parsed: argparse.Namespace) -> int:
+    from consistency.cli.progress import progress
     from consistency.report.text import clean
     from consistency.workflows.bisect import Trial, bisect
 
-    def watch(trial: Trial) -> None:
-        print(clean(f"{' + '.join(trial.changes) or 'unchanged'}: {trial.detail}"), file=sys.stderr)
+    tried = itertools.count(1)
+    with progress(stages=False) as display:
 
-    found = bisect(parsed.report, number=parsed.finding, tensor=parsed.tensor, worker=parsed.worker, watch=watch)
+        def watch(trial: Trial, most: int) -> None:
+            name = " + ".join(trial.changes) or "unchanged"
+            display.line(f"trial {next(tried)} of at most {most}: {name}: {trial.detail}")
+
+        found = bisect(
+            parsed.report, number=parsed.finding, tensor=parsed.tensor, worker=parsed.worker, watch=watch,
+            progress=display,
+        )  # fmt: skip
     if parsed.json:
         print_json({"sentence": found.sentence, "answer": found})
     else:

@@ -31,7 +31,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from consistency.workflows.doctor import doctor_plan
 
     plan = doctor_plan(read_case(parsed))
-    with progress() as watch:
+    with progress(expected=pipeline.expected(plan)) as watch:
         report = pipeline.run(plan, parsed.out, watch=watch, replace=parsed.force)
     if parsed.json:
         print_json(as_table(report.comparison))

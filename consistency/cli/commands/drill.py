@@ -29,7 +29,7 @@ def _drill(parsed: argparse.Namespace) -> int:
 
     if parsed.list:
         return _list(parsed)
-    with progress() as watch:
+    with progress(stages=False) as watch:
         rows = drill(choose(parsed.only), out=parsed.out, watch=watch, replace=parsed.force)
     if parsed.json:
         print_json(rows)

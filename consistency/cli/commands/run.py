@@ -99,15 +99,15 @@ def _run(parsed: argparse.Namespace) -> int:
     baseline = read_baseline(parsed)
     suite = read_suite(parsed)
     if suite is not None:
-        from consistency.workflows.suite import prepare_suite, run_suite
+        from consistency.workflows.suite import expected, prepare_suite, run_suite
 
         cases = prepare_suite(suite)
-        with _folder(parsed) as out, progress() as watch:
+        with _folder(parsed) as out, progress(expected=expected(cases)) as watch:
             result = run_suite(cases, out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
         show(parsed, result, out, subject=Subject.SUITE, elapsed_s=result.elapsed_s)
         return result.exit_status
     plan = pipeline.prepare(read_case(parsed))
-    with _folder(parsed) as out, progress() as watch:
+    with _folder(parsed) as out, progress(expected=pipeline.expected(plan)) as watch:
         report = pipeline.run(plan, out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
     show(parsed, report.comparison, out, elapsed_s=report.elapsed_s)
     return report.exit_status
@@ -152,7 +152,7 @@ def _capture(parsed: argparse.Namespace) -> int:
     if suite is not None:
         return _capture_suite(parsed, suite)
     plan = pipeline.prepare(read_case(parsed))
-    with progress() as watch:
+    with progress(expected=pipeline.expected(plan)) as watch:
         found = pipeline.capture_to(plan, parsed.out, watch=watch, replace=parsed.force)
     rows = _rows(found.workers)
     if parsed.json:
@@ -166,12 +166,12 @@ def _capture(parsed: argparse.Namespace) -> int:
 def _capture_suite(parsed: argparse.Namespace, suite: SuiteOptions) -> int:
     from consistency.capture.transport import travels
     from consistency.cli.progress import progress
-    from consistency.workflows.suite import capture_suite, prepare_suite
+    from consistency.workflows.suite import capture_suite, expected, prepare_suite
 
     if travels(parsed.out):
         raise UsageError("the captures of a suite need a folder", where="--out", got=parsed.out)
     plan = prepare_suite(suite)
-    with progress() as watch:
+    with progress(expected=expected(plan)) as watch:
         found = capture_suite(plan, Path(parsed.out), watch=watch, replace=parsed.force)
     unusable = {name: error for name, error in found.items() if isinstance(error, ConsistencyError)}
     workers = {name: workers for name, workers in found.items() if not isinstance(workers, ConsistencyError)}
