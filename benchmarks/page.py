@@ -6,7 +6,7 @@ of one architecture hold the same bits. `apart`: every tensor is computed, and n
 that can happen to a page.
 
 What is printed, per size: seconds of processor time to write `report.html` and `report.md`, the page's bytes, and the
-milliseconds from the start of the navigation to the end of the load event, by when the heat map of the first stage is
+milliseconds from the start of the navigation to the end of the load event, by when the table of the first stage is
 drawn: median of several loads, each in a new tab. Chromium and its driver are taken from PATH; without them, or with
 `--no-browser`, the last column is left out. What writing does to the peak memory of a fleet's comparison is in
 `benchmarks/scaling.py`.

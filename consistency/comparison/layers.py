@@ -113,7 +113,7 @@ def layers_of(comparison: Comparison) -> Iterator[LayerComparison]:
 
     Copies between devices and facts about a process have no tolerance of a layer, and are left out.
     """
-    members = {name: group.name for group in comparison.architectures for name in group.workers}
+    members = members_of(comparison)
     equal: dict[tuple[object, ...], dict[str, LayerCell]] = {}  # what is equal everywhere is so in most layers
     for tensor in comparison.tensors:
         if tensor.stage == Stage.TRANSFER or tensor.rule == Rule.LIMIT or not tensor.rows:
@@ -124,7 +124,7 @@ def layers_of(comparison: Comparison) -> Iterator[LayerComparison]:
         if is_equal:
             cells = equal.get(key)
         if cells is None:
-            cells = _cells(tensor, members)
+            cells = cells_of(tensor, members)
         if is_equal:
             equal[key] = cells
         yield LayerComparison(
@@ -188,7 +188,13 @@ def blocks_of(layers: Iterable[LayerComparison]) -> list[Block]:
     ]
 
 
-def _cells(tensor: TensorComparison, members: Mapping[str, str]) -> dict[str, LayerCell]:
+def members_of(comparison: Comparison) -> dict[str, str]:
+    """Return the architecture of each worker."""
+    return {name: group.name for group in comparison.architectures for name in group.workers}
+
+
+def cells_of(tensor: TensorComparison, members: Mapping[str, str]) -> dict[str, LayerCell]:
+    """Return what each architecture saw of a tensor, of `members_of`; workers of none are under an empty name."""
     rows: dict[str, list[Row]] = {}
     for row in tensor.rows:
         rows.setdefault(members.get(row.worker, ""), []).append(row)

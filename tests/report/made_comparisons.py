@@ -149,6 +149,37 @@ def four_architectures(*, wrong: str = "Hopper sm_90:1") -> Comparison:
     )  # fmt: skip
 
 
+def many_devices(*, wrong: str = "Ampere sm_86:17") -> Comparison:
+    """Return 64 devices of three architectures, of which one is wrong in one of 64 tensors."""
+    devices = {"Hopper sm_90": 32, "Ampere sm_86": 30, "Volta sm_70": 2}
+    members = {name: tuple(f"{name}:{n}" for n in range(count)) for name, count in devices.items()}
+    workers = [name for names in members.values() for name in names]
+
+    def row(name: str, place: int) -> Row:
+        bad = name == wrong and place == 45
+        share = 3.25 if bad else 0.1 + place / 1000
+        return Row(worker=name, reference="float64", status="outside" if bad else "within", max_abs=Real(share * 2e-5),
+                   allowed=Real(2e-5), bound_ratio=Real(share), max_ulp=12)  # fmt: skip
+
+    tensors = [
+        TensorComparison(
+            stage="merged", load_path="isolated", layer=f"model.layers.{place // 4}.self_attn.{_NAMES[place % 4]}",
+            tensor="weight", shape=(2,), dtype="float32", rule="bound", rows=tuple(row(n, place) for n in workers),
+            classes=(tuple(n for n in workers if n != wrong), (wrong,)) if place == 45 else (tuple(workers),),
+        )
+        for place in range(64)
+    ]  # fmt: skip
+    finding = Finding(
+        kind="unknown", severity="error", message=f"merged · {wrong} · 1 of 64 weights exceeds its tolerance",
+        workers=(wrong,), tensors=(tensors[45].name,), next="consistency reproduce out --finding 1 --out repro",
+    )  # fmt: skip
+    return comparison(
+        tensors, workers=tuple(worker(n, n.rpartition(":")[0]) for n in workers), verdict="inconsistent",
+        findings=(finding,), reference=workers[-1],
+        architectures=tuple(ArchitectureGroup(name=n, workers=names) for n, names in members.items()),
+    )  # fmt: skip
+
+
 def computed_apart(tensors: int, workers: int) -> Comparison:
     """Return the worst for a page: every tensor computed, and no two workers with the same bits."""
     rng = random.Random(0)

@@ -8,7 +8,7 @@ import html.parser
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from consistency.capture.reader import read_capture
 from consistency.capture.records import StageMemory
 from consistency.comparison.compare import compare
 from consistency.comparison.findings.transfers import matrices
+from consistency.comparison.layers import layers_of
 from consistency.comparison.result import (
     ArchitectureGroup,
+    Comparison,
     Row,
     Status,
     TensorComparison,
@@ -32,6 +34,8 @@ from consistency.numerics.real import Real
 from consistency.report import html as report_html
 from consistency.report.formats import Chosen, formats
 from consistency.report.html import as_html
+from consistency.report.layers import cell_figures, devices_text
+from consistency.report.one_finding import as_markdown
 from consistency.report.page import cells
 from consistency.report.page.agreement import partitions
 from consistency.report.page.distributions import bits, ratios
@@ -46,6 +50,7 @@ from tests.report.made_comparisons import (
     comparison,
     computed_apart,
     faulty,
+    four_architectures,
     hostile,
     tensor,
     worker,
@@ -94,9 +99,9 @@ def test_the_first_screen_comes_first_and_needs_no_script() -> None:
     text = Page(as_html(faulty())).text
     place = 0
     for part in (
-        "INCONSISTENT", "adapter · cuda:1 · zeros", "By architecture", "x86-64", "Ampere sm_86", "3/3", "Findings",
+        "INCONSISTENT", "adapter · cuda:1 · zeros", "By architecture", "Ampere sm_86", "3/3", "x86-64", "Findings",
         "zeros in 3 of 3 lora_B tensors", "got 0, wanted 1", "consistency run --devices cpu,cuda:1",
-        "forward was skipped", "Not checked: a second run", "Layers and devices",
+        "forward was skipped", "Not checked: a second run", "Layers by architecture",
     ):  # fmt: skip
         place = text.index(part, place)
 
@@ -143,11 +148,11 @@ def shown_cells(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str, tu
     for section in data["sections"]:
         for row in section["rows"]:
             layer, part, *_ = (data["strings"][place] for place in row[:5])
-            for column, (name, _) in enumerate(data["columns"][section["loadPath"]]):
+            for column, (name, *_) in enumerate(data["columns"][section["loadPath"]]):
                 variant: list[Any] | None = [0]
                 if len(row) > 5:
-                    which = row[6][column] if len(row) > 6 else 0 if len(row[5]) == 1 else column
-                    variant = None if which < 0 else row[5][which]
+                    which = row[7][column] if len(row) > 7 else 0 if len(row[6]) == 1 else column
+                    variant = None if which < 0 else row[6][which]
                 key = (section["stage"], layer, part)
                 if variant is None:
                     yield key, name, None
@@ -193,6 +198,51 @@ def test_the_data_say_what_the_comparison_says(seed: int) -> None:
     assert wanted.keys() <= found.keys()
 
 
+@pytest.mark.parametrize("made", [four_architectures, faulty, lambda: computed_apart(5, 300)])
+def test_the_cells_say_what_the_tolerance_report_says(made: Callable[[], Comparison]) -> None:
+    found = made()
+    data = Page(as_html(found)).data
+    names = [name for name, _ in data["architectures"]["isolated"]]
+    shown = {
+        (section["stage"], *(data["strings"][place] for place in row[:2]), name): cell
+        for section in data["sections"]
+        for row in section["rows"]
+        for name, cell in zip(names, row[5] if len(row) > 5 else [[0]] * len(names), strict=True)
+    }
+    wanted = {(o.stage, o.layer, o.tensor, name): c for o in layers_of(found) for name, c in o.architectures.items()}
+    assert shown.keys() == wanted.keys()
+    for key, (status, *more) in shown.items():
+        figures, agreement = [*more[1:], None, None][:2]
+        assert STATUSES[status] == wanted[key].status
+        assert (figures or KEY[status][1]) == cell_figures(wanted[key])
+        if len(wanted[key].classes) > 1:
+            assert data["strings"][agreement] == devices_text(wanted[key])
+        else:
+            assert agreement in (None, cells.AGREE)
+
+
+def test_findings_can_be_linked_to_and_have_their_markdown_in_the_page() -> None:
+    page = Page(as_html(faulty()))
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert [name for name in ids if name and name.startswith("finding-")] == ["finding-1", "finding-2"]
+    assert "#finding-1" in [attributes.get("href") for _, attributes in page.elements]
+    (text,) = [attributes["data-markdown"] for _, attributes in page.elements if "data-markdown" in attributes]
+    assert text == as_markdown(faulty(), faulty().findings[0], 1)
+    elements = Page(as_html(hostile())).elements
+    (text,) = [attributes["data-markdown"] for _, attributes in elements if "data-markdown" in attributes]
+    assert text is not None
+    assert "\u202e" not in text
+    assert not re.search(r"(?<!\\)<img", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def test_without_a_script_the_worst_layers_are_named() -> None:
+    raw = as_html(four_architectures())
+    static = raw.split("<noscript>")[1].split("</noscript>")[0]
+    assert static.count("<li>") == 4
+    first = static.split("<li>")[1]
+    assert first.startswith("Hopper sm_90  merged: ✗ 6.5e-05 / 2e-05  3.25  12 ULP  merged::model.layers.1")
+
+
 def test_equal_tensors_take_five_numbers() -> None:
     section = Page(as_html(comparison([tensor([ALL])]))).data["sections"][0]
     assert [len(row) for row in section["rows"]] == [5]
@@ -213,7 +263,7 @@ def test_a_fleet_is_shown_by_its_groups_and_says_so() -> None:
     page = Page(raw)
     labels = page.data["columns"]["isolated"]
     assert len(labels) <= 8
-    assert sum(many for _, many in labels) == 300
+    assert sum(many for _, many, _ in labels) == 300
     assert "Too many workers for a column each" in page.text
     assert "236 more workers" in page.text
     assert len(raw) < 200_000
@@ -246,7 +296,7 @@ def test_what_has_no_room_is_left_out_best_first(monkeypatch: pytest.MonkeyPatch
     }
     assert {stage: section["leftOut"] for stage, section in sections.items()} == {"base": 3, "adapter": 0, "merged": 2}
     monkeypatch.setattr(cells, "MOST_TENSORS", 100)
-    monkeypatch.setattr(cells, "MOST_VARIANTS", 8)
+    monkeypatch.setattr(cells, "MOST_VARIANTS", 16)
     left = {section["stage"]: section["leftOut"] for section in Page(as_html(faulty())).data["sections"]}
     assert left == {"base": 0, "adapter": 0, "merged": 2}
 
@@ -474,4 +524,4 @@ def test_alternative_load_path_is_a_sentence_and_has_its_columns_in_the_map() ->
     assert "1 more load path checked, equal (isolated+cpu)" in text
     assert "load path: isolated+cpu" not in text  # no table of its own
     data = json.loads(re.findall(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page, re.S)[0])
-    assert [label for label, _ in data["columns"]["isolated+cpu"]] == ["cpu", "cuda:0"]
+    assert [label for label, *_ in data["columns"]["isolated+cpu"]] == ["cpu", "cuda:0"]

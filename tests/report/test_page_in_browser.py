@@ -14,7 +14,17 @@ from consistency.numerics.real import Real
 from consistency.report.html import as_html
 from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER
 from tests.report.conftest import OpenPage
-from tests.report.made_comparisons import ALL, HOSTILE, SAFE, comparison, faulty, hostile, tensor
+from tests.report.made_comparisons import (
+    ALL,
+    HOSTILE,
+    SAFE,
+    comparison,
+    faulty,
+    four_architectures,
+    hostile,
+    many_devices,
+    tensor,
+)
 
 pytest.importorskip("selenium", reason="the browser's driver, selenium, is not installed")
 
@@ -62,11 +72,18 @@ def press(browser: Any, *keys: str) -> str:
 
 
 def lines(browser: Any) -> list[list[str]]:
-    """Return the text of the open heat map, line by line."""
+    """Return the text of the open table, line by line."""
     cells = "row => [...row.cells].map(cell => cell.textContent)"
     found: list[list[str]] = run(
         browser, f"return [...document.querySelectorAll('.stage[open] .grid tbody tr')].map({cells})"
     )
+    return found
+
+
+def columns(browser: Any) -> list[str]:
+    """Return what the columns of the open table are: architectures, and below each the devices that are in view."""
+    name = "head => (head.querySelector('b') || head).textContent"
+    found: list[str] = run(browser, f"return [...document.querySelectorAll('.stage[open] .grid thead th')].map({name})")
     return found
 
 
@@ -93,7 +110,8 @@ def test_it_draws_the_stage_that_is_off(opened: Open) -> None:
     assert run(page, "return [...document.querySelectorAll('.stage[open] > summary b')].map(b => b.textContent)") == [
         "adapter"
     ]
-    assert lines(page) == [[f"model.layers.{i}.mlp.lora_B", "=", "=", "✗", "="] for i in range(3)]
+    assert columns(page) == ["layer", "Ampere sm_86", "cuda:1", "x86-64"]
+    assert lines(page) == [[f"model.layers.{i}.mlp.lora_B", "✗ ≢", "✗", "="] for i in range(3)]
     assert run(page, "return performance.getEntriesByType('resource').length") == 0
 
 
@@ -116,16 +134,21 @@ def test_a_changed_script_does_not_run(browser: Any, tmp_path: Path) -> None:
 
 def test_layers_unfold(opened: Open) -> None:
     page = opened(layered())
-    folded = [["▸model.layers.0 2", *"===="], ["▸model.layers.1 2", "=", "=", "✗ 1/2", "="]]
-    assert lines(page)[:2] == folded
-    page.find_elements("css selector", ".stage[open] .grid tbody th")[1].click()
-    assert lines(page)[1:4] == [
-        ["▾model.layers.1 2", "=", "=", "✗ 1/2", "="],
-        ["mlp.up.lora_A", "=", "=", "=", "="],
-        ["mlp.up.lora_B", "=", "=", "✗ 13", "="],
+    worst = ["model.layers.1 2 worst mlp.up.lora_B", "✗ 12.5×  ✗ 1/2  ≢ 1/2", "✗ 1/2", "="]
+    equal = ["▸model.layers.0 2", "=", "=", "="]
+    assert lines(page)[:2] == [[f"▸{worst[0]}", *worst[1:]], equal]
+    page.find_elements("css selector", ".stage[open] .grid tbody th")[0].click()
+    assert lines(page)[:4] == [
+        [f"▾{worst[0]}", *worst[1:]],
+        ["mlp.up.lora_A", "=", "=", "="],
+        ["mlp.up.lora_B", "✗ 12.5×  ≢", "✗ 13", "="],
+        equal,
     ]
     expanded = "return [...document.querySelectorAll('.grid tr.block')].map(row => row.getAttribute('aria-expanded'))"
-    assert run(page, expanded) == ["false", "true", "false"]
+    assert run(page, expanded) == ["true", "false", "false"]
+    page.find_element("id", "worst").click()
+    in_order = [line[0].split()[0].lstrip("▸▾") for line in lines(page)]
+    assert in_order == ["model.layers.0", "model.layers.1", "mlp.up.lora_A", "mlp.up.lora_B", "model.layers.2"]
     page.find_element("css selector", ".stage[open] > summary").click()
     assert lines(page) == []
 
@@ -146,7 +169,7 @@ def test_filters(opened: Open) -> None:
 def test_colour_by_class_shows_letters(opened: Open) -> None:
     page = opened(faulty())
     page.find_element("css selector", "input[value=class]").click()
-    assert lines(page)[0] == ["model.layers.0.mlp.lora_B", "A", "A", "B", "A"]
+    assert lines(page)[0] == ["model.layers.0.mlp.lora_B", "∗", "B", "A"]
     assert "further classes" in page.find_element("id", "key").text
 
 
@@ -154,19 +177,19 @@ def test_keyboard_walks_the_map_and_numbers_are_told(opened: Open) -> None:
     from selenium.webdriver.common.keys import Keys
 
     page = opened(layered())
-    run(page, "document.querySelector('.stage[open] > summary').focus()")
-    assert press(page, Keys.TAB).startswith("model.layers.0 on cpu, = equal")
+    run(page, "document.querySelector('.stage[open] .unfold').focus()")
+    assert press(page, Keys.TAB).startswith("model.layers.1 on Ampere sm_86 (3 workers), ✗ outside")
     stops = "return document.querySelectorAll('.grid [tabindex=\"0\"]').length"
     assert run(page, stops) == 1
-    told = press(page, Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    told = press(page, Keys.ARROW_DOWN, Keys.ARROW_UP, Keys.ARROW_RIGHT)
     assert told.startswith("model.layers.1 on cuda:1, ✗ outside: zeros, 12.5× tolerance")
     tip = page.find_element("id", "tip")
     assert tip.text.splitlines()[:3] == ["model.layers.1 on cuda:1", "✗ outside: zeros", "12.5× tolerance"]
     assert "mismatch in 1 of 2 tensors" in tip.text
-    assert press(page, Keys.HOME) == "▸model.layers.1 2"
-    assert press(page, Keys.ENTER) == "▾model.layers.1 2"
+    assert press(page, Keys.HOME) == "▸model.layers.1 2 worst mlp.up.lora_B"
+    assert press(page, Keys.ENTER) == "▾model.layers.1 2 worst mlp.up.lora_B"
     assert "mlp.up.lora_A" in press(page, Keys.ARROW_DOWN)
-    assert press(page, Keys.END).startswith("model.layers.1.mlp.up.lora_A on cuda:2")
+    assert press(page, Keys.END).startswith("model.layers.1.mlp.up.lora_A on x86-64")
     assert run(page, stops) == 1
     press(page, Keys.ESCAPE)
     assert not tip.is_displayed()
@@ -176,7 +199,7 @@ def test_pointing_shows_numbers(opened: Open) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
     page = opened(faulty())
-    cell = page.find_elements("css selector", ".stage[open] .grid td")[2]
+    cell = page.find_elements("css selector", ".stage[open] .grid td")[1]
     ActionChains(page, duration=0).move_to_element(cell).perform()
     assert page.find_element("id", "tip").text.splitlines()[:2] == [
         "model.layers.0.mlp.lora_B on cuda:1",
@@ -203,13 +226,21 @@ def test_numbers_are_exact_and_of_the_right_limit(opened: Open) -> None:
     )  # fmt: skip
     page = opened(comparison([made], verdict="inconsistent", findings=faulty().findings))
     told = run(page, "return [...document.querySelectorAll('.grid td')].map(cell => cell.dataset.told.split('\\n'))")
-    assert told[0] == [
-        "l.w on cpu", "≤ within", "0.25× user tolerance", "16,384 elements differ bitwise",
-        "largest difference 1.23e-7", "123,456,789 ULP at most", "class of agreement A",
+    by_name = {of[0].removeprefix("l.w on "): of[1:] for of in told}
+    assert by_name["x86-64"] == [
+        "≤ within", "largest |difference| / allowed by the user, ratio, ULP:", "≤ 1.2e-07  0.25  123456789 ULP",
+        "16,384 elements differ bitwise on the worst device",
     ]  # fmt: skip
-    assert told[1][2:4] == ["1,500,000× user tolerance", "16,777,215 elements differ bitwise"]
-    assert told[2][2] == "nan× user tolerance"
-    assert lines(page)[0][1:4] == ["≤ .25", "✗ 1.5e6", "✗ nan"]
+    assert by_name["Ampere sm_86 (2 workers)"][2:] == [
+        "✗ 1.2e-07  nan  123456789 ULP", "1 element differs bitwise on the worst device",
+        "≢ its devices differ: {cuda:0} {cuda:1}",
+    ]  # fmt: skip
+    assert by_name["cuda:0"] == [
+        "✗ outside", "1,500,000× user tolerance", "16,777,215 elements differ bitwise", "largest difference 1.23e-7",
+        "123,456,789 ULP at most", "class of agreement B",
+    ]  # fmt: skip
+    assert by_name["cuda:1"][1] == "nan× user tolerance"
+    assert lines(page)[0][1:4] == ["✗ 1.2e-07 nan×  123456789 ULP  ≢", "✗ 1.5e6", "✗ nan"]
 
 
 def test_hostile_names_stay_text(opened: Open) -> None:
@@ -265,14 +296,77 @@ def test_without_a_script_the_first_screen_is_there(opened: Open) -> None:
     assert "Scheme" not in text
 
 
-def test_it_fits_a_narrow_screen(opened: Open) -> None:
+def test_on_a_narrow_screen_nothing_is_cut(opened: Open) -> None:
     size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     page = opened(comparison([]))
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        assert run(opened(layered()), "return document.documentElement.scrollWidth") == 390
+        assert run(opened(four_architectures()), "return document.documentElement.scrollWidth") == 390
+        parts = "[...document.querySelectorAll('.window, .grid th, .grid td')]"
+        wider = f"return {parts}.filter(part => part.scrollWidth > part.clientWidth + 1).length"
+        assert run(page, wider) == 0
+        label = "return getComputedStyle(document.querySelector('.grid td'), '::before').content"
+        assert run(page, label) == '"Hopper sm_90"', "each cell names its column"
+        assert run(page, "document.querySelector('.grid').classList.remove('stacked');" + wider) > 0
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_one_wrong_device_of_many_is_in_view(opened: Open) -> None:
+    page = opened(many_devices())
+    assert columns(page) == ["layer", "Ampere sm_86", "Ampere sm_86:17", "Hopper sm_90", "Volta sm_70"]
+    assert lines(page)[0][:3] == [
+        "▸model.layers.11 4 worst self_attn.k_proj.weight", "✗ 6.5e-05 / 2e-05 3.25×  12 ULP  ✗ 1/4  ≢ 1/4", "✗ 1/4"
+    ]  # fmt: skip
+    page.find_elements("css selector", ".unfold")[0].click()
+    assert columns(page)[1:4] == ["Ampere sm_86", "Ampere sm_86:17", "Ampere sm_86:0"]
+    assert len(columns(page)) == 1 + 3 + 30
+    assert run(page, "return document.activeElement.getAttribute('aria-expanded')") == "true"
+    first = "return document.querySelector('#groups tbody').textContent.replace(/\\s+/g, ' ')"
+    assert run(page, first).startswith(" Ampere sm_86 RTX A6000Ampere sm_86:17")
+    worker = "return document.querySelector('#workers tbody th').textContent"
+    assert run(page, worker).strip() == "Ampere sm_86:17"
+
+
+def test_print_opens_what_is_red(opened: Open) -> None:
+    page = opened(layered())
+    opened_now = (
+        "return [document.querySelectorAll('.findings details:not([open])').length,"
+        " [...document.querySelectorAll('.grid tr.part th')].map(head => head.textContent)]"
+    )
+    assert run(page, opened_now) == [2, []]
+    run(page, f"addEventListener('beforeprint', () => {{ window.printed = (() => {{ {opened_now} }})() }})")
+    page.execute_cdp_cmd("Page.printToPDF", {})
+    assert run(page, "return window.printed") == [0, ["mlp.up.lora_B"]]
+    assert run(page, opened_now) == [2, []], "as it was"
+
+
+def test_a_finding_has_a_link_and_is_copied_as_markdown(opened: Open) -> None:
+    page = opened(faulty())
+    page.find_element("css selector", "#finding-1 .mark-link").click()
+    assert page.current_url.endswith("#finding-1")
+    note = "return document.querySelector('#finding-2').checkVisibility()"
+    assert not run(page, note)
+    run(page, "location.hash = 'finding-2'")
+    assert until(page, lambda: run(page, note)), "a link opens what it leads to"
+    origin = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    page.execute_cdp_cmd("Browser.grantPermissions", origin)
+    button = page.find_element("css selector", "#finding-1 .copy")
+    button.click()
+    assert until(page, lambda: button.text == "Copied")
+    text = run(page, "return navigator.clipboard.readText()")
+    assert text.splitlines()[:5] == [
+        "✗ **zeros** adapter · cuda:1 · zeros in 3 of 3 lora\\_B tensors", "", "```text", "got 0, wanted 1", "and more"
+    ]  # fmt: skip
+
+
+def test_without_a_clipboard_the_text_is_left_to_copy(opened: Open) -> None:
+    page = opened(faulty())
+    run(page, "navigator.clipboard.writeText = () => Promise.reject(); document.execCommand = () => false")
+    button = page.find_element("css selector", "#finding-1 .copy")
+    button.click()
+    assert until(page, lambda: button.text == "Copy the selected text")
+    assert run(page, "return document.getSelection().toString()").startswith("✗ **zeros**")
 
 
 def test_a_screen_reader_finds_names(opened: Open) -> None:
@@ -283,7 +377,7 @@ def test_a_screen_reader_finds_names(opened: Open) -> None:
         if not node["ignored"]
     ]
     roles = dict(found)
-    assert roles["treegrid"].startswith("adapter: layers and devices")
+    assert roles["treegrid"].startswith("adapter: layers by architecture")
     assert {"main", "banner", "contentinfo", "search", "status"} <= roles.keys()
     named = ("button", "searchbox", "checkbox", "radio", "gridcell", "rowheader", "columnheader")
     assert all(name for role, name in found if role in named)

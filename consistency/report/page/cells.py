@@ -1,25 +1,32 @@
-"""The heat map's data: what each worker saw of each tensor, small enough to lie in a page.
+"""The data of the page's table: what each architecture and worker saw of each tensor, small enough to lie in a page.
 
 A tensor is `[layer, tensor, shape, dtype, rule]`, five places in a list of strings, and nothing more where every column
-is equal. Else `variants` follow, the distinct things that columns show of it, and which one each column shows (-1:
-none), unless all show the only one or each its own. Devices with the same bits share a variant, so a page grows with
-what differs. A variant is
+is equal. Else `cells` follow, one per architecture of the load path, then `variants`, the distinct things that workers'
+columns show of it, and which one each of those shows (-1: none), unless all show the only one or each its own. Devices
+with the same bits share a variant, so a page grows with what differs. A cell is None where there is none, or
+
+    [status, ratio, figures, agreement]
+
+where figures are the words of `report/layers.py`, and agreement is `AGREE`, or a place in the strings: which devices of
+the architecture agree. A variant is
 
     [status, class, diagnosis, ratio, max_abs, max_ulp, mismatched, workers that are off]
 
-with what is empty at its end left off; status is a place in `labels.KEY`, diagnosis one in the strings (-1: none).
+with what is empty at their end left off; status is a place in `labels.KEY`, diagnosis one in the strings (-1: none).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from consistency.capture.wording import some
+from consistency.comparison.layers import LayerCell, LayerComparison, cells_of, members_of
 from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
+from consistency.report.layers import cell_figures, devices_text
 from consistency.report.page.labels import KEY, digits
 from consistency.report.summary import Group, badness, stage_order
 from consistency.report.text import one_line
@@ -27,14 +34,17 @@ from consistency.report.text import one_line
 MOST_COLUMNS = 64
 """Workers of a load path that get a column each; above it the lines of the table of groups do."""
 
-MOST_VARIANTS = 128_000
-"""2000 tensors on 64 devices of which no two agree: at some 36 bytes each below 5 MB."""
+MOST_VARIANTS = 132_000
+"""2000 tensors on 64 devices of which no two agree, and on two architectures: at some 36 bytes each below 5 MB."""
 
 MOST_TENSORS = 20_000
 """At some 25 bytes and the name of a layer each below 2 MB."""
 
 MIXED = -1
 """Class of a column whose workers are of several."""
+
+AGREE = -1
+"""Agreement of a cell whose devices, at least two, are bitwise equal."""
 
 _STATUS = {status: place for place, (status, _, _) in enumerate(KEY)}
 
@@ -44,6 +54,7 @@ class Column:
     """One worker, or many that are shown as one: the rows of `workers` are read, for `stands_for` workers in all."""
 
     label: str
+    architecture: str
     workers: tuple[str, ...]
     stands_for: int
 
@@ -76,7 +87,7 @@ class Strings:
 
 
 def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> list[Column]:
-    """Return the heat map's columns on a load path: its workers, or, of many, the lines of the groups."""
+    """Return the columns below the architectures of a load path: its workers, or, of many, the lines of the groups."""
     here = {worker.name: worker for worker in comparison.workers if worker.load_path == load_path}
     if len(here) <= MOST_COLUMNS:
         seen = dict.fromkeys(
@@ -85,20 +96,51 @@ def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> 
         # a reference file has no rows, and a reference worker may have them on a load path that it did not take
         names = [name for name, worker in here.items() if name in seen or worker.status != "ok"]
         names += [name for name in seen if name not in here]
-        return [Column(label=name, workers=(name,), stands_for=1) for name in names]
+        of = members_of(comparison)
+        return [
+            Column(label=name, architecture=of.get(name, ""), workers=(name,), stands_for=1)
+            for name in sorted(names, key=lambda name: _place(comparison, of.get(name, "")))
+        ]
     found = []
     for group in groups:
         for line in group.lines:
             label = some(line.workers, 2) if line.kinds == 1 else f"{len(line.workers)} others"
             read = line.workers[:1] if line.kinds == 1 else line.workers
-            label = f"{group.architecture}: {label}"
-            found.append(Column(label=label, workers=read, stands_for=len(line.workers)))
+            column = Column(
+                label=label, architecture=group.architecture, workers=read, stands_for=len(line.workers)
+            )  # fmt: skip
+            found.append(column)
     return found
 
 
-def sections(comparison: Comparison, by_load_path: Mapping[str, Sequence[Column]], strings: Strings) -> list[Section]:
-    """Return what is drawn of every stage on every load path, in the order of `Stage`."""
+def _place(comparison: Comparison, architecture: str) -> int:
+    names = [group.name for group in comparison.architectures]
+    return names.index(architecture) if architecture in names else len(names)
+
+
+def unequal(comparison: Comparison) -> list[LayerComparison]:
+    """Return every tensor that is not bitwise equal everywhere, copies and facts among them, by architecture."""
+    members = members_of(comparison)
+    return [
+        LayerComparison(
+            stage=tensor.stage, load_path=tensor.load_path, layer=tensor.layer, tensor=tensor.tensor,
+            architectures=cells_of(tensor, members),
+        )
+        for tensor in comparison.tensors if not tensor.is_equal and tensor.rows
+    ]  # fmt: skip
+
+
+def sections(
+    comparison: Comparison,
+    layers: Iterable[LayerComparison],
+    by_load_path: Mapping[str, Sequence[Column]],
+    strings: Strings,
+) -> list[Section]:
+    """Return what is drawn of every stage on every load path, in the order of `Stage`; `layers` are of `unequal`."""
     found: dict[tuple[str, str], Section] = {}
+    members = members_of(comparison)
+    seen = iter(layers)
+    titles = {load_path: list(architectures(drawn)) for load_path, drawn in by_load_path.items()}
     kept: list[tuple[int, int, Section, list[Any]]] = []
     places = {
         load_path: {name: place for place, column in enumerate(drawn) for name in column.workers}
@@ -111,6 +153,10 @@ def sections(comparison: Comparison, by_load_path: Mapping[str, Sequence[Column]
             section = found[key] = Section(load_path=one_line(key[0]), stage=one_line(key[1]))
         section.total += 1
         entry, rank = _entry(tensor, by_load_path[tensor.load_path], places[tensor.load_path], strings)
+        by_architecture = None if tensor.is_equal or not tensor.rows else next(seen).architectures
+        if len(entry) > _CELLS:
+            by_architecture = by_architecture or cells_of(tensor, members)
+            entry[_CELLS] = [_cell(by_architecture.get(name), strings) for name in titles[tensor.load_path]]
         section.bad += rank == 0
         section.unlike += rank < _ALIKE
         kept.append((rank, number, section, entry))
@@ -123,18 +169,47 @@ def sections(comparison: Comparison, by_load_path: Mapping[str, Sequence[Column]
     return [found[key] for key in ordered]
 
 
+def architectures(drawn: Sequence[Column]) -> dict[str, tuple[str, ...]]:
+    """Return the architectures of a load path, each with its columns' labels."""
+    found: dict[str, list[str]] = {}
+    for column in drawn:
+        found.setdefault(column.architecture, []).append(column.label)
+    return {name: tuple(labels) for name, labels in found.items()}
+
+
 _BAD, _UNLIKE, _ALIKE = range(3)
+_CELLS, _VARIANTS = 5, 6  # places in an entry
+
+
+def _cost(entry: Sequence[Any]) -> int:
+    return len(entry[_CELLS]) + len(entry[_VARIANTS]) if len(entry) > _CELLS else 0
+
+
+def _cell(cell: LayerCell | None, strings: Strings) -> list[Any] | None:
+    """Return an architecture's cell as it is written."""
+    if cell is None:
+        return None
+    found: list[Any] = [_STATUS[cell.status], digits(cell.bound_ratio)]
+    figures = cell_figures(cell)
+    found.append(figures if len(figures) > 1 else None)  # a mark alone follows from the status
+    if len(cell.classes) > 1:
+        found.append(strings.place(devices_text(cell)))
+    elif len(cell.workers) > 1 and cell.classes:
+        found.append(AGREE)
+    while found[-1] is None:
+        found.pop()
+    return found
 
 
 def _shorten(kept: list[tuple[int, int, Section, list[Any]]]) -> None:
     """Where there is no room for all, keep mismatches before differing tensors before equal ones; the order stays."""
-    cost = sum(len(entry[5]) for *_, entry in kept if len(entry) > 5)
+    cost = sum(_cost(entry) for *_, entry in kept)
     if len(kept) <= MOST_TENSORS and cost <= MOST_VARIANTS:
         return
     room = MOST_VARIANTS
     chosen: list[tuple[int, int, Section, list[Any]]] = []
     for one in sorted(kept, key=lambda one: one[:2]):
-        needs = len(one[3][5]) if len(one[3]) > 5 else 0
+        needs = _cost(one[3])
         if len(chosen) < MOST_TENSORS and needs <= room:
             room -= needs
             chosen.append(one)
@@ -165,7 +240,7 @@ def _entry(
     for rows in seen:
         variant = _variant(rows, classes, strings) if rows else None
         shows.append(-1 if variant is None else variants.setdefault(variant, len(variants)))
-    entry.append([list(variant) for variant in variants])
+    entry += [[], [list(variant) for variant in variants]]
     if shows not in ([0] * len(drawn), list(range(len(drawn)))):
         entry.append(shows)
     return entry, rank

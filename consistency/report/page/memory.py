@@ -9,6 +9,9 @@ from consistency.capture.records import StageMemory
 from consistency.capture.wording import size
 from consistency.comparison.result import Comparison, WorkerSummary
 
+MOST_OPEN = 12
+"""Lines of the table before a reader unfolds the rest: half a screen."""
+
 MOST_WORKERS = 64
 """Lines of the table, failed and lost ones first; the others of a fleet are in `report.json`."""
 
@@ -27,8 +30,12 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """The table of workers, each with its bars by stage; `stages` is empty where memory was not measured by stage."""
+    """The table of workers, each with its bars by stage; `stages` is empty where memory was not measured by stage.
 
+    All but the first `open` lines are folded; where there are such, faulty workers come first.
+    """
+
+    open: int
     stages: tuple[str, ...]
     lines: tuple[tuple[WorkerSummary, list[list[Bar]]], ...]
     left_out: int
@@ -36,11 +43,13 @@ class Workers:
 
 def workers(comparison: Comparison) -> Workers:
     """Return the table of workers."""
-    ranked = sorted(comparison.workers, key=lambda worker: worker.status == "ok")
-    chosen = comparison.workers if len(ranked) <= MOST_WORKERS else ranked[:MOST_WORKERS]
+    named = {name for finding in comparison.findings if finding.severity == "error" for name in finding.workers}
+    ranked = sorted(comparison.workers, key=lambda worker: (worker.status == "ok", worker.name not in named))
+    chosen = comparison.workers if len(ranked) <= MOST_OPEN else ranked[:MOST_WORKERS]
     stages = tuple(dict.fromkeys(entry.stage for worker in chosen for entry in worker.stage_memory))
     largest = {kind: max(_numbers(chosen, (resident, peak)), default=0) for kind, resident, peak in _HELD}
     return Workers(
+        open=MOST_OPEN,
         stages=stages,
         lines=tuple((worker, _held(worker, stages, largest)) for worker in chosen),
         left_out=len(ranked) - len(chosen),
