@@ -18,8 +18,9 @@ _MOST_TENSORS = 3
 def as_markdown(comparison: Comparison, finding: Finding, number: int) -> str:
     """Return a finding with its evidence, the devices it names, and what was compared."""
     mark = {"error": "✗", "warning": "warning:"}.get(finding.severity, "note:")
-    simulated = " **Simulated devices.**" if comparison.simulated else ""
-    lines = [f"{mark} **{escaped(finding.kind)}** {escaped(finding.message)}{simulated}", ""]
+    lines = [f"{mark} **{escaped(finding.kind)}** {escaped(finding.message)}", ""]
+    if comparison.simulated or comparison.planted:  # as the report's own first lines
+        lines += ["**Not a fault of a device: simulated devices or a planted fault.**", ""]
     evidence = [one_line(line) for line in finding.detail[:MOST_LINES]]
     if len(finding.detail) > MOST_LINES:
         evidence.append(f"and {len(finding.detail) - MOST_LINES} more lines")

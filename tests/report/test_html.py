@@ -228,6 +228,9 @@ def test_findings_can_be_linked_to_and_have_their_markdown_in_the_page() -> None
     assert "#finding-1" in [attributes.get("href") for _, attributes in page.elements]
     (text,) = [attributes["data-markdown"] for _, attributes in page.elements if "data-markdown" in attributes]
     assert text == as_markdown(faulty(), faulty().findings[0], 1)
+    for made in ({"simulated": True}, {"planted": ("copies-dropped in cuda:1",)}):
+        drill = msgspec.structs.replace(faulty(), **made)
+        assert "Not a fault of a device" in as_markdown(drill, drill.findings[0], 1)
     elements = Page(as_html(hostile())).elements
     (text,) = [attributes["data-markdown"] for _, attributes in elements if "data-markdown" in attributes]
     assert text is not None
