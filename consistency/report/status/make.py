@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import datetime
 import functools
-import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from consistency.capture import origin
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
 from consistency.comparison.by_worker import verdicts, worse, worst_ratios
@@ -26,15 +26,14 @@ _WORST_FIRST: tuple[Verdict, ...] = ("incomplete", "inconsistent", "consistent")
 
 
 class _Head(msgspec.Struct):
-    """What a report states beside its result; reports of earlier versions do not."""
+    """What a report states beside its result."""
 
     tool: str = ""
-    created: datetime.datetime | None = None
 
 
-def render(comparison: Comparison, view: View) -> Iterator[bytes]:
+def render(comparison: Comparison, _: View) -> Iterator[bytes]:
     """Yield `status.json`."""
-    yield encode_json(of_comparison(comparison, elapsed_s=view.elapsed_s), indent=1) + b"\n"
+    yield encode_json(of_comparison(comparison), indent=1) + b"\n"
 
 
 def render_suite(suite: SuiteResult, _: View) -> Iterator[bytes]:
@@ -42,23 +41,18 @@ def render_suite(suite: SuiteResult, _: View) -> Iterator[bytes]:
     yield encode_json(of_suite(suite), indent=1) + b"\n"
 
 
-def of_comparison(
-    found: Comparison,
-    *,
-    elapsed_s: float | None = None,
-    created: datetime.datetime | None = None,
-    tool: str = __version__,
-) -> Status:
-    """Return the status of a run that ended now, or when `created` says."""
+def of_comparison(found: Comparison, *, created: datetime.datetime | None = None, tool: str = __version__) -> Status:
+    """Return the status of a run; `created` is for one that does not state its own time."""
     ratios = worst_ratios(found)
     return Status(
-        schema=SCHEMA, tool=tool, created=created or _now(), host=_host(found.workers),
+        schema=SCHEMA, tool=tool, created=_created(found) or created or _now(),
+        host=found.host or _host(found.workers),
         case=found.case, verdict=found.verdict, exit_status=found.exit_status, sentence=sentence(found),
         reason=_reason(found.findings), marks=tuple(_marks(found.simulated, found.findings)),
-        profile=found.profile, settings=found.settings, elapsed_s=elapsed_s, bound_ratio=_worst(ratios.values()),
+        profile=found.profile, settings=found.settings, elapsed_s=found.elapsed_s, bound_ratio=_worst(ratios.values()),
         findings=_count(found.findings), accepted=sum(f.accepted is not None for f in found.findings),
         workers=dict(Counter(worker.status for worker in found.workers)),
-        devices=_devices(found.workers, verdicts(found), ratios),
+        devices=_devices(found.workers, verdicts(found), ratios), command=found.command,
     )  # fmt: skip
 
 
@@ -89,7 +83,7 @@ def of_report_file(path: Path) -> Status:
     """Return the status of `report.json`; raise what decoding it raises."""
     raw = path.read_bytes()
     head = decode_json(raw, _Head)
-    return of_comparison(decode_json(raw, Comparison), created=head.created or _written(path), tool=head.tool)
+    return of_comparison(decode_json(raw, Comparison), created=_written(path), tool=head.tool)
 
 
 def of_suite_file(path: Path) -> Status:
@@ -146,8 +140,15 @@ def _worst(ratios: Iterable[float]) -> Real | None:
     return None if known is None else Real(known)
 
 
+def _created(found: Comparison) -> datetime.datetime | None:
+    """Return when a result was made: of captures that were made apart, when the oldest of them was."""
+    times = [source.created for source in found.sources] if found.captures else []
+    times = times or ([found.created] if found.created is not None else [])
+    return min(map(datetime.datetime.fromisoformat, times), default=None)
+
+
 def _now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    return datetime.datetime.fromisoformat(origin.now())
 
 
 def _written(path: Path) -> datetime.datetime:
@@ -155,4 +156,4 @@ def _written(path: Path) -> datetime.datetime:
 
 
 def _host(workers: Iterable[WorkerSummary | CaseWorker]) -> str:
-    return next((worker.host for worker in workers if worker.host), platform.node())
+    return next((worker.host for worker in workers if worker.host), origin.host())

@@ -41,7 +41,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     created : datetime
-        When it ended, with the zone UTC.
+        When it ended, with the zone UTC; where captures were compared, when the oldest was made.
     exit_status : int
         Of the run.
     sentence : str
@@ -58,6 +58,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         Number of workers by status.
     cases : dict of str to str
         Verdict of each case of a suite; empty for a run.
+    command : tuple of str
+        The command line, word by word.
     """
 
     schema: str
@@ -79,6 +81,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     workers: dict[str, int]
     devices: tuple[DeviceStatus, ...]
     cases: dict[str, str] = {}
+    command: tuple[str, ...] = ()
 
     def age_s(self, now: datetime.datetime) -> float:
         """Return the time since it ended; negative where the clock that wrote it was ahead."""

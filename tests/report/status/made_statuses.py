@@ -16,4 +16,4 @@ ENDED = datetime.datetime(2026, 11, 22, 2, 0, tzinfo=datetime.UTC)
 
 def status(found: Comparison, **fields: Any) -> Status:
     """Return the status of a comparison that ended at `ENDED`."""
-    return msgspec.structs.replace(of_comparison(found, elapsed_s=41.0, created=ENDED), **fields)
+    return msgspec.structs.replace(of_comparison(found, created=ENDED), **{"elapsed_s": 41.0, **fields})

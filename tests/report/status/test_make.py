@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from consistency.comparison.result import Comparison, Finding
+from consistency.comparison.result import Comparison, Finding, Source
 from consistency.comparison.suite import SuiteResult
 from consistency.report import json as report_json
 from consistency.report.formats import View
@@ -23,8 +23,10 @@ from tests.report.suite.made_suites import case, good, lost, many, suite, unusab
 def test_what_it_states_of_a_run() -> None:
     note = Finding(kind="zeros", severity="note", message="accepted", workers=("cuda:2",), accepted="error")
     found = msgspec.structs.replace(faulty(), findings=(*faulty().findings, note))
-    made = of_comparison(found, elapsed_s=3.5)
+    found = msgspec.structs.replace(found, elapsed_s=3.5, host="node-7", command=("consistency", "run"))
+    made = of_comparison(found)
     assert (made.verdict, made.exit_status, made.case, made.elapsed_s) == ("inconsistent", 1, "llama", 3.5)
+    assert (made.host, made.command) == ("node-7", ("consistency", "run"))
     assert made.reason == "adapter · cuda:1 · zeros in 3 of 3 lora_B tensors"
     assert (made.findings, made.accepted) == ({"error": 1, "warning": 0, "note": 2}, 1)
     assert made.workers == {"ok": 4}
@@ -72,6 +74,15 @@ def written(path: Path, found: Comparison | SuiteResult) -> Path:
     one: Any = report_json if isinstance(found, Comparison) else suite_json
     path.write_bytes(b"".join(one.render(found, View())))
     return path
+
+
+def test_captures_that_were_compared_are_as_old_as_the_oldest() -> None:
+    sources = tuple(
+        Source(name=name, created=f"2026-11-{day}T02:00:00+00:00", host=name) for name, day in (("a", 20), ("b", 19))
+    )
+    found = msgspec.structs.replace(good(), created="2026-11-22T02:00:00+00:00", sources=sources)
+    assert of_comparison(found).created.day == 22, "the run's own captures"
+    assert of_comparison(msgspec.structs.replace(found, captures=("a", "b"))).created.day == 19
 
 
 @pytest.mark.parametrize("found", [faulty(), good(), lost(), comparison([])])
