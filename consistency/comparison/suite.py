@@ -189,12 +189,16 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
         Of the suite.
     created : str
         When it ended: ISO 8601, UTC.
+    host, command : str, tuple of str
+        Where it ran, and the command line word by word; empty in files of earlier versions.
     """
 
     name: str
     cases: tuple[CaseResult, ...]
     elapsed_s: float
     created: str = msgspec.field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat("T", "seconds"))
+    host: str = ""
+    command: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> SuiteVerdict:

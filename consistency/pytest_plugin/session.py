@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from consistency.capture import origin
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.wording import counted
 from consistency.case.options import Edge
@@ -276,7 +277,9 @@ class Session:
             )  # fmt: skip
             self._keep(case, report.comparison)
             only = summarize(case.name, ".", report.comparison, report.elapsed_s)
-            return SuiteResult(name=self.name, cases=(only,), elapsed_s=report.elapsed_s)
+            return SuiteResult(
+                name=self.name, cases=(only,), elapsed_s=report.elapsed_s, host=origin.host(), command=origin.command()
+            )
         of = {case.name: case for case in chosen}
         cases = [one for one in self.plan.cases if one.name in of]
         narrowed = [

@@ -9,6 +9,7 @@ from consistency.capture.wording import counted
 from consistency.comparison.result import BAD, Comparison, Finding, TensorComparison
 from consistency.report.console import Writer, without_trailing_blanks
 from consistency.report.sentences import sentence
+from consistency.report.terminal import origin_lines
 from consistency.report.text import one_line
 
 _MOST_TENSORS = 20
@@ -29,7 +30,7 @@ def print_diff(
         parts.append(counted(len(comparison.tensors), "tensor"))
         if elapsed_s is not None:
             parts.append(f"{elapsed_s:.2f} s")
-        write.heading(parts)
+        write.heading(parts, below=origin_lines(comparison))
         write.verdict(comparison.verdict, sentence(comparison))
         findings = list(map(_in_lines, comparison.findings))
         write.findings(f for f in findings if f.severity == "error")

@@ -100,18 +100,18 @@ def facts(comparison: Comparison) -> list[str]:
     sides = len(comparison.load_paths) - len(mains)
     found += [f"load paths {' and '.join(mains)}" if len(mains) > 1 else ""]
     found += [counted(sides, "alternative load path") if sides else ""]
+    found += [] if comparison.elapsed_s is None else [f"{comparison.elapsed_s:.0f} s"]
     found += [f"level {comparison.level}", *profile_texts(comparison), *soak_texts(comparison)]
     return [text for text in found if text]
 
 
 def origin_texts(comparison: Comparison) -> list[str]:
-    """Return when and where a report was made, how long it took, and the versions; nothing where that is unknown."""
+    """Return when, where and with which versions a report was made; nothing where that is unknown."""
     if comparison.created is None:
         return []
-    took = [] if comparison.elapsed_s is None else [f"{comparison.elapsed_s:.0f} s"]
     versions = {"consistency": __version__, **comparison.versions}
     text = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return [time_text(comparison.created), comparison.host, *took, text]
+    return [time_text(comparison.created), comparison.host, text]
 
 
 def time_text(created: str) -> str:

@@ -73,17 +73,18 @@ def title(write: Writer, comparison: Comparison, view: View) -> None:
         parts.append(counted(len(comparison.load_paths), "load path"))
     parts += profile_texts(comparison)
     parts += soak_texts(comparison)
-    if view.elapsed_s is not None:
-        parts.append(f"{view.elapsed_s:.0f} s")
+    elapsed_s = comparison.elapsed_s if view.elapsed_s is None else view.elapsed_s
+    if elapsed_s is not None:
+        parts.append(f"{elapsed_s:.0f} s")
     if comparison.simulated:
         parts.append("SIMULATED DEVICES")
     if comparison.planted:
         parts.append("PLANTED FAULT")
-    write.heading(parts, below=_origin(comparison))
+    write.heading(parts, below=origin_lines(comparison))
     write.verdict(comparison.verdict, sentence(comparison))
 
 
-def _origin(comparison: Comparison) -> list[str]:
+def origin_lines(comparison: Comparison) -> list[str]:
     """Return when, where, with what and by which command the report was made, and where its captures are from."""
     sources = source_texts(comparison)
     shown = sources[:_MOST_SOURCES]

@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from consistency.capture import origin
 from consistency.capture.folder import CASES, MANIFEST, WorkerCapture
 from consistency.capture.reader import read_capture
 from consistency.capture.whole_file import write_whole
@@ -128,6 +129,8 @@ def run_suite(
             if out is None:
                 shutil.rmtree(folder / one.folder, ignore_errors=True)
         suite = SuiteResult(
+            host=origin.host(),
+            command=origin.command(),
             name=plan.name,
             cases=tuple(results[one.name] for one in plan.cases),
             elapsed_s=time.monotonic() - started,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from consistency.capture import origin
 from consistency.capture.folder import CASES, holds_capture
 from consistency.capture.transport import travels
 from consistency.capture.wording import some
@@ -70,6 +71,8 @@ def compare_suites(
             result = _compare(place, name, folders, target, keep=out is not None, baseline=baseline)
             results.append(result)
         suite = SuiteResult(
+            host=origin.host(),
+            command=origin.command(),
             name=", ".join(dict.fromkeys(folder.resolve().name for folder in folders)),
             cases=tuple(results),
             elapsed_s=time.monotonic() - started,

@@ -17,7 +17,7 @@ from consistency.report.formats import View
 from consistency.report.page.rendering import VERDICT_MARKS, page_environment, part
 from consistency.report.sentences import cell_text, legend
 from consistency.report.suite.findings import shown_finding
-from consistency.report.suite.table import case_lines, columns, seconds, suite_facts
+from consistency.report.suite.table import case_lines, columns, seconds, suite_facts, suite_origin
 
 _MOST_FINDINGS = 100  # more than a person reads; `suite.json` holds all
 _FOLD_ABOVE = 30  # cases: of more, the consistent ones are folded, so that what failed is on the first screens
@@ -52,6 +52,7 @@ def suite_as_html(suite: SuiteResult, folder: str | None = None) -> str:
         notes=[finding for finding, _ in found if finding.severity == "note"],
         sentence=suite.sentence,
         shown=lines[: len(lines) - len(folded)],
+        origin=suite_origin(suite),
         planted=suite.planted,
         simulated=suite.simulated,
         stages=columns(suite),

@@ -8,10 +8,11 @@ from consistency.capture.version import __version__
 from consistency.comparison.result import PLANTED, Finding
 from consistency.comparison.suite import SuiteResult
 from consistency.report.formats import View
-from consistency.report.markdown import escaped, folded, numbered
+from consistency.report.markdown import escaped, fence, folded, numbered
 from consistency.report.sentences import cell_text
 from consistency.report.suite.findings import findings_of
-from consistency.report.suite.table import case_lines, columns, seconds, suite_facts
+from consistency.report.suite.table import case_lines, columns, seconds, suite_facts, suite_origin
+from consistency.report.text import one_line
 
 _CASES, _FINDINGS, _DETAILS = 20, 6, 2
 
@@ -39,6 +40,9 @@ def _head(suite: SuiteResult, planted: list[str]) -> Iterator[str]:
         yield ""
     about = [suite.name, *suite_facts(suite), seconds(suite.elapsed_s)]
     yield f"{' · '.join(escaped(part) for part in about)} · consistency {__version__}"
+    if origin := suite_origin(suite):
+        yield ""
+        yield from fence([one_line(text) for text in origin])
 
 
 def _table(suite: SuiteResult) -> Iterator[str]:

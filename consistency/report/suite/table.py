@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from consistency.capture.wording import and_more, counted
 from consistency.comparison.suite import CaseResult, SuiteResult, SuiteVerdict, worst_first
-from consistency.report.sentences import profile_texts
+from consistency.report.sentences import command_text, profile_texts, time_text
 from consistency.report.summary import Cell, merged, stage_order
 
 
@@ -98,6 +98,11 @@ def suite_facts(suite: SuiteResult) -> list[str]:
     found = [counted(len(suite.cases), "case"), ", ".join(dtypes), counted(len(suite.workers), "worker")]
     profiles = dict.fromkeys(text for case in suite.cases for text in profile_texts(case))
     return [text for text in (*found, f"level {', '.join(levels)}" if levels else "", *profiles) if text]
+
+
+def suite_origin(suite: SuiteResult) -> list[str]:
+    """Return when and where a suite ran, and its command line; nothing where that is unknown."""
+    return [f"{time_text(suite.created)} · {suite.host}", command_text(suite.command)] if suite.command else []
 
 
 def seconds(elapsed_s: float) -> str:

@@ -14,7 +14,7 @@ from consistency.report.console import Writer, make_console, stripped
 from consistency.report.formats import View
 from consistency.report.sentences import cell_text, legend
 from consistency.report.suite.findings import findings_of
-from consistency.report.suite.table import case_lines, columns, seconds, suite_facts
+from consistency.report.suite.table import case_lines, columns, seconds, suite_facts, suite_origin
 
 MOST_CASES = 20
 """Lines of the table: with verdict and findings, a screen."""
@@ -35,7 +35,8 @@ def render(suite: SuiteResult, view: View, console: Console | None = None) -> It
 def _write(write: Writer, suite: SuiteResult, view: View) -> None:
     simulated = ["SIMULATED DEVICES"] if suite.simulated else []
     simulated += ["PLANTED FAULT"] if suite.planted else []
-    write.heading(["consistency", suite.name, *suite_facts(suite), seconds(suite.elapsed_s), *simulated])
+    parts = ["consistency", suite.name, *suite_facts(suite), seconds(suite.elapsed_s), *simulated]
+    write.heading(parts, below=suite_origin(suite))
     write.verdict(suite.verdict, suite.sentence)
     found = findings_of(suite, view.folder)
     write.findings(found, most=None if view.verbose else _MOST_FINDINGS)
