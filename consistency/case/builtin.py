@@ -5,20 +5,23 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from consistency.errors import InputError
+from consistency.errors import InputError, meant
 
 BUILTIN_CASES = ("llama", "gpt2", "bert")
 
 
 def builtin_folder(name: str) -> Path:
     """Return the folder of a case that ships with the package."""
+    if name not in BUILTIN_CASES:
+        raise InputError(
+            f"there is no built-in case {name!r}", where="--base", wanted="one of " + ", ".join(BUILTIN_CASES),
+            hint=meant(name, BUILTIN_CASES),
+        )  # fmt: skip
     here = Path(__file__).resolve().parents[1]
     for root in (here / "fixtures", here.parent / "fixtures"):
         if (root / name / "base" / "config.json").exists():
             return root / name
-    raise InputError(
-        f"the built-in case {name!r} is not installed", where=here, wanted="one of " + ", ".join(BUILTIN_CASES)
-    )
+    raise InputError(f"the built-in case {name!r} is not installed", where=here, wanted=f"fixtures/{name}/base")
 
 
 def builtin_name(base: str, adapter: str | None) -> str | None:

@@ -221,7 +221,11 @@ def _device_map(text: str) -> str:
     path = Path(text).expanduser()
     if path.suffix != ".json":
         raise UsageError(
-            "not a device map", where="--device-map", got=text, wanted=f"{', '.join(DEVICE_MAPS)}, or FILE.json"
+            "not a device map",
+            where="--device-map",
+            got=text,
+            wanted=f"{', '.join(DEVICE_MAPS)}, or FILE.json",
+            hint=meant(text, DEVICE_MAPS),
         )
     table = read_json(path)
     for module, device in table.items():

@@ -124,8 +124,9 @@ def in_place_of_weights(folder: Path, wanted: str) -> tuple[str, str | None]:
     if found := _format(names):
         return found
     if all(_is(name, (*_TOKENIZER, *_BESIDE, BASE_CONFIG, ADAPTER_CONFIG)) for name in names):
-        tokenizer = " and a tokenizer" if any(_is(name, _TOKENIZER) for name in names) else ""
-        return f"a config{tokenizer} alone", "download the weights as well, or train and save them first"
+        has = {"a config": names & {BASE_CONFIG, ADAPTER_CONFIG}, "a tokenizer": any(_is(n, _TOKENIZER) for n in names)}
+        alone = " and ".join(what for what, there in has.items() if there)
+        return f"{alone} alone" if alone else "", "download the weights as well, or train and save them first"
     if any(_is(name, _TRAINING) for name in names):
         return "the state of a training", "give a checkpoint that was saved with its weights"
     return "", None

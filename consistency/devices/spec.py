@@ -36,8 +36,8 @@ class DeviceSpec:
     def is_cpu(self) -> bool:
         return self.type == CPU
 
-    def numerical_variant(self) -> Variant | None:
-        """Return the variant's definition, None for the native device."""
+    def numerical_variant(self, *, where: str = "--devices") -> Variant | None:
+        """Return the variant's definition, None for the native device; `where` names the place in an error."""
         if self.variant is None:
             return None
         backend = backend_of(self.type)
@@ -45,7 +45,8 @@ class DeviceSpec:
         if variant is None:
             raise UsageError(
                 f"unknown variant of {self.type}: {self.variant}",
-                where=f"device {self.name}",
+                where=where,
+                got=self.name,
                 wanted="one of " + (", ".join(v.name for v in backend.variants) or "none"),
                 hint=meant(self.variant, [v.name for v in backend.variants]),
             )
@@ -100,7 +101,7 @@ def parse_device(text: str, *, where: str = "--devices") -> DeviceSpec:
     elif index is not None:
         raise UsageError(f"{kind} has no index: {text!r}", where=where, wanted=kind)
     spec = DeviceSpec(type=kind, index=None if index is None else int(index), variant=match["variant"])
-    spec.numerical_variant()
+    spec.numerical_variant(where=where)
     return spec
 
 

@@ -65,6 +65,7 @@ def test_rubbish_is_answered_in_the_words_of_the_options(option: Option) -> None
         ("devices", "cpu@avx3", "unknown variant of cpu: avx3", "one of baseline, avx2", "did you mean avx2?"),
         ("set", ["cudnn_benchmrk=true"], "unknown setting: cudnn_benchmrk", "one of", "did you mean cudnn_benchmark?"),
         ("set", "x", "settings are a table or a list", "NAME=VALUE", None),
+        ("devices", "cpu:0", "cpu has no index: 'cpu:0'", "cpu", None),
         ("tolerance", [{"atol": 1, "rtol": 1, "layers": "x"}], "a tolerance has no field layers", "arch", "layer?"),
     ],
 )  # fmt: skip
@@ -140,6 +141,19 @@ def test_pickles_are_allowed_by_the_option_of_the_caller(tmp_path: Path) -> None
     with pytest.raises(ConsistencyError) as caught:
         prepare_case(Options(base=str(tmp_path), source=Source(edge=Edge.PYTEST)))
     assert "or allow it with --consistency-allow-pickle" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "hint"),
+    [
+        (Options(base="builtin:lama"), "there is no built-in case 'lama'", "did you mean llama?"),
+        (Options(device_map="blanced"), "not a device map", "did you mean balanced?"),
+    ],
+)
+def test_names_that_are_looked_up_later_are_offered_too(options: Options, what: str, hint: str) -> None:
+    with pytest.raises(ConsistencyError) as caught:
+        prepare_case(options)
+    assert (caught.value.what, caught.value.hint) == (what, hint)
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------

@@ -284,7 +284,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_built_in_case_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(InputError, match="the built-in case 'none' is not installed") as caught:
+    with pytest.raises(InputError, match="there is no built-in case 'none'") as caught:
         prepare_case(Options(base="builtin:none"))
     assert caught.value.wanted == "one of llama, gpt2, bert"
 

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from consistency.case.adapter_fit import check_files
-from consistency.case.recognition import other_file, peft_methods
+from consistency.case.recognition import in_place_of_weights, other_file, peft_methods
 from consistency.errors import InputError
 
 BASE, ADAPTER = "config.json", "adapter_config.json"
@@ -121,6 +121,15 @@ def test_a_folder_is_recognised(role: str, names: tuple[str, ...], what: str, hi
     assert hint in (error.hint or "")
     assert str(folder) in (error.where or "")
     assert error.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [(TOKENIZER, "a tokenizer alone"), ((BASE, "README.md"), "a config alone"), (("README.md",), ""), (("x.txt",), "")],
+)
+def test_what_is_there_in_place_of_weights(names: tuple[str, ...], found: str, tmp_path: Path) -> None:
+    """A comparison of files asks for weights without a config."""
+    assert in_place_of_weights(put(tmp_path / "given", names), "model.safetensors")[0] == found
 
 
 def test_base_and_adapter_that_are_swapped_are_told_with_the_command(tmp_path: Path) -> None:

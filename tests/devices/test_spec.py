@@ -81,7 +81,7 @@ def test_an_unknown_variant_is_refused_with_those_that_there_are(text: str, want
     with pytest.raises(UsageError, match="unknown variant of") as caught:
         parse_device(text)
     assert caught.value.wanted == wanted
-    assert text in (caught.value.where or "")
+    assert (caught.value.where, caught.value.got) == ("--devices", text)
 
 
 def test_a_list_keeps_its_order_and_loses_duplicates() -> None:
