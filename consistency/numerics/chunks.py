@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from consistency.numerics.bound import Allowance, UserAllowance
+from consistency.numerics.file_tensor import Readable, elements_of, parts_of
 
 CHUNK = 1 << 14
 """Elements per chunk: a handful of float64 buffers of 128 KiB fit in a level-2 cache of 1 MiB."""
@@ -198,27 +200,29 @@ def _multiply(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
 
 
 def exact_chunks(
-    actual: torch.Tensor,
-    exact: torch.Tensor,
+    actual: Readable,
+    exact: Readable,
     allowed: float | UserAllowance | torch.Tensor | None,
     *,
     base: torch.Tensor | None = None,
 ) -> Iterator[Chunk]:
-    """Yield a tensor with its float64 value of the same shape, both on the CPU.
+    """Yield a tensor with its float64 value of the same shape, both on the CPU or in files.
 
     The tolerance is one for all elements, or one each (float64, of the same shape), or unknown. `base` is the tensor
     that the computation added to, if any.
     """
-    flat, reference = actual.detach().reshape(-1), exact.detach().reshape(-1).numpy()
     below = None if base is None else base.detach().reshape(-1)
     limit: np.ndarray | None
-    for start in range(0, flat.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        if isinstance(allowed, UserAllowance):
-            limit = allowed.around(reference[part])
-        elif isinstance(allowed, torch.Tensor):
-            limit = allowed.reshape(-1)[part].numpy()
-        else:
-            limit = None if allowed is None else np.full(len(reference[part]), allowed)
-        under = None if below is None else below[part]
-        yield Chunk(start=start, actual=flat[part], exact=reference[part], allowed=limit, base=under)
+    elements, exact_elements = elements_of(actual), elements_of(exact)
+    for whole in parts_of(0, math.prod(actual.shape)):
+        flat, reference = elements(whole), exact_elements(whole).numpy()
+        for start in range(whole.start, whole.stop, CHUNK):
+            part, within = slice(start, start + CHUNK), slice(start - whole.start, start - whole.start + CHUNK)
+            if isinstance(allowed, UserAllowance):
+                limit = allowed.around(reference[within])
+            elif isinstance(allowed, torch.Tensor):
+                limit = allowed.reshape(-1)[part].numpy()
+            else:
+                limit = None if allowed is None else np.full(len(reference[within]), allowed)
+            under = None if below is None else below[part]
+            yield Chunk(start=start, actual=flat[within], exact=reference[within], allowed=limit, base=under)

@@ -18,6 +18,7 @@ from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import CHUNK, LowRankProduct, LowRankTensor, Stretch
 from consistency.numerics.distance import NO_WORST, describe_worst
 from consistency.numerics.dtype import name_of
+from consistency.numerics.file_tensor import Readable, elements_of, mapped, parts_of
 from consistency.numerics.kernels import trust
 from consistency.numerics.kernels.compiled import KINDS, errors_in, pool
 from consistency.numerics.kernels.compiled_error import CompiledErrors, fits
@@ -65,33 +66,36 @@ def measure_low_rank(tensors: Sequence[LowRankTensor], product: LowRankProduct) 
 
 
 def measure_against_exact(
-    actual: torch.Tensor, exact: torch.Tensor, allowed: UserAllowance | torch.Tensor | None = None
+    actual: Readable,
+    exact: Readable,
+    allowed: UserAllowance | torch.Tensor | None = None,
 ) -> Measure:
-    """Measure how far a tensor is from a float64 reference of the same shape, both on the CPU.
+    """Measure how far a tensor is from a float64 reference of the same shape, both on the CPU or in files.
 
     `allowed` is the user's tolerance, or that of each element (float64, of the same shape). Without one there is no
     `bound_ratio`: only the tolerance of the tensor as a whole is known then.
     """
-    flat, reference = actual.detach().reshape(-1), exact.detach().reshape(-1).numpy()
+    flat, reference = elements_of(actual), elements_of(exact)
     each = allowed.reshape(-1).numpy() if isinstance(allowed, torch.Tensor) else None
 
     def stretches(chunks: range) -> Iterator[tuple[Stretch, ...]]:
-        part = slice(chunks.start * CHUNK, chunks.stop * CHUNK)
-        yield (
-            Stretch(
-                start=part.start,
-                actual=flat[part],
-                value=reference[part],
-                size=None if each is None else each[part],
-                allowance=allowed if isinstance(allowed, UserAllowance) else None,
-            ),
-        )
+        for part in parts_of(chunks.start * CHUNK, min(elements, chunks.stop * CHUNK)):
+            yield (
+                Stretch(
+                    start=part.start,
+                    actual=flat(part),
+                    value=reference(part).numpy(),
+                    size=None if each is None else each[part],
+                    allowance=allowed if isinstance(allowed, UserAllowance) else None,
+                ),
+            )
 
-    (found,) = _measured([actual], stretches, -(-flat.numel() // CHUNK), CHUNK)
+    elements = math.prod(actual.shape)
+    (found,) = _measured([actual], stretches, -(-elements // CHUNK), CHUNK)
     return found
 
 
-def measure_stretches(actual: torch.Tensor, stretches: Iterable[Stretch]) -> Measure:
+def measure_stretches(actual: Readable, stretches: Iterable[Stretch]) -> Measure:
     """Measure a tensor whose exact value is made stretch by stretch, in order, each of whole chunks but the last."""
     meter = ErrorMeter(actual.dtype)
     for stretch in stretches:
@@ -100,7 +104,7 @@ def measure_stretches(actual: torch.Tensor, stretches: Iterable[Stretch]) -> Mea
 
 
 def _measured(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Readable],
     stretches: Callable[[range], Iterable[tuple[Stretch, ...]]],
     count: int,
     elements: int,
@@ -128,7 +132,7 @@ def _measured(
     return [_result(tally, tensor) for tally, tensor in zip(found, tensors, strict=True)]
 
 
-def _result(tally: ErrorTally, tensor: torch.Tensor) -> Measure:
+def _result(tally: ErrorTally, tensor: Readable) -> Measure:
     shape = tuple(tensor.shape)
     n = max(1, math.prod(shape))
     return Measure(
@@ -141,7 +145,7 @@ def _result(tally: ErrorTally, tensor: torch.Tensor) -> Measure:
         max_ulp=tally.max_ulp,
         bound_ratio=None if tally.ratio is None else Real(tally.ratio),
         magnitude=Real(tally.magnitude),
-        **(NO_WORST if tally.worst is None else _described(tally.worst, tensor.detach(), shape, tally.ratio)),
+        **(NO_WORST if tally.worst is None else _described(tally.worst, mapped(tensor), shape, tally.ratio)),
     )
 
 

@@ -44,7 +44,7 @@ class Float64Mode(TorchDispatchMode):
 
     Views of parameters and writes into narrower tensors keep their dtype: widening would detach them from the storage
     that they share. Autograd rounds a gradient to the dtype of what it belongs to, so for a backward pass in float64
-    the views of the parameters that have gradients are widened too (`with_gradients`).
+    the views of the parameters that have gradients pass for float64 (`with_gradients`).
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Float64Mode(TorchDispatchMode):
         """Let parameters on the CPU have float64 gradients, whatever their dtype is.
 
         Small ones are float64 meanwhile, which suits any operation. Of large ones there is no second copy: torch is
-        told that their gradients may have another dtype, and their views are widened.
+        told that their gradients may have another dtype, and their views pass for float64.
         """
         large: list[torch.nn.Parameter] = []
         small: list[torch.nn.Parameter] = []
@@ -94,8 +94,10 @@ class Float64Mode(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in _NARROW:
             kwargs["dtype"] = torch.float64
-        if func.is_view and self._has_gradient(args[0]):
-            return func(self._wide.of(args[0]), *args[1:], **kwargs)
+        if func.is_view and (isinstance(args[0], _WideView) or self._has_gradient(args[0])):
+            return tree_map(_wide_view, func(_narrow(args[0]), *args[1:], **kwargs))
+        if self._with_gradients:
+            args, kwargs = tree_map(_narrow, args), dict(tree_map(_narrow, kwargs))
         if _writes(func) or func.is_view:
             return self._in_place(func, args, kwargs)
         if func in _SELECTING:
@@ -119,6 +121,31 @@ class Float64Mode(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class _WideView(torch.Tensor):
+    """A view of a narrow parameter that autograd takes for float64, so that its gradient is not rounded.
+
+    It has no memory of its own: the operation that uses it widens the elements, as those of any other operand.
+    """
+
+    elements: torch.Tensor
+    # results are plain tensors; torch annotates this as a method with one argument more
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, narrow: torch.Tensor) -> _WideView:
+        found: _WideView = torch.Tensor._make_wrapper_subclass(
+            cls, narrow.shape, narrow.stride(), narrow.storage_offset(), dtype=torch.float64, device=narrow.device
+        )
+        found.elements = narrow
+        return found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's annotation leaves the operation out
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise AssertionError(f"{func} got a view of a parameter outside the mode that widens it")
+
+
 class _WidenEarly(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -133,6 +160,14 @@ def in_float64(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function` with every floating-point operation in it done in float64."""
     with torch.no_grad(), Float64Mode():
         return function(*args, **kwargs)
+
+
+def _wide_view(value: Any) -> Any:
+    return _WideView(value) if isinstance(value, torch.Tensor) and value.dtype in _NARROW else value
+
+
+def _narrow(value: Any) -> Any:
+    return value.elements if isinstance(value, _WideView) else value
 
 
 def _writes(func: Any) -> bool:

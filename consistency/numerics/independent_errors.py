@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from consistency.numerics.file_tensor import Elements, Readable, elements_of, mapped
 
-def independent_rows(actual: torch.Tensor, exact: torch.Tensor) -> int:
+
+def independent_rows(actual: Readable, exact: Readable) -> int:
     r"""Count the rows of an activation that carry its error: :math:`(\sum E)^2 / \sum E^2`, E the row's squared error.
 
     The elements of one token share what they were computed from, so an activation has no more independent errors than
     it has rows, and fewer if the model amplifies the errors of a few tokens. This, the participation number, is the
     number of rows if all errors are equal, and 1 if one row carries all of it.
     """
-    difference = actual.detach().to(torch.float64) - exact.detach()
-    rows = torch.linalg.vector_norm(difference if actual.dim() > 1 else difference.reshape(-1, 1), dim=-1)
+    difference = mapped(actual).to(torch.float64) - mapped(exact)
+    rows = torch.linalg.vector_norm(difference if difference.dim() > 1 else difference.reshape(-1, 1), dim=-1)
     return _participation(rows.square())
 
 
-def independent_lines(actual: torch.Tensor, exact: torch.Tensor) -> int:
+def independent_lines(actual: Readable, exact: Readable) -> int:
     """Count the rows or the columns of gradients that carry their error, whichever are fewer: see `independent_rows`.
 
     Both tensors are `(passes, *shape)` of one parameter.
@@ -28,10 +32,12 @@ def independent_lines(actual: torch.Tensor, exact: torch.Tensor) -> int:
     none. Measured on a healthy kernel variant, 30 methods in float32: up to 2.5 times the CPU's error, and no more than
     half of what is allowed.
     """
+    passes, *shape = actual.shape
+    rows, columns = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
+    own, truth = elements_of(actual), elements_of(exact)
     few, many = [], []
-    for own, truth in zip(actual, exact, strict=True):
-        rows = (1, -1) if own.dim() < 2 else (own.shape[0], -1)
-        by_row, by_column = _energies(own.reshape(rows), truth.reshape(rows))
+    for index in range(passes):
+        by_row, by_column = _energies(own, truth, index * rows * columns, (rows, columns))
         few.append(by_row)
         many.append(by_column)
     return min(_participation(torch.cat(parts)) for parts in (few, many))
@@ -41,15 +47,26 @@ _ELEMENTS_AT_ONCE = 1 << 22
 """Elements at once: 32 MiB of float64, for gradients of any size."""
 
 
-def _energies(actual: torch.Tensor, exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the squared error of each row and of each column of a matrix."""
-    step = max(1, _ELEMENTS_AT_ONCE // max(1, actual.shape[1]))
-    by_row, by_column = [], torch.zeros(actual.shape[1], dtype=torch.float64)
-    for own, truth in zip(actual.split(step), exact.split(step), strict=True):
-        squares = (own.to(torch.float64) - truth).square_()
+def _energies(
+    actual: Elements, exact: Elements, start: int, shape: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the squared error of each row and of each column of the matrix that starts at an element."""
+    rows, columns = shape
+    step = max(1, _ELEMENTS_AT_ONCE // max(1, columns))
+    by_row, by_column = [], torch.zeros(columns, dtype=torch.float64)
+    for row in range(0, rows, step):
+        count = min(rows - row, step)
+        part = slice(start + row * columns, start + (row + count) * columns)
+        squares = _difference(actual(part), exact(part)).square_().view(count, columns)
         by_row.append(squares.sum(1))
         by_column += squares.sum(0)
+        del squares  # before there are others
     return torch.cat(by_row), by_column
+
+
+def _difference(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Subtract in a frame of its own: what was read of a file goes before anything else is."""
+    return actual.to(torch.float64, copy=True).sub_(exact)
 
 
 def _participation(energy: torch.Tensor) -> int:

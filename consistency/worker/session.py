@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,7 @@ from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.words import Word
 from consistency.worker import determinism, environment
 from consistency.worker.memory.host_memory import reset_peak
+from consistency.worker.memory.mapped_pages import release
 from consistency.worker.memory.offload_choice import choose
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
@@ -102,6 +104,8 @@ class Session:
         return True
 
     def _run(self, spec: StageSpec, context: Machine) -> None:
+        if isinstance(context, Context):
+            _let_go(context.base, context.expected)
         self._begin(spec.stage)
         pkgutil.resolve_name(spec.worker)(context)
         self._check(spec.stage)
@@ -137,6 +141,7 @@ class Session:
             context.digests.update({name: digest(tensor) for name, tensor in others})  # no tensor stays in this frame
         if case.adapter is None:
             return context
+        _let_go(loaded, {})
         self._begin("load adapter")
         with self._placement.watching():
             model = load_adapter(loaded, case, initial=context.initial, autocast=job.autocast_adapter_dtype)
@@ -215,6 +220,13 @@ class Session:
     def _update(self, **values: Any) -> None:
         self._state = msgspec.structs.replace(self._state, **values)
         write_json(Path(self._job.folder) / STATE_FILE, self._state)
+
+
+def _let_go(base: LoadedBase, expected: Mapping[str, tuple[str, torch.Tensor]]) -> None:
+    """Leave no page of the files resident that the next stage does not read."""
+    if base.files is not None:
+        base.files.let_go()
+    release([*base.tensors.values(), *(tensor for _, tensor in expected.values())])
 
 
 def _skip(record: Recorder, spec: StageSpec, reason: str) -> None:

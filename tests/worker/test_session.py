@@ -18,9 +18,11 @@ from consistency.case.stages import Stage, StageSpec, run_order
 from consistency.case.tolerance import Override
 from consistency.errors import InputError
 from consistency.worker import session
+from consistency.worker.memory import mapped_pages
 from consistency.worker.memory.placement import Placement
 from consistency.worker.model.id_checks import KernelAssertedError
 from consistency.worker.model.kept_base import BaseKeeper
+from consistency.worker.model.weight_files import WeightFiles
 from consistency.worker.protocol import EventLog, Job
 from consistency.worker.stages import forward
 from tests.worker.conftest import Look
@@ -52,6 +54,39 @@ def test_a_head_that_no_file_holds_has_the_same_numbers_everywhere(masked_bert: 
     assert (pooler.rule, pooler.reference_digest) == ("peer", None)
     assert not [r for r in found.values() if r.status in ("missing", "unexpected", "outside")]
     assert found["adapter", "classifier", "weight"].status == "equal"
+
+
+# memory
+
+
+def test_no_page_of_a_file_stays_resident_from_stage_to_stage(
+    llama: Path, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the adapter is loaded and before each stage, of the base's files and of the adapter's."""
+    seen: list[tuple[str, set[int]]] = []
+    stages = iter(["base", "load adapter", "adapter", "merged"])
+    adapter = on_llama(llama, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    let_go = WeightFiles.let_go
+
+    def spy(tensors: Iterable[torch.Tensor]) -> None:
+        given = list(tensors)
+        seen.append((next(stages), {tensor.numel() for tensor in given}))
+        mapped_pages.release(given)
+
+    def unmapped(files: WeightFiles) -> None:
+        seen.append(("files", set()))
+        let_go(files)
+
+    monkeypatch.setattr(session, "release", spy)
+    monkeypatch.setattr(WeightFiles, "let_go", unmapped)
+    found = look(llama, adapter, stages=("base", "adapter", "merged"))
+    assert not [record for record in found if record.status == "outside"]
+    head, factor = SIZES["vocab_size"] * SIZES["hidden_size"], 2 * SIZES["hidden_size"]
+    assert [stage for stage, _ in seen if stage != "files"] == ["base", "load adapter", "adapter", "merged"]
+    assert [stage for stage, _ in seen].count("files") == 4
+    for stage, sizes in seen:
+        assert stage == "files" or head in sizes
+        assert (factor in sizes) is (stage in ("adapter", "merged"))
 
 
 # methods

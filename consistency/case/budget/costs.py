@@ -26,7 +26,13 @@ DIGEST_BYTES = 3 * 16 * MIB
 """Scratch of a digest on a device: three arrays of `_GPU_CHUNK_ROWS` rows of `numerics.digest`."""
 
 GRADIENT_BYTES = 10 * 8
-"""Per element of the largest gradient: arrays of float64 in which its errors and the optimizer's step are measured."""
+"""Per element of a gradient: arrays of float64 in which its errors and the optimizer's step are measured."""
+
+GRADIENT_PART = 1 << 20
+"""Elements of a gradient that are measured at once (`PART` of `numerics.file_tensor`)."""
+
+GRADIENT_LINES = 1 << 22
+"""Elements that are mapped at once to count its independent errors (`numerics.independent_errors`)."""
 
 GRADIENT_PASSES = 4
 """Parts of the batch, each with a backward pass of its own (`PASSES` of the stage `gradient`)."""
@@ -249,7 +255,9 @@ def gradient(s: Setting) -> Cost:
     A backward pass through frozen weights costs as many operations as the forward pass, and each block is computed
     twice forwards: three products with each weight. Only the states between blocks are kept, and what one block keeps.
     The gradients of all parts, of a large tensor those of one, are in scratch files: in float32, and those of the
-    reference in float64, which a device's worker makes beside its own. They are mapped from there to be compared.
+    reference in float64, which a device's worker makes beside its own. They are mapped from there a part at a time to
+    be compared: no more than one gradient is in memory as a whole, while it is made. The result of the optimizer's step
+    has a file too, one tensor at a time.
     """
     if not s.shape.runs_on_inputs:
         return Cost(work=Work(fixed_s=STAGE_S))
@@ -262,11 +270,14 @@ def gradient(s: Setting) -> Cost:
     largest = s.shape.largest_trained_elements * (1 if s.shape.largest_trained_elements >= ONE_PASS else passes)
     wide = (states + one_block) * 8 + _float64_bytes(s, at_a_time) if s.makes_reference else 0
     native = (states + one_block) * s.shape.width
+    stepped = s.shape.largest_trained_elements
+    one_gradient = s.shape.largest_trained_elements * (8 if s.makes_reference else 4)
     return Cost(
-        host_bytes=max(wide, 0 if s.on_device else native) + largest * GRADIENT_BYTES,
+        host_bytes=max(wide, 0 if s.on_device else native)
+        + max(one_gradient, min(largest, GRADIENT_PART) * GRADIENT_BYTES),
         device_bytes=native + 4 * s.shape.largest_trained_elements,
-        window_bytes=min(compared * (4 + 8), WINDOW_BYTES + largest * (4 + 8)),
-        scratch_bytes=4 * compared * (2 if s.on_device and s.makes_reference else 1),
+        window_bytes=min(compared * (4 + 8), WINDOW_BYTES + min(largest, GRADIENT_LINES) * (4 + 8)),
+        scratch_bytes=4 * (compared * (2 if s.on_device and s.makes_reference else 1) + stepped),
         kept_bytes=8 * compared if s.makes_reference else 0,
         work=Work(
             fixed_s=4 * PER_TENSOR_S * s.shape.adapter_tensors,

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from consistency.capture.json_codec import decode_json, encode_json
+from consistency.numerics.file_tensor import Readable, read_tensor
 from consistency.numerics.real import Real
 from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, EventLog
 
@@ -61,14 +61,9 @@ class Reference:
     def of(cls, path: Path) -> Reference:
         return cls(path=path, tables=decode_json(_tables(path).read_bytes(), Tables))
 
-    def read(self, name: str) -> torch.Tensor | None:
+    def read(self, name: str) -> Readable | None:
         """Return an exact tensor on the CPU; None where the reference has none of that name."""
-        if name not in self.tables.names:
-            return None
-        with safe_open(self.path, framework="pt", device="cpu") as file:
-            tensor = file.get_tensor(name)
-        assert isinstance(tensor, torch.Tensor)
-        return tensor
+        return read_tensor(self.path, name) if name in self.tables.names else None
 
 
 def publish(scratch: Path, exact: dict[str, torch.Tensor], tables: Tables) -> Reference:

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from consistency.errors import CaptureError
 from consistency.numerics.digest import as_bytes
 from consistency.numerics.dtype import name_of
+from consistency.numerics.file_tensor import Readable, read_tensor
 
 _CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -46,18 +46,17 @@ class TensorFile:
 
     def write(self, name: str, index: int, tensor: torch.Tensor) -> None:
         """Write one slice, a contiguous tensor on the CPU in the dtype of the layout."""
+        self.write_elements(name, index * tensor.numel(), tensor)
+
+    def write_elements(self, name: str, start: int, tensor: torch.Tensor) -> None:
+        """Write elements of a flattened tensor, from one on."""
         raw = as_bytes(tensor).numpy()
-        self._write(raw.data, self._data + self._starts[name] + index * tensor.nbytes)
+        self._write(raw.data, self._data + self._starts[name] + start * tensor.itemsize)
         self.written.add(name)
 
-    def read(self, name: str) -> torch.Tensor | None:
+    def read(self, name: str) -> Readable | None:
         """Return a tensor, mapped from the file; None for one that was never written."""
-        if name not in self.written:
-            return None
-        with safe_open(self.path, framework="pt", device="cpu") as file:
-            tensor = file.get_tensor(name)
-        assert isinstance(tensor, torch.Tensor)
-        return tensor
+        return read_tensor(self.path, name) if name in self.written else None
 
     def close(self, *, remove: bool = False) -> None:
         os.close(self._file)

@@ -79,6 +79,10 @@ class WeightFiles:
         self._bytes_read[file] += tensor.nbytes
         return tensor
 
+    def let_go(self) -> None:
+        """Unmap the files: what is in use keeps its mapping, and what is read later gets another."""
+        self._open.clear()
+
     def read_all(self) -> Mapping[str, torch.Tensor]:
         return {name: self.read(name) for name in self.names()}
 

@@ -11,6 +11,7 @@ from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
+from consistency.numerics.file_tensor import Readable, mapped
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule, Verdict, judge_relative, passes
 from consistency.worker import yardstick
@@ -18,7 +19,7 @@ from consistency.worker.model.float64_reference import Reference, Tables
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
 
-Read = Callable[[str], torch.Tensor | None]
+Read = Callable[[str], Readable | None]
 """Return a tensor by name, None where there is none."""
 
 
@@ -27,7 +28,7 @@ def own_errors(
     own: Read,
     exact: Read,
     *,
-    samples: Callable[[torch.Tensor, torch.Tensor], int],
+    samples: Callable[[Readable, Readable], int],
     failures: Mapping[str, str],
     known: Iterable[str],
     others: Mapping[str, Read],
@@ -51,7 +52,7 @@ def own_errors(
     """
     names = list(names)
 
-    def pairs(read: Read) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def pairs(read: Read) -> Iterator[tuple[str, Readable, Readable]]:
         for name in names:
             actual, truth = read(name), exact(name)
             if actual is not None and truth is not None and actual.shape == truth.shape:
@@ -77,7 +78,7 @@ def record_relative(
     layer: str,
     tensor: str,
     *,
-    actual: torch.Tensor,
+    actual: Readable,
     digests: Sequence[TensorDigest],
     reference: Reference,
     name: str,
@@ -91,7 +92,7 @@ def record_relative(
     `computed_by` is how this device computed, where not by its own kernels.
     """
     tables = reference.tables
-    exact = reference.read(exact_name)
+    exact, whole = reference.read(exact_name), mapped(actual)
     products = yardstick.name_of(yardstick.products_in(context.model, products_of(context.device)))
     plain, samples = tables.errors.get(name), tables.samples.get(name, 1)
     error = plain if products == yardstick.PLAIN else tables.errors_with.get(products, {}).get(name)
@@ -103,7 +104,7 @@ def record_relative(
     judged = error is not None or tolerance is not None or products != yardstick.PLAIN
     if exact is None or not known or not judged:
         context.record.computed(
-            stage, layer, tensor, actual=actual, digests=digests, chunks=tuple, reason=tables.failures.get(mode),
+            stage, layer, tensor, actual=whole, digests=digests, chunks=tuple, reason=tables.failures.get(mode),
             evidence=evidence,
         )  # fmt: skip
         return
@@ -125,7 +126,7 @@ def record_relative(
         stage,
         layer,
         tensor,
-        actual=actual,
+        actual=whole,
         digests=digests,
         found=found,
         rule=Rule.RELATIVE,
@@ -136,6 +137,6 @@ def record_relative(
         outside=lambda: {} if verdict is None else {"allowed": verdict.allowed},
         reference_error=None if error is None else float(error),
         reference_samples=None if verdict is None else samples,
-        exact=exact,
+        exact=mapped(exact),
         evidence=evidence,
     )

@@ -14,6 +14,7 @@ from consistency.case.budget.costs import (
     PART_BYTES,
     STAGE_COSTS,
     WINDOW_BYTES,
+    Cost,
     Setting,
 )
 from consistency.case.budget.shape import ONE_PASS
@@ -48,6 +49,16 @@ def test_gradient_grows_with_the_depth_by_the_states_between_blocks_alone() -> N
     states = 2 * 16 * LARGE.blocks * 4096 * 8  # sequences × tokens × blocks × hidden × bytes in float64
     assert twice.host_bytes - once.host_bytes == states
     assert twice.work.float64.flop == pytest.approx(2 * once.work.float64.flop, rel=0.1)
+
+
+def test_of_a_large_trained_tensor_one_gradient_is_in_memory() -> None:
+    def cost(elements: int) -> Cost:
+        shape = dataclasses.replace(LARGE, trained_elements=2 * elements, largest_trained_elements=elements)
+        return STAGE_COSTS[Stage.GRADIENT](setting(shape=shape))
+
+    once, twice = cost(1 << 27), cost(1 << 28)
+    assert twice.host_bytes - once.host_bytes == 8 << 27
+    assert twice.window_bytes == once.window_bytes
 
 
 @pytest.mark.parametrize("stage", [Stage.FORWARD, Stage.GRADIENT])
@@ -103,9 +114,10 @@ def test_inputs_of_a_file_have_their_own_size() -> None:
 def test_gradients_of_every_pass_are_in_files_and_the_exact_ones_stay() -> None:
     cost = STAGE_COSTS[Stage.GRADIENT]
     found, other = cost(setting()), cost(setting(makes_reference=False))
-    assert found.scratch_bytes == other.scratch_bytes == GRADIENT_PASSES * LARGE.trained_elements * 4
+    gradients, stepped = GRADIENT_PASSES * LARGE.trained_elements * 4, LARGE.largest_trained_elements * 4
+    assert found.scratch_bytes == other.scratch_bytes == gradients + stepped
     assert (found.kept_bytes, other.kept_bytes) == (GRADIENT_PASSES * LARGE.trained_elements * 8, 0)
-    assert cost(setting(on_device=True)).scratch_bytes == 2 * found.scratch_bytes, "its own, and the CPU's"
+    assert cost(setting(on_device=True)).scratch_bytes == 2 * gradients + stepped, "its own, and the CPU's"
 
 
 def test_of_a_large_tensor_one_pass_is_written() -> None:

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from consistency.errors import CaptureError
+from consistency.numerics import file_tensor
+from consistency.numerics.file_tensor import FileTensor, mapped
 from consistency.worker.model.tensor_file import TensorFile
 
 LAYOUT = {
@@ -29,12 +31,27 @@ def test_slices_are_read_back_in_any_order(tmp_path: Path) -> None:
     for name, tensor in made.items():
         found = file.read(name)
         assert found is not None
-        assert torch.equal(found, tensor)
+        assert torch.equal(mapped(found), tensor)
     assert file.read("never") is None
     assert file.written == set(made)
     file.close()
     assert torch.equal(load_file(file.path)["b"], made["b"]), "a file as any other"
     assert torch.equal(load_file(file.path)["never"], torch.zeros(2, 1))
+
+
+def test_elements_are_written_in_any_order_and_a_large_tensor_is_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_tensor, "PART", 20)
+    file = TensorFile(tmp_path / "x.safetensors", LAYOUT)
+    made = torch.randn(30).bfloat16()
+    for part in (slice(7, 30), slice(0, 7)):
+        file.write_elements("a", part.start, made[part])
+    found = file.read("a")
+    assert isinstance(found, FileTensor)
+    assert (found.shape, found.dtype) == ((2, 3, 5), torch.bfloat16)
+    assert torch.equal(mapped(found), made.view(2, 3, 5))
+    file.close()
 
 
 def test_the_file_goes_with_its_owner(tmp_path: Path) -> None:

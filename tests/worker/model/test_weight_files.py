@@ -184,3 +184,15 @@ def test_what_was_read_and_let_go_does_not_stay_resident(tmp_path: Path, monkeyp
         most = max(most, resident_of(path))
     assert 2**20 <= most <= 16 * 2**20  # the mapping that is read, the one of `held`, and what the kernel reads ahead
     assert torch.equal(held, given["layers.0.weight"]), "a tensor in use keeps its bytes"
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what is resident of a file")
+def test_files_that_are_let_go_are_mapped_anew(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2**20), "b": torch.ones(2**20)}, path)
+    files = WeightFiles.of_base(str(tmp_path), allow_pickle=False)
+    assert float(files.read("a").sum()) == 2**20
+    assert resident_of(path) >= 4 * 2**20
+    files.let_go()
+    assert resident_of(path) == 0
+    assert float(files.read("b").sum()) == 2**20

@@ -1,23 +1,28 @@
 """A parameter after one step of the optimizer, by the gradient that this device computed.
 
-The step is elementwise, so it is taken and judged a piece at a time: its bound needs some ten float64 arrays of a
-piece's size, and the optimizer four copies of it.
+The step is elementwise, so it is taken and judged a piece at a time: the optimizer needs four copies of a piece, and
+its bound some twenty float64 arrays of a part of it. The result is in a scratch file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import os
 from collections.abc import Iterator
 
 import torch
 
+from consistency.capture.names import UPDATED
 from consistency.numerics.chunks import Chunk, Stretch
 from consistency.numerics.digest import TensorDigest, block_digests, combine
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_stretches
+from consistency.numerics.file_tensor import Elements, Readable, elements_of, mapped
 from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic
+from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.recorder import UserTolerance
 from consistency.worker.stages import adamw
 from consistency.worker.stages.context import Context
@@ -25,73 +30,104 @@ from consistency.worker.stages.context import Context
 PIECE = 1 << 20
 """Elements per piece: 8 MiB in float64, and whole blocks of a digest in every dtype."""
 
+PART = 1 << 16
+"""Elements whose exact step is taken at once: some twenty arrays of 512 KiB, which the C library keeps for reuse. With
+fresh memory for each, page faults take most of the time."""
+
 
 def stepped(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return a piece of a parameter after the first step of the optimizer, on its device."""
     return adamw.step(parameter, gradient)
 
 
-def record_step(context: Context, name: str, layer: str, tensor: str, gradients: torch.Tensor) -> None:
+def record_step(context: Context, name: str, layer: str, tensor: str, gradients: Readable) -> None:
     """Record a parameter after a step by its gradients `(passes, *shape)`, which are added up: of the whole batch."""
     parameter = context.model.get_parameter(name)
-    gradient = gradients.sum(0)
-    if parameter.dtype not in UNIT_ROUNDOFF or not bool(torch.isfinite(gradient).all()):
+    gradient, elements = added(gradients), parameter.numel()
+    if parameter.dtype not in UNIT_ROUNDOFF or not _is_finite(gradient, elements):
         context.record.absent(
             "gradient", layer, tensor, status="skipped", rule=Rule.BOUND,
             reason=f"no bound for the step of a {parameter.dtype} parameter, or by a gradient that is not finite",
         )  # fmt: skip
         return
-    before = parameter.detach().to("cpu").reshape(-1)
-    actual, digests = _stepped(context, parameter, gradient)
-    tolerance = context.record.tolerance(stage="gradient", layer=layer, dtype=actual.dtype)
+    flat = parameter.detach().reshape(-1)
+    layout = {UPDATED: (parameter.dtype, tuple(parameter.shape))}
+    file = TensorFile(context.scratch / f"updated-{os.getpid()}.safetensors", layout)  # the folder is all workers'
+    try:
+        digests = _stepped(context, parameter, gradient, file)
+        actual = file.read(UPDATED)
+        assert actual is not None
+        tolerance = context.record.tolerance(stage="gradient", layer=layer, dtype=actual.dtype)
 
-    def stretches() -> Iterator[Stretch]:
-        return _exact(actual.reshape(-1), before, gradient.reshape(-1), tolerance)
+        def before(part: slice) -> torch.Tensor:
+            return flat[part].to("cpu")
 
-    def chunks() -> Iterator[Chunk]:
-        for chunk in itertools.chain.from_iterable(stretch.chunks() for stretch in stretches()):
-            yield dataclasses.replace(chunk, base=before[chunk.start : chunk.start + chunk.actual.numel()])
+        def stretches() -> Iterator[Stretch]:
+            return _exact(elements_of(actual), before, gradient, elements, tolerance)
 
-    context.record.computed(
-        "gradient", layer, tensor, actual=actual, digests=digests, found=measure_stretches(actual, stretches()),
-        rule=Rule.BOUND, tolerance=tolerance, chunks=chunks,
-    )  # fmt: skip
+        def chunks() -> Iterator[Chunk]:
+            for chunk in itertools.chain.from_iterable(stretch.chunks() for stretch in stretches()):
+                yield dataclasses.replace(chunk, base=before(slice(chunk.start, chunk.start + chunk.actual.numel())))
+
+        context.record.computed(
+            "gradient", layer, tensor, actual=mapped(actual), digests=digests, rule=Rule.BOUND, tolerance=tolerance,
+            found=measure_stretches(actual, stretches()), chunks=chunks,
+        )  # fmt: skip
+    finally:
+        file.close(remove=True)
 
 
-def _stepped(
-    context: Context, parameter: torch.Tensor, gradient: torch.Tensor
-) -> tuple[torch.Tensor, list[TensorDigest]]:
-    """Return the parameter after the step, on the CPU, and one digest for each run."""
-    flat, given = parameter.detach().reshape(-1), gradient.reshape(-1)
-    actual = torch.empty(flat.shape, dtype=flat.dtype)
+def added(gradients: Readable) -> Elements:
+    """Return a function that gives elements of the sum of all passes."""
+    passes, elements = gradients.shape[0], math.prod(gradients.shape[1:])
+    read = elements_of(gradients)
+
+    def of_all(part: slice) -> torch.Tensor:
+        starts = [index * elements for index in range(passes)]
+        return torch.stack([read(slice(start + part.start, start + part.stop)) for start in starts]).sum(0)
+
+    return of_all
+
+
+def _is_finite(gradient: Elements, elements: int) -> bool:
+    return all(bool(torch.isfinite(gradient(piece)).all()) for piece in pieces(elements))
+
+
+def _stepped(context: Context, parameter: torch.Tensor, gradient: Elements, into: TensorFile) -> list[TensorDigest]:
+    """Write the parameter after the step into a file, and return one digest for each run."""
+    flat = parameter.detach().reshape(-1)
     digests = []
     for repeat in range(context.job.case.repeat):
         blocks: list[int] = []
-        for piece in _pieces(flat.numel()):
-            new = stepped(flat[piece], given[piece].to(flat.device))
+        for piece in pieces(flat.numel()):
+            new = stepped(flat[piece], gradient(piece).to(flat.device))
             blocks.extend(block_digests(new))
             if not repeat:
-                actual[piece] = new.to("cpu")
+                into.write_elements(UPDATED, piece.start, new.to("cpu").contiguous())
         digests.append(combine(name_of(flat.dtype), tuple(parameter.shape), tuple(blocks)))
-    return actual.reshape(parameter.shape), digests
+    return digests
 
 
 def _exact(
-    actual: torch.Tensor, before: torch.Tensor, gradient: torch.Tensor, tolerance: UserTolerance | None
+    actual: Elements, before: Elements, gradient: Elements, elements: int, tolerance: UserTolerance | None
 ) -> Iterator[Stretch]:
-    """Yield a flat parameter with the exact values of its step and what is allowed, a piece at a time."""
-    by = Arithmetic.of(actual.dtype)
-    for piece in _pieces(actual.numel()):
-        exact = adamw.exact_step(*(by.known(t[piece].to(torch.float64).numpy()) for t in (before, gradient)))
-        yield Stretch(
-            start=piece.start,
-            actual=actual[piece],
-            value=exact.value,
-            size=None if tolerance else exact.allowed,
-            allowance=tolerance,
-        )
+    """Yield a flat parameter with the exact values of its step and what is allowed, a part at a time."""
+    for piece in pieces(elements):
+        after, *given = actual(piece), before(piece), gradient(piece)
+        by = Arithmetic.of(after.dtype)
+        for start in range(0, after.numel(), PART):
+            part = slice(start, start + PART)
+            exact = adamw.exact_step(*(by.known(t[part].to(torch.float64).numpy()) for t in given))
+            yield Stretch(
+                start=piece.start + start,
+                actual=after[part],
+                value=exact.value,
+                size=None if tolerance else exact.allowed,
+                allowance=tolerance,
+            )
 
 
-def _pieces(elements: int) -> Iterator[slice]:
-    for start in range(0, elements, PIECE):
+def pieces(elements: int) -> Iterator[slice]:
+    """Yield the pieces of a parameter of so many elements, one where there are none."""
+    for start in range(0, max(1, elements), PIECE):
         yield slice(start, min(elements, start + PIECE))

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from consistency.case.builtin import builtin_folder
+from consistency.numerics.exact import HAS_GRAD_DTYPE
 from consistency.numerics.rounded_products import RoundedProducts
+from consistency.numerics.widening import PART_BYTES
+from consistency.worker.memory.peak import ProfilerMeter
 from consistency.worker.model.blocks import RecomputationError
 from consistency.worker.stages.gradient.backward import PASSES, backward, loss_weights, parts_of, trained
 from tests.worker.model.made_models import on_llama
@@ -121,6 +124,47 @@ def test_the_reference_is_float64_throughout(
         assert found[name].dtype == torch.float64
         assert torch.allclose(found[name], expected, rtol=1e-12, atol=1e-15)
         assert model.get_parameter(name).dtype == dtype
+
+
+class Head(torch.nn.Module):
+    """A large matrix, used by a layer and by model code of its own."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, shape[0] * shape[1]).reshape(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight)
+
+
+class ByHand(Head):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = self.weight.t()
+        halves = self.weight.chunk(2)
+        kind = type(x @ turned)
+        assert kind is torch.Tensor
+        return x @ turned * 2 + torch.cat([x @ half.transpose(0, 1) for half in halves], -1) + turned.sum().exp()
+
+
+def test_views_of_a_large_parameter_are_used_in_float64_in_any_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consistency.numerics.exact._LARGE", 1)
+    model, inputs = ByHand(6, 4), {"x": torch.linspace(0, 1, 12).reshape(3, 4)}
+    found = gradients(model, inputs, ["weight"], exact=True)["weight"]
+    twin = copy.deepcopy(model).double()
+    output = twin(inputs["x"].double())
+    output.backward(loss_weights(output))
+    assert found.dtype == torch.float64
+    assert twin.weight.grad is not None
+    assert torch.allclose(found, twin.weight.grad, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="this torch needs a float64 copy of what has a float64 gradient")
+def test_a_large_gradient_is_all_that_float64_takes() -> None:
+    """No float64 copy of the parameter, nor a second one of its gradient."""
+    model, inputs = Head(1 << 13, 1 << 10), {"x": torch.ones(2, 1 << 10)}
+    peaks = ProfilerMeter().measure(lambda _: gradients(model, inputs, ["weight"], exact=True).clear())
+    gradient, buffer = model.weight.numel() * 8, PART_BYTES
+    assert gradient <= peaks.whole < 1.1 * (gradient + buffer)
 
 
 class InFrequency(torch.nn.Module):

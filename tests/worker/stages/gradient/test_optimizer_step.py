@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from consistency.numerics.file_tensor import FileTensor, Readable, elements_of
 from consistency.numerics.kernels.numpy_digest import BLOCK_BYTES
+from consistency.worker.memory.host_memory import peak_bytes, reset_peak
+from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.stages import adamw
 from consistency.worker.stages.gradient import optimizer_step
 
@@ -16,15 +23,89 @@ def test_pieces_are_whole_blocks_of_a_digest_in_every_dtype() -> None:
 
 
 def test_a_step_in_pieces_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameter, gradient = torch.randn(7, 31), torch.randn(7, 31)
+    parameter, gradients = torch.randn(7, 31), torch.randn(3, 7, 31)
     monkeypatch.setattr(optimizer_step, "PIECE", 50)
-    pieces = list(optimizer_step._pieces(parameter.numel()))
+    monkeypatch.setattr(optimizer_step, "PART", 20)
+    gradient = optimizer_step.added(gradients)
+    pieces = list(optimizer_step.pieces(parameter.numel()))
     assert [piece.stop - piece.start for piece in pieces] == [50, 50, 50, 50, 17]
-    found = torch.cat([optimizer_step.stepped(parameter.view(-1)[p], gradient.view(-1)[p]) for p in pieces])
-    assert torch.equal(found.view(7, 31), adamw.step(parameter, gradient))
-    after = found.view(7, 31).reshape(-1)
-    stretches = list(optimizer_step._exact(after, parameter.view(-1), gradient.view(-1), None))
-    assert [stretch.start for stretch in stretches] == [0, 50, 100, 150, 200]
+    found = torch.cat([optimizer_step.stepped(parameter.view(-1)[p], gradient(p)) for p in pieces])
+    assert torch.equal(found.view(7, 31), adamw.step(parameter, gradients.sum(0)))
+    elements = elements_of(found), elements_of(parameter), gradient
+    stretches = list(optimizer_step._exact(*elements, parameter.numel(), None))
+    assert [stretch.start for stretch in stretches] == [0, 20, 40, 50, 70, 90, 100, 120, 140, 150, 170, 190, 200]
+    assert sum(len(stretch.value) for stretch in stretches) == parameter.numel()
     for stretch in stretches:
         assert stretch.size is not None
         assert (abs(stretch.actual.double().numpy() - stretch.value) <= stretch.size).all()
+
+
+class Recorded:
+    """What the stage hands to its recorder."""
+
+    def __init__(self, *, reads: bool = True) -> None:
+        self.given: list[dict[str, Any]] = []
+        self._reads = reads
+
+    def tolerance(self, **_: object) -> None:
+        return None
+
+    def computed(self, *_: object, actual: torch.Tensor, **given: Any) -> None:
+        read = {"actual": actual.clone(), "chunks": list(given["chunks"]())} if self._reads else {}
+        self.given.append({**given, **read})
+
+    def absent(self, *_: object, **given: Any) -> None:
+        self.given.append(given)
+
+
+def recorded(tmp_path: Path, parameter: torch.Tensor, gradients: Readable, *, reads: bool = True) -> dict[str, Any]:
+    record, case = Recorded(reads=reads), SimpleNamespace(repeat=2)
+    context: Any = SimpleNamespace(
+        model=SimpleNamespace(get_parameter=lambda _: parameter), record=record, job=SimpleNamespace(case=case),
+        scratch=tmp_path,
+    )  # fmt: skip
+    optimizer_step.record_step(context, "x", "layer", "x.updated", gradients)
+    (given,) = record.given
+    return given
+
+
+@pytest.mark.parametrize("shape", [(7, 31), (5,), (), (0, 3)])
+def test_the_parameter_after_the_step_is_recorded(
+    tmp_path: Path, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer_step, "PIECE", 50)
+    parameter, gradients = torch.randn(shape), torch.randn(4, *shape)
+    given = recorded(tmp_path, parameter, gradients)
+    expected = adamw.step(parameter, gradients.sum(0))
+    assert torch.equal(given["actual"], expected)
+    # blocks of a digest end where pieces do, which are shorter here
+    assert given["digests"][0].value == given["digests"][1].value
+    assert given["found"].elements == parameter.numel()
+    assert parameter.numel() == 0 or 0 < given["found"].bound_ratio <= 1
+    before = torch.cat([torch.empty(0), *(chunk.base for chunk in given["chunks"])])
+    assert torch.equal(before, parameter.reshape(-1))
+    assert not list(tmp_path.iterdir()), "the scratch file is gone"
+
+
+def test_a_gradient_that_is_not_finite_anywhere_gives_no_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_step, "PIECE", 50)
+    gradients = torch.ones(2, 200)
+    gradients[1, 170] = torch.inf
+    assert recorded(tmp_path, torch.ones(200), gradients)["status"] == "skipped"
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can restart the high-water mark")
+def test_a_step_takes_no_memory_for_the_whole_parameter(tmp_path: Path) -> None:
+    """Beside one piece, whatever the size: neither for its gradient, nor its exact value, nor the result."""
+    rows = 1 << 12
+    file = TensorFile(tmp_path / "gradients.safetensors", {"x": (torch.float32, (1, rows, 1 << 10))})
+    file.write("x", 0, torch.ones(rows, 1 << 10))
+    gradients, parameter = file.read("x"), torch.ones(rows, 1 << 10)
+    assert isinstance(gradients, FileTensor)
+    reset_peak()
+    before = peak_bytes()
+    given = recorded(tmp_path, parameter, gradients, reads=False)
+    taken = peak_bytes() - before
+    file.close()
+    assert given["found"].elements == parameter.numel()
+    assert taken < 72 * 2**20, "the gradient, its sum, its exact step and the result would have 23 times 16 MiB"

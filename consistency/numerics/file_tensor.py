@@ -1,0 +1,69 @@
+"""Tensors in a safetensors file that are read a part at a time.
+
+A page of a mapped file stays resident once it is read, for as long as its mapping lives. So each part of a large tensor
+is read through a mapping of its own, which goes with the part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+PART = 1 << 20
+"""Elements of a part, 8 MiB of float64. Reading takes about 1 ms then, and opening a file 0.1 ms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTensor:
+    """A tensor in a safetensors file that is too large to be resident as a whole."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def map(self) -> torch.Tensor:
+        """Return the tensor, mapped from the file anew: what is read of it is resident as long as the result lives."""
+        with safe_open(self.path, framework="pt", device="cpu") as file:
+            tensor = file.get_tensor(self.name)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+
+Readable = torch.Tensor | FileTensor
+
+Elements = Callable[[slice], torch.Tensor]
+"""Return some elements of a flattened tensor."""
+
+
+def read_tensor(path: Path, name: str) -> Readable:
+    """Return a tensor of a file, mapped as a whole if it is no larger than a part."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        tensor = file.get_tensor(name)
+    assert isinstance(tensor, torch.Tensor)
+    if tensor.numel() <= PART:
+        return tensor
+    return FileTensor(path=path, name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+
+def mapped(tensor: Readable) -> torch.Tensor:
+    """Return a tensor that may be in a file; of what is not read of it nothing is resident."""
+    return tensor.map() if isinstance(tensor, FileTensor) else tensor.detach()
+
+
+def elements_of(tensor: Readable) -> Elements:
+    """Return a function that gives some elements of the flattened tensor, on the CPU or in its file."""
+    if isinstance(tensor, FileTensor):
+        return lambda part: tensor.map().view(-1)[part]
+    flat = tensor.detach().reshape(-1)  # once: it copies what is not contiguous
+    return lambda part: flat[part]
+
+
+def parts_of(start: int, stop: int) -> Iterator[slice]:
+    """Yield the parts of a range of elements."""
+    for first in range(start, stop, PART):
+        yield slice(first, min(stop, first + PART))
