@@ -24,6 +24,7 @@ from consistency.errors import UsageError
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.words import Word
 from consistency.worker import determinism, environment
+from consistency.worker.memory.freed_pages import trim
 from consistency.worker.memory.host_memory import reset_peak
 from consistency.worker.memory.mapped_pages import release
 from consistency.worker.memory.offload_choice import choose
@@ -185,6 +186,7 @@ class Session:
 
     def _begin(self, stage: str) -> None:
         determinism.seed_all()
+        trim()
         self._memory.begin()
         self._events.stage(stage)
 
