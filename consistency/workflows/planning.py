@@ -51,7 +51,7 @@ def budgets_of(
         except (InputError, UsageError) as error:
             found[name] = error
             continue
-        if budget.refusal is None:
+        if budget.refusal is None and _checks_host(budget.case):
             host_checked.setdefault(_host_key(budget.case), name)
     return found
 
@@ -59,6 +59,11 @@ def budgets_of(
 def _host_key(case: Case) -> object:
     """Return what stages that need no model depend on."""
     return case.process_key, case.level
+
+
+def _checks_host(case: Case) -> bool:
+    """Return whether a case has every stage of its level that checks the host alone."""
+    return set(HOST_STAGES) & set(case.plan.stages) <= set(case.stages)
 
 
 def _without_host_stages(case: Case, options: Options, checked: Mapping[object, str]) -> Case:

@@ -13,7 +13,7 @@ import pytest
 import consistency
 from consistency.case.builtin import builtin_folder
 from consistency.case.options import Edge
-from consistency.case.stages import HOST_STAGES
+from consistency.case.stages import HOST_STAGES, Stage
 from consistency.case.suite import SuiteOptions, gather_suite
 from consistency.comparison.suite import SuiteResult
 from consistency.errors import CaptureError, UsageError
@@ -139,6 +139,16 @@ def test_the_host_is_checked_in_the_first_case_of_a_level(config: Path) -> None:
     assert "stage transfer (checked in case one)" in found[2].not_looked_at()
     assert not any("stage transfer" in text for text in found[0].not_looked_at())
     assert not set(HOST_STAGES) & set(found[3].stages)
+
+
+def test_a_case_that_does_not_check_the_host_is_not_said_to_have_done_so(config: Path) -> None:
+    given = options_of(config, level="quick").chosen(["one", "two"])
+    one, two = given.cases
+    cases = (dataclasses.replace(one, stages=(Stage.ADAPTER,)), dataclasses.replace(two, stages=None))
+    plan = suite.prepare_suite(dataclasses.replace(given, cases=cases))
+    found = [case.plan.case for case in plan.cases if case.plan is not None]
+    assert set(HOST_STAGES) <= set(found[1].stages)
+    assert found[1].host_checked_by == ""
 
 
 def test_cases_with_one_base_follow_one_another(config: Path) -> None:
