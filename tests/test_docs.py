@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from consistency.capture.version import __version__
 from consistency.case.options import Edge
 from consistency.case.reading import read_options
 from consistency.case.suite import gather_suite
@@ -170,3 +171,9 @@ def test_the_readmes_test_runs_as_it_stands(pytester: pytest.Pytester, monkeypat
     done = pytester.runpytest_subprocess("--strict-markers", "--strict-config", "--consistency-devices=cpu")
     done.assert_outcomes(passed=1)
     assert (pytester.path / ".pytest_cache").is_dir()
+
+
+def test_the_changelog_has_the_version_and_says_when() -> None:
+    headings = re.findall(r"^## (.+)$", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d", headings[1])
