@@ -256,7 +256,8 @@ def _reason(tensor: TensorComparison, row: Row) -> str:
     """Return why a row is bad without what the node id has: `bit-flip: [0, 5] · got 0.25 (0x3e800000), wanted …`."""
     detail = describe(tensor, row).removeprefix(f"{tensor.layer}.{tensor.tensor}").removeprefix(" · ")
     word = row.status if row.diagnosis in (None, Word.UNKNOWN) else row.diagnosis
-    return f"{word}: {detail}"
+    share = "" if row.bound_ratio is None else f", {float(row.bound_ratio):.3g}× tolerance"
+    return f"{word}{share}: {detail}"
 
 
 def _is_alternative(finding: Finding) -> bool:
