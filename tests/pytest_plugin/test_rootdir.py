@@ -20,8 +20,8 @@ def elsewhere(pytester: pytest.Pytester, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(autouse=True)
-def _no_inherited_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+def _no_other_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")
 
 
 def test_a_model_elsewhere_leaves_the_root_directory_alone(pytester: pytest.Pytester, elsewhere: Path) -> None:
