@@ -1,4 +1,4 @@
-"""Import libraries without the garbage collector, which finds next to nothing there and takes a fifth of the time."""
+"""Import libraries without the garbage collector, which finds next to nothing there and takes a seventh of the time."""
 
 from __future__ import annotations
 
