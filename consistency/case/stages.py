@@ -86,6 +86,8 @@ class StageSpec:
         Where it runs, if not in the order of `Stage`.
     whole : str
         Tensor of the row that stands for it as a whole.
+    short : str
+        Its name in a table where there is no room for the whole one; empty where that is short.
     """
 
     stage: Stage
@@ -102,6 +104,7 @@ class StageSpec:
     opens_devices: bool = False
     before: Stage | None = None
     whole: str = "everything"
+    short: str = ""
 
 
 _STAGES = "consistency.worker.stages"
@@ -113,12 +116,12 @@ SPECS: dict[Stage, StageSpec] = {
     spec.stage: spec
     for spec in (
         StageSpec(
-            stage=Stage.TRANSFER, kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.transfer.stage:run",
+            stage=Stage.TRANSFER, short="trans", kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.transfer.stage:run",
             again=f"{_SOAK}.machine:transfer",
             model=Model.UNUSED, opens_devices=True,
         ),
         StageSpec(
-            stage=Stage.OPERATORS, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.operators.stage:run",
+            stage=Stage.OPERATORS, short="ops", kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.operators.stage:run",
             again=f"{_SOAK}.machine:operators",
             model=Model.UNUSED,
         ),
@@ -128,36 +131,36 @@ SPECS: dict[Stage, StageSpec] = {
             items=f"{_ITEMS}:base_items",
         ),
         StageSpec(
-            stage=Stage.ADAPTER, kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.adapter.stage:run",
+            stage=Stage.ADAPTER, short="adapt", kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.adapter.stage:run",
             again=f"{_SOAK}.weights:adapter",
             items=f"{_ITEMS}:adapter_items", needs_adapter=True,
         ),
         StageSpec(
-            stage=Stage.MERGED, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.merged.stage:run",
+            stage=Stage.MERGED, short="merge", kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.merged.stage:run",
             again=f"{_SOAK}.merged:merged",
             items=f"{_ITEMS}:merged_items", needs_adapter=True,
         ),
         StageSpec(
-            stage=Stage.FORWARD, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.forward:run",
+            stage=Stage.FORWARD, short="fwd", kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.forward:run",
             again=f"{_SOAK}.computed:forward",
             items=f"{_ITEMS}:forward_items", levels=_FROM_STANDARD, feeds_inputs=True,
         ),
         StageSpec(
-            stage=Stage.GRADIENT, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.gradient.stage:run",
+            stage=Stage.GRADIENT, short="grad", kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.gradient.stage:run",
             again=f"{_SOAK}.computed:gradient",
             needs_adapter=True, levels=_FROM_STANDARD, feeds_inputs=True, whole="adapter_on",
             before=Stage.FORWARD,  # whose merge leaves a tied weight's pages private: less memory is held here
         ),
         StageSpec(
-            stage=Stage.MEMORY, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.memory:run",
+            stage=Stage.MEMORY, short="mem", kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.memory:run",
             model=Model.OPTIONAL, levels=_FROM_STANDARD,
         ),
         StageSpec(  # it loads the base twice more, which takes too long for the level `standard`
-            stage=Stage.SHARDING, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.sharding.stage:run",
+            stage=Stage.SHARDING, short="shard", kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.sharding.stage:run",
             levels=(Level.THOROUGH,), option="device_map", opens_devices=True,
         ),
         StageSpec(
-            stage=Stage.WRAPPING, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.wrapping:run",
+            stage=Stage.WRAPPING, short="wrap", kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.wrapping:run",
             levels=(), option="wrapper",
         ),
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -24,6 +27,9 @@ _STYLES: dict[SuiteVerdict, str] = {
 }  # fmt: skip
 _PLAIN = str.maketrans({"·": "-", "×": "x", "–": "-", "…": "...", "→": "->", "✗": "x", "≤": "<=", "≠": "!="})
 """Replacements where the output's encoding lacks a character."""
+
+_TABLE_GAP = 3  # blanks between the columns of a table
+_LEAST_ROOM = 20  # characters of a line, however narrow the terminal is
 
 _GAPS = (4, 2)  # blanks between the columns of a grid: the second where the first does not fit
 
@@ -57,7 +63,7 @@ def stripped(text: str, console: Console) -> bytes:
 
 def print_table(console: Console, titles: Sequence[str], rows: Iterable[Sequence[Text]], *, indent: int = 0) -> None:
     """Print a table whose long cells are folded, never cut."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, _TABLE_GAP, 0, 0))
     for title in titles:
         table.add_column(title, header_style="bold", overflow="fold")
     for cells in rows:
@@ -85,12 +91,36 @@ class Writer:
             text = text.translate(_PLAIN).encode(self._encoding, "replace").decode(self._encoding)
         return Text(text, style=style)
 
-    def line(self, text: str, *, indent: int = 2, style: str = "") -> None:
-        self.console.print(Padding(self.text(text, style), (0, 0, 0, indent), expand=False))
+    def line(self, text: str, *, indent: int = 2, hang: int = 0, style: str = "") -> None:
+        self.folded(self.text(text, style), indent=indent, hang=hang)
+
+    def folded(self, text: Text, *, indent: int, hang: int = 0) -> None:
+        """Write a text, folded between words: a name that is longer than a line stays whole, to be searched for.
+
+        `hang` indents what follows the first line.
+        """
+        for line in text.split("\n", allow_blank=True):
+            room = max(_LEAST_ROOM, self.console.width - indent - hang)
+            for number, part in enumerate(line.divide(_folds(line.plain, room, first=room + hang))):
+                part.rstrip()
+                self.console.print(Text(" " * (indent + hang * bool(number))).append_text(part), soft_wrap=True)
+
+    def items(self, texts: Iterable[str], *, indent: int = 2, hang: int = 0, style: str = "") -> None:
+        """Write items side by side, folded between items, then between words."""
+        lines: list[str] = []
+        for text in texts:
+            room = max(_LEAST_ROOM, self.console.width - indent - hang * (len(lines) > 1))
+            longer = f"{lines[-1]}{' ' * _TABLE_GAP}{text}" if lines else text
+            if lines and cell_len(longer) <= room:
+                lines[-1] = longer
+            else:
+                lines.append(text)
+        for number, line in enumerate(lines):
+            self.line(line, indent=indent + hang * bool(number), style=style)
 
     def heading(self, parts: Sequence[str], *, below: Sequence[str] = ()) -> None:
         """Write a heading and the lines that belong to it, which a terminal folds: a command can be copied whole."""
-        self.console.print(self.text(" · ".join(parts), "bold"))
+        self.folded(self.text(" · ".join(parts), "bold"), indent=0)
         for text in below:
             self.console.print(self.text(text, "dim"), soft_wrap=True)
         self.console.print()
@@ -98,14 +128,15 @@ class Writer:
     def verdict(self, verdict: SuiteVerdict, sentence: str) -> None:
         text = self.text(verdict.upper(), _STYLES[verdict])
         text.append_text(self.text(f"   {sentence}", "default"))
-        self.console.print(Padding(text, (0, 0, 1, 2), expand=False))
+        self.folded(text, indent=2)
+        self.console.print()
 
     def findings(self, findings: Iterable[Finding], *, most: int | None = None) -> None:
         """Write what to act on, at most `most` of it."""
         chosen = [finding for finding in findings if finding.severity != "note"]
         for number, finding in enumerate(chosen[:most], start=1):
             style, label = ("red", "") if finding.severity == "error" else ("yellow", "warning: ")
-            self.line(f"{number:<3}{label}{finding.message}", style=style)
+            self.line(f"{number:<3}{label}{finding.message}", hang=3, style=style)
             for text in finding.detail:
                 self.line(text, indent=5)
             if finding.next:
@@ -120,10 +151,23 @@ class Writer:
                 self.line(f"note: {finding.message}")
 
     def table(self, titles: Sequence[str], rows: Iterable[Sequence[str]], *, left_out: int) -> None:
-        print_table(self.console, titles, ([self.text(cell) for cell in row] for row in rows), indent=2)
+        """Print a table; where it does not fit, each row as lines of its own, so that no name is broken."""
+        cells = [[self.text(cell) for cell in row] for row in rows]
+        columns = zip_longest((Text(title) for title in titles), *cells, fillvalue=Text())
+        needed = sum(max(text.cell_len for text in column) + _TABLE_GAP for column in columns)
+        if 2 + needed - _TABLE_GAP <= self.console.width:
+            print_table(self.console, titles, cells, indent=2)
+        else:
+            for row in cells:
+                self.items([text.plain for text in row], hang=3)
         if rest := and_more(left_out):
             self.line(f"{rest}: -v shows all")
         self.console.print()
+
+    def grid_fits(self, titles: Sequence[Text], rows: Sequence[tuple[Text, Sequence[Text]]]) -> bool:
+        """Report whether all columns of a grid fit beside one another."""
+        label, widths = _grid_widths(titles, rows, Text())
+        return 2 + label + sum(widths) + _GAPS[-1] * len(widths) <= self.console.width
 
     def grid(
         self, titles: Sequence[Text], rows: Sequence[tuple[Text, Sequence[Text]]], *, corner: Text | None = None
@@ -134,15 +178,13 @@ class Writer:
         as long as it likes: it takes no width from the cells.
         """
         corner = corner or Text()
-        columns = [[title, *(cells[i] for _, cells in rows if cells)] for i, title in enumerate(titles)]
-        widths = [max(text.cell_len for text in column) for column in columns]
-        label = max(text.cell_len for text in (corner, *(label for label, cells in rows if cells)))
+        label, widths = _grid_widths(titles, rows, corner)
         room = self.console.width - 2 - label
         gap = next((gap for gap in _GAPS if sum(widths) + gap * len(widths) <= room), _GAPS[-1])
         for chosen in _blocks([width + gap for width in widths], room):
             for name, cells in ((corner, titles), *rows):
                 if not cells:
-                    self.console.print(Padding(name, (0, 0, 0, 2), expand=False))
+                    self.folded(name, indent=2)
                     continue
                 line = Text("  ").append_text(name)
                 line.pad_right(label - name.cell_len)
@@ -151,6 +193,25 @@ class Writer:
                     line.append_text(cells[place])
                     line.pad_right(widths[place] - cells[place].cell_len)
                 self.console.print(line, soft_wrap=True)
+
+
+def _folds(text: str, room: int, *, first: int) -> list[int]:
+    """Return the places, each the start of a word, at which a line has to end; the first has room of its own."""
+    places, start = [], 0
+    for word in re.finditer(r"\S+", text):
+        if word.start() > start and cell_len(text[start : word.end()]) > (room if places else first):
+            places.append(word.start())
+            start = word.start()
+    return places
+
+
+def _grid_widths(
+    titles: Sequence[Text], rows: Sequence[tuple[Text, Sequence[Text]]], corner: Text
+) -> tuple[int, list[int]]:
+    """Return the width of the labels, and those of the columns."""
+    columns = [[title, *(cells[i] for _, cells in rows if cells)] for i, title in enumerate(titles)]
+    label = max(text.cell_len for text in (corner, *(label for label, cells in rows if cells)))
+    return label, [max(text.cell_len for text in column) for column in columns]
 
 
 def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:

@@ -24,7 +24,8 @@ from consistency.report.text import one_line
 LEGEND = (
     ("equal", "=", "bitwise equal"),
     ("within", "≤", "within tolerance (worst error/tolerance, of memory value/limit)"),
-    ("outside", "✗", "mismatch"),
+    ("outside", "✗", "mismatch (tensors of all, or the layer at which it begins)"),
+    ("blocked", "!", "could not be checked (tensors of all)"),
     ("flagged", "≠", "no mismatch, but a finding is an error"),
     ("none", "–", "not checked"),
 )

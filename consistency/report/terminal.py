@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from consistency.capture.wording import and_more, counted
 from consistency.case.load_path import is_alternative
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS, Stage
 from consistency.comparison.result import BAD, Comparison, TensorComparison
 from consistency.report.console import Writer, make_console, stripped
 from consistency.report.copy_matrix import write_matrices
@@ -26,9 +27,12 @@ from consistency.report.sentences import (
     soak_texts,
     source_texts,
 )
-from consistency.report.summary import Groups, Line, all_groups, badness, class_text, stages
+from consistency.report.summary import Group, Groups, Line, all_groups, badness, class_text, stages
 
 _MOST_SOURCES = 8
+_MOST_NAMES = 32  # of workers that share a line: four hosts of eight
+_LAST_FINDINGS = 3  # that a report of something wrong ends with, where the eye of a reader is
+_REFERENCE = " (reference)"
 _MOST_TENSORS = _MOST_FINDINGS = 20
 _STYLES = {
     "equal": "green",
@@ -64,6 +68,23 @@ def _write(write: Writer, comparison: Comparison, view: View) -> None:
         write.line(f"not checked (level {comparison.level}): {', '.join(comparison.not_looked_at)}")
     if view.folder is not None:
         write.line(f"report and captures: {view.folder}")
+    _end(write, comparison, view)
+
+
+def _end(write: Writer, comparison: Comparison, view: View) -> None:
+    """Repeat the verdict and the first findings below a long report of something wrong."""
+    found = [finding for finding in comparison.findings if finding.severity == "error"]
+    if not found:
+        return
+    write.console.print()
+    write.verdict(comparison.verdict, sentence(comparison))
+    for number, finding in enumerate(found[:_LAST_FINDINGS], start=1):
+        write.line(f"{number:<3}{finding.message}", hang=3, style="red")
+        if finding.next:
+            write.line(f"next: {finding.next}", indent=5)
+    rest = and_more(len(found) - _LAST_FINDINGS, "finding")
+    where = " above" if view.folder is None else f" above, and in {Path(view.folder, 'report.md')} and report.html"
+    write.line(f"{f'{rest}; details' if rest else 'details'}{where}", style="dim")
 
 
 def title(write: Writer, comparison: Comparison, view: View) -> None:
@@ -94,41 +115,103 @@ def origin_lines(comparison: Comparison) -> list[str]:
 
 
 def write_groups(write: Writer, comparison: Comparison, found: Groups | None = None) -> None:
-    """Write a table per default load path: the workers of each architecture, and a cell per stage."""
+    """Write a table per default load path: the workers of each architecture, and a cell per stage.
+
+    Where the table does not fit, cells lose the layer of a mismatch, then stages are abbreviated, then each stage has a
+    line of its own.
+    """
     columns = stages(comparison)
     mains = {path: some for path, some in (found or all_groups(comparison)).items() if not is_alternative(path)}
     for load_path, groups in mains.items():
         if len(mains) > 1:
             write.line(f"load path: {load_path}", style="bold")
-        rows: list[tuple[Text, list[Text]]] = []
-        for group in groups:
-            rows.append((write.text(f"{group.architecture}    {', '.join(group.models)}", "bold"), []))
-            for line in group.lines:
-                names = write.text(f"   {_workers(line, comparison.reference, write.console.width // 2)}")
-                rows.append((names, [_cell(write, name, line) for name in columns]))
-        write.grid([write.text(name, "bold") for name in columns], rows)
-        explained = legend(line.cells for group in groups for line in group.lines)
-        write.line("   ".join(f"{mark} {meaning}" for _, mark, meaning in explained), style="dim")
+        lines = [line for group in groups for line in group.lines]
+        for short, places in ((False, True), (False, False), (True, False)):
+            titles = [write.text(_short(name) if short else name, "bold") for name in columns]
+            rows = _grid_rows(write, groups, columns, comparison.reference, places=places)
+            if write.grid_fits(titles, rows):
+                write.grid(titles, rows)
+                break
+        else:
+            short = False
+            _write_turned(write, groups, columns, comparison.reference)
+        explained = [f"{mark} {meaning}" for _, mark, meaning in legend(line.cells for line in lines)]
+        explained += [f"{_short(name)} {name}" for name in columns if short and _short(name) != name]
+        write.items(explained, style="dim")
         write.console.print()
 
 
-def _workers(line: Line, reference: str | None, room: int) -> str:
-    """Name the workers of a line, as many as there is room for, the reference worker before all."""
+def _short(stage: str) -> str:
+    return next((spec.short for spec in SPECS.values() if spec.stage == stage and spec.short), stage)
+
+
+def _grid_rows(
+    write: Writer, groups: Sequence[Group], columns: Sequence[str], reference: str | None, *, places: bool
+) -> list[tuple[Text, list[Text]]]:
+    """Return a heading per architecture, and a row per line; names that fill the row have a line of their own."""
+    rows: list[tuple[Text, list[Text]]] = []
+    for group in groups:
+        rows.append((_heading(write, group), []))
+        for line in group.lines:
+            cells = [_cell(write, name, line, places=places) for name in columns]
+            name = _workers(line, reference, write.console.width // 2)
+            if name is None:
+                name = f"these {len(line.workers)}"
+                rows.append((write.text(f"   {'  '.join(_some_workers(line, reference))}"), []))
+            rows.append((write.text(f"   {name}"), cells))
+    return rows
+
+
+def _write_turned(write: Writer, groups: Sequence[Group], columns: Sequence[str], reference: str | None) -> None:
+    """Write a line per stage, with a column per line of the groups; a list per line where not even that fits."""
+    lines = [line for group in groups for line in group.lines]
+    names = [_workers(line, reference, write.console.width // 2) for line in lines]
+    titles = [write.text((name or "").replace("  ", ", "), "bold") for name in names]
+    rows = [(write.text(stage), [_cell(write, stage, line, places=False) for line in lines]) for stage in columns]
+    side_by_side = all(names) and write.grid_fits(titles, rows)
+    for group in groups:
+        write.folded(_heading(write, group), indent=2)
+        for line in group.lines:
+            write.items(_some_workers(line, reference), indent=5)
+            if side_by_side:
+                continue
+            width = max(map(len, columns)) + 2
+            for stage in columns:
+                cell = _cell(write, stage, line, places=True)
+                write.folded(write.text(stage.ljust(width)).append_text(cell), indent=8)
+    if side_by_side:
+        write.grid(titles, rows)
+
+
+def _heading(write: Writer, group: Group) -> Text:
+    return write.text(f"{group.architecture}    {', '.join(group.models)}", "bold")
+
+
+def _workers(line: Line, reference: str | None, room: int) -> str | None:
+    """Name the workers of a line, the reference worker too; None where there is no room for all names."""
     if line.kinds > 1:
         return f"{len(line.workers)} others, {line.kinds} different results"
-    texts = [f"{name} (reference)" if name == reference else name for name in line.workers]
-    if len("  ".join(texts)) <= room:
-        return "  ".join(texts)
-    texts.sort(key=lambda text: not text.endswith(" (reference)"))
-    shown = 1
-    while len("  ".join(texts[: shown + 1])) <= room - len("  and 1000 more"):
-        shown += 1
-    return "  ".join(filter(None, [*texts[:shown], and_more(len(texts) - shown)]))
+    text = "  ".join(_names(line, reference))
+    return text if len(text) <= room or len(line.workers) == 1 else None
 
 
-def _cell(write: Writer, stage: str, line: Line) -> Text:
+def _some_workers(line: Line, reference: str | None) -> list[str]:
+    """Name as many workers of a line as a reader takes in, the reference worker before all."""
+    if line.kinds > 1:
+        return [f"{len(line.workers)} others, {line.kinds} different results"]
+    names = sorted(_names(line, reference), key=lambda text: not text.endswith(_REFERENCE))
+    shown = names if len(names) <= _MOST_NAMES else names[: _MOST_NAMES - 1]
+    return [*shown, *filter(None, [and_more(len(names) - len(shown))])]
+
+
+def _names(line: Line, reference: str | None) -> list[str]:
+    return [f"{name}{_REFERENCE}" if name == reference else name for name in line.workers]
+
+
+def _cell(write: Writer, stage: str, line: Line, *, places: bool) -> Text:
     cell = cell_text(stage, line.cells.get(stage))
-    return write.text(f"{cell.mark} {cell.place or cell.text}".rstrip(), _STYLES.get(cell.kind, "dim"))
+    text = (cell.place if places else "") or cell.text
+    return write.text(f"{cell.mark} {text}".rstrip(), _STYLES.get(cell.kind, "dim"))
 
 
 def _load_paths(write: Writer, comparison: Comparison) -> None:

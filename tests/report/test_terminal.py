@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from consistency.case.stages import Stage
 from consistency.comparison.result import (
+    ArchitectureGroup,
     Divergence,
     Finding,
     Status,
@@ -159,21 +161,76 @@ def test_default_load_paths_have_a_table_each() -> None:
 MODEL = "Intel(R) Xeon(R) Platinum 8592+ Processor @ 1.90GHz (family 6 model 207)"
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
+@pytest.mark.parametrize("width", [30, 40, 80, 100, 110, 120])
 @pytest.mark.parametrize("model", ["chip", MODEL])
-def test_no_cell_and_no_name_of_a_stage_is_cut(width: int, model: str) -> None:
-    """The heading of a group is as long as the processor's name, and takes no width from the cells below it."""
+def test_no_cell_and_no_name_is_cut_at_any_width(width: int, model: str) -> None:
+    """Stages are abbreviated, and the legend says how, or have a line each; every device has its cells."""
     workers = (worker("cpu", "x86-64", model=model), *(worker(f"cuda:{i}", model=model) for i in range(3)))
     tensors = [tensor([ALL], stage=stage, ratio=0.123, statuses=dict.fromkeys(ALL, "within")) for stage in Stage]
     text = printed(comparison(tensors, workers=workers), width=width)
-    table = text.partition("(transfer)\n")[2].partition("= bitwise equal")[0]
+    lines = text.splitlines()
     assert "…" not in text
-    assert {stage.value for stage in Stage} <= set(table.split())
-    lines = [line.partition("(reference)")[2] for line in table.splitlines() if "(reference)" in line]
-    assert " ".join(lines).split() == ["≤", "0.12"] * len(Stage)
-    assert all(len(line) <= max(width, len(MODEL)) for line in table.splitlines())
-    if (width, model) == (140, MODEL):
-        assert len(lines) == 1, "at the width of a pipe all stages are beside one another"
+    assert all(len(line) <= width for line in lines)
+    assert {stage.value for stage in Stage} <= set(text.split())
+    assert {"cpu (reference)", "cuda:0", "cuda:1", "cuda:2"} <= {
+        name for line in lines for name in re.split(r"[,\s]{2,}|, ", line.strip())
+    }
+    assert text.count("≤ 0.12") == 2 * len(Stage)
+    in_a_row = [line for line in lines if line.count("≤ 0.12") == len(Stage)]
+    assert len(in_a_row) == (2 if width >= 110 else 0)
+    assert ("fwd forward" in text) == (width == 110), "there is room for whole names at 120"
+
+
+def test_more_names_than_fit_are_listed_above_their_row() -> None:
+    names = [f"host-{i:02}.cluster.example:cuda:0" for i in range(20)]
+    found = comparison([tensor([names])], workers=tuple(map(worker, names)), reference=names[3])
+    ampere = ArchitectureGroup(name="Ampere sm_86", workers=tuple(names))
+    found = msgspec.structs.replace(found, architectures=(ampere,))
+    text = printed(found, width=80)
+    assert all(name in text for name in names)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "these 20" in text
+
+
+def test_names_of_tensors_are_never_broken() -> None:
+    layer = f"model.{'a_long_name.' * 8}q_proj"
+    wrong = tensor([["cpu"], ["cuda:0"]], layer=layer, statuses={"cuda:0": "outside"})
+    finding = Finding(kind="zeros", severity="error", message=f"zeros in {layer}.lora_B", detail=(f"{layer}.lora_B",))
+    for width in (80, 120):
+        lines = printed(comparison([wrong], verdict="inconsistent", findings=(finding,)), width=width).splitlines()
+        assert sum(layer in line for line in lines) == 6
+        assert all(len(line) <= width or layer in line for line in lines)
+
+
+def test_a_failing_run_ends_with_the_verdict_and_the_first_findings() -> None:
+    findings = tuple(
+        Finding(kind="zeros", severity="error", message=f"message {i}", next=f"command {i}") for i in range(5)
+    )
+    found = comparison([tensor([ALL])], verdict="inconsistent", findings=findings)
+    lines = [line.strip() for line in printed(found, folder="run-1").splitlines()]
+    end = lines[max(i for i, line in enumerate(lines) if line.startswith("INCONSISTENT")) :]
+    assert [line for line in end if line] == [
+        "INCONSISTENT   message 0 (and 4 other findings)",
+        "1  message 0", "next: command 0", "2  message 1", "next: command 1", "3  message 2", "next: command 2",
+        "and 2 more findings; details above, and in run-1/report.md and report.html",
+    ]  # fmt: skip
+    assert printed(comparison([tensor([ALL])])).count("CONSISTENT") == 1
+
+
+def test_every_mark_of_the_table_is_in_its_legend() -> None:
+    statuses: tuple[Status, ...] = ("equal", "within", "outside", "blocked", "skipped")
+    tensors = [
+        tensor([ALL], stage=stage, ratio=0.5, statuses=dict.fromkeys(ALL, status))
+        for stage, status in zip(("base", "merged", "adapter", "forward", "memory"), statuses, strict=True)
+    ]
+    finding = Finding(kind="zeros", severity="error", message="zeros")
+    lines = printed(comparison(tensors, verdict="inconsistent", findings=(finding,))).splitlines()
+    row = next(line for line in lines if "(reference)" in line)
+    start = next(i for i, line in enumerate(lines) if "= bitwise equal" in line)
+    legend = " ".join(lines[start : start + 3])
+    marks = {mark for mark in row.split() if len(mark) == 1 and not mark.isdigit()}
+    assert marks == set("=≤✗!–")
+    assert all(f"{mark} " in legend for mark in marks)
 
 
 def test_where_workers_diverge_first() -> None:
