@@ -116,12 +116,14 @@ SPECS: dict[Stage, StageSpec] = {
     spec.stage: spec
     for spec in (
         StageSpec(
-            stage=Stage.TRANSFER, short="trans", kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.transfer.stage:run",
+            stage=Stage.TRANSFER, kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.transfer.stage:run",
+            short="trans",
             again=f"{_SOAK}.machine:transfer",
             model=Model.UNUSED, opens_devices=True,
         ),
         StageSpec(
-            stage=Stage.OPERATORS, short="ops", kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.operators.stage:run",
+            stage=Stage.OPERATORS, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.operators.stage:run",
+            short="ops",
             again=f"{_SOAK}.machine:operators",
             model=Model.UNUSED,
         ),
@@ -131,36 +133,43 @@ SPECS: dict[Stage, StageSpec] = {
             items=f"{_ITEMS}:base_items",
         ),
         StageSpec(
-            stage=Stage.ADAPTER, short="adapt", kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.adapter.stage:run",
+            stage=Stage.ADAPTER, kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.adapter.stage:run",
+            short="adapt",
             again=f"{_SOAK}.weights:adapter",
             items=f"{_ITEMS}:adapter_items", needs_adapter=True,
         ),
         StageSpec(
-            stage=Stage.MERGED, short="merge", kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.merged.stage:run",
+            stage=Stage.MERGED, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.merged.stage:run",
+            short="merge",
             again=f"{_SOAK}.merged:merged",
             items=f"{_ITEMS}:merged_items", needs_adapter=True,
         ),
         StageSpec(
-            stage=Stage.FORWARD, short="fwd", kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.forward:run",
+            stage=Stage.FORWARD, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.forward:run",
+            short="fwd",
             again=f"{_SOAK}.computed:forward",
             items=f"{_ITEMS}:forward_items", levels=_FROM_STANDARD, feeds_inputs=True,
         ),
         StageSpec(
-            stage=Stage.GRADIENT, short="grad", kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.gradient.stage:run",
+            stage=Stage.GRADIENT, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.gradient.stage:run",
+            short="grad",
             again=f"{_SOAK}.computed:gradient",
             needs_adapter=True, levels=_FROM_STANDARD, feeds_inputs=True, whole="adapter_on",
             before=Stage.FORWARD,  # whose merge leaves a tied weight's pages private: less memory is held here
         ),
         StageSpec(
-            stage=Stage.MEMORY, short="mem", kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.memory:run",
+            stage=Stage.MEMORY, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.memory:run",
+            short="mem",
             model=Model.OPTIONAL, levels=_FROM_STANDARD,
         ),
         StageSpec(  # it loads the base twice more, which takes too long for the level `standard`
-            stage=Stage.SHARDING, short="shard", kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.sharding.stage:run",
+            stage=Stage.SHARDING, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.sharding.stage:run",
+            short="shard",
             levels=(Level.THOROUGH,), option="device_map", opens_devices=True,
         ),
         StageSpec(
-            stage=Stage.WRAPPING, short="wrap", kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.wrapping:run",
+            stage=Stage.WRAPPING, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.wrapping:run",
+            short="wrap",
             levels=(), option="wrapper",
         ),
     )
