@@ -227,7 +227,7 @@ def _worst_difference(rule: str, rows: Sequence[Row], worst: Row) -> tuple[Real 
         return max(found, key=lambda value: math.inf if math.isnan(value) else float(value), default=None), Real(0.0)
     if worst.allowed is msgspec.UNSET or worst.bound_ratio is None:
         return worst.max_abs, None
-    if rule == Rule.RELATIVE:  # one tolerance for all elements
+    if rule == Rule.RELATIVE or not worst.allowed:  # one tolerance for all elements; nothing is allowed
         return worst.max_abs, worst.allowed
     return Real(worst.bound_ratio * worst.allowed), worst.allowed
 

@@ -197,7 +197,8 @@ class Writer:
 
 def _folds(text: str, room: int, *, first: int) -> list[int]:
     """Return the places, each the start of a word, at which a line has to end; the first has room of its own."""
-    places, start = [], 0
+    places: list[int] = []
+    start = 0
     for word in re.finditer(r"\S+", text):
         if word.start() > start and cell_len(text[start : word.end()]) > (room if places else first):
             places.append(word.start())

@@ -67,6 +67,13 @@ def test_not_a_number_is_worse_than_any_ratio() -> None:
     assert math.isnan(layer.architectures["Ampere sm_86"].bound_ratio or 0.0)
 
 
+def test_a_tolerance_of_nothing_is_exceeded_by_the_largest_difference() -> None:
+    rows = [row("cpu", max_abs=Real(0.25), allowed=Real(0), bound_ratio=Real("inf"), status="outside")]
+    (layer,) = layers_of(comparison([made(*rows, rule="user")]))
+    cell = layer.architectures["x86-64"]
+    assert (cell.max_abs, cell.allowed, cell.bound_ratio) == (0.25, 0.0, math.inf)
+
+
 def test_a_skipped_device_hides_no_figure_of_another() -> None:
     rows = [row("cuda:0", status="skipped"), row("cuda:1", bound_ratio=Real(0.5), allowed=Real(1))]
     (layer,) = layers_of(comparison([made(*rows)]))
