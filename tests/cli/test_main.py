@@ -495,7 +495,7 @@ def test_diff_tells_by_its_exit_status(cli: Cli, tmp_path: Path) -> None:
 def test_diff_refuses_what_it_cannot_read(cli: Cli, tmp_path: Path) -> None:
     a = weights(tmp_path / "a")
     refused(cli("diff", a, tmp_path / "nowhere"), "no such file or folder", tmp_path / "nowhere")
-    refused(cli("diff", a), "required")
+    refused(cli("diff", a), "consistency diff needs B")
     cut = weights(tmp_path / "cut")
     os.truncate(cut, cut.stat().st_size - 2)
     refused(cli("diff", cut, a), "cut short or corrupt", cut)
