@@ -200,15 +200,28 @@ def divergences(found: Sequence[Divergence]) -> list[tuple[Divergence, tuple[str
 
 
 def _flags(comparison: Comparison, load_path: str) -> dict[str, dict[str, str]]:
-    """Return the kind of the first error about each stage of a worker on a load path, by worker and stage."""
+    """Return the kind of the first error about each stage of a worker on a load path, by worker and stage.
+
+    An error that names no load path is about all, unless mismatches show it in the table of another.
+    """
     found: dict[str, dict[str, str]] = {}
+    elsewhere: Set[tuple[str, str]] | None = None
     for finding in comparison.findings:
         if finding.severity != "error" or (finding.load_paths and load_path not in finding.load_paths):
             continue
+        if elsewhere is None and not finding.load_paths:
+            elsewhere = _mismatches_elsewhere(comparison, load_path)
         for stage in dict.fromkeys(name.partition("::")[0] for name in finding.tensors):
             for worker in finding.workers:
-                found.setdefault(worker, {}).setdefault(stage, finding.kind)
+                if finding.load_paths or elsewhere is None or (stage, worker) not in elsewhere:
+                    found.setdefault(worker, {}).setdefault(stage, finding.kind)
     return found
+
+
+def _mismatches_elsewhere(comparison: Comparison, load_path: str) -> Set[tuple[str, str]]:
+    """Return the stages and workers with a mismatch on another load path."""
+    others = (tensor for tensor in comparison.tensors if tensor.load_path != load_path and not tensor.is_equal)
+    return {(tensor.stage, row.worker) for tensor in others for row in tensor.rows if row.status in BAD}
 
 
 def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from consistency.comparison.result import Comparison, Finding, Severity, Verdict
@@ -42,3 +43,11 @@ def test_every_form_shows_the_mark_and_explains_it() -> None:
 def test_only_an_error_marks_a_cell(severity: Severity) -> None:
     assert "≠" not in printed(drifted(severity)), "an accepted drift is a note"
     assert "≠" not in printed(comparison([tensor([ALL])]))
+
+
+def test_an_error_that_another_load_path_shows_marks_no_cell_of_this_one() -> None:
+    wrong = tensor([ALL], stage="merged", load_path="shared", statuses={"cuda:1": "outside"})
+    found = drifted()
+    found = msgspec.structs.replace(found, tensors=(*found.tensors, wrong), load_paths=("isolated", "shared"))
+    (_, ampere) = groups(found, "isolated")
+    assert [line.cells["merged"].flag for line in ampere.lines] == [""]
