@@ -127,6 +127,11 @@ What is printed has the same name for both subjects; files have different ones.
 """
 
 
+def shared() -> Iterator[Format]:
+    """Yield the files of a report that are made for others to read."""
+    return (row for row in formats(Chosen.OUT) if row.name != RUN_STATUS)
+
+
 def formats(chosen: Chosen, subject: Subject = Subject.RUN) -> Iterator[Format]:
     """Yield the formats of a subject that are asked for in this way."""
     return (row for row in FORMATS if row.chosen is chosen and row.subject is subject)

@@ -8,7 +8,10 @@ from pathlib import Path
 
 from consistency.cli.output import add_output_options, print_json
 
-EXAMPLES = (("a folder that shows the first finding", "consistency reproduce run-1 --finding 1 --out repro"),)
+EXAMPLES = (
+    ("a folder that shows the first finding", "consistency reproduce run-1 --finding 1 --out repro"),
+    ("one file for a public issue", "consistency reproduce run-1 --finding 1 --redact --out repro.zip"),
+)
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -16,14 +19,17 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command("reproduce", _reproduce, "write scripts that show a finding without this tool", EXAMPLES)
     parser.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
     parser.add_argument("--finding", type=int, required=True, metavar="N", help="number of the finding, from 1")
-    add_output_options(parser, "folder to write", json="print the outcome as JSON", required=True)
+    parser.add_argument("--redact", action="store_true", help="without paths, names of hosts and users, and ids of "
+                        "devices: to be attached to a public issue")  # fmt: skip
+    add_output_options(parser, "folder to write, or a file that ends in .zip", json="print the outcome as JSON",
+                       required=True)  # fmt: skip
 
 
 def _reproduce(parsed: argparse.Namespace) -> int:
     from consistency.report.text import clean
     from consistency.workflows.reproduce.folder import reproduce
 
-    found = reproduce(parsed.report, parsed.finding, parsed.out, replace=parsed.force)
+    found = reproduce(parsed.report, parsed.finding, parsed.out, replace=parsed.force, redact=parsed.redact)
     if parsed.json:
         print_json(
             {

@@ -6,12 +6,17 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from consistency.cli.output import print_json
+from consistency.cli.output import add_output_options, print_json
+
+if TYPE_CHECKING:
+    from consistency.comparison.result import Comparison
 
 EXAMPLES = (
     ("the report of a run again", "consistency show run-1"),
     ("per layer and architecture, worst first", "consistency show run-1 --layers"),
+    ("files to attach to a public issue", "consistency show run-1 --redact --out run-1-public"),
     ("one kind of layer on one architecture", "consistency show run-1 --layers --layer '*.q_proj' --arch sm_90"),
 )
 
@@ -28,7 +33,10 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
                         help="with --layers: layers or tensors by shell pattern ('*.q_proj'), unfolded")  # fmt: skip
     parser.add_argument("--arch", metavar="NAME", default="",
                         help="with --layers: architectures by part of their name, such as sm_90")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON: report.json, or with --layers its layers[]")
+    parser.add_argument("--redact", action="store_true", help="without paths, names of hosts and users, and ids of "
+                        "devices: to be attached to a public issue")  # fmt: skip
+    add_output_options(parser, "write report.json, report.html and report.md here instead of printing",
+                       json="print JSON: report.json, or with --layers its layers[]")  # fmt: skip
     parser.add_argument("-v", "--verbose", action="store_true", help="every layer")
 
 
@@ -37,13 +45,23 @@ def _show(parsed: argparse.Namespace) -> int:
     from consistency.errors import UsageError
     from consistency.report import json, layers, terminal
     from consistency.report.formats import View
-    from consistency.workflows.saved_report import read_comparison
+    from consistency.workflows.saved_report import read_comparison, read_redacted
 
-    comparison, folder = read_comparison(parsed.report)
+    if parsed.redact:
+        comparison, redaction = read_redacted(parsed.report)
+        folder = redaction.text(str(parsed.report.resolve()))
+    else:
+        comparison, read = read_comparison(parsed.report)
+        folder = str(read)
+    if parsed.out is not None:
+        if parsed.layers or parsed.json:
+            got = "--layers" if parsed.layers else "--json"
+            raise UsageError("--out writes all forms of a report", got=got, hint="leave one of the two out")
+        return _write(parsed, comparison)
     if not parsed.layers:
         if left := [f"--{name}" for name in ("stage", "layer", "arch") if getattr(parsed, name)]:
             raise UsageError(f"{' and '.join(left)} without --layers", hint="consistency show DIR --layers")
-        view = View(verbose=parsed.verbose, folder=str(folder))
+        view = View(verbose=parsed.verbose, folder=folder)
         render = json.render if parsed.json else terminal.render
         sys.stdout.buffer.writelines(render(comparison, view))
         return 0
@@ -57,6 +75,20 @@ def _show(parsed: argparse.Namespace) -> int:
         print_json(list(chosen.chosen(layers_of(comparison))))
     else:
         sys.stdout.buffer.writelines(layers.render(comparison, chosen, verbose=parsed.verbose))
+    return 0
+
+
+def _write(parsed: argparse.Namespace, comparison: Comparison) -> int:
+    from consistency.capture.whole_file import write_whole
+    from consistency.report.formats import View, shared
+    from consistency.workflows.pipeline import output
+
+    rows = list(shared())
+    reads = [parsed.report if parsed.report.is_dir() else parsed.report.parent]
+    with output(parsed.out, replace=parsed.force, reads=reads, writes=[row.name for row in rows]) as out:
+        for row in rows:
+            write_whole(out / row.name, row.render(comparison, View()))
+    print(f"{'redacted report' if parsed.redact else 'report'}: {parsed.out}")
     return 0
 
 

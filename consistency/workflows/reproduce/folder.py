@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 import shlex
 import shutil
@@ -11,12 +12,14 @@ import subprocess
 import sys
 import tempfile
 import uuid
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from consistency.capture.names import HOST, split_pair
+from consistency.capture.transport import ARCHIVE
 from consistency.capture.writer import write_json
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS, Stage
@@ -26,10 +29,12 @@ from consistency.devices.spec import parse_device
 from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.report.text import clean
 from consistency.workflows.reproduce.evidence import Evidence, find_evidence
+from consistency.workflows.saved_report import redaction_for
 
 if TYPE_CHECKING:
     import torch
 
+_TEXTS = (".json", ".md", ".txt")
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 RUN_TIMEOUT_S = 300.0
 _HAPPENS = {0: False, 1: True}
@@ -77,8 +82,8 @@ class _Parts:
     facts: Mapping[str, Any]
 
 
-def reproduce(report: Path, number: int, out: Path, *, replace: bool = False) -> Reproduced:
-    """Write a folder that shows a finding without this package, and run its script.
+def reproduce(report: Path, number: int, out: Path, *, replace: bool = False, redact: bool = False) -> Reproduced:
+    """Write a folder, or a ZIP of it, that shows a finding without this package, and run its script.
 
     Parameters
     ----------
@@ -87,7 +92,9 @@ def reproduce(report: Path, number: int, out: Path, *, replace: bool = False) ->
     number : int
         Of the finding, from 1.
     out : Path
-        The folder to write; `replace` replaces an existing one.
+        The folder to write, or a file that ends in `.zip`; `replace` replaces an existing one.
+    redact : bool
+        Without paths, names of hosts and users, and ids of devices: see `report/redaction.py`.
 
     Raises
     ------
@@ -97,9 +104,8 @@ def reproduce(report: Path, number: int, out: Path, *, replace: bool = False) ->
         The script does not run.
     """
     if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(
-            "the output folder of the reproducer is not empty", where=out, hint="give --force, or another --out"
-        )
+        what = "the output folder of the reproducer is not empty" if out.is_dir() else "the reproducer's file exists"
+        raise UsageError(what, where=out, hint="give --force, or another --out")
     with tempfile.TemporaryDirectory(prefix="consistency-reproduce-") as scratch:
         evidence = find_evidence(report, number, Path(scratch))
         parts = _parts(evidence)
@@ -109,14 +115,39 @@ def reproduce(report: Path, number: int, out: Path, *, replace: bool = False) ->
         _write(partial, evidence, parts)
         found = _try(partial, needs_model=parts.script == "recorded.py")
         (partial / "transcript.txt").write_text(found.output, encoding="utf-8")
+        if redact:
+            _redact(partial, report)
+            found = dataclasses.replace(found, output=(partial / "transcript.txt").read_text(encoding="utf-8"))
+        made = _packed(partial, out.stem) if out.suffix == ARCHIVE else partial
         if out.exists():
             shutil.rmtree(out) if out.is_dir() else out.unlink()
-        os.replace(partial, out)
+        os.replace(made, out)
     except OSError as error:
         raise CaptureError("cannot write the reproducer", where=out, got=error) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        partial.with_suffix(ARCHIVE).unlink(missing_ok=True)
     return dataclasses.replace(found, folder=out)
+
+
+def _redact(folder: Path, report: Path) -> None:
+    """Take what names people and machines out of every text; the scripts hold none, and the tensors are numbers."""
+    texts = {file: file.read_text(encoding="utf-8") for file in folder.iterdir() if file.suffix in _TEXTS}
+    redaction = redaction_for(report, texts.values())
+    for file, text in texts.items():
+        if file.suffix == ".json":  # value by value: in JSON a path may be escaped
+            write_json(file, redaction.value(json.loads(text)))
+        else:
+            file.write_text(redaction.text(text), encoding="utf-8")
+
+
+def _packed(folder: Path, name: str) -> Path:
+    """Return a ZIP of a folder, in which the folder has this name."""
+    made = folder.with_suffix(ARCHIVE)
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(folder.iterdir()):
+            archive.write(file, f"{name}/{file.name}")
+    return made
 
 
 def _parts(evidence: Evidence) -> _Parts:

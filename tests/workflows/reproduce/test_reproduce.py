@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 import shlex
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from consistency.numerics.distance import measure
 from consistency.numerics.words import Word
 from consistency.worker.recorder import Recorder
 from consistency.workflows import pipeline
+from consistency.workflows.reproduce import folder as folder_module
 from consistency.workflows.reproduce.folder import Reproduced, reproduce
 from tests.conftest import Cli, MakeCapture
 
@@ -112,6 +115,45 @@ def test_command_says_what_came_of_it(report: Path, tmp_path: Path, cli: Cli) ->
     assert done.returncode == 0, done.stderr
     assert "not reproduced: it does not happen on this machine now; the recorded bytes show it" in done.stdout
     assert (tmp_path / "r" / "load_with_peft.py").exists()
+
+
+def test_a_zip_holds_the_folder(report: Path, made: dict[str, Reproduced], tmp_path: Path) -> None:
+    number = number_of(report, "adapter")
+    found = reproduce(report, number, tmp_path / "case-1.zip")
+    assert (found.folder, found.shows) == (tmp_path / "case-1.zip", True)
+    assert [file.name for file in tmp_path.iterdir()] == ["case-1.zip"], "nothing beside it"
+    with zipfile.ZipFile(tmp_path / "case-1.zip") as archive:
+        assert sorted(archive.namelist()) == sorted(f"case-1/{file.name}" for file in made["adapter"].folder.iterdir())
+        archive.extractall(tmp_path)
+    assert run_script(tmp_path / "case-1", "--as-recorded").returncode == 1
+    with pytest.raises(UsageError, match="exists"):
+        reproduce(report, number, tmp_path / "case-1.zip")
+    reproduce(report, number, tmp_path / "case-1.zip", replace=True)
+
+
+def test_a_redacted_one_names_no_host_and_no_folder(
+    report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path may be in what the script prints, too."""
+    plain = folder_module._try
+
+    def with_paths(folder: Path, *, needs_model: bool) -> Reproduced:
+        found = plain(folder, needs_model=needs_model)
+        return dataclasses.replace(found, output=f'{found.output}File "{folder}/reproduce.py" in {Path.home()}\n')
+
+    monkeypatch.setattr(folder_module, "_try", with_paths)
+    table = json.loads((report / "report.json").read_text())
+    names = [table["base"], table["adapter"], str(tmp_path), str(Path.home()), platform.node()]
+    texts = {}
+    for redact in (False, True):
+        found = reproduce(report, number_of(report, "adapter"), tmp_path / f"{redact}", redact=redact)
+        files = [file for file in found.folder.iterdir() if file.suffix != ".safetensors"]
+        texts[redact] = "".join(file.read_text() for file in files) + found.output
+    assert [name for name in names if name in texts[False]] == names
+    assert [name for name in names if name in texts[True]] == []
+    facts = json.loads((tmp_path / "True" / "finding.json").read_text())
+    assert (facts["base"], facts["adapter"]) == ("<base>", "<adapter>")
+    assert run_script(tmp_path / "True", "--as-recorded").returncode == 1, "it still runs"
 
 
 def test_nothing_is_written_where_there_is_something(report: Path, tmp_path: Path) -> None:

@@ -1,0 +1,252 @@
+"""Take out of a report what names a person, an organisation or a machine, before it is attached to a public issue.
+
+By value, wherever it occurs in any text: folders of the base, the adapter and the captures, home folders and all other
+paths, names of hosts and users. And by form: UUIDs, which identify a device (or a boot) for its whole life. Each has
+a placeholder that is the same in the whole report, so that two paths on one host are still seen to be that.
+
+Kept are PCI bus ids, which name a slot, are the same in every machine of a model, and say which bridge or copy is at
+fault; folders of the system (`/usr`, `/proc`), the part of a path below `site-packages`; ids of models on a hub; and
+names of tensors.
+"""
+
+from __future__ import annotations
+
+import getpass
+import platform
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from consistency.case.builtin import builtin_name
+from consistency.case.stages import Level, Stage
+from consistency.numerics.rules import Rule
+from consistency.numerics.words import Word
+
+_HOME = re.compile(r"(?:/(?:export/)?(?:home|Users)/|[A-Za-z]:\\Users\\)([^\s/\\:'\"<>|,;)]+)")
+
+_PATH = re.compile(
+    r"(?<=[\"'])/(?!/)[^\"'\n]+(?=[\"'])|(?<![\w.<>/~$%-])(?:~?/(?!/)|[A-Za-z]:\\)[^\s:;,'\"()<>\[\]{}|`]+"
+)
+"""A path from the root or the home folder; one with spaces only where it is quoted."""
+
+_UUID = re.compile(r"(?i)(?<![0-9a-z])(?:(GPU|MIG)-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![0-9a-f])")
+
+_SYSTEM = re.compile(r"/(?:usr|lib|lib32|lib64|bin|sbin|proc|sys|dev|etc)(?:/|\Z)")
+
+_PUBLIC_PART = re.compile(r"/(?:(?:(?:site|dist)-packages|lib/python3[\d.]*)/.+|consistency/[\w/]+\.py)\Z")
+"""The part of a path that is the same wherever a package is installed."""
+
+_IS_URL = re.compile(r"\A[A-Za-z][\w+.-]+://")
+
+_FIELD = re.compile(r"[a-z][a-z0-9_]*\Z")
+
+_EVERYBODYS = frozenset(
+    {"root", "user", "users", "home", "localhost", "runner", "admin", "shared", "public", "none", "unknown"}
+)
+"""Names of users and hosts that name nobody."""
+
+_VOCABULARY = frozenset(
+    {
+        *Stage, *Level, *Rule, *Word, "cpu", "cuda", "xpu", "npu", "mps", "hpu", "gpu", "torch", "python",
+        "consistency", "file", "float64", "float32", "bfloat16", "float16", "equal", "within", "outside", "missing",
+        "unexpected", "skipped", "blocked", "consistent", "inconsistent", "incomplete", "error", "warning", "note",
+        "lost", "failed", "nan", "inf", "worker", "device", "model", "layer", "tensor", "isolated", "linux",
+    }
+)  # fmt: skip
+"""Words that reports are made of: a host or user of such a name stays, because the report could not be read without."""
+
+_SHORTEST = 2
+"""Letters of a user's or host's name in a text: `a` is in every sentence."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Redaction:
+    """Replaces texts; made by `redaction_of`.
+
+    Attributes
+    ----------
+    folders : dict of str to str
+        Known folders and their placeholders; what is below one keeps its place in it.
+    homes : tuple of str
+        Folders of which nothing below is kept.
+    names : dict of str to str
+        Hosts and users, and their placeholders.
+    exact : dict of str to str
+        Whole texts.
+    """
+
+    folders: dict[str, str] = field(default_factory=dict)
+    homes: tuple[str, ...] = ()
+    names: dict[str, str] = field(default_factory=dict)
+    exact: dict[str, str] = field(default_factory=dict)
+    _paths: dict[str, str] = field(default_factory=dict)
+    _uuids: dict[str, str] = field(default_factory=dict)
+
+    def text(self, text: str) -> str:
+        """Return a text without what is to be taken out."""
+        for folder, placeholder in self.folders.items():
+            if folder in text:
+                text = re.sub(rf"(?<![\w./~-]){re.escape(folder)}(?![\w-])", placeholder, text)
+        for home in self.homes:
+            if home in text:  # it may contain spaces, which otherwise end a path
+                text = re.sub(rf"(?<![\w.-]){re.escape(home)}(?![\w-])", "/\0home", text)
+        text = _PATH.sub(self._path, text).replace("/\0home", "<home>")
+        for name, placeholder in self.names.items():
+            if name in text:
+                text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", placeholder, text)
+        for whole, placeholder in self.exact.items():
+            if whole in text:
+                text = re.sub(rf"(?<![\w./-]){re.escape(whole)}(?![\w/-]|\.\w)", placeholder, text)
+        return _UUID.sub(self._uuid, text)
+
+    def value(self, value: Any) -> Any:
+        """Return a value of JSON, all its texts replaced, keys among them that are no names of fields."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, list):
+            return [self.value(one) for one in value]
+        if isinstance(value, dict):
+            return {key if _FIELD.match(key) else self.text(key): self._of(key, one) for key, one in value.items()}
+        return value
+
+    def _of(self, key: str, value: Any) -> Any:
+        """Return the value of a field; of a host whatever its name is."""
+        if key == "host" and isinstance(value, str) and value and value.lower() not in _EVERYBODYS:
+            return self.names.get(value, "<host>")
+        return self.value(value)
+
+    def _path(self, match: re.Match[str]) -> str:
+        path = match.group().rstrip(".")
+        rest = match.group()[len(path) :]
+        if _SYSTEM.match(path) or not re.search(r"[A-Za-z]", path) or path == "/\0home":
+            return match.group()
+        public = _PUBLIC_PART.search(path)
+        private = path[: public.start()] if public else path
+        start = "<home>/" if private.startswith("/\0home/") else ""
+        if private and private != "/\0home":
+            number = self._paths.setdefault(private, f"<path-{len(self._paths) + 1}>")
+            private = f"{start}{number}"
+        return private + (public.group() if public else "") + rest
+
+    def _uuid(self, match: re.Match[str]) -> str:
+        kind = match.group(1)
+        placeholder = f"<uuid-{len(self._uuids) + 1}>"
+        return (f"{kind}-" if kind else "") + self._uuids.setdefault(match.group().lower(), placeholder)
+
+
+def redaction_of(report: Mapping[str, Any], *, more: Iterable[str] = ()) -> Redaction:
+    """Collect what is to be taken out of a report, and of all that is made of it.
+
+    Parameters
+    ----------
+    report : mapping
+        The contents of `report.json`, or of a part of it.
+    more : iterable of str
+        Further texts in which home folders are looked for.
+    """
+    folders = {text: f"<{name}>" for name in ("base", "adapter") if _is_path(text := report.get(name))}
+    captures = [text for text in report.get("captures") or () if isinstance(text, str)]
+    folders |= {text: f"<capture-{number}>" for number, text in enumerate(captures, start=1) if len(text) >= _SHORTEST}
+    given = [word for one in _commands(report) for word in _paths_given(one)]
+    relative = [word for word in dict.fromkeys(given) if word not in folders]
+    for word in relative:
+        same = [placeholder for folder, placeholder in folders.items() if Path(folder).name == Path(word).name]
+        folders[word] = same[0] if same else f"<given-{len(folders) + 1}>"
+    texts = [*_texts(report), *more, str(Path.home())]
+    found = [match for text in texts for match in _HOME.finditer(text)]
+    homes = dict.fromkeys([str(Path.home()), *(match.group() for match in found), "/root"])
+    users = dict.fromkeys([_user(), *(match.group(1) for match in found)])
+    hosts = dict.fromkeys(name for host in [*_hosts(report), platform.node()] for name in (host, host.split(".")[0]))
+    devices = dict.fromkeys(_uuids(report))
+    names = {name: f"<device-{number}>" for number, name in enumerate(devices, start=1)}
+    for kind, some in (("host", hosts), ("user", users)):
+        chosen = [name for name in some if _names_somebody(name)]
+        first: dict[str, int] = {}
+        for name in chosen:
+            first.setdefault(name.split(".")[0], len(first) + 1)
+        names |= {name: f"<{kind}-{first[name.split('.')[0]]}>" for name in chosen if name not in names}
+    return Redaction(
+        folders=_longest_first(folders),
+        homes=tuple(_longest_first({home: "" for home in homes if len(home) > 1})),
+        names=_longest_first(names),
+        exact=_case(report),
+    )
+
+
+def _case(report: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name of the case, where it is made of the names of folders."""
+    case, base, adapter = (report.get(name) for name in ("case", "base", "adapter"))
+    if not isinstance(case, str) or not isinstance(base, str) or builtin_name(base, adapter) is not None:
+        return {}
+    redacted = case
+    for text, placeholder in ((adapter, "<adapter>"), (base, "<base>")):
+        for part in Path(text).parts[-2:] if _is_path(text) else ():
+            if part not in ("base", "adapter", "/"):
+                redacted = re.sub(rf"(?<!\w){re.escape(part)}(?!\w)", placeholder, redacted)
+    return {} if redacted == case else {case: redacted}
+
+
+def _is_path(text: object) -> TypeGuard[str]:
+    return isinstance(text, str) and not _IS_URL.match(text) and Path(text).is_absolute()
+
+
+def _commands(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    for one in (report, *(report.get("sources") or ())):
+        if isinstance(one, Mapping) and isinstance(one.get("command"), (list, tuple)):
+            yield [str(word) for word in one["command"]]
+
+
+def _paths_given(command: Sequence[str]) -> Iterator[str]:
+    """Yield relative paths of a command line; one word with a slash after `--base` may be an id of a hub, and stays."""
+    option = ""
+    for word in command[1:]:
+        if word.startswith("--"):
+            option, _, value = word.partition("=")
+        else:
+            value = word.partition("=")[2] or word if option == "--adapter" else word
+        is_id = option in ("--base", "--adapter") and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value)
+        if "/" in value and not is_id and not value.startswith("/") and not _IS_URL.match(value) and "::" not in value:
+            yield value.rstrip("/")
+
+
+def _hosts(report: Mapping[str, Any]) -> Iterator[str]:
+    for one in (report, *(entry for name in ("workers", "boxes", "sources") for entry in report.get(name) or ())):
+        if isinstance(one, Mapping) and isinstance(one.get("host"), str):
+            yield one["host"]
+
+
+def _uuids(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what identifies devices: not every vendor's has the form of a UUID."""
+    gpus = [gpu for host in report.get("boxes") or () for gpu in host.get("gpus") or ()]
+    for one in (*(report.get("workers") or ()), *gpus):
+        if isinstance(one.get("uuid"), str) and len(one["uuid"]) >= _SHORTEST:
+            yield one["uuid"]
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a user id without a name
+        return ""
+
+
+def _names_somebody(name: str) -> bool:
+    return len(name) >= _SHORTEST and name.lower() not in _EVERYBODYS and name.lower() not in _VOCABULARY
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _texts(key)
+            yield from _texts(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _texts(one)
+
+
+def _longest_first(texts: Mapping[str, str]) -> dict[str, str]:
+    return dict(sorted(texts.items(), key=lambda item: -len(item[0])))

@@ -1,0 +1,151 @@
+"""What names a person, an organisation or a machine is in no file that is made to be attached to a public issue."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from consistency.cli.main import main
+from consistency.comparison.result import Comparison, Finding
+from consistency.devices.host.facts import Gpu, HostFacts
+from consistency.report.json import as_bytes
+from consistency.report.redaction import Redaction, redaction_of
+from consistency.workflows.saved_report import read_comparison
+from tests.report.made_comparisons import comparison, faulty, tensor, worker
+
+UUID = "GPU-7f3d2c10-94ab-4e5d-8c11-a0b1c2d3e4f5"
+AMD = "GPU-9c1d7e3a5b20f468"  # another vendor's form
+BOOT = "3e8f1c52-6b7a-4d0e-9f21-5566778899aa"
+
+PRIVATE = (
+    "alice", "gpu17", "corp", "acme", "secret", "wonderland", "/srv", "/mnt", "7f3d2c10", AMD, "3e8f1c52", "/scratch",
+    "head-node", "Smith",
+)  # fmt: skip
+
+STACK = (
+    'File "/home/alice/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", line 134 in forward\n'
+    'File "/srv/acme/tools/wonderland.py", line 7 in main\nFile "/usr/lib/python3.11/runpy.py", line 88 in run\n'
+    "rank 0 on gpu17.corp.example killed by alice, home /home/alice; see '/home/Bob Smith/notes.txt' or ~/secret/x"
+)
+
+
+def private() -> Comparison:
+    """Return a report with a name of every kind in every kind of place."""
+    lost = worker(
+        "cuda:1", status="lost", reason="killed by SIGKILL; log in /scratch/alice/secret/worker.log", stack=STACK,
+        uuid=UUID, host="gpu17.corp.example", pci_bus_id="0000:17:00.0", device=UUID,
+        environment={
+            "torch": "2.8.0", "PYTHONPATH": "/srv/acme/tools:/home/alice/secret", "node": "gpu17",
+            "variables": {"CUDA_VISIBLE_DEVICES": UUID, "TMPDIR": "/scratch/alice"},
+            "model_class": "LlamaForCausalLM", "config": "transformers.models.llama",
+        },
+    )  # fmt: skip
+    finding = Finding(
+        kind="lost-worker", severity="error", message="cuda:1 was lost on gpu17: /srv/acme/secret-lora is unreadable",
+        workers=("cuda:1",), detail=(*STACK.splitlines(), "adapter /srv/acme/secret-lora/adapter_model.safetensors"),
+        next="consistency run --base /mnt/models/llama --adapter /srv/acme/secret-lora --devices cpu,cuda:1",
+    )  # fmt: skip
+    facts = HostFacts(
+        host="gpu17.corp.example", boot_id=BOOT, log=("gpu17 kernel: NVRM: Xid (PCI:0000:17:00): 79, pid=alice",),
+        gpus=(Gpu(name="cuda:1", pci_bus_id="0000:17:00.0", uuid=AMD),),
+    )  # fmt: skip
+    return msgspec.structs.replace(
+        faulty(), case="llama + secret-lora", base="/mnt/models/llama", adapter="/srv/acme/secret-lora",
+        verdict="incomplete", workers=(*faulty().workers[:2], lost, faulty().workers[3]), hosts=(facts,),
+        findings=(finding, *faulty().findings), captures=("/mnt/captures/acme", "s3://acme-bucket/night/gpu17"),
+        created="2026-11-20T03:00:00+00:00", host="head-node.corp.example",
+        command=("consistency", "run", "--base", "/mnt/models/llama", "--adapter", "../acme/secret-lora",
+                 "--out=runs/alice/today", "--devices", "cpu,cuda:1"),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "report.json").write_bytes(as_bytes(private()))
+    return tmp_path / "in"
+
+
+def left(texts: Sequence[str]) -> list[str]:
+    names = (*PRIVATE, str(Path.home()), *(name for name in (platform.node(), getpass.getuser()) if name != "root"))
+    return [name for name in names if any(name in text for text in texts)]
+
+
+def test_no_file_of_a_redacted_report_has_them(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = left([(folder / "report.json").read_text()])
+    assert there[: len(PRIVATE)] == list(PRIVATE), "they are in the report itself"
+    assert main(["show", str(folder), "--redact", "--out", str(tmp_path / "out")]) == 0
+    files = sorted((tmp_path / "out").iterdir())
+    assert [file.name for file in files] == ["report.html", "report.json", "report.md"]
+    assert left([file.read_text() for file in files]) == []
+    capsys.readouterr()
+    assert main(["show", str(folder), "--redact", "--verbose"]) == 0
+    assert left([capsys.readouterr().out]) == []
+
+
+def test_it_is_the_same_report(folder: Path, tmp_path: Path) -> None:
+    assert main(["show", str(folder), "--redact", "--out", str(tmp_path / "out")]) == 0
+    redacted, _ = read_comparison(tmp_path / "out")
+    found, _ = read_comparison(folder)
+    assert (redacted.verdict, redacted.tensors, redacted.architectures) == (
+        found.verdict, found.tensors, found.architectures
+    )  # fmt: skip
+    assert [finding.kind for finding in redacted.findings] == [finding.kind for finding in found.findings]
+    assert redacted.case == "<base> + <adapter>"
+    assert redacted.findings[0].next == "consistency run --base <base> --adapter <adapter> --devices cpu,cuda:1"
+    lost = redacted.workers[2]
+    assert lost.pci_bus_id == "0000:17:00.0", "a slot, not a machine"
+    assert lost.environment["config"] == "transformers.models.llama"
+    assert lost.stack is not None
+    assert lost.stack.splitlines()[0].endswith('/site-packages/torch/nn/modules/linear.py", line 134 in forward')
+    assert '"/usr/lib/python3.11/runpy.py"' in lost.stack
+    assert (lost.host, redacted.hosts[0].host) == ("<host-2>", "<host-2>")
+    assert redacted.host == "<host-1>"
+    assert redacted.hosts[0].log[0].startswith("<host-2> kernel: NVRM: Xid (PCI:0000:17:00)")
+
+
+@pytest.mark.parametrize("taken", ["folders", "names", "exact"])
+def test_each_part_of_it_is_needed(taken: str) -> None:
+    """The search above can fail: with any part of the redaction taken away, a name is left."""
+    table = json.loads(as_bytes(private()))
+    whole = redaction_of(table)
+    assert left([json.dumps(whole.value(table))]) == []
+    parts = {name: getattr(whole, name) for name in ("folders", "homes", "names", "exact") if name != taken}
+    assert left([json.dumps(Redaction(**parts).value(table))]) != []
+
+
+def test_a_home_folder_is_named_and_may_have_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/scratch/Bob Smith")
+    redaction = redaction_of({})
+    assert redaction.text("in /scratch/Bob Smith/runs/x and /scratch/Bob Smith") == "in <home>/<path-1> and <home>"
+
+
+def test_what_names_nobody_stays() -> None:
+    plain = comparison([tensor([["cpu"]])], host="localhost", base="meta-llama/Llama-3.1-8B", case="Llama-3.1-8B",
+                       command=("consistency", "run", "--base", "meta-llama/Llama-3.1-8B"))  # fmt: skip
+    table = json.loads(as_bytes(plain))
+    redaction = redaction_of(table)
+    assert redaction.value(table) == table
+    for text in (
+        "✗ 6.5e-05 / 2e-05  3.25  12 ULP", "error/tolerance", "58/256", "https://pytorch.org/docs", "cpu→cuda:0",
+        "model.layers.0.self_attn.q_proj", "20 GB/s and/or", "/proc/self/status", "sha256 0f3a", "0000:17:00.0",
+    ):  # fmt: skip
+        assert redaction.text(text) == text
+
+
+def test_a_host_called_like_a_word_of_the_report_does_not_garble_it() -> None:
+    first = worker("cpu", "x86-64", host="a")
+    found = msgspec.structs.replace(faulty(), host="cuda", workers=(first, *faulty().workers[1:]))
+    table = json.loads(as_bytes(found))
+    redacted = redaction_of(table).value(table)
+    assert (redacted["host"], redacted["workers"][0]["host"]) == ("<host>", "<host>")
+    redacted["host"], redacted["workers"][0]["host"] = "cuda", "a"
+    assert redacted == table
