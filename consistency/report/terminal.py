@@ -122,23 +122,35 @@ def write_groups(write: Writer, comparison: Comparison, found: Groups | None = N
     """
     columns = stages(comparison)
     mains = {path: some for path, some in (found or all_groups(comparison)).items() if not is_alternative(path)}
-    for load_path, groups in mains.items():
-        if len(mains) > 1:
-            write.line(f"load path: {load_path}", style="bold")
-        lines = [line for group in groups for line in group.lines]
-        for short, places in ((False, True), (False, False), (True, False)):
-            titles = [write.text(_short(name) if short else name, "bold") for name in columns]
-            rows = _grid_rows(write, groups, columns, comparison.reference, places=places)
-            if write.grid_fits(titles, rows):
-                write.grid(titles, rows)
-                break
-        else:
-            short = False
-            _write_turned(write, groups, columns, comparison.reference)
-        explained = [f"{mark} {meaning}" for _, mark, meaning in legend(line.cells for line in lines)]
-        explained += [f"{_short(name)} {name}" for name in columns if short and _short(name) != name]
-        write.items(explained, style="dim")
+    titles = {path: f"load path: {path}" if len(mains) > 1 else "" for path in mains}
+    abbreviated = [
+        _write_table(write, groups, columns, comparison.reference, title=titles[path]) for path, groups in mains.items()
+    ]
+    lines = [line.cells for groups in mains.values() for group in groups for line in group.lines]
+    explained = [f"{mark} {meaning}" for _, mark, meaning in legend(lines)]
+    explained += [f"{_short(name)} {name}" for name in columns if any(abbreviated) and _short(name) != name]
+    write.items(explained, style="dim")
+    write.console.print()
+
+
+def _write_table(
+    write: Writer, groups: Sequence[Group], columns: Sequence[str], reference: str | None, *, title: str
+) -> bool:
+    """Write the table of a load path; return whether its stages are abbreviated."""
+    if title:
+        write.line(title, style="bold")
+    for short, places in ((False, True), (False, False), (True, False)):
+        titles = [write.text(_short(name) if short else name, "bold") for name in columns]
+        rows = _grid_rows(write, groups, columns, reference, places=places)
+        if write.grid_fits(titles, rows):
+            write.grid(titles, rows)
+            break
+    else:
+        short = False
+        _write_turned(write, groups, columns, reference)
+    if title:
         write.console.print()
+    return short
 
 
 def _short(stage: str) -> str:
