@@ -337,7 +337,7 @@
         td.classList.add(tint(cell[0], cell[1]));
         const [first, ...more] = (cell[2] || MARKS[cell[0]]).split("  ");
         td.append(make("span", { class: "figure", text: first }));
-        if (more.length && /^[\d.]+$|^nan$|^inf$/.test(more[0])) more[0] += "×";
+        if (more.length && /^([\d.]+(e[+-]\d+)?|nan|inf)$/.test(more[0])) more[0] += "×";
         const sign = rows.length > 1 && apart ? `≢ ${apart}/${rows.length}` : agreement(cell);
         if (rows.length > 1 && off) more.push(`${MARKS[OUTSIDE]} ${off}/${rows.length}`);
         if (sign) more.push(sign);
