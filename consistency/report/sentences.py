@@ -23,9 +23,9 @@ from consistency.report.text import one_line
 
 LEGEND = (
     ("equal", "=", "bitwise equal"),
-    ("within", "≤", "within tolerance (worst error/tolerance, of memory value/limit)"),
-    ("outside", "✗", "mismatch (tensors of all, or the layer at which it begins)"),
-    ("blocked", "!", "could not be checked (tensors of all)"),
+    ("within", "≤", "within tolerance (worst error/tolerance; memory: value/limit)"),
+    ("outside", "✗", "mismatch (wrong/all tensors, or the first wrong layer)"),
+    ("blocked", "!", "could not be checked (such/all tensors)"),
     ("flagged", "≠", "no mismatch, but a finding is an error"),
     ("none", "–", "not checked"),
 )
