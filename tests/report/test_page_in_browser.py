@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from consistency.comparison.result import Comparison, Row, Status, TensorComparison
+from consistency.comparison.result import ArchitectureGroup, Comparison, Row, Status, TensorComparison
 from consistency.numerics.real import Real
 from consistency.report.html import as_html
 from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER
@@ -24,6 +24,7 @@ from tests.report.made_comparisons import (
     hostile,
     many_devices,
     tensor,
+    worker,
 )
 
 pytest.importorskip("selenium", reason="the browser's driver, selenium, is not installed")
@@ -315,6 +316,7 @@ def test_on_a_narrow_screen_nothing_is_cut(opened: Open) -> None:
 def test_one_wrong_device_of_many_is_in_view(opened: Open) -> None:
     page = opened(many_devices())
     assert columns(page) == ["layer", "Ampere sm_86", "Ampere sm_86:17", "Hopper sm_90", "Volta sm_70"]
+    assert run(page, "return getComputedStyle(document.querySelector('.grid td')).display") == "table-cell"
     assert lines(page)[0][:3] == [
         "▸model.layers.11 4 worst self_attn.k_proj.weight", "✗ 6.5e-05 / 2e-05 3.25×  12 ULP  ✗ 1/4  ≢ 1/4", "✗ 1/4"
     ]  # fmt: skip
@@ -332,13 +334,30 @@ def test_print_opens_what_is_red(opened: Open) -> None:
     page = opened(layered())
     opened_now = (
         "return [document.querySelectorAll('.findings details:not([open])').length,"
-        " [...document.querySelectorAll('.grid tr.part th')].map(head => head.textContent)]"
+        " [...document.querySelectorAll('.grid tr.part th')].map(head => head.textContent),"
+        " document.querySelectorAll('.stacked').length]"
     )
-    assert run(page, opened_now) == [2, []]
+    assert run(page, opened_now) == [2, [], 0]
     run(page, f"addEventListener('beforeprint', () => {{ window.printed = (() => {{ {opened_now} }})() }})")
     page.execute_cdp_cmd("Page.printToPDF", {})
-    assert run(page, "return window.printed") == [0, ["mlp.up.lora_B"]]
-    assert run(page, opened_now) == [2, []], "as it was"
+    assert run(page, "return window.printed") == [0, ["mlp.up.lora_B"], 0]
+    assert run(page, opened_now) == [2, [], 0], "as it was"
+
+
+def test_more_columns_than_a_sheet_is_wide_are_printed_below_each_other(opened: Open) -> None:
+    names = [f"npu:{n}" for n in range(7)]
+    page = opened(
+        comparison(
+            [tensor([names], ratio=0.5, statuses={"npu:6": "outside"})], workers=tuple(map(worker, names)),
+            architectures=tuple(ArchitectureGroup(name=name, workers=(name,)) for name in names),
+        )
+    )  # fmt: skip
+    stacked = "return document.querySelectorAll('.stacked').length"
+    assert run(page, stacked) == 0
+    run(page, "dispatchEvent(new Event('beforeprint'))")
+    assert run(page, stacked) == 1
+    run(page, "dispatchEvent(new Event('afterprint'))")
+    assert run(page, stacked) == 0
 
 
 def test_a_finding_has_a_link_and_is_copied_as_markdown(opened: Open) -> None:

@@ -134,6 +134,7 @@
       this.groups = this.ranked();
       this.open = new Map();
       this.limit = ROWS;
+      this.printing = false;
       this.title = make("b");
       this.summary = make("span", { class: "quiet" });
       this.window = make("div", { class: "window" });

@@ -338,8 +338,9 @@ def _made_by(evidence: Evidence) -> list[str]:
     """Return the lines that state which command found it; reports of earlier versions do not."""
     if not evidence.command:
         return []
-    when = f"on {evidence.host}, {evidence.created}"
-    return [f"The report was made {clean(when)}, by:", "", f"    {clean(shlex.join(evidence.command))}", ""]
+    host = clean(evidence.host).replace("`", "'")  # as code: a redacted name looks like markup
+    when = clean(str(evidence.created))
+    return [f"The report was made on `{host}`, {when}, by:", "", f"    {clean(shlex.join(evidence.command))}", ""]
 
 
 def _try(folder: Path, *, needs_model: bool) -> Reproduced:
