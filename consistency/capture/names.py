@@ -46,6 +46,9 @@ FILLING, READING = "filling", "reading"
 HOST = "cpu"
 """Name of the host at either end of a copy, whichever kernels its processor runs."""
 
+RAISED = "raised"
+"""Evidence of the row in the place of a stage that failed, or that needs what one left changed: the error."""
+
 _TO = "->"
 
 CAST_ON_THE_WAY = "cast_on_the_way"

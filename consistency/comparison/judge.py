@@ -27,7 +27,7 @@ def judge(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Row:
     """Judge what a worker recorded of a tensor, or why it recorded nothing."""
     record, expected = subject.records.get(key), reference.records.get(key)
     if record is None:
-        return _unseen(subject, reference)
+        return _unseen(subject, reference, key)
     if record.status in _ABSENT:
         return _absent(subject, reference, record, expected)
     if record.rule == Rule.RELATIVE and record.measure is not None and record.dtype not in UNIT_ROUNDOFF:
@@ -47,10 +47,13 @@ def judge(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Row:
             return _as_recorded(subject, record)
 
 
-def _unseen(subject: ComparedWorker, reference: ComparedWorker) -> Row:
+def _unseen(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Row:
     if subject.info.status != "ok":
         reason = f"the worker was lost before it: {subject.info.reason}"
         return Row(worker=subject.label, reference=None, status="blocked", reason=reason)
+    failed = subject.failures.get(key[0])
+    if failed is not None:
+        return Row(worker=subject.label, reference=None, status="blocked", reason=failed)
     return Row(
         worker=subject.label,
         reference=reference.label,

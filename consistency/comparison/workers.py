@@ -11,11 +11,12 @@ import msgspec
 
 from consistency.capture.folder import CASES, Capture, WorkerCapture, home_of
 from consistency.capture.json_codec import encode_json
-from consistency.capture.names import LOADED_AGAIN, SETTINGS_LAYER
+from consistency.capture.names import LOADED_AGAIN, RAISED, SETTINGS_LAYER, WHOLE_MODEL
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.capture.soak import ChangedTensor
 from consistency.case.case import Case
 from consistency.case.load_path import is_alternative, main_path
+from consistency.case.stages import SPECS
 
 Key = tuple[str, str, str]
 
@@ -98,6 +99,12 @@ class ComparedWorker:
             sides={},
             changes={},
         )
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Return why a stage has no further rows, by stage: it failed, or needs what one left changed."""
+        rows = (self.records.get((stage, WHOLE_MODEL, spec.whole)) for stage, spec in SPECS.items())
+        return {row.stage: row.reason or "" for row in rows if row is not None and RAISED in row.evidence}
 
     @property
     def gave_up(self) -> bool:

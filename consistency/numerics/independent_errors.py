@@ -53,7 +53,7 @@ def _energies(
     """Return the squared error of each row and of each column of the matrix that starts at an element."""
     rows, columns = shape
     step = max(1, _ELEMENTS_AT_ONCE // max(1, columns))
-    by_row, by_column = [], torch.zeros(columns, dtype=torch.float64)
+    by_row, by_column = [torch.zeros(0, dtype=torch.float64)], torch.zeros(columns, dtype=torch.float64)
     for row in range(0, rows, step):
         count = min(rows - row, step)
         part = slice(start + row * columns, start + (row + count) * columns)

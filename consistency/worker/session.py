@@ -30,6 +30,7 @@ from consistency.worker.memory.mapped_pages import release
 from consistency.worker.memory.offload_choice import choose
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
+from consistency.worker.model.float64_reference import FILE_OF, give_up
 from consistency.worker.model.id_checks import KernelAssertedError
 from consistency.worker.model.inputs import digest_of, fixed_inputs
 from consistency.worker.model.kept_base import BaseKeeper, Taken
@@ -39,6 +40,7 @@ from consistency.worker.model.weight_files import WeightFiles
 from consistency.worker.protocol import STATE_FILE, EventLog, Job, WorkerState
 from consistency.worker.recorder import Recorder
 from consistency.worker.soak.soaking import Soaking
+from consistency.worker.stage_failure import Unchanged, is_of_a_stage, record_blocked, stated
 from consistency.worker.stages import base
 from consistency.worker.stages.context import Context, Machine
 from consistency.worker.uncollected import uncollected
@@ -53,6 +55,9 @@ class Session:
         self._asked = asked
         self._bases = bases or BaseKeeper()
         self._structure: Structure | None = None
+        self._unchanged: Unchanged | None = None
+        self._begun: set[Stage] = set()
+        self._left = ""  # why there is no model for the stages that are left
         self._placement = Placement(torch.device(job.device))
         if not self._bases.is_first(job):
             reset_peak()
@@ -77,16 +82,16 @@ class Session:
             context: Context | None = None
             specs = run_order(case.stages, sees_others=job.device != "cpu" and job.load_path == LoadPath.SHARED)
             for number, spec in enumerate(specs):
-                if spec.model is not Model.UNUSED and case.needs_model and context is None:
-                    context = self._load(machine, specs)
-                if spec.stage is Stage.BASE:
+                if spec.model is not Model.UNUSED and case.needs_model and context is None and not self._left:
+                    context = self._loaded(machine, specs)
+                if spec.stage is Stage.BASE and spec.stage in self._begun:
                     continue  # it has run between loading the base and loading the adapter
+                if spec.model is not Model.UNUSED and self._left:
+                    record_blocked(record, spec, self._left, raised=self._left)
+                    continue
                 if spec.needs_adapter and case.adapter is None:
                     _skip(record, spec, "the case has no adapter")
                     continue
-                if spec.feeds_inputs and context is not None:
-                    inputs, _ = fixed_inputs(case, context.base.model)
-                    self._update(inputs_digest=None if inputs is None else digest_of(inputs))
                 try:
                     self._run(spec, context or machine)
                 except KernelAssertedError as lost:
@@ -98,17 +103,49 @@ class Session:
                     for later in specs[number + 1 :]:
                         _skip(record, later, "an earlier kernel assertion took the device's context with it")
                     return False
-            if case.soak_s is not None:
+            if case.soak_s is not None and not self._left:
                 self._soak(context or machine, specs)
         if context is not None and self._structure is not None:
             self._bases.keep(job, context.model, context.base, self._structure, context.digests)
         return True
 
+    def _loaded(self, machine: Machine, specs: list[StageSpec]) -> Context | None:
+        """Load base and adapter; None where a library fails over them, which blocks the stages that need them."""
+        try:
+            return self._load(machine, specs)
+        except Exception as error:  # model code of any kind may raise anything
+            if not is_of_a_stage(error, machine.device):
+                raise
+            self._left = f"the model could not be loaded: {stated(error)}"
+            return None
+
     def _run(self, spec: StageSpec, context: Machine) -> None:
+        """Run a stage. One that raises loses itself, and the stages after it only where it left the model changed."""
+        self._begun.add(spec.stage)
         if isinstance(context, Context):
             _let_go(context.base, context.expected)
         self._begin(spec.stage)
-        pkgutil.resolve_name(spec.worker)(context)
+        try:
+            if spec.feeds_inputs and isinstance(context, Context):
+                inputs, _ = fixed_inputs(self._job.case, context.base.model)
+                self._update(inputs_digest=None if inputs is None else digest_of(inputs))
+            pkgutil.resolve_name(spec.worker)(context)
+        except KernelAssertedError:
+            raise
+        except Exception as error:  # model code of any kind may raise anything
+            if not is_of_a_stage(error, context.device):
+                raise
+            why = stated(error)
+            record_blocked(context.record, spec, f"the stage failed: {why}", raised=why)
+            if self._job.makes_reference and spec.stage in FILE_OF:
+                text = f"{self._job.name}, which computes it, failed: {why}"
+                give_up(Path(self._job.scratch), FILE_OF[spec.stage], text)
+            error.__traceback__ = None  # its frames hold tensors
+            left = "" if self._unchanged is None else self._unchanged.restore()
+            if left:
+                self._left = f"the stage {spec.stage} failed and left the model changed: {left}"
+            self._check(spec.stage)
+            return
         self._check(spec.stage)
         self._update(stages_done=(*self._state.stages_done, spec.stage))
 
@@ -141,6 +178,7 @@ class Session:
             others = loaded.on_device(loaded.tensors.keys() - context.digests.keys())
             context.digests.update({name: digest(tensor) for name, tensor in others})  # no tensor stays in this frame
         if case.adapter is None:
+            self._unchanged = Unchanged(context, context.digests)
             return context
         _let_go(loaded, {})
         self._begin("load adapter")
@@ -154,7 +192,9 @@ class Session:
         if checks_base:
             base.look_again(context, changed)
         self._check("base, after the adapter")
-        return dataclasses.replace(context, model=model, expected=expected, rewritten=frozenset(changed))
+        adapted = dataclasses.replace(context, model=model, expected=expected, rewritten=frozenset(changed))
+        self._unchanged = Unchanged(adapted, {**context.digests, **changed})
+        return adapted
 
     def _load_base(self) -> tuple[LoadedBase, dict[str, TensorDigest]]:
         """Load the base, or take that of the case before; return its digests too, as far as they are known."""

@@ -244,6 +244,24 @@ def test_lost_worker_blocks_what_it_did_not_see(make_capture: MakeCapture) -> No
     assert "SIGKILL" in (merged.reason or "")
 
 
+def test_a_stage_that_failed_blocks_what_it_did_not_reach(make_capture: MakeCapture) -> None:
+    failed = TensorRecord(
+        stage="merged", layer="model", tensor="everything", status="blocked", rule="bound",
+        reason="the stage failed: IndexError: x", evidence={"raised": "IndexError: x"},
+    )  # fmt: skip
+    records = [moved(), computed(), computed(tensor="delta")]
+    found = compared(make_capture("a", {"cpu": records, "cuda:0": [moved(), computed(), failed]}))
+    assert (found.verdict, found.exit_status) == ("incomplete", 3)
+    (finding,) = errors(found)
+    assert (finding.kind, finding.workers) == ("failed-stage", ("cuda:0",))
+    assert finding.message == "merged · not complete on cuda:0: the stage failed: IndexError: x"
+    assert [row.status for t in found.tensors for row in t.rows if row.worker == "cuda:0"] == [
+        "equal", "within", "blocked", "blocked",
+    ]  # fmt: skip
+    of_reference = compared(make_capture("b", {"cpu": [moved(), failed], "cuda:0": records}))
+    assert (of_reference.verdict, {f.kind for f in errors(of_reference)}) == ("incomplete", {"failed-stage"})
+
+
 def test_bits_that_do_not_repeat(make_capture: MakeCapture) -> None:
     found = compared(make_capture("a", {"cpu": [computed("a", repeats=(digest("a"), digest("c")))]}))
     assert only_row(found, "cpu").repeated is False

@@ -35,3 +35,9 @@ def test_what_is_not_finite_counts_as_one(value: float) -> None:
     errors = exact.clone()
     errors[0, 1, 2] = value
     assert independent_lines(errors, exact) >= 1
+
+
+@pytest.mark.parametrize("shape", [(1, 0, 4), (1, 4, 0), (1, 0)])
+def test_what_is_empty_has_one(shape: tuple[int, ...]) -> None:
+    """A layer that was pruned to rank 0 has such gradients."""
+    assert independent_lines(torch.zeros(shape), torch.zeros(shape)) >= 1

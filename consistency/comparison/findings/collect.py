@@ -17,6 +17,7 @@ from consistency.case.duration import duration_text
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import MOVES_WEIGHTS, Level, Stage, requested
 from consistency.comparison.findings.causes import find_causes
+from consistency.comparison.findings.failed_stages import find_failed_stages
 from consistency.comparison.findings.host import find_host_problems
 from consistency.comparison.findings.load_paths import find_casts
 from consistency.comparison.findings.no_effect import find_no_effect
@@ -57,6 +58,7 @@ def find(
     found = [
         *(Finding(kind="damaged-capture", severity="error", message=text) for text in damage),
         *_lost(compared),
+        *find_failed_stages(compared),
         *find_nothing_compared(compared, tensors),
         *_software(compared),
         *_inputs(compared),

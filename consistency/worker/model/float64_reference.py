@@ -15,9 +15,14 @@ import torch
 from safetensors.torch import save_file
 
 from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.whole_file import write_whole
+from consistency.case.stages import Stage
 from consistency.numerics.file_tensor import Readable, read_tensor
 from consistency.numerics.real import Real
-from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, EventLog
+from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE, REFERENCE_LOST, EventLog
+
+FILE_OF = {Stage.FORWARD: REFERENCE_FILE, Stage.GRADIENT: GRADIENT_FILE}
+"""By the stage that makes it, or waits for it."""
 
 POLL_S = 0.05
 NOTE_EVERY_S = 5.0
@@ -83,16 +88,27 @@ def publish_file(partial: Path, path: Path, tables: Tables) -> Reference:
 def wait_for(scratch: Path, events: EventLog, file: str = REFERENCE_FILE) -> Reference | str:
     """Return the reference once it exists, or the reason why it never will."""
     noted = 0.0
-    path, lost = scratch / file, scratch / REFERENCE_LOST
+    path, marks = scratch / file, (scratch / REFERENCE_LOST, _failed(scratch / file))
     while True:
         if path.exists():
             return Reference.of(path)
-        if lost.exists():
+        lost = next((mark for mark in marks if mark.exists()), None)
+        if lost is not None:
             return f"no float64 reference: {lost.read_text(encoding='utf-8')}"
         if time.monotonic() - noted > NOTE_EVERY_S:
             events.wait("for the float64 reference")
             noted = time.monotonic()
         time.sleep(POLL_S)
+
+
+def give_up(scratch: Path, file: str, reason: str) -> None:
+    """Tell the workers that wait for a file that it will not come, where it is not there yet."""
+    if not (scratch / file).exists():
+        write_whole(_failed(scratch / file), [reason.encode()])
+
+
+def _failed(path: Path) -> Path:
+    return path.with_suffix(".failed")
 
 
 def _tables(path: Path) -> Path:

@@ -239,9 +239,24 @@ def expected_adapter(model: torch.nn.Module, files: WeightFiles) -> dict[str, tu
     given = dict(files.read_all())
     # converted tensors are new objects: unconverted ones are recognized by storage and shape
     origin = {(t.data_ptr(), tuple(t.shape)): name for name, t in given.items() if t.numel()}
-    with _recording_load_state_dict(model) as seen:
+    with _recording_load_state_dict(model) as seen, _ranks_as_they_are(model):
         set_peft_model_state_dict(model, given, adapter_name=ADAPTER_NAME)
     return {name: (origin.get((tensor.data_ptr(), tuple(tensor.shape)), name), tensor) for name, tensor in seen.items()}
+
+
+@contextmanager
+def _ranks_as_they_are(model: Any) -> Iterator[None]:
+    """Keep AdaLoRA from cutting its layers to the ranks in the file: the load has done so, and a second cut fails."""
+    cut = "resize_modules_by_rank_pattern"
+    tuner = getattr(model, "base_model", None)
+    if not hasattr(tuner, cut):
+        yield
+        return
+    setattr(tuner, cut, lambda *_: None)
+    try:
+        yield
+    finally:
+        delattr(tuner, cut)
 
 
 @contextmanager

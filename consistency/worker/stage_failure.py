@@ -1,0 +1,92 @@
+"""A stage that raises loses itself and no more.
+
+Its error is recorded in its place. The model is as it was before, or the stages that need it say what is not.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from consistency.capture.names import RAISED, WHOLE_MODEL
+from consistency.case.stages import StageSpec
+from consistency.errors import ConsistencyError, first_line
+from consistency.numerics.digest import TensorDigest, digest
+from consistency.worker.model.structure import Structure
+from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.recorder import Recorder
+from consistency.worker.stages.context import Context
+
+
+def is_of_a_stage(error: Exception, device: torch.device) -> bool:
+    """Report whether an error is that of a stage's code alone, so that the worker can go on.
+
+    It is not where the input is invalid, where memory or a disk is full, and where the device no longer computes: torch
+    raises `RuntimeError` for that as for a wrong shape, so the device is asked.
+    """
+    if isinstance(error, (ConsistencyError, OSError)) or is_out_of_memory(error):
+        return False
+    return device.type == "cpu" or not isinstance(error, RuntimeError) or _computes(device)
+
+
+def _computes(device: torch.device) -> bool:
+    try:
+        return float(torch.ones(2, device=device).sum()) == 2  # read back, so that it waits for all that is queued
+    except RuntimeError:
+        return False
+
+
+def stated(error: BaseException) -> str:
+    """Return the first line of an error, and where it was raised, without the folders that differ by machine."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return first_line(error)
+    last = frames[-1]
+    return f"{first_line(error)} (in {last.name}, {'/'.join(Path(last.filename).parts[-2:])}:{last.lineno})"
+
+
+def record_blocked(record: Recorder, spec: StageSpec, reason: str, *, raised: str) -> None:
+    """Record why a stage ended before it was done, or could not begin, in the place of what it would have recorded."""
+    record.absent(
+        stage=spec.stage, layer=WHOLE_MODEL, tensor=spec.whole, status="blocked", rule=spec.rule, reason=reason,
+        evidence={RAISED: raised},
+    )  # fmt: skip
+
+
+class Unchanged:
+    """A loaded model as no stage may leave it otherwise: its structure, and the digests of its tensors.
+
+    Parameters
+    ----------
+    of_base : mapping of str to TensorDigest
+        What the base's tensors have now, by name, as far as that is known.
+    """
+
+    def __init__(self, context: Context, of_base: Mapping[str, TensorDigest]) -> None:
+        self._context = context
+        self._structure = Structure(context.model)
+        self._of_base = of_base
+        known = context.base.addresses()
+        model = context.model
+        self._of_adapter = {
+            name: (tensor, digest(tensor).value)
+            for name, tensor in chain(model.named_parameters(), model.named_buffers())
+            if not tensor.is_meta and tensor.layout is torch.strided and tensor.data_ptr() not in known
+        }
+
+    def restore(self) -> str:
+        """Put the structure back; return what cannot be: the first tensor with other bytes, or nothing."""
+        if not self._structure.restore():
+            return "its tensors no longer have the shape, dtype or memory that they had"
+        for name, (tensor, before) in self._of_adapter.items():
+            if digest(tensor).value != before:
+                return f"{name} has other bytes"
+        for name, tensor in self._context.base.on_device():
+            before_stage = self._of_base.get(name)
+            if before_stage is not None and digest(tensor).value != before_stage.value:
+                return f"{name} has other bytes"
+        return ""
