@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from consistency.case.stages import Stage
 from consistency.comparison.result import ArchitectureGroup, Comparison, Row, Status, TensorComparison
 from consistency.numerics.real import Real
 from consistency.report.html import as_html
@@ -114,6 +116,15 @@ def test_it_draws_the_stage_that_is_off(opened: Open) -> None:
     assert columns(page) == ["layer", "Ampere sm_86", "cuda:1", "x86-64"]
     assert lines(page) == [[f"model.layers.{i}.mlp.lora_B", "✗ ≢", "✗", "="] for i in range(3)]
     assert run(page, "return performance.getEntriesByType('resource').length") == 0
+
+
+def test_layers_of_the_model_are_open_before_operators(opened: Open) -> None:
+    within: dict[str, Status] = dict.fromkeys(ALL, "within")
+    stages = ("operators", "merged", "forward")
+    page = opened(comparison([tensor([["cpu"], ALL[1:]], stage=s, ratio=0.5, statuses=within) for s in stages]))
+    assert run(page, "return [...document.querySelectorAll('.stage[open] > summary b')].map(b => b.textContent)") == [
+        "merged"
+    ]
 
 
 def test_an_error_on_the_console_is_seen(browser: Any, tmp_path: Path) -> None:
@@ -302,8 +313,11 @@ def test_on_a_narrow_screen_nothing_is_cut(opened: Open) -> None:
     page = opened(comparison([]))
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        assert run(opened(four_architectures()), "return document.documentElement.scrollWidth") == 390
-        parts = "[...document.querySelectorAll('.window, .grid th, .grid td')]"
+        made = four_architectures()
+        stages = [msgspec.structs.replace(made.tensors[0], stage=stage) for stage in Stage]
+        made = msgspec.structs.replace(made, tensors=(*made.tensors, *stages))
+        assert run(opened(made), "return document.documentElement.scrollWidth") == 390
+        parts = "[...document.querySelectorAll('#groups .scroll, .window, .grid th, .grid td')]"
         wider = f"return {parts}.filter(part => part.scrollWidth > part.clientWidth + 1).length"
         assert run(page, wider) == 0
         label = "return getComputedStyle(document.querySelector('.grid td'), '::before').content"

@@ -527,7 +527,9 @@
   asked.by = document.querySelector("input[name=by]:checked").value;
   key();
   apply();
-  const first = grids.find((grid) => grid.section.bad) || grids.find((grid) => grid.section.unlike) || grids[0];
+  const unlike = grids.filter((grid) => grid.section.unlike);
+  // of a model before single operators, of which each differs between devices
+  const first = grids.find((grid) => grid.section.bad) || unlike.find((grid) => grid.section.stage !== "operators") || unlike[0] || grids[0];
   if (first) {
     first.box.open = true;
     first.draw(); // now: the toggle event comes only after the first paint
