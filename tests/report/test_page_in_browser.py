@@ -122,9 +122,13 @@ def test_layers_of_the_model_are_open_before_operators(opened: Open) -> None:
     within: dict[str, Status] = dict.fromkeys(ALL, "within")
     stages = ("operators", "merged", "forward")
     page = opened(comparison([tensor([["cpu"], ALL[1:]], stage=s, ratio=0.5, statuses=within) for s in stages]))
-    assert run(page, "return [...document.querySelectorAll('.stage[open] > summary b')].map(b => b.textContent)") == [
-        "merged"
-    ]
+    titles = "return [...document.querySelectorAll('.stage{} > summary b')].map(b => b.textContent)"
+    assert run(page, titles.format("[open]")) == ["merged"]
+    wrong = [tensor([ALL], stage=stage, statuses={"cuda:1": "outside"}) for stage in ("operators", "forward")]
+    made = [tensor([ALL], stage="transfer", layer="cpu->cuda:0", tensor="direct"), *wrong]
+    page = opened(comparison(made, verdict="inconsistent", findings=faulty().findings))
+    assert run(page, titles.format("")) == ["operators", "forward", "transfer"], "what is wrong comes first"
+    assert run(page, titles.format("[open]")) == ["forward"]
 
 
 def test_an_error_on_the_console_is_seen(browser: Any, tmp_path: Path) -> None:

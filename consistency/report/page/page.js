@@ -494,6 +494,7 @@
 
   /* ---- start ---- */
   const grids = data.sections.map((section) => new Grid(section));
+  grids.sort((a, b) => (b.section.bad > 0) - (a.section.bad > 0)); // stages with a mismatch first, each in its order
   host.append(...grids.map((grid) => grid.box));
   const apply = () => {
     let matched = 0;
@@ -527,9 +528,10 @@
   asked.by = document.querySelector("input[name=by]:checked").value;
   key();
   apply();
-  const unlike = grids.filter((grid) => grid.section.unlike);
-  // of a model before single operators, of which each differs between devices
-  const first = grids.find((grid) => grid.section.bad) || unlike.find((grid) => grid.section.stage !== "operators") || unlike[0] || grids[0];
+  // of a model before copies, which have a table of their own, and operators, of which each differs between devices
+  const ofModel = (grid) => grid.section.stage !== "transfer" && grid.section.stage !== "operators";
+  const [bad, unlike] = ["bad", "unlike"].map((name) => grids.filter((grid) => grid.section[name]));
+  const first = [...bad.filter(ofModel), ...bad, ...unlike.filter(ofModel), ...unlike, ...grids][0];
   if (first) {
     first.box.open = true;
     first.draw(); // now: the toggle event comes only after the first paint
