@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import pickle
@@ -239,9 +240,48 @@ def expected_adapter(model: torch.nn.Module, files: WeightFiles) -> dict[str, tu
     given = dict(files.read_all())
     # converted tensors are new objects: unconverted ones are recognized by storage and shape
     origin = {(t.data_ptr(), tuple(t.shape)): name for name, t in given.items() if t.numel()}
-    with _recording_load_state_dict(model) as seen, _ranks_as_they_are(model):
+    with (
+        _prompt_on_the_host(model) as prompt,
+        _recording_load_state_dict(model) as seen,
+        _ranks_as_they_are(model),
+    ):
         set_peft_model_state_dict(model, given, adapter_name=ADAPTER_NAME)
-    return {name: (origin.get((tensor.data_ptr(), tuple(tensor.shape)), name), tensor) for name, tensor in seen.items()}
+    found = {
+        name: (origin.get((tensor.data_ptr(), tuple(tensor.shape)), name), tensor) for name, tensor in seen.items()
+    }
+    if prompt is not None and not any(name.startswith(_PROMPT) for name in found):
+        # taken apart by the method itself: the parts are named after what they are parts of
+        whole = next((name for name in found if name in given), _PROMPT)
+        floating = {name: part for name, part in prompt.state_dict().items() if part.is_floating_point()}
+        parts = {name: part for name, part in floating.items() if not bool(part.isnan().all())}
+        found = {f"{_PROMPT}{name}": (f"{whole}.{name}", part) for name, part in parts.items()}
+    return found
+
+
+_PROMPT = f"prompt_encoder.{ADAPTER_NAME}."
+
+
+@contextmanager
+def _prompt_on_the_host(model: torch.nn.Module) -> Iterator[torch.nn.Module | None]:
+    """Put a copy full of NaN, on the CPU, in the place of the prompt's own module, if there is one.
+
+    Some methods copy the file's tensor into their parameters themselves: on the device they would be loaded again,
+    without anybody having compared the first load.
+    """
+    prompts: Any = getattr(model, "prompt_encoder", {})
+    real = dict(prompts.items()).get(ADAPTER_NAME)
+    if real is None:
+        yield None
+        return
+    prompts[ADAPTER_NAME] = copy.deepcopy(real).to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in prompts[ADAPTER_NAME].state_dict().values():
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+    try:
+        yield prompts[ADAPTER_NAME]
+    finally:
+        prompts[ADAPTER_NAME] = real
 
 
 @contextmanager
