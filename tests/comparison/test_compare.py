@@ -435,3 +435,12 @@ def test_adapter_that_came_wrong_over_poison_is_one_finding(make_capture: MakeCa
     wrong = moved("zeros", repeats=("poison",))
     found = compared(make_capture("a", {"cpu": [moved()], "cuda:0": [wrong]}))
     assert "not-repeatable" not in {f.kind for f in found.findings}
+
+
+def test_what_each_worker_computes_from_its_own_file_is_recomputed_not_another_file(make_capture: MakeCapture) -> None:
+    made = {"converted": "computed from the file when the adapter is loaded"}
+    records = {name: [moved(name, name, evidence=made)] for name in ("cpu", "cpu@baseline")}
+    found = compared(make_capture("a", records))
+    row = only_row(found, "cpu@baseline")
+    assert (row.status, row.diagnosis) == ("outside", "recomputed")
+    assert "files differ" not in errors(found)[0].message
