@@ -36,18 +36,22 @@ def made_inputs(model: torch.nn.Module, *, sequences: int, tokens: int) -> tuple
     name = getattr(model, "main_input_name", "input_ids")
     if name == "pixel_values":
         return _pixels(config, generator, sequences)
+    sound = None if name == "input_ids" else _sound(name, config, generator, sequences, tokens)
     vocabulary = getattr(text, "vocab_size", None)
-    if name != "input_ids" or not isinstance(vocabulary, int):
+    decodes = bool(getattr(config, "is_encoder_decoder", False))
+    if sound is not None and not decodes:
+        return sound, ""
+    if (sound is None and name != "input_ids") or not isinstance(vocabulary, int):
         return None, f"inputs for {name} cannot be made from the config: give --inputs FILE.safetensors"
     rows = Tables.of(model).embedding_rows
     vocabulary = vocabulary if rows is None else min(vocabulary, rows)
     longest = getattr(text, "max_position_embeddings", None) or tokens
     shape = (sequences, min(tokens, int(longest)))
-    inputs = {
+    inputs = sound or {
         "input_ids": torch.from_numpy(generator.integers(0, vocabulary, size=shape, dtype=np.int64)),
         "attention_mask": torch.ones(shape, dtype=torch.int64),
     }
-    if getattr(config, "is_encoder_decoder", False):
+    if decodes:
         decoder = generator.integers(0, vocabulary, size=(shape[0], max(1, shape[1] // 2)), dtype=np.int64)
         inputs["decoder_input_ids"] = torch.from_numpy(decoder)
     if _has_two_encoders(model):
@@ -105,5 +109,30 @@ def _pixels(config: Any, generator: np.random.Generator, count: int) -> tuple[di
         return None, "the config names no image_size: give --inputs FILE.safetensors"
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     channels = getattr(vision, "num_channels", 3)
-    pixels = generator.standard_normal(size=(count, channels, height, width), dtype=np.float32)
-    return {"pixel_values": torch.from_numpy(pixels)}, ""
+    frames = getattr(vision, "num_frames", None)
+    shape = (count, channels, height, width) if frames is None else (count, frames, channels, height, width)
+    return {"pixel_values": torch.from_numpy(generator.standard_normal(size=shape, dtype=np.float32))}, ""
+
+
+def _sound(
+    name: str, config: Any, generator: np.random.Generator, count: int, tokens: int
+) -> dict[str, torch.Tensor] | None:
+    """Return a spectrogram of the length that a model takes, or a wave that its convolutions make `tokens` frames of.
+
+    None where the config does not say which.
+    """
+    bins, places = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    kernels, strides = getattr(config, "conv_kernel", None), getattr(config, "conv_stride", None)
+    shape: tuple[int, ...]
+    if name == "input_features" and bins is not None and places is not None:
+        shape = (count, bins, 2 * places)  # Whisper's second convolution has a stride of two
+    elif name == "input_values" and kernels and strides:
+        length = tokens
+        for kernel, stride in zip(reversed(kernels), reversed(strides), strict=True):
+            length = (length - 1) * stride + kernel
+        shape = (count, length)
+    elif name == "input_values" and bins is not None and getattr(config, "max_length", None):
+        shape = (count, config.max_length, bins)
+    else:
+        return None
+    return {name: torch.from_numpy(generator.standard_normal(size=shape, dtype=np.float32))}

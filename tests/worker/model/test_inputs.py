@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from consistency.case.case import Case
 from consistency.case.fit import Fit
@@ -24,3 +25,60 @@ def test_a_case_that_is_cut_has_smaller_inputs(fit: Fit, shape: tuple[int, int])
     inputs, reason = fixed_inputs(Case(name="x", base="b", fit=fit), Words())
     assert inputs is not None, reason
     assert inputs["input_ids"].shape == shape
+
+
+MADE = {
+    "whisper": (
+        transformers.WhisperConfig(
+            d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+            encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=40, num_mel_bins=8, max_source_positions=12,
+            max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        ),
+        transformers.WhisperForConditionalGeneration,
+        {"input_features": (8, 8, 24), "decoder_input_ids": (8, 8)},
+    ),
+    "wav2vec2": (
+        transformers.Wav2Vec2Config(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=[8, 8],
+            conv_stride=[5, 2], conv_kernel=[10, 3], num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+        ),
+        transformers.Wav2Vec2Model,
+        {"input_values": (8, 170)},
+    ),
+    "spectrogram": (
+        transformers.ASTConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, max_length=32,
+            num_mel_bins=16,
+        ),
+        transformers.ASTModel,
+        {"input_values": (8, 32, 16)},
+    ),
+    "video": (
+        transformers.VideoMAEConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16,
+            patch_size=8, num_frames=4,
+        ),
+        transformers.VideoMAEModel,
+        {"pixel_values": (8, 4, 3, 16, 16)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_sound_and_video_are_made_from_the_config_and_the_model_takes_them(kind: str) -> None:
+    config, model_class, shapes = MADE[kind]
+    model = model_class(config).eval()
+    inputs, reason = fixed_inputs(Case(name="x", base="b"), model)
+    assert inputs is not None, reason
+    assert {name: tuple(tensor.shape) for name, tensor in inputs.items()} == shapes
+    with torch.no_grad():
+        model(**inputs)
+
+
+def test_sound_without_a_length_in_the_config_is_declined() -> None:
+    class Sound(Words):
+        main_input_name = "input_features"
+
+    inputs, reason = fixed_inputs(Case(name="x", base="b"), Sound())
+    assert inputs is None
+    assert "inputs for input_features cannot be made from the config" in reason
