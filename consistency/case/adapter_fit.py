@@ -149,7 +149,7 @@ def _check_adapter_fits(base: Checkpoint, folder: Path, tensors: Mapping[str, Te
                 got=f"lora_A {pair['A'].shape}, lora_B {pair['B'].shape}",
                 wanted=f"in and out features of {owner.name} in {owner.file.name}",
             )
-    if sides and not known and not _shares_modules(base, sides):
+    if sides and not known and not _shares_modules(base, sides) and not _may_be_tied(base, sides):
         first = next(iter(sides))
         raise InputError(
             f"the adapter is for another base: none of its {len(sides)} layers is in the base",
@@ -172,6 +172,18 @@ def _match(name: str, by_ending: Mapping[str, list[TensorHeader]]) -> TensorHead
         if found:
             return found[0] if len(found) == 1 else None
     return None
+
+
+def _may_be_tied(base: Checkpoint, sides: Mapping[str, Mapping[str, TensorHeader]]) -> bool:
+    """Return whether all that is adapted may be a head with the weight of an embedding, which a file holds once.
+
+    Such a head is a module of the model itself, in and out features those of a matrix in the file.
+    """
+    tables = {header.shape for header in base.tensors.values()}
+    return all(
+        "." not in module and set(pair) == {"A", "B"} and (pair["B"].shape[0], pair["A"].shape[1]) in tables
+        for module, pair in sides.items()
+    )
 
 
 def _shares_modules(base: Checkpoint, modules: Mapping[str, object]) -> bool:

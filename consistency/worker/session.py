@@ -182,8 +182,11 @@ class Session:
             return context
         _let_go(loaded, {})
         self._begin("load adapter")
+        origins: dict[str, str] = {}
         with self._placement.watching():
-            model = load_adapter(loaded, case, initial=context.initial, autocast=job.autocast_adapter_dtype)
+            model = load_adapter(
+                loaded, case, initial=context.initial, origins=origins, autocast=job.autocast_adapter_dtype
+            )
         files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
         expected = expected_adapter(model, files)
         self._check("load adapter")
@@ -192,7 +195,9 @@ class Session:
         if checks_base:
             base.look_again(context, changed)
         self._check("base, after the adapter")
-        adapted = dataclasses.replace(context, model=model, expected=expected, rewritten=frozenset(changed))
+        adapted = dataclasses.replace(
+            context, model=model, expected=expected, rewritten=frozenset(changed), origins=origins
+        )
         self._unchanged = Unchanged(adapted, {**context.digests, **changed})
         return adapted
 

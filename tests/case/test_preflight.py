@@ -186,6 +186,17 @@ def test_an_adapter_none_of_whose_layers_is_in_the_base_is_refused(tmp_path: Pat
     assert caught.value.got == MODULES[0]
 
 
+@pytest.mark.parametrize(("features", "fits"), [((10, 8), True), ((11, 8), False)])
+def test_a_head_tied_to_the_embedding_is_in_no_file(tmp_path: Path, features: tuple[int, int], fits: bool) -> None:
+    base = make_base(tmp_path / "base", {"model.embed_tokens.weight": (10, 8)})
+    adapter = make_adapter(tmp_path / "adapter", features=features, modules=("lm_head",), target_modules=["lm_head"])
+    if fits:
+        check(base, adapter)
+    else:
+        with pytest.raises(InputError, match="none of its 1 layers is in the base"):
+            check(base, adapter)
+
+
 def test_one_layer_of_another_size_is_enough(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", {f"{MODULES[0]}.weight": (12, 8), f"{MODULES[1]}.weight": (12, 9)})
     with pytest.raises(InputError, match="the adapter is for another base") as caught:

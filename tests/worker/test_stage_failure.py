@@ -60,9 +60,9 @@ def another_structure(context: Any) -> None:
 def test_the_stages_after_it_run_as_if_it_had_not(
     llama: Path, adapter: Path, look: Look, monkeypatch: pytest.MonkeyPatch, act: Act
 ) -> None:
-    sound = look(llama, adapter, stages=STAGES)
+    sound = look(llama, adapter, stages=(*STAGES, "forward"))
     monkeypatch.setattr(merged, "run", failing(act))
-    found = look(llama, adapter, stages=STAGES)
+    found = look(llama, adapter, stages=(*STAGES, "forward"))
     row = next(r for r in found if r.status == "blocked")
     assert (row.stage, row.layer, row.tensor) == ("merged", "model", "everything")
     assert row.reason is not None

@@ -149,12 +149,17 @@ def _offloaded(model: torch.nn.Module, device: str) -> Offload:
 
 
 def load_adapter(
-    base: LoadedBase, case: Case, *, initial: dict[str, str] | None = None, autocast: bool = True
+    base: LoadedBase,
+    case: Case,
+    *,
+    initial: dict[str, str] | None = None,
+    origins: dict[str, str] | None = None,
+    autocast: bool = True,
 ) -> torch.nn.Module:
     """Load the case's adapter onto the base by PEFT's default load path; `autocast` is its `autocast_adapter_dtype`.
 
     Where `initial` is given, it is filled with the digests that the adapter's parameters had before its file was loaded
-    into them, by name.
+    into them, by name; `origins` with the name in the base of each of its tensors by the name in PEFT's model.
     """
     from peft import PeftModel
 
@@ -182,6 +187,10 @@ def load_adapter(
         raise
     assert isinstance(model, torch.nn.Module)
     model.eval()
+    if origins is not None:  # while the objects are those of the base: an offloaded one gets others
+        of_base = {id(tensor): name for name, tensor in base.tensors.items()}
+        named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        origins.update((name, of_base[id(t)]) for name, t in chain.from_iterable(named) if id(t) in of_base)
     if base.offload is not None:
         base.offload.attach(model)
     return model

@@ -80,9 +80,14 @@ def taking(layer: Any, delta: torch.Tensor) -> Iterator[None]:
 
 def weight_of(layer: Any) -> torch.Tensor:
     """Return the weight that a merge changes: of the base layer, or the parameter that PEFT wraps by its name."""
-    weight = layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
+    weight = layer.get_param() if hasattr(layer, "get_param") else getattr(layer.get_base_layer(), weight_name(layer))
     assert isinstance(weight, torch.Tensor)
     return weight.detach()
+
+
+def weight_name(layer: Any) -> str:
+    """Return the name of that weight in the base layer: torch's MultiheadAttention has three in one."""
+    return "in_proj_weight" if hasattr(layer.get_base_layer(), "in_proj_weight") else "weight"
 
 
 def _merged_into(layer: Any) -> list[torch.nn.Parameter]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,7 +64,8 @@ def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Ac
     """Run the model and return, on its device, its hidden states and its other outputs, by name."""
     device, dtype = device_of(model), next(model.parameters()).dtype
     moved = {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in inputs.items()}
-    output = model(**moved, **_extras(model))
+    with parameters_kept(model):
+        output = model(**moved, **_extras(model))
     if isinstance(output, torch.Tensor):
         return {}, {"output": output}
     hidden: Activations = {}
@@ -73,6 +76,24 @@ def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Ac
         elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0:
             last[key] = value
     return hidden, last
+
+
+@contextmanager
+def parameters_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Put back the parameters that a pass replaces with others of its own.
+
+    For every pass PEFT merges its adapter into torch's MultiheadAttention, and registers what it unmerges: the base's
+    weights but for rounding, in float64 where the pass was.
+    """
+    held = [(module._parameters, dict(module._parameters)) for module in model.modules() if module._parameters]
+    try:
+        yield
+    finally:
+        for now, before in held:
+            changed = [name for name, one in before.items() if now.get(name) is not one]
+            if any(one is not None and not one.is_meta for one in map(before.get, changed)):
+                now.clear()
+                now.update(before)
 
 
 def tokens_of(inputs: Activations) -> int:

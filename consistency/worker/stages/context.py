@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from consistency.capture.names import module_place
 from consistency.numerics.digest import TensorDigest
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
@@ -58,6 +60,8 @@ class Context(Machine):
         Digest of each of the adapter's parameters before its file was loaded, by name in `model`.
     rewritten : frozenset of str
         Tensors of the base that loading the adapter has changed.
+    origins : mapping of str to str
+        Name in the base of each of its tensors, by name in `model`: PEFT's layer replication numbers layers anew.
     """
 
     base: LoadedBase
@@ -66,6 +70,7 @@ class Context(Machine):
     expected: dict[str, tuple[str, torch.Tensor]]
     initial: dict[str, str]
     rewritten: frozenset[str]
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def base_folder(self) -> str | None:
@@ -81,3 +86,10 @@ class Context(Machine):
         if name in self.rewritten or name not in self.base.tensors:
             return None
         return self.base.expected(name)
+
+    def expected_under(self, layer: str, part: str) -> torch.Tensor | None:
+        """Return the same for a tensor inside an adapted layer, by its name in that layer: `base_layer.weight`."""
+        found = self.origins.get(f"{layer}.{part}")
+        if found is None:  # a tensor in the place of the base's
+            found = f"{module_place(layer)}.{part.removeprefix('base_layer.')}"
+        return self.expected_base(found)

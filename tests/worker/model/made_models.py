@@ -51,3 +51,36 @@ def a_model() -> Any:
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
     )
+
+
+class Block(torch.nn.Module):
+    """Torch's own attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.attention(x, x, x)[0]
+        return x + mixed
+
+
+class Attention(torch.nn.Module):
+    """Two blocks, and a layer after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+        self.out = torch.nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.out(x)
+        return result
+
+
+def an_attention() -> torch.nn.Module:
+    """Return a model with attention of torch's."""
+    torch.manual_seed(0)
+    return Attention()

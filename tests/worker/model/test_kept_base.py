@@ -31,6 +31,7 @@ METHODS: dict[str, Any] = {
     "all-linear": peft.LoraConfig(r=4, target_modules="all-linear"),
     "embeddings": peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens", "lm_head"]),
     "dora": peft.LoraConfig(r=4, use_dora=True, **_Q),
+    "replicated": peft.LoraConfig(r=4, layer_replication=[[0, 1], [0, 1]], **_Q),
     "pissa": peft.LoraConfig(r=4, init_lora_weights="pissa", **_Q),
     "olora": peft.LoraConfig(r=4, init_lora_weights="olora", **_Q),
     "saved-modules": peft.LoraConfig(r=4, modules_to_save=["lm_head", "embed_tokens"], **_Q),

@@ -19,7 +19,7 @@ from consistency.numerics.exact import Float64Mode
 from consistency.worker.model.blocks import recomputed
 from consistency.worker.model.inputs import SEED
 from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.model.running import outputs
+from consistency.worker.model.running import outputs, parameters_kept
 
 Tensors = dict[str, torch.Tensor]
 
@@ -99,6 +99,7 @@ def backward(
     parameters = dict(model.named_parameters())
     wanted = {name: parameters[name] for name in names}
     with ExitStack() as stack:
+        stack.enter_context(parameters_kept(model))  # blocks run once more in the backward pass
         stack.enter_context(_trainable(model, wanted.values()))
         if exact:
             mode = Float64Mode()

@@ -42,13 +42,13 @@ class LowRank:
 
 
 def low_rank_of(context: Context, name: str, layer: Any) -> LowRank | None:
-    """Return the factors of a plain LoRA on a linear, Conv1D or embedding layer; None for every other method."""
+    """Return the factors of a plain LoRA on a linear, Conv1D, embedding or attention layer; None for all others."""
     from peft.tuners.lora import layer as lora
 
     if getattr(layer, "lora_variant", {}).get(ADAPTER_NAME) is not None:
         return None  # DoRA and its variants are no sum of a weight and a product
-    if type(layer) is lora.Linear:
-        keys, transposed = ("lora_A.{}.weight", "lora_B.{}.weight"), bool(layer.fan_in_fan_out)
+    if type(layer) in (lora.Linear, lora.MultiheadAttention):  # the latter's projection of inputs is one matrix
+        keys, transposed = ("lora_A.{}.weight", "lora_B.{}.weight"), bool(getattr(layer, "fan_in_fan_out", False))
     elif type(layer) is lora.Embedding:
         keys, transposed = ("lora_embedding_A.{}", "lora_embedding_B.{}"), True
     else:
@@ -66,7 +66,7 @@ def low_rank_of(context: Context, name: str, layer: Any) -> LowRank | None:
         right=b.T if transposed else a,
         scaling=float(layer.scaling[ADAPTER_NAME]),
         adapter=dtype,
-        rounds_delta=type(layer) is lora.Embedding,
+        rounds_delta=type(layer) is not lora.Linear,
         products=products_of(context.device),
     )
 

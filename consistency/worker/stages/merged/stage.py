@@ -28,7 +28,7 @@ from consistency.numerics.exact import Float64Mode
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule
 from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.model.merging import NO_MERGE, adapted_layers, merged, taking, weight_of
+from consistency.worker.model.merging import NO_MERGE, adapted_layers, merged, taking, weight_name, weight_of
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
@@ -89,7 +89,7 @@ def _merged(context: Context, name: str, place: str, layer: Any, low_rank: LowRa
         try:
             tolerance = context.record.tolerance(stage="merged", layer=place, dtype=weight_of(layer).dtype)
             # before the merge: of a layer that is merged, PEFT merges no copy
-            truth = truth or _truth(context, name, place, layer, low_rank)
+            truth = truth or _truth(context, name, layer, low_rank)
             own_error = None if tolerance else _own_error(context, name, layer, truth, safe=safe)
             with merged(layer, safe=safe) as weight:
                 here = digest(weight)
@@ -114,9 +114,9 @@ def _merged(context: Context, name: str, place: str, layer: Any, low_rank: LowRa
         del weight
 
 
-def _base_weight(context: Context, place: str, layer: Any) -> torch.Tensor:
+def _base_weight(context: Context, name: str, layer: Any) -> torch.Tensor:
     """Return the weight before the merge: the file's bytes, or the device's where no file holds it unchanged."""
-    known = context.expected_base(f"{place}.weight")
+    known = context.expected_under(name, f"base_layer.{weight_name(layer)}")
     return weight_of(layer).to("cpu", copy=True) if known is None else known
 
 
@@ -157,7 +157,7 @@ def _digest_again(layer: Any, *, safe: bool) -> TensorDigest:
         return digest(weight)
 
 
-def _truth(context: Context, name: str, place: str, layer: Any, low_rank: LowRank | None) -> Truth:
+def _truth(context: Context, name: str, layer: Any, low_rank: LowRank | None) -> Truth:
     """Return the reference of a layer's merged weight; a safe merge is the same function in exact arithmetic.
 
     Empty where the weight is quantized, for there is no number format to bound, or where PEFT does not merge a copy in
@@ -166,7 +166,7 @@ def _truth(context: Context, name: str, place: str, layer: Any, low_rank: LowRan
     if weight_of(layer).dtype not in UNIT_ROUNDOFF:
         return Truth()
     if low_rank is not None:
-        return Truth(low_rank=low_rank, base=_base_weight(context, place, layer))
+        return Truth(low_rank=low_rank, base=_base_weight(context, name, layer))
     try:
         twin = _copy_from_files(context, name, layer).double()
         with Float64Mode():
@@ -198,8 +198,7 @@ def _copy_from_files(context: Context, name: str, layer: Any) -> Any:
             if f"{name}.{part}" in context.expected:
                 parameter.copy_(context.expected[f"{name}.{part}"][1])
             elif part.startswith("base_layer."):
-                base_name = f"{module_place(name)}.{part.removeprefix('base_layer.')}"
-                known = context.expected_base(base_name)
+                known = context.expected_under(name, part)
                 if known is not None:
                     parameter.copy_(known)
     return twin

@@ -1,0 +1,54 @@
+"""Running a model: what a pass replaces is put back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from consistency.worker.model.running import parameters_kept
+from tests.worker.conftest import Look
+from tests.worker.model.made_models import adapter_on, an_attention
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT warns while saving
+
+STAGES = ("base", "adapter", "merged", "gradient", "forward", "memory")
+
+
+def test_an_adapter_on_torchs_attention_is_checked(tmp_path: Path, look: Look) -> None:
+    """PEFT merges it for each pass, and what it unmerges has the dtype of the pass: that in float64 stayed."""
+    config = peft.LoraConfig(r=2, target_modules=["attention", "out"])
+    adapter = adapter_on(an_attention(), config, tmp_path / "adapter")
+    inputs = tmp_path / "inputs.safetensors"
+    save_file({"x": torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))}, inputs)
+    base = Path("python:tests.worker.model.made_models:an_attention")
+    found = look(base, adapter, stages=STAGES, inputs=str(inputs))
+    assert not [r for r in found if r.status in ("outside", "missing", "unexpected", "blocked")]
+    merged = {(r.layer, r.tensor): (r.shape, r.rule, r.status) for r in found if r.stage == "merged"}
+    for tensor in ("delta", "weight", "weight_safe_merge"):
+        assert merged["blocks.1.attention", tensor] == ((48, 16), "bound", "within")
+    layers = {f"blocks.{n}.attention{inner}" for n in (0, 1) for inner in ("", ".base_layer.out_proj")}
+    assert {r.layer for r in found if r.stage == "gradient"} == {*layers, "out"}
+    assert {r.tensor for r in found if r.stage == "forward"} == {"adapter_on", "adapter_off", "adapter_merged"}
+    assert {r.status for r in found if r.stage in ("gradient", "forward")} == {"within"}
+
+
+def test_only_what_was_replaced_is_put_back() -> None:
+    layer = torch.nn.Linear(2, 2)
+    weight, bias = layer.weight, layer.bias
+    with parameters_kept(layer):
+        layer.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+        with torch.no_grad():
+            bias.zero_()
+    assert layer.weight is weight
+    assert layer.bias is bias
+    assert not layer.bias.any(), "what is written in place is not undone"
+    with parameters_kept(layer):
+        del layer.weight
+        layer.weight = torch.zeros(2, 2)  # as PEFT does for the pass
+        del layer.weight
+        layer.register_parameter("weight", torch.nn.Parameter(torch.ones(2, 2)))
+    assert layer.weight is weight
