@@ -6,6 +6,7 @@ import msgspec
 
 from consistency.case.fit import Fit
 from consistency.case.load_path import LoadPath
+from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Dtype, Placement, Profile
 from consistency.case.profile import Switch
 from consistency.case.stages import HOST_STAGES, LARGE_COPIES, LEVELS, SPECS, Level, LevelPlan, Model, Stage
@@ -16,7 +17,7 @@ CHECKED_IN = "checked in case"
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"load_paths": "roads"}):
-    """One base model and one adapter, and how they are checked.
+    """One base model and one adapter or several, and how they are checked.
 
     Attributes
     ----------
@@ -25,6 +26,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         only the host is checked: every stage is then one of `MODEL_LESS`.
     adapter : str or None
         None checks the base alone.
+    adapters : tuple of NamedAdapter
+        Several adapters of one case, by the folders; `adapter` is then the first one.
     dtype : str
         Dtype to load the base in; `auto` is the one that its config declares.
     profile : str
@@ -65,6 +68,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: str
     base: str
     adapter: str | None = None
+    adapters: tuple[NamedAdapter, ...] = ()
     dtype: Dtype = "auto"
     profile: Profile = "pinned"
     settings: tuple[Switch, ...] = ()
@@ -128,7 +132,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def not_looked_at(self) -> tuple[str, ...]:
         """Return what this run does not check, for the report."""
         elsewhere = HOST_STAGES if self.host_checked_by else ()
-        skipped = [f"stage {s}" for s in Stage if s not in self.stages and s not in elsewhere]
+        skipped = [
+            f"stage {s}" for s in Stage if s not in self.stages and s not in elsewhere and s is not Stage.ADAPTERS
+        ]
         skipped += [f"stage {s} ({CHECKED_IN} {self.host_checked_by})" for s in elsewhere if s not in self.stages]
         rest = [text for text in self.plan.not_looked_at if text not in list(Stage)]
         if Stage.OPERATORS not in self.stages:
@@ -139,7 +145,17 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             rest = [text for text in rest if "second run" not in text]
         if self.repeat > 1:
             rest = [text for text in rest if "again" not in text and "second run" not in text]
-        return (*skipped, *rest, *self._cut())
+        return (*skipped, *rest, *self._of_other_adapters(), *self._cut())
+
+    def _of_other_adapters(self) -> list[str]:
+        """Return what is checked of the first adapter alone."""
+        alone = [s for s in self.stages if SPECS[s].needs_adapter and s is not Stage.ADAPTERS]
+        alone += [s for s in self.stages if s in (Stage.FORWARD, Stage.SHARDING)]
+        if not self.adapters or not alone:
+            return []
+        combined = ["combination types other than linear and cat"] if Stage.ADAPTERS in self.stages else []
+        others = " and ".join(one.name for one in self.adapters[1:])
+        return [f"{others} in {', '.join(alone)} (of {self.adapters[0].name} alone)", *combined]
 
     def _cut(self) -> list[str]:
         if not any(SPECS[stage].feeds_inputs for stage in self.stages):

@@ -18,6 +18,7 @@ from consistency.case.stages import Level, Stage
 from consistency.errors import ConsistencyError
 
 if TYPE_CHECKING:
+    from consistency.case.named_adapters import NamedAdapter
     from consistency.case.profile import Switch
     from consistency.case.tolerance import Override
 
@@ -88,6 +89,8 @@ class Option:
         Earlier names: accepted everywhere, shown nowhere.
     repeatable : bool
         Given several times on a command line, a list in TOML.
+    gathers : bool
+        May be given several times on a command line, and is a list only then.
     is_path : bool
         A relative path in a TOML file is relative to that file.
     absent : mapping of Edge to str
@@ -102,6 +105,7 @@ class Option:
     choices: tuple[str, ...] | None = None
     aliases: tuple[str, ...] = ()
     repeatable: bool = False
+    gathers: bool = False
     is_path: bool = False
     absent: Mapping[Edge, str] = field(default_factory=dict)
 
@@ -117,8 +121,20 @@ class Options:
     base: str | None = _option(
         None, "folder, hub id, python:package.module:function, or builtin:llama|gpt2|bert", "MODEL", is_path=True
     )
-    adapter: str | None = _option(None, "folder saved by PEFT, or hub id", "ADAPTER", is_path=True)
+    adapter: str | None = _option(
+        None,
+        "folder saved by PEFT, or hub id; several, or a pattern, are a suite; several as NAME=PATH are one case",
+        "[NAME=]ADAPTER",
+        is_path=True,
+        gathers=True,
+    )
     name: str | None = _option(None, "name of the case in reports and test items", "TEXT")
+    adapters: tuple[NamedAdapter, ...] | None = _option(
+        None,
+        'several adapters of one case: {one = "PATH", two = "PATH"}',
+        "TABLE",
+        absent=dict.fromkeys((Edge.COMMAND_LINE, Edge.PYTEST, Edge.PYTEST_INI), "there it is --adapter NAME=PATH"),
+    )
     devices: tuple[str, ...] = _option(("auto",), "auto (default), or cpu,cuda:0,cpu@avx2,…", "LIST")
     dtype: Dtype = _option(
         "auto", "dtype to load the base in (default: the one its config declares)", choices=get_args(Dtype)
@@ -191,11 +207,21 @@ OPTIONS: tuple[Option, ...] = tuple(
     Option(**{"name": one.name, "attribute": one.name, **one.metadata}) for one in fields(Options) if one.metadata
 )
 
-_SPELLED = re.compile(r"(?<![\w-])--(" + "|".join(option.name.replace("_", "-") for option in OPTIONS) + r")(?![\w-])")
+_ON_A_COMMAND_LINE = [option.name.replace("_", "-") for option in OPTIONS if Edge.COMMAND_LINE not in option.absent]
+_SPELLED = re.compile(r"(?<![\w-])--(" + "|".join(_ON_A_COMMAND_LINE) + r")(?![\w-])")
 
 
 def _name_of(found: re.Match[str]) -> str:
     return found[1].replace("-", "_")
+
+
+class _Gather(argparse.Action):
+    """Keep one value as it is, and several as a list."""
+
+    def __call__(self, _parser: object, namespace: argparse.Namespace, values: object, _name: object = None) -> None:
+        earlier = getattr(namespace, self.dest, None)
+        several = earlier if isinstance(earlier, list) else [earlier]
+        setattr(namespace, self.dest, values if earlier is None else [*several, values])
 
 
 def add_options(add: Callable[..., object], edge: Edge, *, only: Collection[str] = (), prefix: str = "") -> None:
@@ -209,6 +235,8 @@ def add_options(add: Callable[..., object], edge: Edge, *, only: Collection[str]
         keywords: dict[str, Any] = {"dest": prefix + option.name, "default": None}
         if option.type is bool:
             keywords["action"] = "store_true"
+        elif option.gathers:
+            keywords |= {"action": _Gather, "metavar": option.metavar}
         elif option.repeatable:
             keywords |= {"action": "append", "metavar": option.metavar}
         elif option.choices:

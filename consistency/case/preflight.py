@@ -14,6 +14,7 @@ from consistency.case.adapter_fit import check_files
 from consistency.case.builtin import resolve
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_header, read_json
+from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Edge, Options
 from consistency.case.stages import LEVELS, SPECS, Stage, requested
 from consistency.errors import InputError, UsageError, first_line, meant
@@ -42,7 +43,10 @@ def prepare_case(options: Options) -> Case:
 
 
 def _prepared(options: Options) -> Case:
-    base, adapter = resolve(options.base, options.adapter)
+    if options.adapters and options.adapter is not None:
+        raise UsageError("adapters with names and one without", where="--adapter", got=options.adapter)
+    first = options.adapters[0].path if options.adapters else options.adapter
+    base, adapter = resolve(options.base, first)
     if base is None:
         raise UsageError("an adapter without a base", where="--base", wanted="the base's folder or hub id")
     _check_soak(options)
@@ -55,10 +59,12 @@ def _prepared(options: Options) -> Case:
         base_folder = _local_folder(base, what="base", options=options)
     adapter_folder = None if adapter is None else _local_folder(adapter, what="adapter", options=options)
     check_files(base_folder, adapter_folder, allow_pickle=options.allow_pickle)
+    adapters = _named_folders(options, base_folder)
     return Case(
-        name=options.name or _case_name(base, adapter),
+        name=options.name or _case_name(base, *(one.path for one in adapters) if adapters else (adapter,)),
         base=base if base_folder is None else str(base_folder),
         adapter=None if adapter_folder is None else str(adapter_folder),
+        adapters=adapters,
         dtype=options.dtype,
         profile=options.profile,
         settings=options.set,
@@ -78,6 +84,17 @@ def _prepared(options: Options) -> Case:
         allow_pickle=options.allow_pickle,
         trust_remote_code=options.trust_remote_code,
     )
+
+
+def _named_folders(options: Options, base: Path | None) -> tuple[NamedAdapter, ...]:
+    """Return the adapters of a case with several, by their folders, whose files are checked."""
+    found = []
+    for one in options.adapters or ():
+        _, path = resolve(options.base, one.path)
+        folder = _local_folder(str(path), what="adapter", options=options)
+        check_files(base, folder, allow_pickle=options.allow_pickle)
+        found.append(NamedAdapter(name=one.name, path=str(folder)))
+    return tuple(found)
 
 
 def _check_anything_is_checked(options: Options, stages: Sequence[Stage], *, has_adapter: bool) -> None:
@@ -199,6 +216,11 @@ def _stages(options: Options) -> tuple[Stage, ...]:
     if options.wrapper is not None:
         _check_function(options.wrapper, what="wrapper", where="--wrapper")
     asked = options.stages
+    if asked is not None and Stage.ADAPTERS in asked and not options.adapters:
+        raise UsageError(
+            "the stage adapters needs several adapters", where="--stages",
+            wanted="--adapter NAME=PATH for each of them",
+        )  # fmt: skip
     if asked is not None and Stage.WRAPPING in asked and options.wrapper is None:
         raise UsageError(
             "nothing wraps the base",
@@ -209,7 +231,8 @@ def _stages(options: Options) -> tuple[Stage, ...]:
     for stage, spec in SPECS.items():
         value = getattr(options, spec.option) if spec.option else None
         if asked is not None and value is not None and stage not in asked:
-            option = Edge.COMMAND_LINE.spell(spec.option)
+            option = "--adapter NAME=PATH" if stage is Stage.ADAPTERS else Edge.COMMAND_LINE.spell(spec.option)
+            value = ", ".join(map(str, value)) if stage is Stage.ADAPTERS else value
             raise UsageError(f"{option} is for the stage {stage}, which is not in --stages", where=option, got=value)
     return requested(options.level, options) if asked is None else asked
 
@@ -241,7 +264,7 @@ def _device_map(text: str) -> str:
     return str(path.resolve())
 
 
-def _case_name(base: str, adapter: str | None) -> str:
-    paths = [Path(text) for text in (base, adapter) if text is not None]
+def _case_name(base: str, *adapters: str | None) -> str:
+    paths = [Path(text) for text in (base, *adapters) if text is not None]
     names = [path.parent.name if path.name in ("base", "adapter") else path.name or str(path) for path in paths]
     return " + ".join(dict.fromkeys(names))

@@ -13,6 +13,7 @@ import msgspec
 
 from consistency.case.duration import parse_duration
 from consistency.case.load_path import GRAMMAR, LoadPath
+from consistency.case.named_adapters import NamedAdapter, as_named_adapters, paths_from, with_named_adapters
 from consistency.case.options import OPTIONS, Edge, Option, Options, Source
 from consistency.case.profile import Switch, as_switches, merged
 from consistency.case.stages import Stage
@@ -22,19 +23,21 @@ from consistency.errors import UsageError, meant
 
 E = TypeVar("E", bound=enum.StrEnum)
 
-_TYPES = get_type_hints(Options, localns={"Override": Override, "Switch": Switch})
+_TYPES = get_type_hints(Options, localns={"NamedAdapter": NamedAdapter, "Override": Override, "Switch": Switch})
 _BY_NAME = {name: option for option in OPTIONS for name in (option.name, option.attribute, *option.aliases)}
 
 
 def make_options(table: Mapping[str, object], base: Options | None = None) -> Options:
     """Parse options that are given by name in Python; `base` holds those that are not given."""
+    table = with_named_adapters(table, where="adapter")
     return dataclasses.replace(base or Options(), **parse(table, where=str), source=Source(edge=Edge.TOML))
 
 
 def gather_options(config: str | Path | None, given: Mapping[str, object], edge: Edge) -> Options:
     """Merge the options of a TOML file with those of a command line, which win; None stands for one not given."""
     file = {} if config is None else read_options(Path(config))
-    own = parse({name: value for name, value in given.items() if value is not None}, where=edge.spell)
+    of_line = {name: value for name, value in given.items() if value is not None}
+    own = parse(with_named_adapters(of_line, where=edge.spell("adapter")), where=edge.spell)
     places = {_BY_NAME[name].name: f"{_BY_NAME[name].name} in {config}" for name in file if name not in own}
     return layered(file, own, source=Source(edge=edge, places=places))
 
@@ -44,7 +47,11 @@ def layered(*layers: Mapping[str, Any], source: Source) -> Options:
     # the last tolerance that matches applies: those of the command line follow those of the file
     tolerance = tuple(one for layer in layers for one in layer.get("tolerance", ()))
     switches = merged(*(layer.get("set", ()) for layer in layers))
-    fields = {name: value for layer in layers for name, value in layer.items()}
+    fields: dict[str, Any] = {}
+    for layer in layers:
+        if "adapter" in layer or "adapters" in layer:  # one adapter and several take the place of each other
+            fields = {name: value for name, value in fields.items() if name not in ("adapter", "adapters")}
+        fields |= layer
     return Options(**{**fields, "tolerance": tolerance, "set": switches}, source=source)
 
 
@@ -69,7 +76,11 @@ def options_of(table: Mapping[str, object], path: Path, *, part: str = "") -> di
     """Return the options of a TOML file, or of a part of it; a relative path in it is relative to the file."""
     values = parse(table, where=lambda name: f"{name} in {part}{path}")
     for name, value in values.items():
-        if _BY_NAME[name].is_path and not value.startswith(("python:", "builtin:")) and (path.parent / value).exists():
+        if name == "adapters":
+            values[name] = paths_from(value, path.parent)
+            continue
+        is_path = _BY_NAME[name].is_path and not value.startswith(("python:", "builtin:"))
+        if is_path and (path.parent / value).exists():
             values[name] = str(path.parent / value)
     return values
 
@@ -96,6 +107,8 @@ def _value(option: Option, given: object, where: str) -> object:
             return as_overrides(given, where=where)
         case "set":
             return as_switches(given, where=where)
+        case "adapters":
+            return as_named_adapters(given, where=where)
         case "devices":
             given = parse_devices(_names(option, given, where), where=where)
         case "stages":

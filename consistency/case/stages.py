@@ -25,6 +25,7 @@ class Stage(enum.StrEnum):
     MERGED = "merged"
     FORWARD = "forward"
     GRADIENT = "gradient"
+    ADAPTERS = "adapters"
     MEMORY = "memory"
     SHARDING = "sharding"
     WRAPPING = "wrapping"
@@ -156,6 +157,11 @@ SPECS: dict[Stage, StageSpec] = {
             again=f"{_SOAK}.computed:gradient",
             needs_adapter=True, levels=_FROM_STANDARD, feeds_inputs=True, whole="adapter_on",
             before=Stage.FORWARD,  # whose merge leaves a tied weight's pages private: less memory is held here
+        ),
+        StageSpec(  # with several adapters alone
+            stage=Stage.ADAPTERS, kind=Kind.COMPUTES, rule=Rule.BITWISE, worker=f"{_STAGES}.adapters.stage:run",
+            short="multi",
+            needs_adapter=True, levels=(), option="adapters",
         ),
         StageSpec(
             stage=Stage.MEMORY, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.memory:run",

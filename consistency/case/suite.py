@@ -28,6 +28,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from consistency.case.named_adapters import with_named_adapters
 from consistency.case.options import Edge, Options, Source
 from consistency.case.reading import layered, options_of, parse, read_table
 from consistency.errors import UsageError, meant
@@ -82,8 +83,9 @@ def gather_suite(config: str | Path | None, given: Mapping[str, object], edge: E
     """Read a suite from a TOML file and a command line, which wins; None where they describe a single case.
 
     They describe a suite if the file has a `[[case]]`, or if an adapter is a pattern or a list, or a dtype is a list.
+    Adapters with names are several of one case.
     """
-    own = {name: value for name, value in given.items() if value is not None}
+    own = with_named_adapters({n: v for n, v in given.items() if v is not None}, where=edge.spell("adapter"))
     path = None if config is None else Path(config)
     file = {} if path is None else read_table(path)
     tables = _case_tables(file.pop("case", None), path)

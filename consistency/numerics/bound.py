@@ -26,6 +26,7 @@ Between two devices the bound is twice as large, since each may use it up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,6 +110,34 @@ def delta_allowance(
     elif adapter == torch.float64:
         product = gamma(rank + 2, UNIT_ROUNDOFF[torch.float64])
     return Allowance(product=product, floor=floor)
+
+
+def merged_in_turn_allowance(deltas: Sequence[Allowance], *, weight: torch.dtype, roundings: int) -> Allowance:
+    r"""Bound the error of a weight to which several deltas are added, each sum rounded to the weight's dtype.
+
+    With n deltas and k roundings of each sum, what is added first is rounded :math:`n k` times:
+    :math:`\gamma_{nk} (|W| + \sum_i D_i)`, and the deltas' own errors grow by as much.
+    """
+    times = len(deltas) * roundings
+    grown = gamma(times, UNIT_ROUNDOFF[weight])
+    product = max(delta.product for delta in deltas)
+    floor = sum(delta.floor for delta in deltas) + times * HALF_SMALLEST_SUBNORMAL[weight]
+    return Allowance(product=product + grown * (1 + product), weight=grown, floor=floor * (1 + grown))
+
+
+def cycles_allowance(deltas: Sequence[Allowance], *, weight: torch.dtype, cycles: int) -> Allowance:
+    r"""Bound how far a weight is from itself after cycles in which all deltas are added and then subtracted.
+
+    Both times the delta has the same bits, so its own error cancels. Of n deltas, c cycles round
+    :math:`2 n c` sums, none larger than :math:`|W| + \sum_i D_i` and the error so far; and where PEFT rounds the delta
+    to the weight's dtype to subtract it, but not to add it, each cycle leaves the rounding of each delta,
+    :math:`n c` more: :math:`\gamma_{2nc} |W| + \gamma_{3nc} \sum_i D_i`.
+    """
+    u, times = UNIT_ROUNDOFF[weight], len(deltas) * cycles
+    product = max(delta.product for delta in deltas)
+    grown = gamma(3 * times, u)
+    floor = 3 * times * (HALF_SMALLEST_SUBNORMAL[weight] + sum(delta.floor for delta in deltas)) * (1 + grown)
+    return Allowance(product=grown * (1 + product), weight=gamma(2 * times, u), floor=floor)
 
 
 def merged_allowance(delta: Allowance, *, weight: torch.dtype, roundings: int) -> Allowance:

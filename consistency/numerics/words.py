@@ -87,6 +87,12 @@ class Word(enum.StrEnum):
     INACTIVE = "inactive", "the adapter inactive"
     SETTINGS = "settings", "a different rank or scaling"
 
+    # several adapters in one model
+    LEFT_BEHIND = "left-behind", "tensors of a deleted adapter left in the model"
+    OTHERS_INTERFERE = "others-interfere", "results that change with what else was loaded, set or deleted"
+    DRIFT = "drift", "weights that merging and unmerging moves further than rounding can"
+    BYTES_CHANGED = "bytes-changed", "bytes that a step changed which should leave them alone"
+
     # memory
     TOUCHED = "touched", "unexpected device use"
     WRONG_DEVICE = "wrong-device", "adapter tensors on a different device than their model"

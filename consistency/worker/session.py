@@ -180,6 +180,7 @@ class Session:
         if case.adapter is None:
             self._unchanged = Unchanged(context, context.digests)
             return context
+        bare = (self._structure or Structure(loaded.model)) if case.adapters else None
         _let_go(loaded, {})
         self._begin("load adapter")
         origins: dict[str, str] = {}
@@ -191,12 +192,17 @@ class Session:
         expected = expected_adapter(model, files)
         self._check("load adapter")
         self._begin("base, after the adapter")
-        changed = base.rewritten(context)
+        changed = context.changed_base()
         if checks_base:
             base.look_again(context, changed)
         self._check("base, after the adapter")
         adapted = dataclasses.replace(
-            context, model=model, expected=expected, rewritten=frozenset(changed), origins=origins
+            context,
+            model=model,
+            expected=expected,
+            rewritten=frozenset(changed),
+            origins=origins,
+            bare=bare,
         )
         self._unchanged = Unchanged(adapted, {**context.digests, **changed})
         return adapted

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 
+from consistency.case.builtin import BUILTIN_CASES
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.comparison.result import Comparison
@@ -23,6 +25,7 @@ from consistency.launch.engine import Watcher
 from consistency.worker.faults.catalogue import FAULTS, Fault
 from consistency.worker.protocol import Event
 from consistency.workflows import pipeline
+from consistency.workflows.second_adapter import several_adapters
 
 STALL_S = 30.0  # a hung worker is given up after this; importing torch from a slow disk takes less
 
@@ -111,9 +114,13 @@ def drill(faults: Sequence[Fault], *, out: Path | None, watch: Watcher, replace:
             placement="offload" if fault.offloads else "auto",
         )
         worker = devices[-1].spec.name
-        plan = dataclasses.replace(pipeline.prepare(options), faults={worker: fault.name})
         folder = None if out is None else out / fault.name
-        rows.append(_row(fault, worker, pipeline.run(plan, folder, watch=watch, replace=replace).comparison))
+        with several_adapters() if fault.several else nullcontext() as adapters:
+            if adapters is not None:
+                options = dataclasses.replace(options, base=f"builtin:{BUILTIN_CASES[0]}", adapters=adapters)
+            prepared = pipeline.prepare(options)
+            plan = dataclasses.replace(prepared, faults={worker: fault.name})
+            rows.append(_row(fault, worker, pipeline.run(plan, folder, watch=watch, replace=replace).comparison))
     return tuple(rows)
 
 

@@ -302,6 +302,30 @@ def memory(s: Setting) -> Cost:
     )
 
 
+def adapters(s: Setting) -> Cost:
+    """Load every adapter alone and then all of them, run each, combine them, and merge them ten times by layer.
+
+    A further adapter is taken to be as large as the first. The base is digested some eight times. The exact value of a
+    merged weight is made piece by piece; the drift takes the weight before, after and in float64 by parts.
+    """
+    count = len(s.case.adapters)
+    passes = 3 * count + 2 if s.shape.runs_on_inputs else 0
+    rows = s.positions
+    states = rows * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + (s.shape.vocabulary or 0))
+    of_layer = s.shape.largest_layer_elements * (4 * s.shape.width + (count + 1) * 4)
+    flop = count * sum(2.0 * (layer.rank or 0) * layer.elements for layer in s.shape.layers)
+    return Cost(
+        host_bytes=max(of_layer, states * s.shape.width) + 4 * count * s.shape.adapter_bytes,
+        device_bytes=max(of_layer, states * s.shape.width) + 4 * count * s.shape.adapter_bytes,
+        work=Work(
+            fixed_s=count * LOAD_S + 12 * count * PER_TENSOR_S * s.shape.adapter_tensors,
+            memory_s=8 * DIGEST_S * s.shape.loaded_bytes + (2 + 2 * count) * MERGE_S * s.shape.adapted_elements,
+            native=_products(s, rows, parts=1).times(passes),
+            float64=Products(flop=2 * flop),
+        ),
+    )
+
+
 def sharding(s: Setting) -> Cost:
     """Load the base twice more, one copy at a time, spread over devices and the host.
 
@@ -331,6 +355,7 @@ STAGE_COSTS: dict[Stage, StageCost] = {
     Stage.MERGED: merged,
     Stage.FORWARD: forward,
     Stage.GRADIENT: gradient,
+    Stage.ADAPTERS: adapters,
     Stage.MEMORY: memory,
     Stage.SHARDING: sharding,
     Stage.WRAPPING: wrapping,

@@ -263,9 +263,10 @@ def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, 
     devices = dict.fromkeys([reference.info.name, *workers])
     if not case.base:
         return f"consistency doctor --devices {','.join(devices)}"
-    builtin = builtin_name(case.base, case.adapter)
+    builtin = None if case.adapters else builtin_name(case.base, case.adapter)
     parts = ["consistency run", f"--base {f'builtin:{builtin}' if builtin else shlex.quote(case.base)}"]
-    parts += [f"--adapter {shlex.quote(case.adapter)}"] if case.adapter and not builtin else []
+    given = [str(one) for one in case.adapters] or ([case.adapter] if case.adapter and not builtin else [])
+    parts += [f"--adapter {shlex.quote(one)}" for one in given]
     parts += [f"--dtype {case.dtype}"] if case.dtype != "auto" else []
     parts += [] if case.is_pinned else [f"--profile {case.profile}"]
     parts += [f"--set {switch}" for switch in case.settings]

@@ -262,6 +262,7 @@ def _inputs(participant: ComparedWorker) -> str:
     for stage, folder in (("base", case.base), ("adapter", case.adapter)):
         read = [record.reference_digest for key, record in records if key[0] == stage and record.reference_digest]
         parts.append(read or _marks(folder))
+    parts += [[one.name, _marks(one.path)] for one in case.adapters]
     return digest_of(parts)
 
 

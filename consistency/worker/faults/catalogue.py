@@ -37,6 +37,8 @@ class Fault:
         How long its worker repeats, where one run does not meet it.
     only : tuple of str
         The layers that are checked.
+    several : bool
+        Whether its case has a second adapter.
     wrapper : str or None
         What the base is wrapped with on every worker.
     """
@@ -54,6 +56,7 @@ class Fault:
     wrapper: str | None = None
     soak_s: float | None = None
     only: tuple[str, ...] = ()
+    several: bool = False
 
     @property
     def accelerators(self) -> int:
@@ -65,6 +68,7 @@ HARMLESS_WRAPPER = "python:consistency.worker.faults.wrapping:harmless"
 
 _ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
 _TRANSFER, _OPERATORS, _GRADIENT = (Stage.TRANSFER,), (Stage.OPERATORS,), (Stage.GRADIENT,)
+_ADAPTERS = (Stage.ADAPTERS,)
 _BASE, _FORWARD, _SHARDING, _WRAPPING = (Stage.BASE,), (Stage.FORWARD,), (Stage.SHARDING,), (Stage.WRAPPING,)
 
 _ROWS: tuple[Fault, ...] = (
@@ -135,6 +139,20 @@ _ROWS: tuple[Fault, ...] = (
     Fault(
         name="merge-not-repeatable", plant="computed:flaky_delta", expected="not-repeatable", stages=_MERGED, repeat=2
     ),
+    Fault(
+        name="adapter-left-after-delete", plant="adapters:left_after_delete", expected="left-behind", stages=_ADAPTERS,
+        words="delete_adapter leaves 1 tensor", several=True,
+    ),
+    Fault(name="adapter-stays-active", plant="adapters:stays_active", expected="inactive", stages=_ADAPTERS,
+          several=True),
+    Fault(
+        name="combination-wrong-weights", plant="adapters:wrong_weights", expected="wrong-scale", stages=_ADAPTERS,
+        several=True,
+    ),
+    Fault(
+        name="hotswap-leaves-one", plant="adapters:leaves_one", expected="stale", stages=_ADAPTERS, several=True
+    ),
+    Fault(name="unmerge-off", plant="adapters:unmerge_off", expected="drift", stages=_ADAPTERS, several=True),
     # the case has one layer, so that fifty repeats take a part of the time
     Fault(
         name="merge-bit-flip-now-and-then", plant="soak:one_bit_of_weight", expected="not-repeatable", stages=_MERGED,

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from consistency.case.case import Case
+from consistency.case.named_adapters import NamedAdapter
 from consistency.errors import InputError
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import name_of
@@ -155,31 +156,36 @@ def load_adapter(
     initial: dict[str, str] | None = None,
     origins: dict[str, str] | None = None,
     autocast: bool = True,
+    instead: NamedAdapter | None = None,
 ) -> torch.nn.Module:
     """Load the case's adapter onto the base by PEFT's default load path; `autocast` is its `autocast_adapter_dtype`.
+
+    Where `instead` is given, it is loaded instead, under its own name.
 
     Where `initial` is given, it is filled with the digests that the adapter's parameters had before its file was loaded
     into them, by name; `origins` with the name in the base of each of its tensors by the name in PEFT's model.
     """
     from peft import PeftModel
 
-    assert case.adapter is not None
+    path = case.adapter if instead is None else instead.path
+    assert path is not None
     recording = nullcontext() if initial is None else _recording_initial_values(base, initial)
     if base.offload is not None:
         base.offload.detach()
     problem, hint = "PEFT cannot load this adapter onto this base", f"is it for {case.base}?"
     try:
-        with _as_input_error(UNUSABLE, problem, where=case.adapter, hint=hint), recording:
+        with _as_input_error(UNUSABLE, problem, where=path, hint=hint), recording:
             model = PeftModel.from_pretrained(
-                base.model, case.adapter, adapter_name=ADAPTER_NAME, autocast_adapter_dtype=autocast
-            )
+                base.model, path, adapter_name=ADAPTER_NAME if instead is None else instead.name,
+                autocast_adapter_dtype=autocast,
+            )  # fmt: skip
     except InputError as error:
         lost = error.__cause__
         # PEFT looks up every tensor of a module that it saves whole, by the name in the file
         if isinstance(lost, KeyError) and str(lost.args[0] if lost.args else "").startswith("base_model."):
             raise InputError(
                 "the adapter's file lacks a tensor that its config asks for",
-                where=case.adapter,
+                where=path,
                 got=f"no {lost.args[0]}",
                 wanted="every tensor of the modules in modules_to_save of adapter_config.json",
                 hint="save it again by PEFT's save_pretrained(), or take the module out of modules_to_save",
@@ -237,7 +243,9 @@ def _recording_initial_values(base: LoadedBase, initial: dict[str, str]) -> Iter
         PeftModel.load_adapter = real
 
 
-def expected_adapter(model: torch.nn.Module, files: WeightFiles) -> dict[str, tuple[str, torch.Tensor]]:
+def expected_adapter(
+    model: torch.nn.Module, files: WeightFiles, adapter: str = ADAPTER_NAME
+) -> dict[str, tuple[str, torch.Tensor]]:
     """Ask PEFT itself which parameter each tensor of the adapter's file goes to.
 
     PEFT's loading function is run again on tensors read on the CPU, with the last step, `load_state_dict` of the model
@@ -250,47 +258,45 @@ def expected_adapter(model: torch.nn.Module, files: WeightFiles) -> dict[str, tu
     # converted tensors are new objects: unconverted ones are recognized by storage and shape
     origin = {(t.data_ptr(), tuple(t.shape)): name for name, t in given.items() if t.numel()}
     with (
-        _prompt_on_the_host(model) as prompt,
+        _prompt_on_the_host(model, adapter) as prompt,
         _recording_load_state_dict(model) as seen,
         _ranks_as_they_are(model),
     ):
-        set_peft_model_state_dict(model, given, adapter_name=ADAPTER_NAME)
+        set_peft_model_state_dict(model, given, adapter_name=adapter)
     found = {
         name: (origin.get((tensor.data_ptr(), tuple(tensor.shape)), name), tensor) for name, tensor in seen.items()
     }
-    if prompt is not None and not any(name.startswith(_PROMPT) for name in found):
+    prefix = f"prompt_encoder.{adapter}."
+    if prompt is not None and not any(name.startswith(prefix) for name in found):
         # taken apart by the method itself: the parts are named after what they are parts of
-        whole = next((name for name in found if name in given), _PROMPT)
+        whole = next((name for name in found if name in given), prefix)
         floating = {name: part for name, part in prompt.state_dict().items() if part.is_floating_point()}
         parts = {name: part for name, part in floating.items() if not bool(part.isnan().all())}
-        found = {f"{_PROMPT}{name}": (f"{whole}.{name}", part) for name, part in parts.items()}
+        found = {f"{prefix}{name}": (f"{whole}.{name}", part) for name, part in parts.items()}
     return found
 
 
-_PROMPT = f"prompt_encoder.{ADAPTER_NAME}."
-
-
 @contextmanager
-def _prompt_on_the_host(model: torch.nn.Module) -> Iterator[torch.nn.Module | None]:
+def _prompt_on_the_host(model: torch.nn.Module, adapter: str) -> Iterator[torch.nn.Module | None]:
     """Put a copy full of NaN, on the CPU, in the place of the prompt's own module, if there is one.
 
     Some methods copy the file's tensor into their parameters themselves: on the device they would be loaded again,
     without anybody having compared the first load.
     """
     prompts: Any = getattr(model, "prompt_encoder", {})
-    real = dict(prompts.items()).get(ADAPTER_NAME)
+    real = dict(prompts.items()).get(adapter)
     if real is None:
         yield None
         return
-    prompts[ADAPTER_NAME] = copy.deepcopy(real).to_empty(device="cpu")
+    prompts[adapter] = copy.deepcopy(real).to_empty(device="cpu")
     with torch.no_grad():
-        for tensor in prompts[ADAPTER_NAME].state_dict().values():
+        for tensor in prompts[adapter].state_dict().values():
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
     try:
-        yield prompts[ADAPTER_NAME]
+        yield prompts[adapter]
     finally:
-        prompts[ADAPTER_NAME] = real
+        prompts[adapter] = real
 
 
 @contextmanager

@@ -68,12 +68,6 @@ def run(context: Context) -> None:
         )
 
 
-def rewritten(context: Context) -> dict[str, TensorDigest]:
-    """Return what loading the adapter has changed of the base: the digests after it, by name."""
-    now = {name: digest(tensor) for name, tensor in context.base.on_device()}
-    return {name: after for name, after in now.items() if after.value != context.digests[name].value}
-
-
 def look_again(context: Context, changed: Mapping[str, TensorDigest]) -> None:
     """Record the tensors of the base that loading the adapter has changed.
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from consistency.capture.names import module_place
-from consistency.numerics.digest import TensorDigest
+from consistency.numerics.digest import TensorDigest, digest
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
 from consistency.worker.model.loading import LoadedBase
+from consistency.worker.model.structure import Structure
 from consistency.worker.protocol import EventLog, Job
 from consistency.worker.recorder import Recorder
 
@@ -62,6 +63,8 @@ class Context(Machine):
         Tensors of the base that loading the adapter has changed.
     origins : mapping of str to str
         Name in the base of each of its tensors, by name in `model`: PEFT's layer replication numbers layers anew.
+    bare : Structure or None
+        The base as it was before any adapter, of a case with several.
     """
 
     base: LoadedBase
@@ -71,11 +74,17 @@ class Context(Machine):
     initial: dict[str, str]
     rewritten: frozenset[str]
     origins: Mapping[str, str] = field(default_factory=dict)
+    bare: Structure | None = None
 
     @property
     def base_folder(self) -> str | None:
         """Return the base's folder, None where a function makes it."""
         return None if self.job.case.factory is not None else self.job.case.base
+
+    def changed_base(self) -> dict[str, TensorDigest]:
+        """Return what differs now from the base before the adapter: the digests of today, by name."""
+        now = {name: digest(tensor) for name, tensor in self.base.on_device()}
+        return {name: after for name, after in now.items() if after.value != self.digests[name].value}
 
     def expected_base(self, name: str) -> torch.Tensor | None:
         """Return the file's value of a tensor of the base under the adapter.

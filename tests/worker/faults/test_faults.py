@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from consistency.capture.reader import read_capture
 from consistency.capture.records import WorkerInfo
 from consistency.capture.writer import CaptureWriter
 from consistency.case.load_path import LoadPath
+from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import Level, Stage
@@ -26,6 +28,7 @@ from consistency.worker import session
 from consistency.worker.faults import plant
 from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault
 from consistency.worker.protocol import EventLog, Job
+from consistency.workflows.second_adapter import several_adapters
 from tests.conftest import FinishedRun, RunSuiteWithFaults
 
 Run = Callable[..., Comparison]
@@ -112,15 +115,24 @@ def errors(comparison: Comparison) -> list[Finding]:
     return [finding for finding in comparison.findings if finding.severity == "error"]
 
 
+@pytest.fixture(scope="module")
+def two_adapters() -> Iterator[tuple[NamedAdapter, ...]]:
+    with several_adapters() as adapters:
+        yield adapters
+
+
 @pytest.fixture
-def look_at_fault(tmp_path: Path) -> Run:
+def look_at_fault(tmp_path: Path, two_adapters: tuple[NamedAdapter, ...]) -> Run:
     """Run the session of a worker in this process with a fault planted, and compare what it saw."""
 
     def run(fault: str, stage: str, alternative_paths: tuple[LoadPath, ...] = ()) -> Comparison:
         # of one sequence's gradient luck leaves little to tell
         level = Level.STANDARD if fault in NEED_RELOAD or stage == "gradient" else Level.QUICK
         wrapper = HARMLESS_WRAPPER if stage == "wrapping" else None
-        case = prepare_case(Options(base="builtin:llama", stages=(Stage(stage),), level=level, wrapper=wrapper))
+        options = Options(base="builtin:llama", stages=(Stage(stage),), level=level, wrapper=wrapper)
+        if stage == "adapters":
+            options = dataclasses.replace(options, adapters=two_adapters)
+        case = prepare_case(options)
         workers = {"cpu": None, FAULTY: fault} if fault in NEED_ANOTHER else {FAULTY: fault}
         slugs: list[str] = []
         with CaptureWriter(tmp_path / "capture") as writer:
@@ -166,7 +178,8 @@ def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: Fault) -> 
 
 
 @pytest.mark.parametrize(
-    "stage", ["transfer", "operators", "base", "adapter", "merged", "gradient", "memory", "sharding", "wrapping"]
+    "stage",
+    ["transfer", "operators", "base", "adapter", "merged", "gradient", "adapters", "memory", "sharding", "wrapping"],
 )
 def test_without_a_fault_nothing_is_found(look_at_fault: Run, stage: str) -> None:
     with plant("merge-off"):

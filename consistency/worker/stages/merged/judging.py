@@ -17,7 +17,7 @@ from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule
 from consistency.worker.recorder import UserTolerance
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.merged.low_rank import LowRank, allowance_of
+from consistency.worker.stages.low_rank import LowRank, allowance_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

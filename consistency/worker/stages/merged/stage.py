@@ -32,8 +32,8 @@ from consistency.worker.model.merging import NO_MERGE, adapted_layers, merged, t
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.low_rank import LowRank, low_rank_of
 from consistency.worker.stages.merged.judging import Computed, Truth, judge
-from consistency.worker.stages.merged.low_rank import LowRank, low_rank_of
 from consistency.worker.yardstick import computing_with
 
 _TOGETHER_BYTES = 256 * 2**20

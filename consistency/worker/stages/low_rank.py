@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.precision import products_of
 from consistency.worker.recorder import UserTolerance
 from consistency.worker.stages.context import Context
+
+Expected = Mapping[str, tuple[str, torch.Tensor]]
+"""An adapter's tensors in its file, on the CPU: parameter name to name in the file and tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +45,17 @@ class LowRank:
         return int(self.left.shape[0]), int(self.right.shape[1])
 
 
-def low_rank_of(context: Context, name: str, layer: Any) -> LowRank | None:
-    """Return the factors of a plain LoRA on a linear, Conv1D, embedding or attention layer; None for all others."""
+def low_rank_of(
+    context: Context, name: str, layer: Any, *, adapter: str = ADAPTER_NAME, expected: Expected | None = None
+) -> LowRank | None:
+    """Return the factors of a plain LoRA on a linear, Conv1D, embedding or attention layer; None for all others.
+
+    `expected` are an adapter's tensors as `Context.expected` has those of the first.
+    """
+    expected = context.expected if expected is None else expected
     from peft.tuners.lora import layer as lora
 
-    if getattr(layer, "lora_variant", {}).get(ADAPTER_NAME) is not None:
+    if getattr(layer, "lora_variant", {}).get(adapter) is not None:
         return None  # DoRA and its variants are no sum of a weight and a product
     if type(layer) in (lora.Linear, lora.MultiheadAttention):  # the latter's projection of inputs is one matrix
         keys, transposed = ("lora_A.{}.weight", "lora_B.{}.weight"), bool(getattr(layer, "fan_in_fan_out", False))
@@ -53,18 +63,18 @@ def low_rank_of(context: Context, name: str, layer: Any) -> LowRank | None:
         keys, transposed = ("lora_embedding_A.{}", "lora_embedding_B.{}"), True
     else:
         return None
-    names = [f"{name}.{key.format(ADAPTER_NAME)}" for key in keys]
-    if not all(n in context.expected for n in names):
+    names = [f"{name}.{key.format(adapter)}" for key in keys]
+    if not all(n in expected for n in names):
         return None
     state = dict(layer.named_parameters())
-    dtype = state[keys[0].format(ADAPTER_NAME)].dtype
+    dtype = state[keys[0].format(adapter)].dtype
     if dtype not in UNIT_ROUNDOFF:
         return None
-    a, b = (context.expected[n][1].to(dtype) for n in names)
+    a, b = (expected[n][1].to(dtype) for n in names)
     return LowRank(
         left=a.T if transposed else b,
         right=b.T if transposed else a,
-        scaling=float(layer.scaling[ADAPTER_NAME]),
+        scaling=float(layer.scaling[adapter]),
         adapter=dtype,
         rounds_delta=type(layer) is not lora.Linear,
         products=products_of(context.device),

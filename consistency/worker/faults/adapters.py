@@ -1,0 +1,70 @@
+"""Faults in how several adapters of one model are switched, combined, merged, replaced and deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from consistency.worker.faults.planting import instead
+
+_LAYER = "peft.tuners.tuners_utils:BaseTunerLayer"
+
+
+def left_after_delete() -> Callable[[], None]:
+    """Let one layer keep a factor of an adapter that is deleted."""
+    hit: list[str] = []
+
+    @instead(f"{_LAYER}.delete_adapter")
+    def delete(real: Callable[..., None], layer: Any, adapter: str) -> None:
+        kept = layer.lora_B[adapter] if adapter in getattr(layer, "lora_B", {}) and adapter not in hit else None
+        real(layer, adapter)
+        if kept is not None:
+            hit.append(adapter)
+            layer.lora_B[adapter] = kept
+
+    return delete()
+
+
+def stays_active() -> Callable[[], None]:
+    """Let one layer keep the adapter that was active in it."""
+    first: list[int] = []
+
+    @instead(f"{_LAYER}.set_adapter")
+    def set_adapter(real: Callable[..., None], layer: Any, adapters: Any, **options: Any) -> None:
+        before = layer.active_adapters
+        real(layer, adapters, **options)
+        if before and before != layer.active_adapters and "default" not in before:
+            first[:] = first or [id(layer)]
+            if first == [id(layer)]:
+                real(layer, before, **options)
+
+    return set_adapter()
+
+
+@instead("peft.tuners.lora.model:LoraModel.add_weighted_adapter")
+def wrong_weights(
+    real: Callable[..., None], model: Any, adapters: list[str], weights: list[float], *args: Any, **options: Any
+) -> None:
+    real(model, adapters, [weight * 1.001 for weight in weights], *args, **options)
+
+
+@instead("peft.utils.hotswap:hotswap_adapter_from_state_dict")
+def leaves_one(real: Callable[..., None], *, model: Any, state_dict: dict[str, Any], **options: Any) -> None:
+    name = sorted(name for name in state_dict if "lora_B" in name)[1]
+    held: torch.Tensor = model.get_parameter(name)
+    before = held.detach().clone()
+    real(model=model, state_dict=state_dict, **options)
+    with torch.no_grad():
+        held.copy_(before)
+
+
+@instead("peft.tuners.lora.layer:Linear.unmerge")
+def unmerge_off(real: Callable[..., None], layer: Any) -> None:
+    """Take off a little more than was added."""
+    before = layer.get_base_layer().weight.detach().clone()
+    real(layer)
+    with torch.no_grad():
+        weight = layer.get_base_layer().weight
+        weight += 0.001 * (weight - before)

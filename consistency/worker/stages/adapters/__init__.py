@@ -1,0 +1,1 @@
+"""Stage `adapters`: several adapters in one model."""

@@ -1,0 +1,137 @@
+"""Several adapters merged at once, one after the other, and ten times over, layer by layer.
+
+A merge writes into a copy of one layer's weight (`worker/model/merging.py`), so besides the model there are a few
+copies of the largest layer. Merged weights are compared with float64 by the bound that is derived for them. What ten
+cycles of merge and unmerge leave of a weight is a figure: rounding moves it on every device, within a bound too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from consistency.capture.names import module_place
+from consistency.numerics.bound import Allowance, cycles_allowance, merged_in_turn_allowance
+from consistency.numerics.chunks import LowRankProduct, LowRankTensor, low_rank_chunks
+from consistency.numerics.digest import digest
+from consistency.numerics.distance import measure
+from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.error import measure_against_exact, measure_low_rank
+from consistency.numerics.rules import Rule, passes
+from consistency.numerics.words import Word
+from consistency.worker.model.merging import adapted_layers, restored, weight_name, weight_of
+from consistency.worker.stages.adapters.several import STAGE, Several
+from consistency.worker.stages.low_rank import LowRank, allowance_of, low_rank_of
+
+CYCLES = 10
+AT_ONCE, IN_TURN, DRIFT = "merged_at_once", "merged_in_turn", "drift"
+_ELEMENTS = 1 << 20
+"""Elements whose drift is measured at a time: some 8 MiB for each of a few float64 arrays."""
+
+
+def merge(several: Several) -> None:
+    """Merge the adapters into every layer that two of them change."""
+    without_form = 0
+    layers = list(adapted_layers(several.model))
+    for done, (path, layer) in enumerate(layers):
+        place = module_place(path)
+        several.context.events.step(f"merge, {place}", done, len(layers))
+        names = [name for name in several.names if any(p.startswith(f"{path}.") for p in several.expected[name])]
+        if len(names) < 2 or not several.context.record.wants(STAGE, place):
+            continue
+        found = [
+            low_rank_of(several.context, path, layer, adapter=name, expected=several.expected[name]) for name in names
+        ]
+        factors = [one for one in found if one is not None]
+        if len(factors) < len(names) or weight_of(layer).dtype not in UNIT_ROUNDOFF:
+            without_form += 1
+            continue
+        _merge(several, path, layer, names, factors)
+    if without_form:
+        several.skipped("merge", "merged weights", f"no closed form of several adapters in {without_form} layers")
+    several.check_bytes("merge")
+
+
+def _merge(several: Several, path: str, layer: Any, names: Sequence[str], factors: Sequence[LowRank]) -> None:
+    place = module_place(path)
+    before = several.context.expected_under(path, f"base_layer.{weight_name(layer)}")
+    before = weight_of(layer).to("cpu", copy=True) if before is None else before
+    for tensor in (AT_ONCE, IN_TURN):
+        with restored(layer):
+            for chosen in [names] if tensor == AT_ONCE else [[name] for name in names]:
+                layer.merge(safe_merge=False, adapter_names=list(chosen))
+            merged = weight_of(layer)
+        _record(several, place, tensor, merged, before, factors)
+        del merged
+    with restored(layer):
+        for _ in range(CYCLES):
+            layer.merge(safe_merge=False, adapter_names=list(names))
+            layer.unmerge()
+        after = weight_of(layer).to("cpu", copy=True)
+    _record_drift(several, place, after, weight_of(layer).to("cpu", copy=True), factors)
+
+
+def _record(
+    several: Several, place: str, name: str, merged: torch.Tensor, before: torch.Tensor, factors: Sequence[LowRank]
+) -> None:
+    record = several.context.record
+    tolerance = record.tolerance(stage=STAGE, layer=place, dtype=merged.dtype)
+    roundings = 2 if any(one.rounds_delta for one in factors) else 1
+    allowance = tolerance or merged_in_turn_allowance(
+        [_delta(one, merged) for one in factors], weight=merged.dtype, roundings=roundings
+    )
+    product = _together(factors, before)
+    tested = LowRankTensor(actual=merged.to("cpu"), allowance=allowance, has_base=True)
+    (found,) = measure_low_rank([tested], product)
+    record.computed(
+        STAGE, place, name, actual=merged, digests=[digest(merged)], found=found, rule=Rule.BOUND,
+        tolerance=tolerance, chunks=lambda: low_rank_chunks(tested, product),
+    )  # fmt: skip
+
+
+def _delta(factors: LowRank, weight: torch.Tensor) -> Allowance:
+    found = allowance_of(factors, None, weight, roundings=0)
+    assert isinstance(found, Allowance)  # without a user's tolerance
+    return found
+
+
+def _together(factors: Sequence[LowRank], before: torch.Tensor) -> LowRankProduct:
+    """Return the base and all deltas as one product: the factors side by side."""
+    left = torch.cat([one.left.to(torch.float64) * one.scaling for one in factors], dim=1)
+    right = torch.cat([one.right.to(torch.float64) for one in factors], dim=0)
+    return LowRankProduct(left=left, right=right, scaling=1.0, base=before)
+
+
+def _record_drift(
+    several: Several, place: str, after: torch.Tensor, before: torch.Tensor, factors: Sequence[LowRank]
+) -> None:
+    found = measure(after, before)
+    allowance = cycles_allowance([_delta(one, after) for one in factors], weight=after.dtype, cycles=CYCLES)
+    share = _share(after, before, factors, allowance) if found.mismatched else 0.0
+    moved = not passes(share)
+    reason = f"{CYCLES} cycles of merge and unmerge move {place} by up to {found.max_abs:g}, which rounding cannot"
+    several.context.record.fact(
+        STAGE, place, DRIFT, status="outside" if moved else "within" if found.mismatched else "equal", share=share,
+        diagnosis=Word.DRIFT if moved else None, reason=reason if moved else None,
+        evidence={
+            "cycles": CYCLES, "adapters": len(factors), "max_abs": found.max_abs, "max_ulp": found.max_ulp,
+            "elements_changed": found.mismatched, "elements": found.elements,
+        },
+    )  # fmt: skip
+
+
+def _share(after: torch.Tensor, before: torch.Tensor, factors: Sequence[LowRank], allowance: Allowance) -> float:
+    """Return the largest drift over what is allowed for that element."""
+    left = torch.cat([one.left.to(torch.float64).abs() * abs(one.scaling) for one in factors], dim=1)
+    right = torch.cat([one.right.to(torch.float64).abs() for one in factors], dim=0)
+    worst = 0.0
+    step = max(1, _ELEMENTS // max(1, after.shape[1]))
+    for row in range(0, after.shape[0], step):
+        part = slice(row, row + step)
+        exact = before[part].to(torch.float64)
+        allowed = allowance.product * (left[part] @ right) + allowance.weight * exact.abs() + allowance.floor
+        share = measure_against_exact(after[part].contiguous(), exact, allowed).bound_ratio
+        worst = max(worst, float("inf") if share is None or share != share else float(share))
+    return worst

@@ -1,0 +1,213 @@
+"""Stage `adapters`: several adapters in one model, loaded, switched, combined, merged, replaced and deleted.
+
+Each is loaded alone first, then all of them into one model. After every step the bytes of the adapters and of the base
+are compared with their files, and results with those of the adapter alone: on one device they are the same program on
+the same numbers, so no bit may differ. What is computed, combined factors and merged weights, has a derived bound.
+
+All that needs is asked of PEFT's public functions, and a step that PEFT refuses is `skipped` with its reason. The model
+is left as it was: `worker/model/structure.py` puts back the modules that the stage found.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from consistency.capture.names import WHOLE_MODEL, adapter_place
+from consistency.errors import first_line
+from consistency.numerics.dtype import name_of
+from consistency.numerics.rules import Rule
+from consistency.worker.model.inputs import fixed_inputs
+from consistency.worker.model.loading import UNUSABLE, expected_adapter, load_adapter
+from consistency.worker.model.running import is_of_the_model, unbounded
+from consistency.worker.model.structure import Structure
+from consistency.worker.model.weight_files import WeightFiles
+from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.stages.adapters.combining import combine
+from consistency.worker.stages.adapters.hotswap import hotswap
+from consistency.worker.stages.adapters.merging import merge
+from consistency.worker.stages.adapters.several import STAGE, Digests, Several, results
+from consistency.worker.stages.context import Context
+from consistency.worker.stages.input_checks import inputs_fit
+
+
+def run(context: Context) -> None:
+    """Record every step, and put the model back."""
+    reason = _refused(context)
+    if reason:
+        _skip(context, reason)
+        return
+    whole = Structure(context.model)
+    try:
+        with warnings.catch_warnings():
+            # that an adapter is merged over another, or is active when it is deleted, is meant here
+            warnings.filterwarnings("ignore", category=UserWarning, module="peft")
+            several = _loaded(context)
+            if several is None:
+                return
+            _check_loaded(several)
+            for done, (step, check) in enumerate(_STEPS.items()):
+                context.events.step(step, done, len(_STEPS))
+                _unless_refused(several, step, check)
+    finally:
+        whole.restore()
+
+
+def _refused(context: Context) -> str:
+    if context.bare is None:
+        return "the case has one adapter: give several as --adapter NAME=PATH"
+    if context.base.offload is not None:
+        return "the base is streamed from the host: adapters are switched on a model that is on its device"
+    if context.rewritten:
+        return "loading the first adapter rewrites weights of the base, so the others would be loaded onto another base"
+    return ""
+
+
+def _loaded(context: Context) -> Several | None:
+    """Load each adapter alone, then all into one model; None, and a row that says why, where PEFT does not."""
+    case, bare = context.job.case, context.bare
+    assert bare is not None
+    inputs, off, alone = _inputs(context), dict[str, str](), dict[str, Digests]()
+    bare.restore()
+    if inputs is not None:
+        try:
+            off = results(context.base.model, inputs)
+        except Exception as error:  # model code of any kind may raise anything
+            if not is_of_the_model(error, context.base.model):
+                raise
+            _no_results(context, first_line(error))
+            inputs = None
+    for done, one in enumerate(case.adapters):
+        context.events.step(f"{one.name} alone", done, len(case.adapters))
+        model: Any = load_adapter(context.base, case, instead=one, autocast=context.job.autocast_adapter_dtype)
+        if inputs is not None:
+            alone[one.name] = results(model, inputs)
+        del model
+        bare.restore()
+    first, *others = case.adapters
+    model = load_adapter(context.base, case, instead=first, autocast=context.job.autocast_adapter_dtype)
+    for one in others:
+        try:
+            model.load_adapter(
+                one.path, adapter_name=one.name, autocast_adapter_dtype=context.job.autocast_adapter_dtype
+            )
+        except UNUSABLE as error:
+            if is_out_of_memory(error):
+                raise
+            _skip(context, f"PEFT does not load {one.name} beside {first.name}: {first_line(error)}")
+            return None
+    model.eval()
+    expected = {
+        one.name: expected_adapter(
+            model, WeightFiles.of_adapter(one.path, allow_pickle=case.allow_pickle), one.name
+        )
+        for one in case.adapters
+    }  # fmt: skip
+    return Several(context=context, model=model, expected=expected, inputs=inputs, alone=alone, off=off)
+
+
+def _inputs(context: Context) -> dict[str, torch.Tensor] | None:
+    inputs, reason = fixed_inputs(context.job.case, context.base.model)
+    # which expert a token goes to depends on bits that do not change here, but on no bound either
+    reason = reason or unbounded(context.base.model)
+    if inputs is not None and not reason and not inputs_fit(context, STAGE, inputs):
+        reason = "ids or labels are past the end of a table"
+    if inputs is None or reason:
+        _no_results(context, reason)
+        return None
+    return inputs
+
+
+def _no_results(context: Context, reason: str) -> None:
+    context.record.fact(STAGE, WHOLE_MODEL, "results", status="skipped", reason=reason)
+
+
+def _check_loaded(several: Several) -> None:
+    """Record every tensor of every adapter, side by side in one model, against its file."""
+    record, state = several.context.record, several.model.state_dict(keep_vars=True)
+    for name, expected in several.expected.items():
+        for parameter, (key, tensor) in expected.items():
+            layer, part = adapter_place(key)
+            if not record.wants(STAGE, layer):
+                continue
+            actual = state.get(parameter)
+            if actual is None or actual.is_meta:
+                record.absent(
+                    STAGE, layer, f"{name}.{part}", status="missing", shape=tensor.shape, dtype=name_of(tensor.dtype),
+                    reason="in the file, and not in the model beside the other adapters",
+                )  # fmt: skip
+                continue
+            record.moved(STAGE, layer, f"{name}.{part}", actual=actual, expected=tensor.to(actual.dtype))
+
+
+def _switch(several: Several) -> None:
+    """Let each adapter be active alone, the first one last, so that each replaces another."""
+    for name in (*several.names[1:], several.names[0]):
+        several.model.set_adapter(name)
+        step = f"set_adapter({name})"
+        several.check_active(step, [name])
+        several.check_result(step, name)
+    several.check_bytes("set_adapter")
+
+
+def _together(several: Several) -> None:
+    """Let all adapters be active at once."""
+    with several.active(*several.names):
+        several.check_active("all active", several.names)
+        if several.inputs is not None:
+            results(several.model, several.inputs)
+    several.check_result("all active", several.names[0])
+    several.check_bytes("all active")
+
+
+def _disable(several: Several) -> None:
+    """Disable all adapters, and enable them again."""
+    step = "disable_adapter"
+    with several.model.disable_adapter():
+        several.check_result(step)
+    several.check_result(step, several.names[0])
+    several.check_bytes(step)
+
+
+def _delete(several: Several) -> None:
+    """Delete one adapter after the other, the last but one active, until one is left."""
+    *deleted, last = several.names
+    for number, name in enumerate(deleted, start=1):
+        step = f"delete_adapter({name})"
+        several.model.delete_adapter(name)
+        several.check_deleted(step, name)
+        several.check_bytes(step, several.names[number:])
+    several.model.set_adapter(last)
+    several.check_result("delete_adapter", last)
+
+
+_STEPS: dict[str, Callable[[Several], None]] = {
+    "set_adapter": _switch,
+    "all active": _together,
+    "disable_adapter": _disable,
+    "add_weighted_adapter": combine,
+    "merge": merge,
+    "hotswap": hotswap,
+    "delete_adapter": _delete,
+}
+"""Every step by the name of its row where PEFT refuses it; the last one leaves no model for another."""
+
+
+def _unless_refused(several: Several, step: str, check: Callable[[Several], None]) -> None:
+    try:
+        with torch.no_grad():
+            check(several)
+        several.done(step)
+    except (*UNUSABLE, NotImplementedError) as error:
+        if is_out_of_memory(error) or not is_of_the_model(error, several.model):
+            raise
+        several.refused(step, f"PEFT does not do this with these adapters: {first_line(error)}")
+
+
+def _skip(context: Context, reason: str) -> None:
+    context.record.absent(
+        STAGE, WHOLE_MODEL, "everything", status="skipped", reason=reason, rule=Rule.BITWISE
+    )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Several adapters in one model: what is checked of healthy ones, what PEFT refuses, and what it gets wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from consistency.capture.records import TensorRecord
+from consistency.case.named_adapters import NamedAdapter
+from consistency.case.stages import Stage
+from tests.worker.conftest import Look
+from tests.worker.model.made_models import adapter_on
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
+
+Several = Callable[..., list[TensorRecord]]
+
+
+@pytest.fixture
+def several(llama: Path, look: Look, tmp_path: Path) -> Several:
+    """Return the records of the stage for adapters with these configs, and of the stage `merged` after it."""
+
+    def run(*, stages: tuple[Stage, ...] = (Stage.ADAPTERS,), **configs: Any) -> list[TensorRecord]:
+        named = []
+        for number, (name, config) in enumerate(configs.items()):
+            torch.manual_seed(number)
+            model = transformers.LlamaForCausalLM.from_pretrained(llama)
+            named.append(NamedAdapter(name=name, path=str(adapter_on(model, config, tmp_path / f"adapter-{name}"))))
+        return look(llama, Path(named[0].path), adapters=tuple(named), stages=stages)
+
+    return run
+
+
+def lora(**changes: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], **changes})
+
+
+def wrong(found: list[TensorRecord]) -> list[str]:
+    bad = ("outside", "missing", "unexpected", "blocked")
+    return [
+        f"{one.layer}.{one.tensor}: {one.reason}"
+        for one in found
+        if one.status in bad or (one.reference_digest is not None and one.digest != one.reference_digest)
+    ]
+
+
+def skipped(found: list[TensorRecord]) -> dict[str, str]:
+    return {f"{one.layer}.{one.tensor}": one.reason or "" for one in found if one.status == "skipped"}
+
+
+def test_every_step_of_two_loras(several: Several) -> None:
+    found = several(one=lora(), two=lora(lora_alpha=16))
+    assert (wrong(found), skipped(found)) == ([], {})
+    names = {f"{one.layer}.{one.tensor}" for one in found}
+    place = "model.layers.0.self_attn.q_proj"
+    assert {
+        f"{place}.one.lora_A", f"{place}.two.lora_B", f"{place}.hotswap.lora_A", f"{place}.linear.lora_B",
+        f"{place}.cat.lora_A", f"{place}.merged_at_once", f"{place}.merged_in_turn", f"{place}.drift",
+        "set_adapter(two).results of two", "all active.active adapters", "disable_adapter.results of the base",
+        "hotswap(two over one).results of two", "hotswap(one back).bytes of one", "delete_adapter(one).deleted",
+        "delete_adapter.results of two", "merge.bytes of the base",
+    } <= names  # fmt: skip
+    drift = next(one for one in found if one.tensor == "drift")
+    assert drift.evidence["cycles"] == 10
+    assert drift.evidence["max_ulp"] > 0
+    assert float(drift.evidence["max_abs"]) > 0
+
+
+def test_the_stages_after_it_find_the_model_as_it_was(several: Several) -> None:
+    stages = (Stage.ADAPTERS, Stage.MERGED, Stage.FORWARD)
+    found = several(stages=stages, one=lora(), two=lora())
+    alone = several(stages=stages[1:], one=lora(), two=lora())
+    kept = {one.key: (one.digest, one.status) for one in found if one.stage != Stage.ADAPTERS}
+    assert kept == {one.key: (one.digest, one.status) for one in alone}
+    assert kept
+
+
+def test_another_rank_and_other_layers(several: Several) -> None:
+    """Hotswap leaves zeros where the new adapter is smaller or has no layer; `linear` needs one rank."""
+    found = several(one=lora(), two=lora(r=2, target_modules=["q_proj"]), three=lora(r=8))
+    assert wrong(found) == []
+    (refused,) = skipped(found).items()
+    assert refused[0] == "add_weighted_adapter(linear).done"
+    assert "same r value" in refused[1]
+    assert len([one for one in found if one.tensor == "merged_in_turn"]) == 2
+
+
+def test_a_method_without_these_steps(several: Several) -> None:
+    config = peft.LoHaConfig(r=2, target_modules=["q_proj"])
+    found = several(one=config, two=config)
+    assert wrong(found) == []
+    assert skipped(found).keys() == {
+        "add_weighted_adapter.everything", "merge.merged weights", "hotswap.done",
+    }  # fmt: skip
+
+
+def test_adapters_that_peft_does_not_load_together(several: Several) -> None:
+    found = several(one=lora(), two=peft.LoHaConfig(r=2, target_modules=["q_proj"]))
+    (only,) = skipped(found).values()
+    assert only.startswith("PEFT does not load two beside one")
+
+
+def test_hotswap_that_clears_another_adapter_is_found_once(several: Several) -> None:
+    """PEFT 0.21 takes every tensor whose name contains the adapter's name for one of it."""
+    found = several(first=lora(), first_b=lora())
+    (only,) = wrong([one for one in found if one.status == "outside"])
+    assert only.startswith("hotswap(first_b over first).bytes of first_b: ")
