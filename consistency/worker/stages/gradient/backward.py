@@ -58,11 +58,16 @@ def trained(model: Any, held: Mapping[str, object]) -> list[str]:
         if mark is not None:  # the biases that a config trains
             mark(model.base_model.model)
         # prompt methods keep what they train in a module of their own
-        names = [name for name, p in model.named_parameters() if p.requires_grad or name.startswith("prompt_encoder.")]
+        names = {
+            name: id(p)
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if p.requires_grad or name.startswith("prompt_encoder.")
+        }
     finally:
         for parameter, needed in kept:
             parameter.requires_grad_(needed)
-    return [name for name in names if name in held]
+    # a vector that layers share has the name of each, and in the file one
+    return list({parameter: name for name, parameter in reversed(names.items()) if name in held}.values())[::-1]
 
 
 def parts_of(inputs: Tensors, *, rows: int | None = None) -> list[Tensors]:
@@ -96,8 +101,7 @@ def backward(
     exact : bool
         Compute in float64: the gradients are float64.
     """
-    parameters = dict(model.named_parameters())
-    wanted = {name: parameters[name] for name in names}
+    wanted = {name: model.get_parameter(name) for name in names}
     with ExitStack() as stack:
         stack.enter_context(parameters_kept(model))  # blocks run once more in the backward pass
         stack.enter_context(_trainable(model, wanted.values()))

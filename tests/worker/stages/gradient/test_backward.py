@@ -279,3 +279,15 @@ def test_whole_modules_and_biases_are_trained_where_the_config_says_so(tmp_path:
 def test_a_prompt_is_trained(tmp_path: Path) -> None:
     model = loaded(tmp_path, peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     assert trained(model, Everything()) == ["prompt_encoder.default.embedding.weight"]
+
+
+def test_a_vector_that_layers_share_is_trained_by_its_name_in_the_file(tmp_path: Path) -> None:
+    """Each layer has it under a name of its own, and the first of these is in no file."""
+    config = peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=64, topk=2, target_modules=["q_proj", "v_proj"])
+    model, bank = loaded(tmp_path, config), "base_model.vblora_vector_bank.default"
+    found = trained(model, {bank: None})
+    assert found == [bank]
+    taken: Tensors = {}
+    backward(model, found, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}, taken.__setitem__)
+    assert taken[bank].shape == (8, 64)
+    assert bool(taken[bank].any())
