@@ -31,6 +31,9 @@ ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED = "adapter_on", "adapter_off", "adapter_
 GRADIENT, UPDATED = "gradient", "updated"
 """Suffixes of an adapter's tensor in the stage `gradient`: `lora_A.gradient`, `lora_A.updated`."""
 
+DECISIONS = "decisions"
+"""Suffix of an operation whose decisions differ from the reference's: `relu.decisions`."""
+
 UNSUPPORTED = "unsupported"
 """Evidence of a skipped row: the device has no such dtype or kernel, which is no failure."""
 

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from consistency.numerics.grouped_products import GROUPED, grouped_product
 from consistency.numerics.widening import Widening
 
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
@@ -106,7 +107,7 @@ class Float64Mode(TorchDispatchMode):
         if product is not None:
             return product
         args, kwargs = tree_map(self._wide.of, (args, kwargs))
-        return func(*args, **kwargs)
+        return grouped_product(*args, **kwargs) if func is GROUPED else func(*args, **kwargs)
 
     def _has_gradient(self, value: Any) -> bool:
         if not self._with_gradients or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:

@@ -77,6 +77,7 @@ class Word(enum.StrEnum):
     )  # fmt: skip
     ACCUMULATION_ORDER = "accumulation-order", "a different order of accumulation"
     TF32_PRODUCTS = "tf32-products", "errors that exceed float32 tolerance but not that of TF32 products"
+    DECISION_FLIPPED = "decision-flipped", "decisions that rounding does not explain"
     UNKNOWN = "unknown", "bitwise differences", "errors that exceed tolerance", "deliver wrong bytes"
 
     # structure

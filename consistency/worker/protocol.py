@@ -28,6 +28,9 @@ REFERENCE_FILE = "reference.safetensors"
 GRADIENT_FILE = "gradient.safetensors"
 """Name of the float64 gradients there."""
 
+DECISIONS_FILE = "decisions-{}.bin"
+"""Name of the decisions of a stage there, that all workers are compared on."""
+
 REFERENCE_LOST = "reference.lost"
 """Name of the file that the launcher writes there when the worker that makes them is lost."""
 

@@ -103,6 +103,7 @@ def drill(faults: Sequence[Fault], *, out: Path | None, watch: Watcher, replace:
         watch("", Event(at=time.time(), kind="case", message=fault.name, done=number, total=len(faults)))
         devices = _devices(two=fault.two_devices)
         options = Options(
+            base=fault.base,
             devices=tuple(info.spec.name for info in devices),
             stages=fault.stages,
             repeat=fault.repeat,

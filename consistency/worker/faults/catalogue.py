@@ -41,6 +41,8 @@ class Fault:
         Whether its case has a second adapter.
     wrapper : str or None
         What the base is wrapped with on every worker.
+    base : str or None
+        A base without an adapter, where the built-in case has not what the fault is in.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Fault:
     soak_s: float | None = None
     only: tuple[str, ...] = ()
     several: bool = False
+    base: str | None = None
 
     @property
     def accelerators(self) -> int:
@@ -64,6 +67,7 @@ class Fault:
         return 2 if self.two_devices else int(self.offloads)
 
 
+MIXTURE = "python:consistency.worker.faults.routing:mixture"
 HARMLESS_WRAPPER = "python:consistency.worker.faults.wrapping:harmless"
 
 _ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
@@ -130,6 +134,9 @@ _ROWS: tuple[Fault, ...] = (
     Fault(name="merge-fails", plant="computed:kernel_fails", expected="missing", stages=_MERGED),
     Fault(name="forward-off", plant="computed:activations_off", expected="wrong-scale", stages=_FORWARD),
     Fault(name="forward-fails", plant="computed:operator_fails", expected="missing", stages=_FORWARD),
+    Fault(
+        name="router-flipped", plant="routing:smallest", expected="decision-flipped", stages=_FORWARD, base=MIXTURE,
+    ),
     Fault(name="operator-off", plant="compute:softmax_off", expected="wrong-scale", stages=_OPERATORS),
     Fault(name="operator-in-tf32", plant="compute:products_in_tf32", expected="tf32-products", stages=_OPERATORS),
     Fault(name="operator-fails", plant="compute:softmax_fails", expected="missing", stages=_OPERATORS),

@@ -12,7 +12,7 @@ from consistency.worker.faults.planting import cut_to_tf32, instead
 Compute = Callable[..., torch.Tensor]
 
 _operator = instead("consistency.worker.stages.operators.stage:compute")
-_gradient = instead("consistency.worker.stages.gradient.stage:computed")
+_gradient = instead("consistency.worker.stages.gradient.runs:computed")
 
 
 @_operator

@@ -14,7 +14,8 @@ from consistency.worker.soak.again import Again, Compare
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.forward import in_mode
 from consistency.worker.stages.gradient.backward import trained
-from consistency.worker.stages.gradient.stage import Runs, as_model_takes
+from consistency.worker.stages.gradient.runs import Runs
+from consistency.worker.stages.gradient.stage import as_model_takes
 
 
 def forward(context: Context, compare: Compare) -> Again:

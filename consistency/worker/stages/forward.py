@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +21,17 @@ from consistency.capture.names import ADAPTER_OFF as OFF
 from consistency.capture.names import ADAPTER_ON as ON
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import RecordStatus
+from consistency.devices.backends import CPU
 from consistency.errors import first_line
+from consistency.numerics.decisions import Watch
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.exact import in_float64
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.rules import Rule
 from consistency.worker import yardstick
+from consistency.worker.decisions.places import Places
+from consistency.worker.decisions.replay import Made, Replay, deciding
+from consistency.worker.decisions.track import Table, Track
 from consistency.worker.model import half_kernels
 from consistency.worker.model.float64_reference import Reference, publish, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
@@ -38,9 +44,11 @@ from consistency.worker.model.running import (
     is_of_the_model,
     refusal,
     tokens_of,
-    unbounded,
 )
+from consistency.worker.precision import products_of
+from consistency.worker.protocol import DECISIONS_FILE
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.flips import NOT_REPLAYED, ON_TRACK, record_flips
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.relative_rule import own_errors, record_relative
 
@@ -59,18 +67,32 @@ class Passes:
         Why a mode has none: PEFT does not merge the adapter, or the model does not run on the inputs.
     computed_by : str
         How they were computed, where not by the device's own kernels.
+    made : Made
+        The decisions in them.
+    on_track : dict
+        Activations that were computed again with the decisions of the reference, by mode and name.
     """
 
     outputs: dict[str, Activations] = field(default_factory=dict)
     digests: dict[tuple[str, str], list[TensorDigest]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     computed_by: str = ""
+    made: Made = field(default_factory=Made)
+    on_track: dict[str, Activations] = field(default_factory=dict)
+
+    def judged(self, mode: str) -> Activations:
+        """Return the activations to judge."""
+        return self.on_track.get(mode, self.outputs[mode])
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Float64 activations by mode and name, and why a mode has none; `others` are the CPU's with other products."""
+    """Float64 activations by mode and name, and why a mode has none; `others` are the CPU's with other products.
 
+    All are on one track of decisions.
+    """
+
+    track: Track
     outputs: Activations = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     others: dict[str, Activations] = field(default_factory=dict)
@@ -79,37 +101,43 @@ class Exact:
 def run(context: Context) -> None:
     """Record every hidden state and the logits in every mode."""
     inputs, reason = fixed_inputs(context.job.case, context.base.model)
-    reason = reason or unbounded(context.base.model)
     if inputs is None or reason:
         _not_run(context, _modes(context), "skipped", reason)
         return
     if not inputs_fit(context, "forward", inputs):
         _not_run(context, _modes(context), "skipped", "ids or labels are past the end of a table")
         return
-    exact = Exact()
     if not context.job.makes_reference:
         found = _pass(context, context.model, inputs, exact=None)
         answer = wait_for(context.scratch, context.events)
     elif context.device.type == "cpu":
+        exact = _reference(context, context.model)
         found = _pass(context, context.model, inputs, exact=exact)
         answer = _publish(context, found, exact)
+        record_flips(context, "forward", exact.track.flips)
     else:
         found = _pass(context, context.model, inputs, exact=None)
         with context.events.on_cpu():
-            on_cpu = _pass(context, load_model(context.job.case, "cpu"), inputs, exact=exact)
+            twin = load_model(context.job.case, "cpu")
+            exact = _reference(context, twin)
+            on_cpu = _pass(context, twin, inputs, exact=exact)
+            del twin
             answer = _publish(context, on_cpu, exact)
     for mode, reason in found.refused.items():
         _not_run(context, [mode], "skipped", reason)
     if isinstance(answer, str):
         _not_run(context, list(found.outputs), "blocked", answer)
         return
-    for mode, outputs in found.outputs.items():
-        for name, tensor in outputs.items():
+    makes = context.job.makes_reference and context.device.type == "cpu"
+    for mode in found.outputs:
+        why = "" if makes or answer.tables.failures.get(_exact(mode)) else _on_track(context, found, inputs, mode)
+        decisions = ON_TRACK if mode in found.on_track else ""
+        for name, tensor in found.judged(mode).items():
             if context.record.wants("forward", name):
                 record_relative(
                     context, "forward", name, mode, actual=tensor, digests=found.digests[mode, name], reference=answer,
                     name=f"{mode}::{name}", exact_name=_exact(f"{mode}::{name}"), mode=_exact(mode),
-                    computed_by=found.computed_by,
+                    computed_by=found.computed_by, decisions=decisions, reason=why,
                 )  # fmt: skip
 
 
@@ -118,13 +146,14 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
     kernels = half_kernels.replacement(model, tokens_of(inputs))
     found = Passes(computed_by=half_kernels.described(kernels))
     modes = _modes(context)
+    watches = found.made.watch if exact is None else exact.track.own
     for done, mode in enumerate(modes):
         run = functools.partial(in_mode, model, inputs, mode, has_adapter=ON in modes)
         try:
-            for _ in range(context.job.case.repeat):
+            for repeat in range(context.job.case.repeat):
                 context.events.step(mode, done, len(modes))
                 with half_kernels.computing(kernels):
-                    outputs = run()
+                    outputs = run(watch=None if repeat else watches(mode))
                 for name, tensor in outputs.items():
                     found.digests.setdefault((mode, name), []).append(digest(tensor))
                 found.outputs.setdefault(mode, outputs)
@@ -138,27 +167,74 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
                 raise
             found.refused[mode] = refusal(context.job.case, error)
             continue
-        for title, products in yardstick.others_of_run(context.job, model).items() if exact is not None else ():
-            assert exact is not None
+        if exact is None:
+            continue
+        if mode == MERGED and not exact.track.adopt(ON, MERGED, _title(model, mode)):
+            with half_kernels.computing(kernels):
+                found.on_track[mode] = run(watch=exact.track.other(ON, _title(model, mode)))
+        for title, products in yardstick.others_of_run(context.job, model).items():
             context.events.step(f"{mode}, {title}", done, len(modes))
             with yardstick.computing_with(products):
-                found_with = run()
+                found_with = run(watch=exact.track.other(_exact(mode), _named(title, mode)))
             exact.others.setdefault(title, {}).update((f"{mode}::{name}", t) for name, t in found_with.items())
-        if exact is not None and mode != MERGED:
-            context.events.step(f"{mode}, float64", done, len(modes))
-            try:
-                truth = in_float64(run)
-            except Exception as error:  # code that insists on its own dtype
-                if not is_of_the_model(error, model):
-                    raise
-                exact.failures[mode] = first_line(error)
-                continue
-            exact.outputs.update((f"{mode}::{name}", tensor.to(torch.float64)) for name, tensor in truth.items())
+    for done, mode in enumerate(mode for mode in found.outputs if exact is not None and mode != MERGED):
+        assert exact is not None
+        context.events.step(f"{mode}, float64", done, len(modes))
+        run = functools.partial(in_mode, model, inputs, mode, has_adapter=ON in modes)
+        try:
+            truth = in_float64(run, watch=exact.track.exact(mode), places=exact.track.places)
+        except Exception as error:  # code that insists on its own dtype
+            if not is_of_the_model(error, model):
+                raise
+            exact.failures[mode] = first_line(error)
+            continue
+        exact.outputs.update((f"{mode}::{name}", tensor.to(torch.float64)) for name, tensor in truth.items())
     return found
 
 
+def _reference(context: Context, model: torch.nn.Module) -> Exact:
+    return Exact(Track(_decisions(context), model, _title(model, ON)))
+
+
+def _decisions(context: Context) -> Path:
+    return context.scratch / DECISIONS_FILE.format("forward")
+
+
+def _title(model: torch.nn.Module, mode: str, device: torch.device = torch.device(CPU)) -> str:  # noqa: B008 - a value
+    """Return the name of a device's products in a mode: a merged adapter has errors of its own."""
+    return _named(yardstick.name_of(yardstick.products_in(model, products_of(device))), mode)
+
+
+def _named(products: str, mode: str) -> str:
+    return f"{products}, merged" if mode == MERGED else products
+
+
+def _on_track(context: Context, found: Passes, inputs: dict[str, torch.Tensor], mode: str) -> str:
+    """Compute a mode again on the track if the worker decided otherwise there; return why that is not possible."""
+    path, key, model = _decisions(context), _exact(mode), context.model
+    if found.made.is_on(Table.of(path), mode, on=key):
+        return ""
+    replay = Replay(path, model, _title(model, mode, context.device))
+    try:
+        with half_kernels.computing(half_kernels.replacement(model, tokens_of(inputs))):
+            outputs = in_mode(
+                model, inputs, mode, has_adapter=context.job.case.adapter is not None,
+                watch=replay.watch(key), places=replay.places,
+            )  # fmt: skip
+    except Exception as error:  # model code of any kind may raise anything
+        if not is_of_the_model(error, model):
+            raise
+        return NOT_REPLAYED
+    record_flips(context, "forward", replay.flips, mode=mode)
+    if not replay.was_complete(key):
+        return NOT_REPLAYED
+    found.on_track[mode] = outputs
+    return ""
+
+
 def _publish(context: Context, found: Passes, exact: Exact) -> Reference:
-    on_cpu = {f"{mode}::{name}": tensor for mode, outputs in found.outputs.items() for name, tensor in outputs.items()}
+    on_cpu = {f"{mode}::{name}": tensor for mode in found.outputs for name, tensor in found.judged(mode).items()}
+    exact.track.publish()
     tables = own_errors(
         on_cpu, on_cpu.get, lambda name: exact.outputs.get(_exact(name)), samples=independent_rows,
         failures=exact.failures, known=exact.outputs, computed_by=found.computed_by,
@@ -173,12 +249,25 @@ def _modes(context: Context) -> list[str]:
     return [ON, OFF, MERGED] if any(True for _ in adapted_layers(context.model)) else [ON, OFF]
 
 
-def in_mode(model: Any, inputs: Activations, mode: str, *, has_adapter: bool) -> Activations:
-    """Run the model once in a mode."""
+def in_mode(
+    model: Any,
+    inputs: Activations,
+    mode: str,
+    *,
+    has_adapter: bool,
+    watch: Watch | None = None,
+    places: Places | None = None,
+) -> Activations:
+    """Run the model once in a mode; `watch` is called with each decision, and `places` follows the modules."""
+
+    def run() -> Activations:
+        with deciding(watch, gradient=False, places=places):
+            return activations(model, inputs)
+
     if mode == MERGED:
-        return in_merged(model, lambda: activations(model, inputs))
+        return in_merged(model, run)
     with model.disable_adapter() if mode == OFF and has_adapter else nullcontext():
-        return activations(model, inputs)
+        return run()
 
 
 def _exact(name: str) -> str:

@@ -85,11 +85,14 @@ def record_relative(
     exact_name: str,
     mode: str,
     computed_by: str = "",
+    decisions: str = "",
+    reason: str = "",
 ) -> None:
     """Record a tensor by the `relative` rule or the user's tolerance; without an exact value by the other workers.
 
     `reference` has the CPU's own error by `name`, the exact tensor by `exact_name`, and by `mode` why there is none;
-    `computed_by` is how this device computed, where not by its own kernels.
+    `computed_by` is how this device computed, where not by its own kernels; `decisions` says whose are in it, where not
+    its own, and `reason` why it cannot be compared with the exact tensor.
     """
     tables = reference.tables
     exact, whole = reference.read(exact_name), mapped(actual)
@@ -101,11 +104,13 @@ def record_relative(
     evidence = {"products": products} if products != yardstick.PLAIN else {}
     if computed_by:
         evidence["computed_by"] = computed_by
+    if decisions:
+        evidence["decisions"] = decisions
     judged = error is not None or tolerance is not None or products != yardstick.PLAIN
-    if exact is None or not known or not judged:
+    if exact is None or not known or not judged or reason:
         context.record.computed(
-            stage, layer, tensor, actual=whole, digests=digests, chunks=tuple, reason=tables.failures.get(mode),
-            evidence=evidence,
+            stage, layer, tensor, actual=whole, digests=digests, chunks=tuple,
+            reason=reason or tables.failures.get(mode), evidence=evidence,
         )  # fmt: skip
         return
     found = measure_against_exact(actual, exact, tolerance)
@@ -118,9 +123,9 @@ def record_relative(
         verdict = None if error is None else judge_relative(found, dtype, reference_error=float(error), samples=samples)
         if verdict is not None and tables.computed_by:
             evidence["reference_error_by"] = tables.computed_by
-    reason = None
+    why = None
     if tolerance is None and error is None:
-        reason = f"products in {products} are permitted here, and the CPU's own error with such products is unknown"
+        why = f"products in {products} are permitted here, and the CPU's own error with such products is unknown"
     limit: float | UserAllowance | None = tolerance if verdict is None else verdict.allowed
     context.record.computed(
         stage,
@@ -132,8 +137,8 @@ def record_relative(
         rule=Rule.RELATIVE,
         tolerance=tolerance,
         bound_ratio=None if verdict is None else verdict.ratio,
-        chunks=None if reason else lambda: exact_chunks(actual, exact, limit),
-        reason=reason,
+        chunks=None if why else lambda: exact_chunks(actual, exact, limit),
+        reason=why,
         outside=lambda: {} if verdict is None else {"allowed": verdict.allowed},
         reference_error=None if error is None else float(error),
         reference_samples=None if verdict is None else samples,

@@ -83,6 +83,7 @@ NEED_ANOTHER = {
     "merge-fails",
     "forward-off",
     "forward-fails",
+    "router-flipped",
     "gradient-off",
     "gradient-zeros",
 }
@@ -129,7 +130,8 @@ def look_at_fault(tmp_path: Path, two_adapters: tuple[NamedAdapter, ...]) -> Run
         # of one sequence's gradient luck leaves little to tell
         level = Level.STANDARD if fault in NEED_RELOAD or stage == "gradient" else Level.QUICK
         wrapper = HARMLESS_WRAPPER if stage == "wrapping" else None
-        options = Options(base="builtin:llama", stages=(Stage(stage),), level=level, wrapper=wrapper)
+        base = getattr(FAULTS.get(fault), "base", None) or "builtin:llama"
+        options = Options(base=base, stages=(Stage(stage),), level=level, wrapper=wrapper)
         if stage == "adapters":
             options = dataclasses.replace(options, adapters=two_adapters)
         case = prepare_case(options)

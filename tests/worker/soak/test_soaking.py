@@ -15,7 +15,7 @@ from consistency.capture.records import TensorRecord
 from consistency.worker.faults import plant
 from consistency.worker.soak import computed, weights
 from consistency.worker.stages.forward import in_mode
-from consistency.worker.stages.gradient import stage as of_gradient
+from consistency.worker.stages.gradient import runs as of_gradient
 from tests.worker.model.made_models import on_llama
 from tests.worker.soak.conftest import Left, SoakOf, of
 

@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from consistency.numerics.decisions import Watch
 from consistency.numerics.exact import Float64Mode
+from consistency.worker.decisions.places import Places
+from consistency.worker.decisions.replay import deciding
 from consistency.worker.model.blocks import recomputed
 from consistency.worker.model.inputs import SEED
 from consistency.worker.model.loading import ADAPTER_NAME
@@ -89,6 +92,8 @@ def backward(
     *,
     recompute: bool = True,
     exact: bool = False,
+    watch: Watch | None = None,
+    places: Places | None = None,
 ) -> None:
     """Run the model forward and backward on one part of the batch, and hand over the gradients of its parameters.
 
@@ -100,6 +105,10 @@ def backward(
         Compute the activations of each block again instead of keeping them: see `blocks.recomputed`.
     exact : bool
         Compute in float64: the gradients are float64.
+    watch : callable, optional
+        Called with each decision, forward and backward: see `consistency.numerics.decisions`.
+    places : Places, optional
+        Follows the modules that run meanwhile.
     """
     wanted = {name: model.get_parameter(name) for name in names}
     with ExitStack() as stack:
@@ -114,6 +123,7 @@ def backward(
         stack.enter_context(torch.enable_grad())
         if recompute:
             stack.enter_context(recomputed(model))
+        stack.enter_context(deciding(watch, gradient=True, places=places))
         _, ends = outputs(model, inputs)
         ends = {name: tensor for name, tensor in ends.items() if tensor.requires_grad}
         if not ends:

@@ -12,36 +12,37 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from consistency.capture.names import ADAPTER_ON, GRADIENT, UPDATED, WHOLE_MODEL, adapter_place
 from consistency.capture.records import RecordStatus
+from consistency.devices.backends import CPU
 from consistency.errors import first_line
-from consistency.numerics.digest import TensorDigest, block_digests, combine
-from consistency.numerics.dtype import name_of
+from consistency.numerics.digest import TensorDigest
 from consistency.numerics.independent_errors import independent_lines
-from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.rules import Rule
 from consistency.worker import yardstick
+from consistency.worker.decisions.places import Places
+from consistency.worker.decisions.replay import Made
+from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
-from consistency.worker.model.blocks import RecomputationError
 from consistency.worker.model.float64_reference import Reference, publish_file, wait_for
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
-from consistency.worker.model.running import activations, is_of_the_model, refusal, tokens_of, unbounded
+from consistency.worker.model.running import activations, is_of_the_model, refusal, tokens_of
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.protocol import GRADIENT_FILE
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.gradient.backward import ONE_PASS, Tensors, backward, parts_of, trained
+from consistency.worker.stages.flips import record_flips
+from consistency.worker.stages.gradient.backward import Tensors, trained
+from consistency.worker.stages.gradient.on_track import Again, Judged, decisions_file, judged, products_on
 from consistency.worker.stages.gradient.optimizer_step import record_step
+from consistency.worker.stages.gradient.runs import Runs, Watches
 from consistency.worker.stages.relative_rule import own_errors, record_relative
-
-Blocks = dict[str, tuple[int, ...]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +65,14 @@ class Backward:
         The CPU's gradients with other products, where they were asked for too.
     computed_by : str
         How the gradients were computed, where not by the device's own kernels.
+    made : Made
+        The decisions in them.
+    track : Track or None
+        Those that all workers are compared on, where these are the reference's passes.
+    again : callable
+        Compute the gradients once more.
+    on_track : TensorFile or None
+        These.
     """
 
     gradients: TensorFile
@@ -73,12 +82,15 @@ class Backward:
     failure: str = ""
     others: dict[str, TensorFile] = field(default_factory=dict)
     computed_by: str = ""
+    made: Made = field(default_factory=Made)
+    track: Track | None = None
+    again: Again | None = None
+    on_track: TensorFile | None = None
 
 
 def run(context: Context) -> None:
     """Record the gradient of every tensor of the adapter, and the tensor after one step of the optimizer."""
     inputs, reason = fixed_inputs(context.job.case, context.base.model)
-    reason = reason or unbounded(context.base.model)
     names = trained(context.model, context.expected)
     if not reason and not names:
         reason = "the adapter has no floating-point tensor to train"
@@ -103,16 +115,16 @@ def run(context: Context) -> None:
         elif isinstance(answer, str):
             _not_run(context, "blocked", answer)
         else:
+            what = Judged(gradients=found.gradients)
+            if found.track is not None:
+                record_flips(context, "gradient", found.track.flips)
+            elif found.again is not None and not answer.tables.failures:
+                what = judged(context, found.gradients, found.made, found.again)
             for done, name in enumerate(names):
                 layer, tensor = adapter_place(context.expected[name][0])
                 if context.record.wants("gradient", layer):
                     context.events.step(layer, done, len(names))
-                    _judge(context, name, layer, tensor, found, answer)
-
-
-def computed(name: str, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - for a planted fault to choose by
-    """Return a gradient as this device computed it."""
-    return gradient
+                    _judge(context, name, layer, tensor, found, what, answer)
 
 
 @contextmanager
@@ -128,30 +140,42 @@ def _backward(
     own = TensorFile(stem.with_suffix(".safetensors"), layout)
     kernels = half_kernels.replacement(model, tokens_of(inputs))
     found = Backward(gradients=own, computed_by=half_kernels.described(kernels))
+    if exact:
+        found.track = Track(decisions_file(context), model, products_on(model, torch.device(CPU)))
+
+    def again(watches: Watches, places: Places) -> TensorFile:
+        found.on_track = TensorFile(stem.with_suffix(".track.safetensors"), layout)
+        runs.in_dtype(kernels, found.on_track, "on the reference's decisions", watches=watches, places=places)
+        return found.on_track
+
+    found.again = again
     try:
         try:
             for _ in range(context.job.case.repeat):
-                found.digests.append(runs.in_dtype(kernels, None if found.digests else own))
+                watches = found.made.watch if found.track is None else found.track.own
+                first = not found.digests
+                found.digests.append(runs.in_dtype(kernels, own if first else None, watches=watches if first else None))
         except Exception as error:  # model code of any kind may raise anything
             if not is_of_the_model(error, model):
                 raise
             found.refused = _refusal(context, model, inputs, error)
-        if exact and not found.refused:
+        if found.track is not None and not found.refused:
             for number, (title, products) in enumerate(yardstick.others_of_run(context.job, model).items()):
                 found.others[title] = TensorFile(stem.with_suffix(f".{number}.safetensors"), layout)
                 with yardstick.computing_with(products):
-                    runs.in_dtype(None, found.others[title], title)
+                    watches = functools.partial(found.track.other, title=title)
+                    runs.in_dtype(None, found.others[title], title, watches=watches)
             wide = {name: (torch.float64, shape) for name, (_, shape) in layout.items()}
             found.exact = TensorFile(context.scratch / f"{GRADIENT_FILE}.tmp", wide)
             try:
-                runs.in_float64(found.exact)
+                runs.in_float64(found.exact, found.track)
             except Exception as error:  # code that insists on its own dtype
                 if not is_of_the_model(error, model):
                     raise
                 found.failure = first_line(error)
         yield found
     finally:
-        for file in (own, *found.others.values()):
+        for file in (own, *found.others.values(), *([found.on_track] if found.on_track is not None else ())):
             file.close(remove=True)
         if found.exact is not None:
             found.exact.close()
@@ -161,79 +185,6 @@ def as_model_takes(model: torch.nn.Module, inputs: Tensors) -> Tensors:
     """Return the inputs with floating-point ones in the model's dtype."""
     dtype = next(model.parameters()).dtype
     return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
-
-
-class Into(Protocol):
-    """Takes the gradients of each pass, on the CPU."""
-
-    def write(self, name: str, index: int, tensor: torch.Tensor) -> None: ...
-
-
-class Runs:
-    """Backward passes of one model over the parts of a batch.
-
-    Attributes
-    ----------
-    parameters : dict
-        By name.
-    counts : dict
-        Number of passes that give a parameter's gradient, by name.
-    """
-
-    def __init__(
-        self, context: Context, model: torch.nn.Module, names: list[str], inputs: Tensors, *, tells: bool = True
-    ) -> None:
-        self._events = context.events if tells else None
-        self._model = model
-        self._passes = parts_of(inputs, rows=context.job.case.fit.micro_batch)
-        self._recompute = True
-        self.parameters = {name: model.get_parameter(name) for name in names}
-        self.counts = {n: 1 if p.numel() >= ONE_PASS else len(self._passes) for n, p in self.parameters.items()}
-
-    def in_dtype(
-        self, kernels: RoundedProducts | None, into: Into | None, products: str = ""
-    ) -> dict[str, TensorDigest]:
-        """Compute the gradients in the model's dtype, write them into a file where one is given, and digest them."""
-        blocks: list[Blocks] = [{} for _ in self._passes]
-        kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
-
-        def take(index: int, name: str, gradient: torch.Tensor) -> None:
-            gradient = computed(name, gradient)
-            kinds[name] = gradient.dtype, gradient.shape
-            blocks[index][name] = block_digests(gradient)
-            if into is not None:
-                into.write(name, index, gradient.to("cpu").contiguous())
-
-        with half_kernels.computing(kernels):
-            self._run(f"backward, {products}" if products else "backward", take)
-        return {
-            name: combine(
-                name_of(dtype), (self.counts[name], *shape), tuple(b for part in blocks for b in part.get(name, ()))
-            )
-            for name, (dtype, shape) in kinds.items()
-        }
-
-    def in_float64(self, into: TensorFile) -> None:
-        """Compute the exact gradients, and write them into a file."""
-
-        def take(index: int, name: str, gradient: torch.Tensor) -> None:
-            into.write(name, index, gradient.to(torch.float64).contiguous())
-
-        self._run("backward, float64", take, exact=True)
-
-    def _run(self, label: str, take: Callable[[int, str, torch.Tensor], None], *, exact: bool = False) -> None:
-        for index, part in enumerate(self._passes):
-            if self._events is not None:
-                self._events.step(label, index, len(self._passes))
-            hand_over = functools.partial(take, index)
-            names = [name for name, count in self.counts.items() if index < count]
-            if not names:
-                break
-            try:
-                backward(self._model, names, part, hand_over, recompute=self._recompute, exact=exact)
-            except RecomputationError:
-                self._recompute = False
-                backward(self._model, names, part, hand_over, recompute=False, exact=exact)
 
 
 def _refusal(context: Context, model: torch.nn.Module, inputs: Tensors, error: Exception) -> str:
@@ -249,6 +200,8 @@ def _refusal(context: Context, model: torch.nn.Module, inputs: Tensors, error: E
 
 def _publish(context: Context, found: Backward, names: list[str]) -> Reference:
     failure, exact = found.refused or found.failure, found.exact
+    if found.track is not None:
+        found.track.publish()
     if exact is None:  # every worker waits for a file
         exact = TensorFile(context.scratch / f"{GRADIENT_FILE}.tmp", {})
         exact.close()
@@ -260,19 +213,21 @@ def _publish(context: Context, found: Backward, names: list[str]) -> Reference:
     return publish_file(exact.path, context.scratch / GRADIENT_FILE, tables)
 
 
-def _judge(context: Context, name: str, layer: str, tensor: str, found: Backward, reference: Reference) -> None:
-    gradient = found.gradients.read(name)
-    if gradient is None:
-        for what in (GRADIENT, UPDATED):
+def _judge(
+    context: Context, name: str, layer: str, tensor: str, found: Backward, what: Judged, reference: Reference
+) -> None:
+    gradient, compared = found.gradients.read(name), what.gradients.read(name)
+    if gradient is None or compared is None:
+        for part in (GRADIENT, UPDATED):
             context.record.absent(
-                "gradient", layer, f"{tensor}.{what}", status="skipped", rule=Rule.RELATIVE,
+                "gradient", layer, f"{tensor}.{part}", status="skipped", rule=Rule.RELATIVE,
                 reason="no output of the model depends on it",
             )  # fmt: skip
         return
     record_relative(
-        context, "gradient", layer, f"{tensor}.{GRADIENT}", actual=gradient,
+        context, "gradient", layer, f"{tensor}.{GRADIENT}", actual=compared,
         digests=[run[name] for run in found.digests], reference=reference, name=name, exact_name=name, mode=ADAPTER_ON,
-        computed_by=found.computed_by,
+        computed_by=found.computed_by, decisions=what.decisions, reason=what.reason,
     )  # fmt: skip
     record_step(context, name, layer, f"{tensor}.{UPDATED}", gradient)
 

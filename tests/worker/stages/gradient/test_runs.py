@@ -8,7 +8,7 @@ import torch
 
 from consistency.case.case import Case
 from consistency.case.fit import Fit
-from consistency.worker.stages.gradient import stage
+from consistency.worker.stages.gradient import runs
 
 
 @pytest.mark.parametrize("rows", [None, 1])
@@ -19,8 +19,8 @@ def test_a_backward_pass_has_no_more_sequences_than_fit(rows: int | None, monkey
         asked.append(rows)
         return [inputs]
 
-    monkeypatch.setattr(stage, "parts_of", parts_of)
+    monkeypatch.setattr(runs, "parts_of", parts_of)
     case = Case(name="x", base="b", fit=Fit(micro_batch=rows))
     context: Any = SimpleNamespace(job=SimpleNamespace(case=case), events=None)
-    assert stage.Runs(context, torch.nn.Linear(1, 1), ["weight"], {}).counts == {"weight": 1}
+    assert runs.Runs(context, torch.nn.Linear(1, 1), ["weight"], {}).counts == {"weight": 1}
     assert asked == [rows]

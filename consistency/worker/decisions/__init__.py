@@ -1,0 +1,1 @@
+"""Decisions that a model makes in a pass: recorded, replayed, and judged by their margins."""

@@ -1,0 +1,150 @@
+"""Which operations decide, how far each was from deciding otherwise, and the result if it had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from consistency.numerics.decisions import Decision, DecisionMode, gaps
+from consistency.numerics.exact import Float64Mode
+
+X = torch.tensor([-2.5, -0.75, 0.25, 1.5])
+F = torch.nn.functional
+
+
+def seen(run: Callable[[], object], *, gradient: bool = False) -> list[Decision]:
+    found: list[Decision] = []
+    with DecisionMode(found.append, gradient=gradient):
+        run()
+    return found
+
+
+def forced(run: Callable[[], torch.Tensor], wanted: torch.Tensor, *, gradient: bool = False) -> torch.Tensor:
+    with DecisionMode(lambda _: wanted, gradient=gradient):
+        return run()
+
+
+@pytest.mark.parametrize(
+    ("run", "decided", "margins"),
+    [
+        (lambda: X > 0.5, [0, 0, 0, 1], [3.0, 1.25, 0.25, 1.0]),
+        (lambda: X.le(torch.tensor(0.25)), [1, 1, 1, 0], [2.75, 1.0, 0.0, 1.25]),
+        (lambda: X.round(), [-2, -1, 0, 2], [0.0, 0.25, 0.25, 0.0]),
+        (lambda: X.floor(), [-3, -1, 0, 1], [0.5, 0.25, 0.25, 0.5]),
+        (lambda: X.trunc(), [-2, 0, 0, 1], [0.5, 0.25, 0.75, 0.5]),
+        (lambda: X.to(torch.int64), [-2, 0, 0, 1], [0.5, 0.25, 0.75, 0.5]),
+        (lambda: X.sign(), [-1, -1, 1, 1], [2.5, 0.75, 0.25, 1.5]),
+    ],
+)
+def test_what_was_decided_and_its_margins(
+    run: Callable[[], torch.Tensor], decided: list[float], margins: list[float]
+) -> None:
+    (one,) = seen(run)
+    assert one.decided.tolist() == decided
+    assert one.margins(one.operand.to(torch.float64)).tolist() == margins
+    other = one.decided.roll(1)
+    assert torch.equal(forced(run, other), other)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: torch.arange(3) > 1,
+        lambda: torch.isnan(X),
+        lambda: X.to(torch.float64),
+        lambda: X.to(torch.bool),
+        lambda: F.relu(X),
+        lambda: F.gelu(X),
+        lambda: torch.softmax(X, 0),
+    ],
+)
+def test_integers_and_what_is_smooth_decide_nothing(run: Callable[[], object]) -> None:
+    assert seen(run) == []
+
+
+SCORES = torch.tensor([[0.5, 0.25, 0.375], [1.0, 2.0, 4.0]])
+
+
+@pytest.mark.parametrize(
+    ("run", "kept"),
+    [
+        (lambda: torch.topk(SCORES, 2), [[0, 2], [2, 1]]),
+        (lambda: SCORES.sort(descending=True), [[0, 2, 1], [2, 1, 0]]),
+        (lambda: SCORES.argmax(-1), [[0], [2]]),
+        (lambda: SCORES.argmax(), [5]),
+        (lambda: SCORES.argmin(-1, keepdim=True), [[1], [0]]),
+        (lambda: SCORES.max(dim=1), [[0], [2]]),
+    ],
+)
+def test_a_selection_can_be_another_one(run: Callable[[], torch.Tensor], kept: list[list[int]]) -> None:
+    (one,) = seen(run)
+    assert one.decided.tolist() == kept
+    assert one.dim is not None
+    wanted = (one.decided + 1) % one.operand.shape[one.dim]
+    found: Any = forced(run, wanted)
+    values, indices = found if isinstance(found, tuple) else (None, found)
+    assert torch.equal(indices.reshape(wanted.shape), wanted)
+    if values is not None:
+        assert torch.equal(values.reshape(wanted.shape), SCORES.gather(one.dim, wanted))
+
+
+def test_the_margin_of_a_selection_is_the_gap_between_both_scores() -> None:
+    here, there = torch.tensor([[0], [2]]), torch.tensor([[2], [2]])
+    assert gaps(SCORES, 1, here, there).tolist() == [[0.125], [0.0]]
+
+
+def gradient_of(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def run() -> torch.Tensor:
+        x = X.clone().requires_grad_()
+        function(x * 1).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("function", "decided", "margins", "other", "gradient"),
+    [
+        (F.relu, [0, 0, 1, 1], [2.5, 0.75, 0.25, 1.5], [1, 0, 0, 1], [1, 0, 0, 1]),
+        (lambda x: F.relu(x, inplace=True), [0, 0, 1, 1], [2.5, 0.75, 0.25, 1.5], [1, 0, 0, 1], [1, 0, 0, 1]),
+        (lambda x: F.leaky_relu(x, 0.5), [0, 0, 1, 1], [2.5, 0.75, 0.25, 1.5], [1, 0, 0, 1], [1, 0.5, 0.5, 1]),
+        (lambda x: F.hardtanh(x, -1, 1), [0, 1, 1, 2], [1.5, 0.25, 0.75, 0.5], [1, 0, 1, 1], [1, 0, 1, 1]),
+        (F.hardswish, [1, 1, 1, 1], [0.5, 2.25, 2.75, 1.5], [0, 1, 2, 1], [0, 0.25, 1, 1]),
+    ],
+)
+def test_the_gradient_of_a_kink_goes_the_way_that_is_forced(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    decided: list[int],
+    margins: list[float],
+    other: list[int],
+    gradient: list[float],
+) -> None:
+    run = gradient_of(function)
+    (one,) = seen(run, gradient=True)
+    assert one.decided.tolist() == decided
+    assert one.margins(one.operand.to(torch.float64)).tolist() == margins
+    found = forced(run, torch.tensor(other, dtype=one.decided.dtype), gradient=True)
+    assert found.tolist() == gradient
+    assert torch.equal(forced(run, one.decided, gradient=True), run()), "and nothing changes where nothing is flipped"
+
+
+@pytest.mark.parametrize("function", [lambda x: x.clamp(-1, 1), torch.abs, lambda x: torch.maximum(x, -x)])
+def test_what_torch_composes_of_comparisons_and_signs_is_seen_backward(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    assert len(seen(gradient_of(function), gradient=True)) > 0
+
+
+def test_in_float64_the_operand_is_exact_and_the_watcher_is_left_alone() -> None:
+    dtypes = []
+
+    def watch(decision: Decision) -> None:
+        dtypes.extend([decision.operand.dtype, torch.ones(1).dtype])
+
+    with Float64Mode(), DecisionMode(watch, gradient=False):
+        (X * 0.1).round()
+    assert dtypes == [torch.float64, torch.float32]

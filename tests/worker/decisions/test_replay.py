@@ -1,0 +1,166 @@
+"""Two workers that decide otherwise: what is undecided, what is a fault, and what both compute on one track."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from consistency.numerics.decisions import Watch
+from consistency.numerics.exact import in_float64
+from consistency.worker.decisions.replay import Made, Replay, deciding
+from consistency.worker.decisions.track import Table, Track
+
+PRODUCTS = "float32"
+FIRST = torch.linspace(-1, 1, 64 * 16).reshape(64, 16).sin()
+SECOND = torch.linspace(-2, 1, 16 * 8).reshape(16, 8).cos()
+
+
+class Model(torch.nn.Module):
+    """A layer that makes rounding errors, and then decides by its result; `off` is a device's own error."""
+
+    def __init__(self, decide: Callable[[torch.Tensor], torch.Tensor], tie: float) -> None:
+        super().__init__()
+        self.act = Act(decide)
+        x = FIRST @ SECOND
+        self.shift = tie - float(x[5, 3])  # brings one value close to where the decision changes
+
+    def forward(self, off: float = 0.0) -> torch.Tensor:
+        x = (FIRST @ SECOND) + self.shift
+        x[5, 3] += off
+        found: torch.Tensor = self.act(x)
+        return found
+
+
+class Act(torch.nn.Module):
+    def __init__(self, decide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.decide = decide
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decide(x)
+
+
+def routed(x: torch.Tensor) -> torch.Tensor:
+    """Send each row to the two experts with the largest scores of three, two of which are nearly equal."""
+    scores = torch.stack([x[:, 3] * 0, x[:, 3], x[:, 3] * 0 - 9], 1)
+    weights, experts = scores.topk(1, dim=1)
+    return (weights + 1) * torch.tensor([1.0, 10.0, 100.0])[experts]
+
+
+DECIDE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float]] = {
+    "hard mask": (lambda x: torch.where(x > 0, x + 7, 0), 0.0),
+    "quantized": (lambda x: (x * 4).round() / 4, 0.125),
+    "router": (routed, 0.0),
+}
+
+
+def judged(model: Model, tmp_path: Path, off: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Replay | None]:
+    """Return the exact result, that of the CPU, that of a device that is off, on the track, and the replay."""
+    path = tmp_path / "decisions.bin"
+    track = Track(path, model, PRODUCTS)
+
+    def run(watch: Watch | None, off: float = 0.0) -> torch.Tensor:
+        with torch.no_grad(), deciding(watch, gradient=False, places=track.places):
+            found: torch.Tensor = model(off)
+            return found
+
+    own = run(track.own("0"))
+    exact = in_float64(run, track.exact("0"))
+    track.publish()
+    assert track.flips == []
+    made = Made()
+    found = run(made.watch("0"), off)
+    if made.is_on(Table.of(path), "0"):
+        return exact, own, found, None
+    replay = Replay(path, model, PRODUCTS)
+    with replay.places:
+        found = run(replay.watch("0"), off)
+    assert replay.was_complete("0")
+    return exact, own, found, replay
+
+
+@pytest.mark.parametrize("kind", DECIDE)
+def test_a_flip_that_rounding_explains_is_undecided_and_is_compared_on_the_track(kind: str, tmp_path: Path) -> None:
+    model = Model(*DECIDE[kind])
+    for off in (-3e-7, 3e-7):  # the one or the other is on the other side
+        exact, own, found, replay = judged(model, tmp_path, off)
+        if replay is not None:
+            break
+    assert replay is not None
+    (flip,) = replay.flips
+    assert flip.is_undecided
+    assert (flip.place, flip.elements) == ("act", 1)
+    assert flip.margin <= 1e-5
+    assert float((own - exact).abs().max()) < 1e-4
+    assert float((found - exact).abs().max()) < 1e-4
+    assert float((model(off) - exact).abs().max()) > 0.1, "which is a jump without the track"
+
+
+@pytest.mark.parametrize("kind", DECIDE)
+def test_a_flip_that_rounding_does_not_explain_is_none(kind: str, tmp_path: Path) -> None:
+    """A tenth away, ten thousand times what rounding explains."""
+    decide, tie = DECIDE[kind]
+    *_, replay = judged(Model(decide, tie + 0.02), tmp_path, -0.04)
+    assert replay is not None
+    (flip,) = replay.flips
+    assert not flip.is_undecided
+    assert flip.margin == pytest.approx(0.08 if kind == "quantized" else 0.02, abs=1e-4)
+    assert flip.allowed < 1e-4
+
+
+def test_a_worker_that_decides_alike_computes_nothing_again(tmp_path: Path) -> None:
+    *_, replay = judged(Model(*DECIDE["hard mask"]), tmp_path, 0.0)
+    assert replay is None
+
+
+def test_the_cpu_itself_is_found_where_its_decision_does_not_follow_from_its_operand(tmp_path: Path) -> None:
+    model = Model(lambda x: torch.where(x > 0, x + 7, 0), 1.0)
+    track = Track(tmp_path / "d.bin", model, PRODUCTS)
+    record = track.own("0")
+    assert record is not None
+    with deciding(lambda d: record(dataclasses.replace(d, decided=~d.decided)), gradient=False):
+        model()
+    with track.places:
+        in_float64(lambda: deciding_once(model, track.exact("0")))
+    (flip,) = track.flips
+    assert not flip.is_undecided
+
+
+def deciding_once(model: torch.nn.Module, watch: Watch | None) -> None:
+    with deciding(watch, gradient=False):
+        model()
+
+
+def test_other_operations_than_those_of_the_track_are_not_compared(tmp_path: Path) -> None:
+    path = tmp_path / "d.bin"
+    model = Model(*DECIDE["hard mask"])
+    track = Track(path, model, PRODUCTS)
+    with deciding(track.own("0"), gradient=False):
+        model()
+    in_float64(lambda: deciding_once(model, track.exact("0")))
+    track.publish()
+    for decide in (lambda x: x.round(), lambda x: torch.where(x > 0, x, 0) + (x > 1), lambda x: x):
+        other = Model(decide, 0.0)
+        replay = Replay(path, other, PRODUCTS)
+        with deciding(replay.watch("0"), gradient=False):
+            other()
+        assert not replay.was_complete("0")
+
+
+def test_a_model_that_decides_nothing_is_watched_in_one_pass_alone(tmp_path: Path) -> None:
+    made, track = Made(), Track(tmp_path / "d.bin", torch.nn.Identity(), PRODUCTS)
+    for one in (made.watch, track.own):
+        watch = one("0")
+        assert watch is not None
+        with deciding(watch, gradient=False):
+            torch.ones(2).sum()
+        assert one("1") is None
+    assert track.exact("0") is None
+    track.publish()
+    table = Table.of(tmp_path / "d.bin")
+    assert made.passes() == ["0", "1"]
+    assert all(made.is_on(table, key) for key in made.passes())

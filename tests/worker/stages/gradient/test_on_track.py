@@ -1,0 +1,128 @@
+"""A model with ReLU on a device that rounds a little otherwise: its gradients jump, and are no finding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+
+from consistency.capture.folder import SCHEMA, CaptureManifest
+from consistency.capture.reader import read_capture
+from consistency.capture.records import WorkerInfo
+from consistency.capture.writer import CaptureWriter
+from consistency.case.case import Case
+from consistency.case.stages import Stage
+from consistency.comparison.compare import compare
+from consistency.comparison.result import Comparison
+from consistency.worker import session
+from consistency.worker.decisions.replay import Made
+from consistency.worker.protocol import EventLog, Job
+from tests.worker.model.made_models import case_of, perturb
+
+OTHER = "other"
+Compare = Callable[[float], Comparison]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Return a T5 with adapted units whose pre-activation is exactly zero: the gradient of their factors jumps."""
+    folder = tmp_path_factory.mktemp("t5")
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_decoder_layers=1, num_heads=4,
+            decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+    perturb(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".wi.weight"):
+                parameter[:2] = 0
+    model.save_pretrained(folder / "base")
+    config = peft.LoraConfig(target_modules=["q", "v", "wi"], task_type="SEQ_2_SEQ_LM")
+    adapted = peft.get_peft_model(model, config)
+    perturb(adapted)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".wi.lora_B." in name:
+                parameter[:2] = 0
+    adapted.save_pretrained(folder / "adapter")
+    return case_of(folder / "base", folder / "adapter", stages=(Stage.GRADIENT,))
+
+
+@pytest.fixture
+def compare_with(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
+    """Compare the CPU with a worker whose values before each ReLU are off by so much."""
+
+    def run(off: float) -> Comparison:
+        with CaptureWriter(tmp_path / "capture") as writer:
+            for name in ("cpu", OTHER):
+                if name == OTHER:
+                    monkeypatch.setattr(torch.nn.ReLU, "forward", lambda _, x: torch.relu(x + off))
+                folder = writer.worker_folder(name)
+                job = Job(
+                    case=case, name=name, device="cpu", load_path="isolated", folder=str(folder),
+                    blobs=str(writer.blobs), scratch=str(tmp_path), settings={}, makes_reference=name == "cpu",
+                    threads=1, parent_pid=os.getpid(),
+                )  # fmt: skip
+                with EventLog(folder / "events.jsonl") as events:
+                    session.run(job, events)
+                info = WorkerInfo(name=name, load_path="isolated", architecture=name, model="chip", status="ok")
+                writer.write_worker(name, info)
+            manifest = CaptureManifest(
+                schema=SCHEMA, tool="0", created="2026-01-01", host="here", case=case, workers=("cpu", OTHER)
+            )
+            return compare([read_capture(writer.commit(manifest))])
+
+    return run
+
+
+def decisions(comparison: Comparison) -> set[tuple[str, str]]:
+    return {(t.layer, row.status) for t in comparison.tensors if t.tensor == "relu.decisions" for row in t.rows}
+
+
+PLACES = {f"{part}.block.0.layer.{layer}.DenseReluDense.act" for part, layer in (("encoder", 1), ("decoder", 2))}
+
+
+def test_undecided_units_are_no_finding(compare_with: Compare) -> None:
+    found = compare_with(1e-9)
+    assert found.verdict == "consistent", found.findings
+    assert decisions(found) == {(place, "within") for place in PLACES}
+    rows = [row for t in found.tensors if t.tensor.endswith(".gradient") for row in t.rows if row.worker == OTHER]
+    assert rows
+    assert {row.status for row in rows} <= {"within", "equal", "skipped"}
+    assert "within" in {row.status for row in rows}
+    assert all("in place of this worker's own" in row.evidence["decisions"] for row in rows)
+
+
+def test_without_the_track_they_are(compare_with: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Made, "is_on", lambda *_, **__: True)
+    found = compare_with(1e-9)
+    assert found.verdict == "inconsistent"
+
+
+def test_units_that_no_rounding_lets_through_are_a_finding_of_their_own(compare_with: Compare) -> None:
+    found = compare_with(0.05)
+    assert found.verdict == "inconsistent"
+    kinds = {finding.kind for finding in found.findings if finding.severity == "error"}
+    assert "decision-flipped" in kinds
+    assert decisions(found) == {(place, "outside") for place in PLACES}
+    (finding,) = [f for f in found.findings if f.kind == "decision-flipped"]
+    assert finding.workers == (OTHER,)
+    assert "decisions of relu in encoder.block.0.layer.1.DenseReluDense.act flipped: margin" in finding.message
+
+
+def test_a_pass_that_cannot_be_replayed_is_skipped_with_that_reason(
+    compare_with: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consistency.worker.decisions.replay.Replay.was_complete", lambda *_: False)
+    found = compare_with(1e-9)
+    assert found.verdict == "consistent", found.findings
+    rows = [row for t in found.tensors if t.tensor.endswith(".gradient") for row in t.rows if row.worker == OTHER]
+    assert {row.status for row in rows if "decided otherwise" in (row.reason or "")} == {"skipped"}
