@@ -151,11 +151,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return what is checked of the first adapter alone."""
         alone = [s for s in self.stages if SPECS[s].needs_adapter and s is not Stage.ADAPTERS]
         alone += [s for s in self.stages if s in (Stage.FORWARD, Stage.SHARDING)]
-        if not self.adapters or not alone:
-            return []
-        combined = ["combination types other than linear and cat"] if Stage.ADAPTERS in self.stages else []
         others = " and ".join(one.name for one in self.adapters[1:])
-        return [f"{others} in {', '.join(alone)} (of {self.adapters[0].name} alone)", *combined]
+        found = [f"{others} in {', '.join(alone)} (of {self.adapters[0].name} alone)"] if others and alone else []
+        return [*found, *(["combination types other than linear and cat"] if Stage.ADAPTERS in self.stages else [])]
 
     def _cut(self) -> list[str]:
         if not any(SPECS[stage].feeds_inputs for stage in self.stages):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from consistency.capture.names import module_place
+from consistency.case.stages import Level
 from consistency.numerics.bound import Allowance, cycles_allowance, merged_in_turn_allowance
 from consistency.numerics.chunks import LowRankProduct, LowRankTensor, low_rank_chunks
 from consistency.numerics.digest import digest
@@ -27,13 +28,17 @@ from consistency.worker.stages.low_rank import LowRank, allowance_of, low_rank_o
 
 CYCLES = 10
 AT_ONCE, IN_TURN, DRIFT = "merged_at_once", "merged_in_turn", "drift"
+_MOST_ELEMENTS = 1 << 24
+"""Elements of weights from which no further layer is merged ten times, but at level thorough: a second for each million
+was measured, on two cores that others used too."""
 _ELEMENTS = 1 << 20
 """Elements whose drift is measured at a time: some 8 MiB for each of a few float64 arrays."""
 
 
 def merge(several: Several) -> None:
     """Merge the adapters into every layer that two of them change."""
-    without_form = 0
+    without_form = without_drift = elements = 0
+    every = several.context.job.case.level is Level.THOROUGH
     layers = list(adapted_layers(several.model))
     for done, (path, layer) in enumerate(layers):
         place = module_place(path)
@@ -49,6 +54,13 @@ def merge(several: Several) -> None:
             without_form += 1
             continue
         _merge(several, path, layer, names, factors)
+        if every or elements < _MOST_ELEMENTS:
+            elements += weight_of(layer).numel()
+            _cycle(several, path, layer, names, factors)
+        else:
+            without_drift += 1
+    if without_drift:
+        several.skipped("merge", DRIFT, f"not measured in {without_drift} further layers: level thorough measures all")
     if without_form:
         several.skipped("merge", "merged weights", f"no closed form of several adapters in {without_form} layers")
     several.check_bytes("merge")
@@ -65,12 +77,15 @@ def _merge(several: Several, path: str, layer: Any, names: Sequence[str], factor
             merged = weight_of(layer)
         _record(several, place, tensor, merged, before, factors)
         del merged
+
+
+def _cycle(several: Several, path: str, layer: Any, names: Sequence[str], factors: Sequence[LowRank]) -> None:
     with restored(layer):
         for _ in range(CYCLES):
             layer.merge(safe_merge=False, adapter_names=list(names))
             layer.unmerge()
         after = weight_of(layer).to("cpu", copy=True)
-    _record_drift(several, place, after, weight_of(layer).to("cpu", copy=True), factors)
+    _record_drift(several, module_place(path), after, weight_of(layer).to("cpu", copy=True), factors)
 
 
 def _record(
