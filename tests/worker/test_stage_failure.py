@@ -172,6 +172,9 @@ def test_an_adapter_with_pruned_ranks_is_checked(llama: Path, look: Look, tmp_pa
         assert {r.stage for r in found} == set(stages)
         from_file = [r for r in found if r.stage == "adapter" and r.reference == "file"]
         assert [r.shape for r in from_file if r.layer.endswith("q_proj")] == [(3, 32), (32, 3), (3, 1)]
+        empty = [r for r in found if r.stage == "gradient" and "v_proj" in r.layer]
+        assert {(r.status, r.reason) for r in empty} <= {("skipped", "it is empty: its layer has rank 0")}
+        assert bool(empty) is ("gradient" in stages)
         (again,) = (r for r in found if r.tensor == LOADED_AGAIN)
         assert again.status == "skipped"
         assert "PEFT cannot load this adapter twice: IndexError" in (again.reason or "")

@@ -217,11 +217,12 @@ def _judge(
     context: Context, name: str, layer: str, tensor: str, found: Backward, what: Judged, reference: Reference
 ) -> None:
     gradient, compared = found.gradients.read(name), what.gradients.read(name)
-    if gradient is None or compared is None:
+    if gradient is None or compared is None or 0 in gradient.shape:
+        lacks = gradient is None or compared is None
+        reason = "no output of the model depends on it" if lacks else "it is empty: its layer has rank 0"
         for part in (GRADIENT, UPDATED):
             context.record.absent(
-                "gradient", layer, f"{tensor}.{part}", status="skipped", rule=Rule.RELATIVE,
-                reason="no output of the model depends on it",
+                "gradient", layer, f"{tensor}.{part}", status="skipped", rule=Rule.RELATIVE, reason=reason
             )  # fmt: skip
         return
     record_relative(
