@@ -1,33 +1,38 @@
-"""The drill: run the built-in case with one fault planted at a time, and check that it is found and named.
+"""The drill: run a case with one fault planted at a time, and check that it is found and named.
 
-It shows users and developers that the tool detects what it claims to. Each fault goes into one worker's real loading
-path; the run around it is that of `consistency run`.
+It shows users and developers that the tool detects what it claims to, on the built-in case or on their own. Each fault
+goes into one worker's real loading path; the run around it is that of `consistency run`. All faults are the cases of
+one suite: a worker takes them in turn, and a new one is started only where a fault ends it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
+import shutil
 from collections.abc import Sequence
-from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from consistency.case.builtin import BUILTIN_CASES
+from consistency.case.builtin import BUILTIN_CASES, resolve
 from consistency.case.load_path import LoadPath
+from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Options
-from consistency.comparison.result import Comparison
+from consistency.case.preflight import prepare_case
+from consistency.case.stages import SPECS, Stage
+from consistency.comparison.result import Comparison, made
 from consistency.devices.discovery import accelerators, select
 from consistency.devices.spec import DeviceInfo
-from consistency.errors import UsageError, meant
+from consistency.errors import InputError, UsageError, meant
 from consistency.launch.engine import Watcher
-from consistency.worker.faults.catalogue import FAULTS, Fault
-from consistency.worker.protocol import Event
+from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault
 from consistency.workflows import pipeline
-from consistency.workflows.second_adapter import several_adapters
+from consistency.workflows.plantable import Subject, subject_of, why_not
+from consistency.workflows.suite import PlannedCase, SuitePlan, captured, worked_s
 
-STALL_S = 30.0  # a hung worker is given up after this; importing torch from a slow disk takes less
+HEALTHY = "no-fault"
+"""Name of the run of a user's case without a fault."""
 
 
 class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +46,8 @@ class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
         Kind of the first finding about that worker.
     found : bool
         Whether there is a finding about that worker, and none about another.
+    planted : bool
+        False where the fault would change nothing in this case, or this host lacks the devices; `message` says why.
     """
 
     fault: str
@@ -50,6 +57,7 @@ class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
     named: str | None
     found: bool
     message: str
+    planted: bool = True
 
     @property
     def passed(self) -> bool:
@@ -64,6 +72,16 @@ class ListedFault(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[str, ...]
     expected: str
     needs: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One fault and the worker that gets it; `why_not` says why it is not planted, `planned` is its case."""
+
+    fault: Fault
+    worker: str
+    why_not: str = ""
+    planned: PlannedCase | None = None
 
 
 def listed(only: Sequence[str]) -> tuple[ListedFault, ...]:
@@ -87,53 +105,171 @@ def _needs(fault: Fault) -> str:
 
 
 def choose(only: Sequence[str]) -> tuple[Fault, ...]:
-    """Return these faults; where none is named, all that this host has the devices for."""
-    chosen = _named(only)
-    possible = tuple(fault for fault in chosen if not fault.accelerators or len(accelerators()) >= fault.accelerators)
-    if only and possible != chosen:
-        missing = next(fault for fault in chosen if fault not in possible)
-        raise UsageError(f"this fault needs {_needs(missing)}", where=f"--only {missing.name}", got=len(accelerators()))
-    return possible
+    """Return these faults, or all.
 
-
-def drill(faults: Sequence[Fault], *, out: Path | None, watch: Watcher, replace: bool = False) -> tuple[DrillRow, ...]:
-    """Run the built-in case once per fault; `out/FAULT/` holds the run's report and captures."""
-    rows = []
-    for number, fault in enumerate(faults):
-        watch("", Event(at=time.time(), kind="case", message=fault.name, done=number, total=len(faults)))
-        devices = _devices(two=fault.two_devices)
-        options = Options(
-            base=fault.base,
-            devices=tuple(info.spec.name for info in devices),
-            stages=fault.stages,
-            repeat=fault.repeat,
-            soak=fault.soak_s,
-            only=fault.only,
-            load_paths=(LoadPath.SHARED,) if fault.two_devices else fault.load_paths,
-            stall=STALL_S,
-            wrapper=fault.wrapper,
-            placement="offload" if fault.offloads else "auto",
-        )
-        worker = devices[-1].spec.name
-        folder = None if out is None else out / fault.name
-        with several_adapters() if fault.several else nullcontext() as adapters:
-            if adapters is not None:
-                options = dataclasses.replace(options, base=f"builtin:{BUILTIN_CASES[0]}", adapters=adapters)
-            prepared = pipeline.prepare(options)
-            plan = dataclasses.replace(prepared, faults={worker: fault.name})
-            rows.append(_row(fault, worker, pipeline.run(plan, folder, watch=watch, replace=replace).comparison))
-    return tuple(rows)
-
-
-def _devices(*, two: bool) -> tuple[DeviceInfo, ...]:
-    """Return the reference and one other device, which gets the fault; on a bare machine the reference gets it.
-
-    Where the fault needs two accelerators the second gets it: PEFT goes through the first by default.
+    Raises
+    ------
+    UsageError
+        There is none of such a name, or one that was named needs devices that this host does not have.
     """
-    found = select(["auto"])
+    chosen = _named(only)
+    missing = next((fault for fault in chosen if _lacks_devices(fault)), None)
+    if only and missing is not None:
+        raise UsageError(f"this fault needs {_needs(missing)}", where=f"--only {missing.name}", got=len(accelerators()))
+    return chosen
+
+
+def _lacks_devices(fault: Fault) -> bool:
+    return bool(fault.accelerators) and len(accelerators()) < fault.accelerators
+
+
+def is_own(options: Options) -> bool:
+    """Return whether options describe another case than the one that ships with the package."""
+    return bool(options.base or options.adapter) or options.dtype != "auto"
+
+
+def prepare_trials(
+    faults: Sequence[Fault],
+    options: Options,
+    *,
+    several: tuple[NamedAdapter, ...] | None,
+    out: Path | None,
+    watch: Watcher,
+    replace: bool = False,
+) -> tuple[Trial, ...]:
+    """Plan a run for each fault that applies to the case; a user's own case is first run without one.
+
+    `several` are adapters of the built-in case, for faults that take two; they have to be there until the drill ends.
+
+    Raises
+    ------
+    InputError
+        That run has findings, so that nobody could tell what a fault is found by.
+    UsageError
+        None of the faults applies.
+    """
+    devices = _devices(options.devices, two=False)
+    names = tuple(info.spec.name for info in devices)
+    healthy: Comparison | None = None
+    if is_own(options):
+        plan = pipeline.prepare(_without_fault(faults, dataclasses.replace(options, devices=names)))
+        watched = None if out is None else out / HEALTHY
+        healthy = pipeline.run(plan, watched, watch=watch, replace=replace).comparison
+        _check_healthy(healthy)
+        case = plan.case
+    else:
+        case = prepare_case(options)
+    subject = subject_of(case, workers=len(devices), healthy=healthy)
+    trials = tuple(_trial(fault, options, subject, several) for fault in faults)
+    if not any(trial.planned for trial in trials):
+        raise UsageError("none of these faults can be planted in this case", got=trials[0].why_not)
+    return trials
+
+
+def _without_fault(faults: Sequence[Fault], options: Options) -> Options:
+    """Return the options of a run with every stage that a fault needs, as far as the case can have it."""
+    _, adapter = resolve(options.base, options.adapter)
+    stages = {stage for fault in faults if not fault.several and not fault.base for stage in fault.stages}
+    needed = {stage for stage in stages if adapter or not SPECS[stage].needs_adapter}
+    wrapper = HARMLESS_WRAPPER if Stage.WRAPPING in needed else None
+    return dataclasses.replace(options, stages=tuple(stage for stage in Stage if stage in needed), wrapper=wrapper)
+
+
+def _check_healthy(healthy: Comparison) -> None:
+    about = [finding for finding in healthy.findings if finding.severity != "note"]
+    if about or healthy.verdict != "consistent":
+        raise InputError(
+            "without any fault planted the case is not consistent, so a drill would prove nothing",
+            got=about[0].message if about else healthy.verdict,
+            hint="settle that first: `consistency run` with the same options reports it",
+        )
+
+
+def _trial(fault: Fault, options: Options, subject: Subject, several: tuple[NamedAdapter, ...] | None) -> Trial:
+    if _lacks_devices(fault):
+        return Trial(fault=fault, worker="", why_not=f"needs {_needs(fault)}")
+    devices = _devices(options.devices, two=fault.two_devices)
+    worker = devices[-1].spec.name
+    reason = why_not(fault, subject)
+    if fault.several and several is None:
+        reason = "the drill has a second adapter for the built-in case only"
+    if fault.base and is_own(options):
+        reason = "the fault is in a base that the drill makes itself"
+    if reason:
+        return Trial(fault=fault, worker=worker, why_not=reason)
+    own = dataclasses.replace(
+        options,
+        name=fault.name,
+        base=fault.base or options.base,
+        devices=tuple(info.spec.name for info in devices),
+        stages=fault.stages,
+        repeat=fault.repeat,
+        soak=fault.soak_s,
+        only=(f"{fault.stages[0]}::{subject.of_lora('lora_A')[0]}",) if fault.one_layer else (),
+        load_paths=(LoadPath.SHARED,) if fault.two_devices else fault.load_paths,
+        wrapper=fault.wrapper,
+        placement="offload" if fault.offloads else "auto",
+    )
+    if fault.several and several is not None:
+        own = dataclasses.replace(own, base=f"builtin:{BUILTIN_CASES[0]}", adapters=several)
+    return Trial(fault=fault, worker=worker, planned=PlannedCase(options=own, plan=pipeline.prepare(own), below=""))
+
+
+def drill(trials: Sequence[Trial], *, out: Path | None, watch: Watcher, replace: bool = False) -> tuple[DrillRow, ...]:
+    """Run every trial that is planned, in one set of workers; `out/FAULT/` holds its report and captures."""
+    suite = plan_of(trials)
+    by_name = {trial.fault.name: trial for trial in trials}
+    found: dict[str, DrillRow] = {}
+    writes = [one.folder for one in suite.cases]
+    with pipeline.output(out, replace=replace, writes=writes, keeps=_has_reports) as folder:
+        for one, captures in captured(suite, folder, pipeline.CAPTURES, watch=watch, replace=replace):
+            if captures.error is not None:
+                raise captures.error
+            read, unread = pipeline.read_captures(captures.captures)
+            comparison = pipeline.compare_captures(read, unread=[*captures.lost, *unread])
+            comparison = made(comparison, worked_s(comparison))
+            trial = by_name[one.name]
+            found[one.name] = _row(trial.fault, trial.worker, comparison)
+            if out is None:
+                shutil.rmtree(folder / one.folder, ignore_errors=True)
+            else:
+                pipeline.write_reports(comparison, out / one.folder)
+    return tuple(found[trial.fault.name] if trial.planned else _not_planted(trial) for trial in trials)
+
+
+def plan_of(trials: Sequence[Trial]) -> SuitePlan:
+    """Return the trials as a suite."""
+    cases = tuple(trial.planned for trial in trials if trial.planned is not None)
+    limits = [one.plan.limits for one in cases if one.plan is not None]
+    fewest = min((one.at_once for one in limits if one.at_once is not None), default=None)
+    faults = {trial.fault.name: {trial.worker: trial.fault.name} for trial in trials if trial.planned}
+    return SuitePlan(name="drill", cases=cases, limits=dataclasses.replace(limits[0], at_once=fewest), faults=faults)
+
+
+def _has_reports(folder: Path) -> bool:
+    return any(folder.glob("*/report.json"))
+
+
+def _devices(given: Sequence[str], *, two: bool) -> tuple[DeviceInfo, ...]:
+    """Return the devices of a run; the last one gets the fault, and is the reference only where there is no other.
+
+    Of `auto` that is the reference and one more. Where a fault needs two accelerators the second gets it: PEFT goes
+    through the first by default.
+    """
+    found = select(given)
     if two:
         return (found[0], accelerators()[1])
-    return (found[0], found[1]) if len(found) > 1 else (found[0],)
+    plain = [info for info in found if info.spec.is_cpu and info.spec.variant is None]
+    found = (*plain, *(info for info in found if info not in plain))
+    return found[:2] if tuple(given) == ("auto",) else found
+
+
+def _not_planted(trial: Trial) -> DrillRow:
+    fault = trial.fault
+    return DrillRow(
+        fault=fault.name, case=fault.case, worker=trial.worker, expected=fault.expected, named=None, found=False,
+        message=trial.why_not, planted=False,
+    )  # fmt: skip
 
 
 def _row(fault: Fault, worker: str, comparison: Comparison) -> DrillRow:

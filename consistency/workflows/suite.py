@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from consistency.capture import origin
 from consistency.capture.folder import CASES, MANIFEST, WorkerCapture
@@ -37,11 +37,12 @@ from consistency.workflows.planning import budgets_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCase:
-    """One case: its plan, or why it cannot be checked."""
+    """One case: its plan, or why it cannot be checked; its folder is `below` that of the suite."""
 
     options: Options
     plan: pipeline.Plan | None = None
     error: ConsistencyError | None = None
+    below: str = CASES
 
     @property
     def name(self) -> str:
@@ -50,7 +51,7 @@ class PlannedCase:
     @property
     def folder(self) -> str:
         """Return where its report and captures are, relative to the suite's."""
-        return f"{CASES}/{folder_name(self.name)}"
+        return str(PurePosixPath(self.below, folder_name(self.name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +125,8 @@ def run_suite(
     entry = None if history is None else SuiteEntry(history, baseline)
     with suite_output(out, replace=replace) as folder:
         results = {one.name: _of_error(one, one.error) for one in plan.cases if one.error is not None}
-        for one, captured in _captured(plan, folder, pipeline.CAPTURES, watch=watch):
-            results[one.name] = _finish(one, captured, folder, baseline=baseline, entry=entry, each=each)
+        for one, captures in captured(plan, folder, pipeline.CAPTURES, watch=watch):
+            results[one.name] = _finish(one, captures, folder, baseline=baseline, entry=entry, each=each)
             if out is None:
                 shutil.rmtree(folder / one.folder, ignore_errors=True)
         suite = SuiteResult(
@@ -148,13 +149,15 @@ def capture_suite(
     found: dict[str, tuple[WorkerCapture, ...] | ConsistencyError]
     found = {one.name: one.error for one in plan.cases if one.error is not None}
     with suite_output(out, replace=replace) as folder:
-        for one, captured in _captured(plan, folder, "", watch=watch):
-            workers = [worker for path in captured.captures for worker in read_capture(path).workers]
-            found[one.name] = captured.error or tuple(workers)
+        for one, captures in captured(plan, folder, "", watch=watch):
+            workers = [worker for path in captures.captures for worker in read_capture(path).workers]
+            found[one.name] = captures.error or tuple(workers)
     return {one.name: found[one.name] for one in plan.cases}
 
 
-def _captured(plan: SuitePlan, folder: Path, below: str, *, watch: Watcher) -> Iterator[tuple[PlannedCase, Captured]]:
+def captured(
+    plan: SuitePlan, folder: Path, below: str, *, watch: Watcher, replace: bool = False
+) -> Iterator[tuple[PlannedCase, Captured]]:
     """Yield each case with its captures when the last of its workers has ended; `below` its folder are the captures."""
     of: dict[Path, PlannedCase] = {}
     tasks: list[CaseTask] = []
@@ -165,9 +168,10 @@ def _captured(plan: SuitePlan, folder: Path, below: str, *, watch: Watcher) -> I
         of[task.target] = one
     if not tasks:
         return
-    with closing(engine(plan.engine).capture(Task(cases=tasks, limits=plan.limits), watch=watch)) as found:
-        for captured in found:
-            yield of[captured.task.target], captured
+    whole = Task(cases=tasks, limits=plan.limits)
+    with closing(engine(plan.engine).capture(whole, watch=watch, replace=replace)) as found:
+        for captures in found:
+            yield of[captures.task.target], captures
 
 
 def _finish(

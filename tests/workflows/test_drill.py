@@ -9,10 +9,10 @@ import pytest
 
 from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison, Finding
-from consistency.errors import UsageError
+from consistency.errors import InputError, UsageError
 from consistency.worker.faults.catalogue import FAULTS, Fault
 from consistency.workflows import drill
-from consistency.workflows.drill import _row, choose
+from consistency.workflows.drill import Trial, _check_healthy, _not_planted, _row, choose
 from tests.conftest import Cli
 
 
@@ -25,13 +25,39 @@ def test_drill_of_two_faults(cli: Cli, tmp_path: Path) -> None:
         ("adapter-bit-flip", "bit-flip", "bit-flip", True),
         ("killed", "lost-worker", "lost-worker", True),
     ]
-    assert all({"case", "worker"} <= set(row) for row in rows)
+    assert all({"case", "worker"} <= set(row) and row["planted"] for row in rows)
     for row in rows:
         report = json.loads((tmp_path / row["fault"] / "report.json").read_text())
         assert report["verdict"] != "consistent"
     again = cli("drill", *chosen, "--out", tmp_path)
     assert again.returncode == 2
     assert "in the way" in again.stderr
+
+
+def test_drill_of_a_case_of_ones_own(cli: Cli, tmp_path: Path) -> None:
+    """What cannot be planted has a row with the reason, and fails nothing."""
+    chosen = ("--only", "adapter-zeros", "--only", "merge-zeros", "--only", "forward-off")
+    case = ("--base", "builtin:gpt2", "--dtype", "bfloat16", "--devices", "cpu,cpu@baseline")
+    done = cli("drill", *case, *chosen, "--json", "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    by_name = {row["fault"]: row for row in json.loads(done.stdout)}
+    for fault in ("adapter-zeros", "merge-zeros"):
+        row = by_name[fault]
+        assert (row["planted"], row["found"], row["named"]) == (True, True, row["expected"])
+        assert json.loads((tmp_path / fault / "report.json").read_text())["verdict"] == "inconsistent"
+    left_out = by_name["forward-off"]
+    assert (left_out["planted"], left_out["found"], left_out["named"]) == (False, False, None)
+    assert left_out["message"] == "the base is loaded in bfloat16, whose rounding is larger than this fault"
+    assert not (tmp_path / "forward-off").exists()
+    assert json.loads((tmp_path / "no-fault" / "report.json").read_text())["verdict"] == "consistent"
+
+
+def test_a_case_with_findings_of_its_own_is_refused() -> None:
+    """Nobody could tell which finding is the fault's."""
+    _check_healthy(comparison(Finding(kind="planted", severity="note", message="for tests")))
+    with pytest.raises(InputError, match="without any fault planted") as refused:
+        _check_healthy(comparison(finding("zeros", "cuda:1", message="adapter · cuda:1 · zeros")))
+    assert refused.value.parts["got"] == "adapter · cuda:1 · zeros"
 
 
 def test_unknown_fault(cli: Cli) -> None:
@@ -42,13 +68,14 @@ def test_unknown_fault(cli: Cli) -> None:
 
 def test_fault_that_needs_two_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drill, "accelerators", lambda: ("npu:0", "npu:1"))
-    assert choose([]) == tuple(FAULTS.values())
     (fault,) = choose(["bytes-elsewhere"])
     assert fault.two_devices
     monkeypatch.setattr(drill, "accelerators", lambda: ("npu:0",))
-    assert set(FAULTS.values()) - set(choose([])) == {fault}
+    assert set(choose([])) == set(FAULTS.values())
     with pytest.raises(UsageError, match="needs two accelerators"):
         choose(["bytes-elsewhere"])
+    row = _not_planted(Trial(fault=fault, worker="", why_not="needs two accelerators"))
+    assert (row.planted, row.message, row.expected) == (False, "needs two accelerators", "touched")
 
 
 def comparison(*findings: Finding) -> Comparison:

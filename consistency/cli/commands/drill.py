@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
+from consistency.case.options import Edge, add_options
+from consistency.cli.commands.run import read_case
 from consistency.cli.output import add_output_options, print_json
+
+if TYPE_CHECKING:
+    from consistency.worker.protocol import Event
+    from consistency.workflows.drill import DrillRow
+
+STALL_S = 30.0
+"""A hung worker is given up after this; importing torch from a slow disk takes less."""
+
+_OPTIONS = ("base", "adapter", "devices", "dtype", "allow_pickle", "trust_remote_code", "timeout", "threads")
 
 EXAMPLES = (
     ("every fault that this host has the devices for: minutes", "consistency drill"),
     ("the names of the faults", "consistency drill --list"),
+    ("every fault that applies to a case of your own", "consistency drill --base ./llama --adapter ./my-lora"),
     ("one fault, with its report", "consistency drill --only adapter-zeros --out drill-1"),
 )
 
@@ -17,41 +32,67 @@ EXAMPLES = (
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command("drill", _drill, "plant one fault at a time, and check that each is found and named", EXAMPLES)
-    parser.add_argument("--only", action="append", default=[], metavar="FAULT", help="only this fault; may be repeated")
+    parser.add_argument("--only", dest="faults", action="append", default=[], metavar="FAULT",
+                        help="only this fault; may be repeated")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="list the faults, and plant none")
+    add_options(parser.add_argument, Edge.COMMAND_LINE, only=_OPTIONS)
+    parser.add_argument("--stall", type=float, metavar="S",
+                        help=f"seconds a worker may be silent, as two faults are (default: {STALL_S:g})")  # fmt: skip
     add_output_options(parser, "folder for the reports, in one folder per fault", json="print the rows as JSON")
 
 
 def _drill(parsed: argparse.Namespace) -> int:
     from consistency.cli.progress import progress
     from consistency.report.console import make_console, plain_cells, print_table, without_trailing_blanks
-    from consistency.workflows.drill import choose, drill
+    from consistency.workflows.drill import choose, drill, is_own, plan_of, prepare_trials
+    from consistency.workflows.second_adapter import several_adapters
+    from consistency.workflows.suite import expected
 
     if parsed.list:
         return _list(parsed)
-    with progress(stages=False) as watch:
-        rows = drill(choose(parsed.only), out=parsed.out, watch=watch, replace=parsed.force)
+    options = dataclasses.replace(read_case(parsed), stall=parsed.stall or STALL_S)
+    faults, folder = choose(parsed.faults), {"out": parsed.out, "replace": parsed.force}
+    own = is_own(options)
+    with nullcontext() if own else several_adapters() as several:
+        with progress(stages=False) if own else nullcontext(_unwatched) as watch:
+            trials = prepare_trials(faults, options, several=several, watch=watch, **folder)
+        with progress(expected=expected(plan_of(trials))) as watch:
+            rows = drill(trials, watch=watch, **folder)
+    planted = [row for row in rows if row.planted]
     if parsed.json:
         print_json(rows)
     else:
         cells = [
             plain_cells(
-                row.fault, row.case, row.worker, row.expected, row.named or "nothing",
-                "found" if row.passed else "NOT NAMED" if row.found else "NOT FOUND", row.message,
+                row.fault, row.case, row.worker, row.expected, row.named or ("nothing" if row.planted else ""),
+                _outcome(row), row.message,
             )
             for row in rows
         ]  # fmt: skip
         with without_trailing_blanks(console := make_console()):
             print_table(console, ("fault", "case", "planted in", "expected", "named", "", "finding"), cells)
-            console.print(f"\n{sum(row.passed for row in rows)} of {len(rows)} planted faults found and named")
-    return 0 if all(row.passed for row in rows) else 1
+            rest = len(rows) - len(planted)
+            left_out = f"; {rest} cannot be planted here" if rest else ""
+            found = sum(row.passed for row in planted)
+            console.print(f"\n{found} of {len(planted)} planted faults found and named{left_out}")
+    return 0 if all(row.passed for row in planted) else 1
+
+
+def _unwatched(_label: str, _event: Event) -> None:
+    """Take no notice: nothing is run."""
+
+
+def _outcome(row: DrillRow) -> str:
+    if not row.planted:
+        return "not planted"
+    return "found" if row.passed else "NOT NAMED" if row.found else "NOT FOUND"
 
 
 def _list(parsed: argparse.Namespace) -> int:
     from consistency.report.console import make_console, plain_cells, print_table, without_trailing_blanks
     from consistency.workflows.drill import listed
 
-    rows = listed(parsed.only)
+    rows = listed(parsed.faults)
     if parsed.json:
         print_json(rows)
         return 0

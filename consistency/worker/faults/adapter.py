@@ -39,7 +39,7 @@ def zeros(tensors: Tensors) -> None:
 
 @_in_adapter_file
 def one_bit(tensors: Tensors) -> None:
-    _flip(tensors, _a_tensor(tensors))
+    _flip(tensors, _any_tensor(tensors))
 
 
 @_in_adapter_file
@@ -53,15 +53,13 @@ def _flip(tensors: Tensors, name: str) -> None:
 
 @_in_adapter_file
 def other_tensor(tensors: Tensors) -> None:
-    name = _a_tensor(tensors)
-    other = next(n for n in tensors if n != name and tensors[n].shape == tensors[name].shape and "lora_B" in n)
+    name, other = _of_one_shape(tensors)
     tensors[name].copy_(tensors[other])
 
 
 @_in_adapter_file
 def two_layers(tensors: Tensors) -> None:
-    one = _a_tensor(tensors)
-    other = next(n for n in tensors if n != one and tensors[n].shape == tensors[one].shape and "lora_B" in n)
+    one, other = _of_one_shape(tensors)
     tensors[one], tensors[other] = tensors[other], tensors[one]
 
 
@@ -85,12 +83,12 @@ def through_tf32(tensors: Tensors) -> None:
 
 @_in_adapter_file
 def not_a_number(tensors: Tensors) -> None:
-    tensors[_a_tensor(tensors)].fill_(float("nan"))
+    tensors[_any_tensor(tensors)].fill_(float("nan"))
 
 
 @_in_adapter_file
 def half_a_page(tensors: Tensors) -> None:
-    raw = tensors[_a_tensor(tensors)].reshape(-1).view(torch.uint8)
+    raw = tensors[_any_tensor(tensors)].reshape(-1).view(torch.uint8)
     raw[: min(2048, raw.numel() // 2)] = 0xA5
 
 
@@ -105,6 +103,24 @@ def _no_a(tensors: Tensors) -> None:
 
 no_a = _in_adapter_file(_no_a)
 no_a_later = _in_adapter_file(_no_a, spared=1)
+
+
+def _any_tensor(tensors: Tensors) -> str:
+    """Return the second tensor of lora_B, or of all where the method has none."""
+    names = sorted(name for name in tensors if "lora_B" in name)
+    names = names if len(names) > 1 else sorted(tensors)
+    return names[min(1, len(names) - 1)]
+
+
+def _of_one_shape(tensors: Tensors) -> tuple[str, str]:
+    """Return two tensors of the same shape, of lora_B where the method has it."""
+    names = sorted(name for name in tensors if "lora_B" in name)
+    names = names if len(names) > 1 else sorted(tensors)
+    for one in (_any_tensor(tensors), *names):
+        for other in names:
+            if other != one and tensors[other].shape == tensors[one].shape:
+                return one, other
+    raise ValueError("no two tensors have the same shape")
 
 
 def _a_tensor(tensors: Tensors, part: str = "lora_B") -> str:

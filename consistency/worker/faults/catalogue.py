@@ -5,10 +5,30 @@ Drill, tests and documents read these rows. No torch here: a fault's module is i
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
+
+
+class Need(enum.Enum):
+    """What a case must have so that a fault changes something in it, and so that nothing but the fault explains it."""
+
+    ANOTHER_WORKER = enum.auto()
+    WEIGHT_FILE = enum.auto()
+    FLOAT32_FILE = enum.auto()
+    FLOAT32_MODEL = enum.auto()
+    FLOAT32_WEIGHT = enum.auto()
+    FLOAT32_ADAPTER = enum.auto()
+    TUNED_LAYERS = enum.auto()
+    TWO_OF_A_SHAPE = enum.auto()
+    LORA_A = enum.auto()
+    LORA_B = enum.auto()
+    ZERO_LORA_B = enum.auto()
+    LORA_IN_BLOCK_0 = enum.auto()
+    LORA_LINEAR = enum.auto()
+    TOKENS = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +55,12 @@ class Fault:
         Those that distinguish it from other causes, where the level's do not.
     soak_s : float or None
         How long its worker repeats, where one run does not meet it.
-    only : tuple of str
-        The layers that are checked.
     several : bool
         Whether its case has a second adapter.
+    one_layer : bool
+        Whether one merged layer is enough to check.
+    needs : tuple of Need
+        What it takes besides a model, and an adapter where its stages need one.
     wrapper : str or None
         What the base is wrapped with on every worker.
     base : str or None
@@ -57,9 +79,10 @@ class Fault:
     load_paths: tuple[LoadPath, ...] | None = None
     wrapper: str | None = None
     soak_s: float | None = None
-    only: tuple[str, ...] = ()
     several: bool = False
     base: str | None = None
+    one_layer: bool = False
+    needs: tuple[Need, ...] = ()
 
     @property
     def accelerators(self) -> int:
@@ -76,45 +99,81 @@ _ADAPTERS = (Stage.ADAPTERS,)
 _BASE, _FORWARD, _SHARDING, _WRAPPING = (Stage.BASE,), (Stage.FORWARD,), (Stage.SHARDING,), (Stage.WRAPPING,)
 
 _ROWS: tuple[Fault, ...] = (
-    Fault(name="adapter-zeros", plant="adapter:zeros", expected="zeros", stages=_ADAPTER, case="C1"),
-    Fault(name="adapter-missing-key", plant="adapter:missing_key", expected="zeros", stages=_ADAPTER, case="C1"),
+    Fault(
+        name="adapter-zeros", plant="adapter:zeros", expected="zeros", stages=_ADAPTER, case="C1",
+        needs=(Need.LORA_B,),
+    ),
+    Fault(
+        name="adapter-missing-key", plant="adapter:missing_key", expected="zeros", stages=_ADAPTER, case="C1",
+        needs=(Need.ZERO_LORA_B,),
+    ),
     Fault(name="adapter-half-a-page", plant="adapter:half_a_page", expected="block", stages=_ADAPTER, case="C1"),
-    Fault(name="adapter-other-tensor", plant="adapter:other_tensor", expected="swapped", stages=_ADAPTER, case="C1"),
-    Fault(name="adapter-layers-swapped", plant="adapter:two_layers", expected="swapped", stages=_ADAPTER, case="C1"),
-    Fault(name="adapter-copy-dropped", plant="adapter:no_a", expected="fresh-init", stages=_ADAPTER, case="C1"),
+    Fault(
+        name="adapter-other-tensor", plant="adapter:other_tensor", expected="swapped", stages=_ADAPTER, case="C1",
+        needs=(Need.TWO_OF_A_SHAPE,),
+    ),
+    Fault(
+        name="adapter-layers-swapped", plant="adapter:two_layers", expected="swapped", stages=_ADAPTER, case="C1",
+        needs=(Need.TWO_OF_A_SHAPE,),
+    ),
+    Fault(
+        name="adapter-copy-dropped", plant="adapter:no_a", expected="fresh-init", stages=_ADAPTER, case="C1",
+        needs=(Need.LORA_A,),
+    ),
     Fault(
         name="adapter-copy-dropped-later", plant="adapter:no_a_later", expected="never-written", stages=_ADAPTER,
         case="C1",
+        needs=(Need.LORA_A,),
     ),
-    Fault(name="adapter-old-bytes", plant="adapter:old_bytes", expected="stale", stages=_ADAPTER, case="C1"),
+    Fault(
+        name="adapter-old-bytes", plant="adapter:old_bytes", expected="stale", stages=_ADAPTER, case="C1",
+        needs=(Need.LORA_B, Need.FLOAT32_MODEL),
+    ),
     Fault(
         name="road-copies-dropped", plant="load_paths:no_b", expected="zeros", stages=_ADAPTER, case="C1",
         words="correct with torch_device=cpu: copies through the device",
         load_paths=(LoadPath.ISOLATED, LoadPath.ISOLATED_CPU, LoadPath.ISOLATED_LOW_MEMORY),
+        needs=(Need.ZERO_LORA_B,),
     ),
     Fault(
         name="road-low-memory-rounds", plant="load_paths:through_bfloat16", expected="rounded-to-bf16",
         stages=_ADAPTER, case="C1",
         words="with low_cpu_mem_usage=True, and correct without: a dtype conversion while loading",
+        needs=(Need.FLOAT32_ADAPTER,),
     ),
     Fault(
         name="road-transformers-zeros", plant="load_paths:zeros", expected="zeros", stages=_ADAPTER, case="C1",
         words="transformers' loader", load_paths=(LoadPath.ISOLATED, LoadPath.ISOLATED_TRANSFORMERS),
+        needs=(Need.LORA_B, Need.WEIGHT_FILE),
     ),
     Fault(name="adapter-bit-flip", plant="adapter:one_bit", expected="bit-flip", stages=_ADAPTER),
-    Fault(name="adapter-bit-flip-in-a", plant="adapter:one_bit_of_a", expected="bit-flip", stages=_ADAPTER),
+    Fault(
+        name="adapter-bit-flip-in-a", plant="adapter:one_bit_of_a", expected="bit-flip", stages=_ADAPTER,
+        needs=(Need.LORA_A,),
+    ),
     Fault(
         name="adapter-through-bfloat16", plant="adapter:through_bfloat16", expected="rounded-to-bf16",
         stages=_ADAPTER, case="C1",
+        needs=(Need.FLOAT32_ADAPTER,),
     ),
     Fault(
         name="adapter-through-float16", plant="adapter:through_float16", expected="rounded-to-fp16", stages=_ADAPTER,
         case="C1",
+        needs=(Need.FLOAT32_ADAPTER,),
     ),
-    Fault(name="adapter-through-tf32", plant="adapter:through_tf32", expected="rounded-to-tf32", stages=_ADAPTER),
+    Fault(
+        name="adapter-through-tf32", plant="adapter:through_tf32", expected="rounded-to-tf32", stages=_ADAPTER,
+        needs=(Need.FLOAT32_ADAPTER,),
+    ),
     Fault(name="adapter-nan", plant="adapter:not_a_number", expected="non-finite", stages=_ADAPTER),
-    Fault(name="adapter-inactive", plant="adapter:inactive", expected="inactive", stages=_ADAPTER),
-    Fault(name="adapter-wrong-scaling", plant="adapter:double_scaling", expected="settings", stages=_ADAPTER),
+    Fault(
+        name="adapter-inactive", plant="adapter:inactive", expected="inactive", stages=_ADAPTER,
+        needs=(Need.TUNED_LAYERS,),
+    ),
+    Fault(
+        name="adapter-wrong-scaling", plant="adapter:double_scaling", expected="settings", stages=_ADAPTER,
+        needs=(Need.LORA_B, Need.ANOTHER_WORKER),
+    ),
     Fault(name="transfer-dropped", plant="transfer:dropped", expected="never-written", stages=_TRANSFER, case="C1"),
     Fault(name="transfer-zeros", plant="transfer:zeros", expected="zeros", stages=_TRANSFER, case="C1"),
     Fault(name="transfer-corrupt", plant="transfer:corrupt", expected="bit-flip", stages=_TRANSFER, case="C1"),
@@ -122,29 +181,61 @@ _ROWS: tuple[Fault, ...] = (
         name="transfer-stale-beside-work", plant="transfer:stale_under_load", expected="stale", stages=_TRANSFER,
         case="C1", words="only under load",
     ),
-    Fault(name="base-bit-flip", plant="base:one_bit", expected="bit-flip", stages=_BASE),
-    Fault(name="base-through-bfloat16", plant="base:through_bfloat16", expected="rounded-to-bf16", stages=_BASE),
+    Fault(name="base-bit-flip", plant="base:one_bit", expected="bit-flip", stages=_BASE, needs=(Need.WEIGHT_FILE,)),
     Fault(
-        name="offload-bit-flip", plant="offload:one_bit_on_arrival", expected="bit-flip", stages=_BASE, offloads=True
+        name="base-through-bfloat16", plant="base:through_bfloat16", expected="rounded-to-bf16", stages=_BASE,
+        needs=(Need.WEIGHT_FILE, Need.FLOAT32_FILE, Need.FLOAT32_MODEL),
     ),
-    Fault(name="merge-bit-flip", plant="computed:one_bit_of_weight", expected="bit-flip", stages=_MERGED),
-    Fault(name="merge-in-tf32", plant="computed:products_in_tf32", expected="tf32-products", stages=_MERGED),
-    Fault(name="merge-zeros", plant="computed:zero_delta", expected="zeros", stages=_MERGED),
-    Fault(name="merge-off", plant="computed:delta_off", expected="wrong-scale", stages=_MERGED),
-    Fault(name="merge-fails", plant="computed:kernel_fails", expected="missing", stages=_MERGED),
-    Fault(name="forward-off", plant="computed:activations_off", expected="wrong-scale", stages=_FORWARD),
-    Fault(name="forward-fails", plant="computed:operator_fails", expected="missing", stages=_FORWARD),
+    Fault(
+        name="offload-bit-flip", plant="offload:one_bit_on_arrival", expected="bit-flip", stages=_BASE, offloads=True,
+        needs=(Need.WEIGHT_FILE,),
+    ),
+    Fault(
+        name="merge-bit-flip", plant="computed:one_bit_of_weight", expected="bit-flip", stages=_MERGED,
+        needs=(Need.LORA_LINEAR, Need.FLOAT32_WEIGHT),
+    ),
+    Fault(
+        name="merge-in-tf32", plant="computed:products_in_tf32", expected="tf32-products", stages=_MERGED,
+        needs=(Need.LORA_LINEAR, Need.FLOAT32_ADAPTER),
+    ),
+    Fault(name="merge-zeros", plant="computed:zero_delta", expected="zeros", stages=_MERGED, needs=(Need.LORA_LINEAR,)),
+    Fault(
+        name="merge-off", plant="computed:delta_off", expected="wrong-scale", stages=_MERGED,
+        needs=(Need.LORA_LINEAR,),
+    ),
+    Fault(
+        name="merge-fails", plant="computed:kernel_fails", expected="missing", stages=_MERGED,
+        needs=(Need.LORA_LINEAR, Need.ANOTHER_WORKER),
+    ),
+    Fault(
+        name="forward-off", plant="computed:activations_off", expected="wrong-scale", stages=_FORWARD,
+        needs=(Need.FLOAT32_MODEL, Need.ANOTHER_WORKER),
+    ),
+    Fault(
+        name="forward-fails", plant="computed:operator_fails", expected="missing", stages=_FORWARD,
+        needs=(Need.ANOTHER_WORKER,),
+    ),
     Fault(
         name="router-flipped", plant="routing:smallest", expected="decision-flipped", stages=_FORWARD, base=MIXTURE,
     ),
     Fault(name="operator-off", plant="compute:softmax_off", expected="wrong-scale", stages=_OPERATORS),
     Fault(name="operator-in-tf32", plant="compute:products_in_tf32", expected="tf32-products", stages=_OPERATORS),
     Fault(name="operator-fails", plant="compute:softmax_fails", expected="missing", stages=_OPERATORS),
-    Fault(name="gradient-off", plant="compute:gradients_off", expected="wrong-scale", stages=_GRADIENT),
-    Fault(name="gradient-zeros", plant="compute:one_layer_lost", expected="zeros", stages=_GRADIENT),
-    Fault(name="optimizer-off", plant="compute:step_off", expected="wrong-scale", stages=_GRADIENT),
     Fault(
-        name="merge-not-repeatable", plant="computed:flaky_delta", expected="not-repeatable", stages=_MERGED, repeat=2
+        name="gradient-off", plant="compute:gradients_off", expected="wrong-scale", stages=_GRADIENT,
+        needs=(Need.FLOAT32_MODEL, Need.ANOTHER_WORKER),
+    ),
+    Fault(
+        name="gradient-zeros", plant="compute:one_layer_lost", expected="zeros", stages=_GRADIENT,
+        needs=(Need.LORA_IN_BLOCK_0, Need.ANOTHER_WORKER),
+    ),
+    Fault(
+        name="optimizer-off", plant="compute:step_off", expected="wrong-scale", stages=_GRADIENT,
+        needs=(Need.FLOAT32_MODEL,),
+    ),
+    Fault(
+        name="merge-not-repeatable", plant="computed:flaky_delta", expected="not-repeatable", stages=_MERGED, repeat=2,
+        needs=(Need.LORA_LINEAR,),
     ),
     Fault(
         name="adapter-left-after-delete", plant="adapters:left_after_delete", expected="left-behind", stages=_ADAPTERS,
@@ -163,7 +254,8 @@ _ROWS: tuple[Fault, ...] = (
     # the case has one layer, so that fifty repeats take a part of the time
     Fault(
         name="merge-bit-flip-now-and-then", plant="soak:one_bit_of_weight", expected="not-repeatable", stages=_MERGED,
-        words="single-bit flips", soak_s=3, only=("merged::model.layers.0.self_attn.q_proj",),
+        words="single-bit flips", soak_s=3, one_layer=True,
+        needs=(Need.LORA_LINEAR,),
     ),
     Fault(
         name="wrapper-hides-model", plant="wrapping:hides_model", expected="hidden", stages=_WRAPPING, case="C3",
@@ -176,18 +268,26 @@ _ROWS: tuple[Fault, ...] = (
     Fault(
         name="labels-changed-on-hop", plant="sharding:old_bytes", expected="labels-changed", stages=_SHARDING,
         case="C4", words="labels changed during transfer to device",
+        needs=(Need.TOKENS,),
     ),
     Fault(
         name="ids-past-vocabulary", plant="sharding:an_added_token", expected="ids-past-vocabulary",
         stages=_SHARDING, case="C4", words="ids past the vocabulary: largest id",
+        needs=(Need.TOKENS,),
     ),
     Fault(name="setting-flipped", plant="process:flip_setting", expected="setting-changed", stages=_MERGED),
-    Fault(name="placed-elsewhere", plant="memory:one_elsewhere", expected="wrong-device", stages=_MEMORY, case="C2"),
+    Fault(
+        name="placed-elsewhere", plant="memory:one_elsewhere", expected="wrong-device", stages=_MEMORY, case="C2",
+        needs=(Need.LORA_A,),
+    ),
     Fault(
         name="bytes-elsewhere", plant="memory:stray_bytes", expected="touched", stages=_MEMORY, case="C2",
         words="stay there", two_devices=True,
     ),
-    Fault(name="merge-third-copy", plant="memory:third_copy", expected="third-copy", stages=_MEMORY, case="C5"),
+    Fault(
+        name="merge-third-copy", plant="memory:third_copy", expected="third-copy", stages=_MEMORY, case="C5",
+        needs=(Need.LORA_LINEAR,),
+    ),
     Fault(name="killed", plant="process:kill", expected="lost-worker", stages=_MERGED, words="SIGKILL"),
     Fault(name="hung", plant="process:hang", expected="lost-worker", stages=_MERGED, words="no sign of life"),
     Fault(name="stopped", plant="process:stop", expected="lost-worker", stages=_MERGED, words="no sign of life"),

@@ -1,0 +1,198 @@
+"""Which planted faults apply to a case: what a fault needs, and the sentence for a case that does not have it.
+
+Known from headers and from a healthy run of the case, so that no fault is planted where nothing would change.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from consistency.case.adapter_fit import read_adapter
+from consistency.case.case import Case
+from consistency.case.checkpoint import TensorHeader, read_checkpoint, read_json
+from consistency.case.stages import SPECS, Stage
+from consistency.comparison.result import Comparison
+from consistency.worker.faults.catalogue import Fault, Need
+
+JUDGED = frozenset({"equal", "within", "outside"})
+_PLAIN_INIT = frozenset({None, True, "gaussian"})  # with these PEFT starts lora_B at zero
+_ON_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is known of a case.
+
+    Attributes
+    ----------
+    config, tensors : mapping
+        Of the adapter; empty where there is none.
+    base_config : mapping
+        Empty where a function makes the base.
+    file_dtypes : frozenset of str
+        As the headers of the base's files name them.
+    dtype : str
+        That the base is loaded in.
+    workers : int
+        How many devices are compared.
+    unchecked : mapping of Stage to str
+        Stages that checked nothing of the case in a healthy run, with the reason.
+    """
+
+    has_adapter: bool
+    dtype: str
+    workers: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, TensorHeader] = field(default_factory=dict)
+    base_config: Mapping[str, Any] = field(default_factory=dict)
+    file_dtypes: frozenset[str] = frozenset()
+    unchecked: Mapping[Stage, str] = field(default_factory=dict)
+
+    def of_lora(self, part: str) -> list[str]:
+        """Return the layers whose tensor of this part (`lora_A`, `lora_B`) the adapter's file holds."""
+        return [name.partition(f".{part}")[0].removeprefix("base_model.model.") for name in self.tensors
+                if f".{part}." in f"{name}."]  # fmt: skip
+
+
+def subject_of(case: Case, *, workers: int, healthy: Comparison | None = None) -> Subject:
+    """Read what a case is made of; `healthy` is a run of it without a fault."""
+    config, tensors = ({}, {}) if case.adapter is None else _adapter(case)
+    base_config: Mapping[str, Any] = {}
+    file_dtypes: frozenset[str] = frozenset()
+    if case.factory is None:
+        folder = Path(case.base)
+        base_config = read_json(folder / "config.json")
+        files = read_checkpoint(folder, stem="model", pickle_stem="pytorch_model", allow_pickle=case.allow_pickle)
+        file_dtypes = frozenset(header.dtype for header in files.tensors.values())
+    return Subject(
+        has_adapter=case.adapter is not None,
+        dtype="float32" if healthy is None else healthy.dtype,
+        workers=workers,
+        config=config,
+        tensors=tensors,
+        base_config=base_config,
+        file_dtypes=file_dtypes,
+        unchecked={} if healthy is None else _unchecked(healthy, case),
+    )
+
+
+def _adapter(case: Case) -> tuple[Mapping[str, Any], Mapping[str, TensorHeader]]:
+    assert case.adapter is not None
+    return read_adapter(Path(case.adapter), allow_pickle=case.allow_pickle)
+
+
+def _unchecked(healthy: Comparison, case: Case) -> dict[Stage, str]:
+    found = {}
+    for stage in case.stages:
+        rows = [row for tensor in healthy.tensors if tensor.stage == stage for row in tensor.rows]
+        if not any(row.status in JUDGED for row in rows):
+            found[stage] = next((row.reason for row in rows if row.reason), "it has nothing to check")
+    return found
+
+
+def why_not(fault: Fault, subject: Subject) -> str:
+    """Return why a fault cannot be planted in a case, empty where it can."""
+    if not subject.has_adapter and any(SPECS[stage].needs_adapter for stage in fault.stages):
+        return "the case has no adapter"
+    for need in fault.needs:
+        if reason := _REASONS[need](subject):
+            return reason
+    unchecked = subject.unchecked.get(fault.stages[0])
+    return f"stage {fault.stages[0]} checks nothing of this case: {unchecked}" if unchecked else ""
+
+
+def _lora(part: str) -> Callable[[Subject], str]:
+    def reason(subject: Subject) -> str:
+        if len(subject.of_lora(part)) > 1:  # the faults are in the second one
+            return ""
+        return f"{_method(subject)} has no {part} in two layers"
+
+    return reason
+
+
+def _method(subject: Subject) -> str:
+    return f"an adapter of the method {subject.config['peft_type']}" if subject.config else "a case without an adapter"
+
+
+def _two_of_a_shape(subject: Subject) -> str:
+    shapes = Counter(header.shape for header in changed_by_default(subject.tensors))
+    return "" if max(shapes.values(), default=0) > 1 else "no two tensors of the adapter have the same shape"
+
+
+def changed_by_default(tensors: Mapping[str, TensorHeader]) -> list[TensorHeader]:
+    """Return the tensors of which the faults in an adapter's file choose: those of lora_B, else all."""
+    of_b = [header for name, header in tensors.items() if "lora_B" in name]
+    return of_b if len(of_b) > 1 else list(tensors.values())
+
+
+def _zero_lora_b(subject: Subject) -> str:
+    init = subject.config.get("init_lora_weights")
+    if (init if isinstance(init, (bool, str)) else None) not in _PLAIN_INIT:
+        return f"with init_lora_weights={init} lora_B does not start at zero"
+    return _lora("lora_B")(subject)
+
+
+def _lora_in_block_0(subject: Subject) -> str:
+    if any(".0." in f".{layer}." for layer in subject.of_lora("lora_B")):
+        return ""
+    return _lora("lora_B")(subject) or "the adapter has no lora_B in a layer of number 0"
+
+
+def _lora_linear(subject: Subject) -> str:
+    matrices = [name for name, header in subject.tensors.items() if ".lora_A." in name and len(header.shape) == 2]
+    targets = subject.config.get("target_modules")
+    if subject.config.get("peft_type") == "LORA" and matrices and targets:
+        return ""
+    return f"{_method(subject)} has no LoRA on a linear layer, whose merge it changes"
+
+
+def _float32_adapter(subject: Subject) -> str:
+    dtypes = {header.dtype for header in subject.tensors.values()}
+    if not subject.tensors:
+        return "the case has no adapter, or it is a pickle"
+    return "" if "F32" in dtypes else f"the adapter's file holds {_listed(dtypes)}: the rounding would change nothing"
+
+
+def _listed(dtypes: frozenset[str] | set[str]) -> str:
+    return ", ".join(sorted(dtypes)) or "no tensor that a header describes"
+
+
+def _float32_model(subject: Subject) -> str:
+    rounding = f"the base is loaded in {subject.dtype}, whose rounding is larger than this fault"
+    return "" if subject.dtype == "float32" else rounding
+
+
+def _tokens(subject: Subject) -> str:
+    named = subject.base_config.get("architectures") or [""]
+    reads = "vocab_size" in subject.base_config and str(named[0]).endswith(_ON_TOKENS)
+    return "" if reads else "the base answers no token ids with token ids"
+
+
+_REASONS: dict[Need, Callable[[Subject], str]] = {
+    Need.ANOTHER_WORKER: lambda subject: "" if subject.workers > 1 else "one device only: nothing to compare it with",
+    Need.WEIGHT_FILE: lambda subject: "" if subject.base_config else "a function makes the base, not a weight file",
+    Need.FLOAT32_FILE: lambda subject: (
+        "" if "F32" in subject.file_dtypes
+        else f"the base's files hold {_listed(subject.file_dtypes)}: the rounding would change nothing"
+    ),
+    Need.FLOAT32_MODEL: _float32_model,
+    Need.FLOAT32_WEIGHT: lambda subject: (
+        "" if subject.dtype == "float32"
+        else f"merged weights are in {subject.dtype}, whose rounding hides what a wrong value came from"
+    ),
+    Need.FLOAT32_ADAPTER: _float32_adapter,
+    Need.TUNED_LAYERS: lambda subject: (
+        "" if any("prompt" not in name for name in subject.tensors) else f"{_method(subject)} changes no layer"
+    ),
+    Need.TWO_OF_A_SHAPE: _two_of_a_shape,
+    Need.LORA_A: _lora("lora_A"),
+    Need.LORA_B: _lora("lora_B"),
+    Need.ZERO_LORA_B: _zero_lora_b,
+    Need.LORA_IN_BLOCK_0: _lora_in_block_0,
+    Need.LORA_LINEAR: _lora_linear,
+    Need.TOKENS: _tokens,
+}  # fmt: skip
