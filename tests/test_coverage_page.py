@@ -1,0 +1,43 @@
+"""`docs/coverage.md` has every combination that `benchmarks/coverage.py` makes, and the cells of a run of today."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import coverage, zoo
+from benchmarks.coverage import PAGE, Notes
+
+ALWAYS = ("ADALORA", "IA3", "LOHA", "LORA")
+"""Methods whose cells depend on no kernel: nothing of them is recomputed on loading."""
+
+
+def test_every_combination_is_on_the_page_and_nothing_else() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    page = coverage.listed(text)
+    models = {row[0] for row in page}
+    assert {model for model in zoo.MODELS if model not in models} == set(coverage.not_run(text))
+    made = {(one.model, one.layer, one.name) for model in models for one in zoo.combinations((model,))}
+    assert {row[:3] for row in page} == made, "run: python -m benchmarks.coverage DIR --write"
+    dtypes = {(one.model, one.layer, one.name, dtype) for model in models for one, dtype in coverage.cases(model)}
+    checked = {row for row in page if row[3]}
+    refused = {row[:3] for row in page if not row[3]}
+    assert checked <= dtypes
+    assert {row for row in dtypes if row[:3] not in refused} == checked
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn while saving
+def test_a_run_of_today_gives_the_cells_of_the_page(tmp_path: Path) -> None:
+    home = tmp_path / "bert"
+    home.mkdir()
+    coverage.prepare("bert", home, only=ALWAYS)
+    assert coverage.run(home, coverage.STAGES) == 0, (home / "run.log").read_text(encoding="utf-8")
+    notes = Notes()
+    found = list(coverage.rows(home, "bert", notes))
+    assert {row.method for row in found} == set(ALWAYS)
+    page = coverage.cells_of(PAGE.read_text(encoding="utf-8"))
+    for row in found:
+        texts = tuple(notes.expanded(cell) for cell in row.cells)
+        place = (row.model, row.layer, row.method, row.dtype)
+        assert texts == page[place], "run: python -m benchmarks.coverage DIR --write"
