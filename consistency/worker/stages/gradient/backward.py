@@ -8,6 +8,7 @@ cross-entropy needs targets, and a confident model has near-zero gradients.)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -58,8 +59,8 @@ def trained(model: Any, held: Mapping[str, object]) -> list[str]:
                 parameter.requires_grad_(False)
         model.set_adapter(ADAPTER_NAME)
         mark = getattr(model.base_model, "_mark_only_adapters_as_trainable", None)
-        if mark is not None:  # the biases that a config trains
-            mark(model.base_model.model)
+        if mark is not None:  # the biases that a config trains; X-LoRA's own takes no model
+            mark(*[model.base_model.model][: len(inspect.signature(mark).parameters)])
         # prompt methods keep what they train in a module of their own
         names = {
             name: id(p)

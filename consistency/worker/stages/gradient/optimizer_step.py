@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from consistency.capture.names import UPDATED
@@ -51,6 +52,12 @@ def record_step(context: Context, name: str, layer: str, tensor: str, gradients:
         )  # fmt: skip
         return
     flat = parameter.detach().reshape(-1)
+    if not _is_bounded(flat, gradient):
+        context.record.absent(
+            "gradient", layer, tensor, status="skipped", rule=Rule.BOUND,
+            reason=f"AdamW's ε is 0 in {name_of(parameter.dtype)}: its step divides small gradients by zero",
+        )  # fmt: skip
+        return
     layout = {UPDATED: (parameter.dtype, tuple(parameter.shape))}
     file = TensorFile(context.scratch / f"updated-{os.getpid()}.safetensors", layout)  # the folder is all workers'
     try:
@@ -91,6 +98,25 @@ def added(gradients: Readable) -> Elements:
 
 def _is_finite(gradient: Elements, elements: int) -> bool:
     return all(bool(torch.isfinite(gradient(piece)).all()) for piece in pieces(elements))
+
+
+def _is_bounded(parameter: torch.Tensor, gradient: Elements) -> bool:
+    """Report whether the step of every element has a bound.
+
+    Without ε, squares of gradients that the dtype rounds to zero make the denominator zero: on any device the result is
+    NaN or infinite.
+    """
+    if float(torch.tensor(adamw.EPSILON, dtype=parameter.dtype)) > 0:
+        return True
+    by = Arithmetic.of(parameter.dtype)
+    for piece in pieces(parameter.numel()):
+        given = parameter[piece].to("cpu"), gradient(piece).to("cpu")
+        for start in range(0, given[0].numel(), PART):
+            part = slice(start, start + PART)
+            exact = adamw.exact_step(*(by.known(t[part].to(torch.float64).numpy()) for t in given))
+            if not np.isfinite(exact.allowed).all():
+                return False
+    return True
 
 
 def _stepped(context: Context, parameter: torch.Tensor, gradient: Elements, into: TensorFile) -> list[TensorDigest]:

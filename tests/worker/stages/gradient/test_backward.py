@@ -291,3 +291,14 @@ def test_a_vector_that_layers_share_is_trained_by_its_name_in_the_file(tmp_path:
     backward(model, found, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}, taken.__setitem__)
     assert taken[bank].shape == (8, 64)
     assert bool(taken[bank].any())
+
+
+def test_a_method_that_marks_its_own_model_is_asked_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X-LoRA's takes no argument."""
+    model = loaded(tmp_path, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    asked: list[bool] = []
+    monkeypatch.setattr(model.base_model, "_mark_only_adapters_as_trainable", lambda: asked.append(True))
+    assert trained(model, Everything())
+    assert asked

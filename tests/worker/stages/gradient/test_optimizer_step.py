@@ -95,6 +95,19 @@ def test_a_gradient_that_is_not_finite_anywhere_gives_no_bound(tmp_path: Path, m
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can restart the high-water mark")
+def test_a_step_that_divides_by_zero_on_any_device_is_not_judged(tmp_path: Path) -> None:
+    """In float16 AdamW's ε is zero, and so are the squares of small gradients."""
+    parameter, gradients = torch.ones(3, dtype=torch.float16), torch.tensor([[0.5, -0.5, 1.0]], dtype=torch.float16)
+    assert "found" in recorded(tmp_path, parameter, gradients)
+    gradients[0, 1] = 0.0
+    assert not adamw.step(parameter, gradients[0]).isfinite().all()
+    given = recorded(tmp_path, parameter, gradients)
+    assert (given["status"], given["reason"]) == (
+        "skipped", "AdamW's ε is 0 in float16: its step divides small gradients by zero"
+    )  # fmt: skip
+    assert "found" in recorded(tmp_path, parameter.bfloat16(), gradients.bfloat16())
+
+
 def test_a_step_takes_no_memory_for_the_whole_parameter(tmp_path: Path) -> None:
     """Beside one piece, whatever the size: neither for its gradient, nor its exact value, nor the result."""
     rows = 1 << 12
