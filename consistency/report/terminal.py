@@ -30,7 +30,7 @@ from consistency.report.sentences import (
 from consistency.report.summary import Group, Groups, Line, all_groups, badness, class_text, stages
 
 _MOST_SOURCES = 8
-_MOST_NAMES = 32  # of workers that share a line: four hosts of eight
+_MOST_NAMES, _FEW_NAMES = 32, 3  # of workers that share a line: four hosts of eight; of more, examples
 _LAST_FINDINGS = 3  # that a report of something wrong ends with, where the eye of a reader is
 _REFERENCE = " (reference)"
 _MOST_TENSORS = _MOST_FINDINGS = 20
@@ -212,7 +212,7 @@ def _some_workers(line: Line, reference: str | None) -> list[str]:
     if line.kinds > 1:
         return [f"{len(line.workers)} others, {line.kinds} different results"]
     names = sorted(_names(line, reference), key=lambda text: not text.endswith(_REFERENCE))
-    shown = names if len(names) <= _MOST_NAMES else names[: _MOST_NAMES - 1]
+    shown = names if len(names) <= _MOST_NAMES else names[:_FEW_NAMES]
     return [*shown, *filter(None, [and_more(len(names) - len(shown))])]
 
 

@@ -328,7 +328,10 @@ def test_equal_tensors_are_folded_over_the_layers(monkeypatch: pytest.MonkeyPatc
     whole = report(found)
     monkeypatch.setattr(report_json, "FOLD_ABOVE", 0)
     folded = report(found)
-    assert {k: v for k, v in folded.items() if k != "tensors"} == {k: v for k, v in whole.items() if k != "tensors"}
+    lists = ("tensors", "layers")
+    assert {k: v for k, v in folded.items() if k not in lists} == {k: v for k, v in whole.items() if k not in lists}
+    for name in lists:
+        assert sum(entry.get("count", 1) for entry in folded[name]) == len(whole[name]) > len(folded[name])
     counts = {t["stage"]: t["count"] for t in folded["tensors"] if "count" in t}
     assert counts == {"base": 4, "adapter": 4}
     assert unfolded(folded["tensors"]) == sorted(whole["tensors"], key=place)
