@@ -26,3 +26,17 @@ def start_browser(profile: Path) -> Any:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     return webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+
+
+def accessible(page: Any) -> list[tuple[str, str]]:
+    """Return role and name of what a screen reader finds on a page; the browser makes that tree some time after it."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def found(_: Any) -> list[tuple[str, str]]:
+        nodes = page.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+        shown = [node for node in nodes if not node["ignored"]]
+        pairs = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in shown]
+        return pairs if any(role == "cell" for role, _ in pairs) else []
+
+    tree: list[tuple[str, str]] = WebDriverWait(page, 20, poll_frequency=0.1).until(found)
+    return tree

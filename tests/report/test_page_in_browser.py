@@ -14,7 +14,7 @@ from consistency.case.stages import Stage
 from consistency.comparison.result import ArchitectureGroup, Comparison, Row, Status, TensorComparison
 from consistency.numerics.real import Real
 from consistency.report.html import as_html
-from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER
+from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER, accessible
 from tests.report.conftest import OpenPage
 from tests.report.made_comparisons import (
     ALL,
@@ -408,11 +408,7 @@ def test_without_a_clipboard_the_text_is_left_to_copy(opened: Open) -> None:
 
 def test_a_screen_reader_finds_names(opened: Open) -> None:
     page = opened(layered())
-    found = [
-        (node["role"]["value"], node.get("name", {}).get("value", ""))
-        for node in page.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
-        if not node["ignored"]
-    ]
+    found = accessible(page)
     roles = dict(found)
     assert roles["treegrid"].startswith("adapter: layers by architecture")
     assert {"main", "banner", "contentinfo", "search", "status"} <= roles.keys()

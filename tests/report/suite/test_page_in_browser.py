@@ -11,7 +11,7 @@ import pytest
 from consistency.comparison.suite import SuiteResult
 from consistency.report.html import as_html
 from consistency.report.suite.html import suite_as_html
-from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER
+from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER, accessible
 from tests.report.conftest import OpenPage
 from tests.report.made_comparisons import hostile
 from tests.report.suite.made_suites import case, good, many, suite, zeros
@@ -75,11 +75,7 @@ def test_hostile_names_stay_text(opened: Open) -> None:
 
 def test_a_screen_reader_finds_the_cells(opened: Open) -> None:
     page = opened(suite(case("bob", zeros(3)), case("alice", good())))
-    found = [
-        (node["role"]["value"], node.get("name", {}).get("value", ""))
-        for node in page.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
-        if not node["ignored"]
-    ]
+    found = accessible(page)
     names = [name for role, name in found if role == "cell"]
     assert "mismatch in 3 of 3 tensors" in names
     assert "within tolerance, worst error/tolerance 0.31" in names
