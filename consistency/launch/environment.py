@@ -50,11 +50,14 @@ def worker_environment(
         HF_HUB_OFFLINE="1",  # models are folders by now, and nothing may use the network without being asked to
         PYTHONHASHSEED="0",
         TOKENIZERS_PARALLELISM="false",
+        OPENBLAS_NUM_THREADS="1",  # NumPy's: it measures on threads of its own (`consistency.numerics.chunks`)
     )
     if pinned:
-        # a thread that waits for the others sleeps: spinning, the default, takes the cores from other workers, and on
-        # small models most of a worker's time
-        found.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # a thread that waits for the others spins shortly, less than a millisecond with libgomp, and sleeps: spinning
+        # as long as by default takes the cores from other workers, and on small models most of a worker's time;
+        # sleeping at once costs a tenth of a large one's
+        if "OMP_WAIT_POLICY" not in found:
+            found = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", **found}
         if info.spec.is_cpu:
             found = {**_KEPT_PAGES, **found}
     if threads is not None:

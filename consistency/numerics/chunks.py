@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,11 @@ _BLAS_ROWS = 32
 
 _ONE_THREAD = 1 << 18
 """Multiplications per product: OpenBLAS splits larger ones (interface/gemm.c: 4 * 65536) among threads that spin
-against torch's and, on a busy machine, wait for one another: fifty times as slow was measured."""
+against torch's and, on a busy machine, wait for one another: fifty times as slow was measured. In a worker it has one
+thread, and a stretch is one product: between pieces threads that measure wait for the interpreter, and two of them were
+little faster than one."""
+
+_BY_ONE_THREAD = os.environ.get("OPENBLAS_NUM_THREADS") == "1"
 
 _STRETCH = 1 << 18
 """Elements that are measured by one call, which costs some 30 µs: 4 MiB of exact values and magnitudes."""
@@ -164,8 +169,9 @@ class LowRankProduct:
 
     def _multiply(self, rows: slice, value: np.ndarray, size: np.ndarray | None) -> None:
         with np.errstate(all="ignore"):  # factors may not be finite: their products exceed tolerance
-            for row in range(rows.start, rows.stop, self._rows_per_block):
-                part = slice(row, min(rows.stop, row + self._rows_per_block))
+            step = len(value) if _BY_ONE_THREAD else self._rows_per_block
+            for row in range(rows.start, rows.stop, max(1, step)):
+                part = slice(row, min(rows.stop, row + step))
                 to = slice(part.start - rows.start, part.stop - rows.start)
                 _multiply(self._left[part], self._right, value[to])
                 if size is not None:
@@ -193,9 +199,9 @@ def low_rank_chunks(tested: LowRankTensor, product: LowRankProduct) -> Iterator[
 def _multiply(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
     """Multiply into `out` in pieces that OpenBLAS computes on this thread alone."""
     rows, rank = left.shape
-    width = max(1, _ONE_THREAD // max(1, rows * rank))
-    for start in range(0, right.shape[1], width):
-        part = slice(start, start + width)
+    width = right.shape[1] if _BY_ONE_THREAD else _ONE_THREAD // max(1, rows * rank)
+    for start in range(0, right.shape[1], max(1, width)):
+        part = slice(start, start + max(1, width))
         np.matmul(left, right[:, part], out=out[:, part])
 
 

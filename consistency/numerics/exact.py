@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from consistency.numerics.grouped_products import GROUPED, grouped_product
+from consistency.numerics.operands import each_tensor
 from consistency.numerics.widening import Widening
 
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
@@ -96,9 +96,9 @@ class Float64Mode(TorchDispatchMode):
         if kwargs.get("dtype") in _NARROW:
             kwargs["dtype"] = torch.float64
         if func.is_view and (isinstance(args[0], _WideView) or self._has_gradient(args[0])):
-            return tree_map(_wide_view, func(_narrow(args[0]), *args[1:], **kwargs))
+            return each_tensor(_wide_view, func(_narrow(args[0]), *args[1:], **kwargs))
         if self._with_gradients:
-            args, kwargs = tree_map(_narrow, args), dict(tree_map(_narrow, kwargs))
+            args, kwargs = each_tensor(_narrow, args), dict(each_tensor(_narrow, kwargs))
         if _writes(func) or func.is_view:
             return self._in_place(func, args, kwargs)
         if func in _SELECTING:
@@ -106,7 +106,7 @@ class Float64Mode(TorchDispatchMode):
         product = None if kwargs else self._wide.product(func, args)
         if product is not None:
             return product
-        args, kwargs = tree_map(self._wide.of, (args, kwargs))
+        args, kwargs = each_tensor(self._wide.of, (args, kwargs))
         return grouped_product(*args, **kwargs) if func is GROUPED else func(*args, **kwargs)
 
     def _has_gradient(self, value: Any) -> bool:
@@ -117,7 +117,7 @@ class Float64Mode(TorchDispatchMode):
     def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = args[0] if args else None
         if _writes(func) and isinstance(target, torch.Tensor) and target.dtype == torch.float64:
-            rest, kwargs = tree_map(_widen, (args[1:], kwargs))
+            rest, kwargs = each_tensor(_widen, (args[1:], kwargs))
             return func(target, *rest, **kwargs)
         return func(*args, **kwargs)
 
@@ -153,7 +153,7 @@ class _WidenEarly(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func in _CHECKED_EARLY:
-            args, kwargs = tree_map(_widen, (args, kwargs))
+            args, kwargs = each_tensor(_widen, (args, kwargs))
         return func(*args, **kwargs)
 
 

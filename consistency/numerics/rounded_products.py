@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
+from consistency.numerics.operands import each_tensor
 from consistency.numerics.widening import Widening
 
 HALF = frozenset({torch.bfloat16, torch.float16})
@@ -51,6 +51,6 @@ class RoundedProducts(TorchDispatchMode):
             return func(*args, **kwargs)
         found = None if kwargs else self._wide.product(func, args)
         if found is None:
-            args, kwargs = tree_map(self._wide.of, (args, kwargs))
+            args, kwargs = each_tensor(self._wide.of, (args, kwargs))
             found = func(*args, **kwargs)
-        return tree_map(lambda value: value.to(half) if isinstance(value, torch.Tensor) else value, found)
+        return each_tensor(lambda value: value.to(half), found)

@@ -7,6 +7,7 @@ time, into one buffer that stays in cache, and multiplied from there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ _LARGE = 1 << 16
 
 _SECOND = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
 """Products of two matrices, with the place of the second one."""
+
+_OUT: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.mm.default: torch.mm,
+    torch.ops.aten.addmm.default: torch.addmm,
+}
+"""The same, of which BLAS writes the columns of a part to their place."""
 
 
 class Widening:
@@ -61,7 +68,7 @@ class Widening:
         for start in range(0, columns, step):
             part = slice(start, start + step)
             biases = [_columns(bias, part, columns) for bias in added]
-            found[:, part] = func(*biases, left, self._buffered(weight[:, part]))
+            _OUT[func](*biases, left, self._buffered(weight[:, part]), out=found[:, part])
         return found
 
     def _buffered(self, part: torch.Tensor) -> torch.Tensor:

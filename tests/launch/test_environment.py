@@ -57,10 +57,13 @@ def test_threads_are_the_user_s_as_deployed(
 def test_threads_that_wait_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spinning, OpenMP's default, takes the cores from other workers and from the comparing side."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2)["OMP_WAIT_POLICY"] == "PASSIVE"
+    found = worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2)
+    assert (found["OMP_WAIT_POLICY"], found["GOMP_SPINCOUNT"]) == ("PASSIVE", "10000")
     assert "OMP_WAIT_POLICY" not in worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2, pinned=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2)["OMP_WAIT_POLICY"] == "ACTIVE"
+    found = worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2)
+    assert found["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert "GOMP_SPINCOUNT" not in found
 
 
 def test_every_worker_is_offline_and_has_its_threads() -> None:

@@ -34,6 +34,9 @@ GRADIENT_PART = 1 << 20
 GRADIENT_LINES = 1 << 22
 """Elements that are mapped at once to count its independent errors (`numerics.independent_errors`)."""
 
+ROOM_BYTES = 1 << 30
+"""Of activations that a backward pass on the CPU keeps (`ROOM_BYTES` of `worker.model.blocks`)."""
+
 GRADIENT_PASSES = 4
 """Parts of the batch, each with a backward pass of its own (`PASSES` of the stage `gradient`)."""
 
@@ -252,8 +255,9 @@ def forward(s: Setting) -> Cost:
 def gradient(s: Setting) -> Cost:
     """Make gradients of what the adapter trains, part by part of the batch, in the dtype and in float64.
 
-    A backward pass through frozen weights costs as many operations as the forward pass, and each block is computed
-    twice forwards: three products with each weight. Only the states between blocks are kept, and what one block keeps.
+    A backward pass through frozen weights costs as many operations as the forward pass: two products with each weight,
+    and a third in the blocks that are computed again. Of these only the states between blocks are kept, and what one
+    block keeps.
     The gradients of all parts, of a large tensor those of one, are in scratch files: in float32, and those of the
     reference in float64, which a device's worker makes beside its own. They are mapped from there a part at a time to
     be compared: no more than one gradient is in memory as a whole, while it is made. The result of the optimizer's step
@@ -263,17 +267,20 @@ def gradient(s: Setting) -> Cost:
         return Cost(work=Work(fixed_s=STAGE_S))
     rows, at_a_time = s.positions, s.of_backward
     passes = math.ceil(rows / max(1, at_a_time))
-    products = _products(s, rows, parts=passes).times(3)
     states = at_a_time * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + 3 * (s.shape.vocabulary or 0))
     one_block = at_a_time * _of_one_token(s)
     compared = passes * (s.shape.trained_elements - s.shape.trained_once_elements) + s.shape.trained_once_elements
     largest = s.shape.largest_trained_elements * (1 if s.shape.largest_trained_elements >= ONE_PASS else passes)
-    wide = (states + one_block) * 8 + _float64_bytes(s, at_a_time) if s.makes_reference else 0
+    wide_room, room = (_room(s, one_block, width) for width in (8, s.shape.width))
+    wide = (states + one_block) * 8 + wide_room + _float64_bytes(s, at_a_time) if s.makes_reference else 0
     native = (states + one_block) * s.shape.width
+    products = _products(s, rows, parts=passes)
+    if s.on_device:
+        room = 0
     stepped = s.shape.largest_trained_elements
     one_gradient = s.shape.largest_trained_elements * (8 if s.makes_reference else 4)
     return Cost(
-        host_bytes=max(wide, 0 if s.on_device else native)
+        host_bytes=max(wide, 0 if s.on_device else native + room)
         + max(one_gradient, min(largest, GRADIENT_PART) * GRADIENT_BYTES),
         device_bytes=native + 4 * s.shape.largest_trained_elements,
         window_bytes=min(compared * (4 + 8), WINDOW_BYTES + min(largest, GRADIENT_LINES) * (4 + 8)),
@@ -282,8 +289,8 @@ def gradient(s: Setting) -> Cost:
         work=Work(
             fixed_s=4 * PER_TENSOR_S * s.shape.adapter_tensors,
             memory_s=compared * MEASURE_S,
-            native=products.times(s.case.repeat),
-            float64=products.times(1 if s.makes_reference else 0),
+            native=products.times(s.case.repeat * _products_per_weight(s, one_block, room, s.shape.width)),
+            float64=products.times(_products_per_weight(s, one_block, wide_room, 8) if s.makes_reference else 0),
         ),
     )
 
@@ -373,6 +380,17 @@ def _products(s: Setting, rows: int, *, parts: int) -> Products:
 def _of_one_token(s: Setting) -> int:
     """Return the elements that one block keeps of a token: inputs and outputs of its matrices, and its attention."""
     return s.shape.block_features + 2 * (s.shape.heads or 0) * s.tokens
+
+
+def _room(s: Setting, one_block: int, width: int) -> int:
+    """Return the bytes of activations that a backward pass on the CPU keeps, where one block has so many elements."""
+    return min(s.shape.blocks * one_block * width, ROOM_BYTES, s.shape.block_elements * 8)
+
+
+def _products_per_weight(s: Setting, one_block: int, kept: int, width: int) -> float:
+    """Return two, and a third for the share of the blocks whose activations are not kept."""
+    all_blocks = s.shape.blocks * one_block * width
+    return 3 - (kept / all_blocks if all_blocks else 0)
 
 
 def _float64_bytes(s: Setting, rows: int) -> int:

@@ -2,20 +2,27 @@
 
 Kept activations grow with the depth of a model. With recomputation only the states between blocks are kept, and the
 activations of the one block whose backward pass is running (Chen et al., "Training Deep Nets with Sublinear Memory
-Cost", 2016), by torch's own `checkpoint`.
+Cost", 2016), by torch's own `checkpoint`. It costs a forward pass, a third of the time where weights are frozen, so
+blocks keep theirs as long as there is room.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from consistency.numerics.digest import digest
+
+ROOM_BYTES = 1 << 30
+"""Of activations at most; less where the largest block, in float64, is smaller. Half of the 2 GB of private memory that
+a worker may take beside what grows with a layer."""
 
 
 class RecomputationError(Exception):
@@ -25,6 +32,12 @@ class RecomputationError(Exception):
     """
 
 
+def room_for(model: torch.nn.Module) -> int:
+    """Return how many bytes of activations a backward pass on the CPU may keep."""
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in repeated_blocks(model)]
+    return min(ROOM_BYTES, torch.float64.itemsize * max(sizes, default=0))
+
+
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the outermost modules that a model keeps in lists of two and more: its decoder layers, stages, blocks."""
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1]
@@ -32,9 +45,35 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [block for _, blocks in outermost for block in blocks]
 
 
+class _Room:
+    """Memory for activations, in bytes, that blocks fill one after the other."""
+
+    def __init__(self, size: int, model: torch.nn.Module) -> None:
+        self._left = size
+        held = itertools.chain(model.parameters(), model.buffers())
+        self._seen = {tensor.untyped_storage()._cdata for tensor in held}
+
+    @property
+    def is_full(self) -> bool:
+        return self._left <= 0
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count what a tensor that is kept takes, once for all views of it; a subclass wraps what is counted."""
+        storage = tensor.untyped_storage()
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._left -= storage.nbytes()
+        return tensor
+
+
 @contextmanager
-def recomputed(model: torch.nn.Module) -> Iterator[None]:
+def recomputed(model: torch.nn.Module, *, room: int = 0) -> Iterator[None]:
     """Compute the blocks' activations again in a backward pass.
+
+    Parameters
+    ----------
+    room : int
+        Bytes of activations that the first blocks keep instead, and as much more as the last of them takes.
 
     Raises
     ------
@@ -43,9 +82,10 @@ def recomputed(model: torch.nn.Module) -> Iterator[None]:
     """
     blocks = repeated_blocks(model)
     kept = [vars(block).get("forward") for block in blocks]
+    shared = _Room(room, model)
     try:
         for block in blocks:
-            block.forward = _Recomputed(block, block.forward)
+            block.forward = _Recomputed(block, block.forward, shared)
         with set_checkpoint_early_stop(False):  # a block is compared as a whole
             yield
     finally:
@@ -57,15 +97,19 @@ def recomputed(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _Recomputed:
-    """The forward pass of a block whose activations are not kept."""
+    """The forward pass of a block whose activations are kept only if there is room."""
 
-    def __init__(self, block: torch.nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, block: torch.nn.Module, forward: Callable[..., Any], room: _Room) -> None:
         self._block = block
         self._forward = forward
+        self._room = room
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
+        if not self._room.is_full:
+            with saved_tensors_hooks(self._room.take, lambda tensor: tensor):
+                return self._forward(*args, **kwargs)
         first: list[str] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:

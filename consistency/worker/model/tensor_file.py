@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from consistency.errors import CaptureError
+from consistency.numerics import file_tensor
 from consistency.numerics.digest import as_bytes
 from consistency.numerics.dtype import name_of
 from consistency.numerics.file_tensor import Readable, read_tensor
@@ -29,6 +30,7 @@ class TensorFile:
 
     def __init__(self, path: Path, layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         self.path = path
+        self._layout = layout
         self.written: set[str] = set()
         header: dict[str, object] = {}
         self._starts: dict[str, int] = {}
@@ -55,8 +57,16 @@ class TensorFile:
         self.written.add(name)
 
     def read(self, name: str) -> Readable | None:
-        """Return a tensor, mapped from the file; None for one that was never written."""
-        return read_tensor(self.path, name) if name in self.written else None
+        """Return a tensor, a large one mapped from the file; None for one that was never written."""
+        if name not in self.written:
+            return None
+        dtype, shape = self._layout[name]
+        elements = math.prod(shape)
+        if elements > file_tensor.PART or not elements:
+            return read_tensor(self.path, name)
+        # a file of thousands of tensors has a header that takes longer to read than a tensor
+        raw = bytearray(os.pread(self._file, elements * dtype.itemsize, self._data + self._starts[name]))
+        return torch.frombuffer(raw, dtype=dtype).view(shape)
 
     def close(self, *, remove: bool = False) -> None:
         os.close(self._file)

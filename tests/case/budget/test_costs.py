@@ -43,12 +43,20 @@ def test_every_stage_has_a_cost() -> None:
         assert min(taken.host_bytes, taken.device_bytes, taken.window_bytes) >= 0
 
 
-def test_gradient_grows_with_the_depth_by_the_states_between_blocks_alone() -> None:
-    cost = STAGE_COSTS[Stage.GRADIENT]
-    once, twice = cost(setting()), cost(setting(shape=deeper(LARGE, 2)))
-    states = 2 * 16 * LARGE.blocks * 4096 * 8  # sequences × tokens × blocks × hidden × bytes in float64
+def test_gradient_grows_with_the_depth_by_the_states_between_blocks_once_the_room_for_activations_is_full() -> None:
+    cost, deep = STAGE_COSTS[Stage.GRADIENT], deeper(LARGE, 2)
+    once, twice = cost(setting(shape=deep)), cost(setting(shape=deeper(deep, 2)))
+    states = 2 * 16 * deep.blocks * 4096 * 8  # sequences × tokens × blocks × hidden × bytes in float64
     assert twice.host_bytes - once.host_bytes == states
-    assert twice.work.float64.flop == pytest.approx(2 * once.work.float64.flop, rel=0.1)
+
+
+def test_blocks_that_keep_their_activations_are_not_computed_again() -> None:
+    cost, deep = STAGE_COSTS[Stage.GRADIENT], deeper(LARGE, 20)
+    kept, mostly_again = cost(setting()), cost(setting(shape=deep))
+    forward = 2.0 * 128 * LARGE.matrix_elements
+    assert kept.work.float64.flop == pytest.approx(2 * forward, rel=0.01)
+    assert mostly_again.work.float64.flop == pytest.approx(3 * 20 * forward, rel=0.1)
+    assert cost(setting(on_device=True)).work.native.flop == pytest.approx(3 * forward, rel=0.01)
 
 
 def test_of_a_large_trained_tensor_one_gradient_is_in_memory() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from consistency.worker.model.blocks import recomputed, repeated_blocks
+from consistency.worker.model.blocks import ROOM_BYTES, _Room, recomputed, repeated_blocks, room_for
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ class Deep(nn.Module):
         return x
 
 
-def kept_elements(depth: int, *, recompute: bool) -> int:
+def kept_elements(depth: int, *, recompute: bool, room: int = 0) -> int:
     """Return how many elements of activations the forward pass keeps for the backward pass."""
     model, found = Deep(depth), 0
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -52,7 +52,7 @@ def kept_elements(depth: int, *, recompute: bool) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         if recompute:
-            with recomputed(model):
+            with recomputed(model, room=room):
                 model(x)
         else:
             model(x)
@@ -64,6 +64,38 @@ def test_what_is_kept_grows_by_the_states_between_blocks() -> None:
     assert grown >= 4 * 32 * (64 + 64 + 8)
     for depth in (4, 8):
         assert kept_elements(depth, recompute=True) == depth * 32 * 8
+
+
+def test_blocks_keep_their_activations_until_the_room_is_full() -> None:
+    a_block = 4 * 32 * (8 + 64 + 64)  # bytes: of two layers the input, of two tanh the result, which is an input too
+    model, x = Deep(4), torch.randn(32, 8, requires_grad=True)
+    runs = {name: 0 for name, _ in model.layers.named_children()}
+    for name, layer in model.layers.named_children():
+        next(layer.children()).register_forward_hook(lambda *_, name=name: runs.update({name: runs[name] + 1}))
+    whole = torch.autograd.grad(model(x).sum(), x)[0]
+    runs.update(dict.fromkeys(runs, 0))
+    with recomputed(model, room=a_block + 1):
+        found = torch.autograd.grad(model(x).sum(), x)[0]
+    assert torch.equal(found, whole)
+    assert list(runs.values()) == [1, 1, 2, 2]
+
+
+def test_weights_take_no_room_and_views_of_one_tensor_take_it_once() -> None:
+    model, kept = Deep(1), torch.zeros(4, 4)
+    room = _Room(kept.nbytes + 1, model)
+    room.take(next(model.parameters()).t())
+    for view in (kept, kept.t(), kept[:1]):
+        room.take(view)
+    assert not room.is_full
+    room.take(kept.clone())
+    assert room.is_full
+
+
+def test_the_room_is_the_largest_block_in_float64_up_to_a_limit() -> None:
+    assert room_for(Deep(2)) == 8 * sum(p.numel() for p in Deep(1).layers[0].parameters())
+    assert room_for(nn.Linear(2, 2)) == 0
+    with torch.device("meta"):
+        assert room_for(nn.Sequential(nn.ModuleList(nn.Linear(20_000, 20_000) for _ in range(2)))) == ROOM_BYTES
 
 
 def test_a_model_without_gradients_runs_as_it_does() -> None:

@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from consistency.devices.backends import CPU
 from consistency.numerics.decisions import Watch
 from consistency.numerics.exact import Float64Mode
 from consistency.worker.decisions.places import Places
 from consistency.worker.decisions.replay import deciding
-from consistency.worker.model.blocks import recomputed
+from consistency.worker.model.blocks import recomputed, room_for
 from consistency.worker.model.inputs import SEED
 from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.model.running import outputs, parameters_kept
+from consistency.worker.model.running import device_of, outputs, parameters_kept
 
 Tensors = dict[str, torch.Tensor]
 
@@ -103,7 +104,8 @@ def backward(
     Parameters
     ----------
     recompute : bool
-        Compute the activations of each block again instead of keeping them: see `blocks.recomputed`.
+        Compute the activations of blocks again instead of keeping them: on a device of all, on the CPU of those for
+        which there is no room. See `blocks.recomputed`.
     exact : bool
         Compute in float64: the gradients are float64.
     watch : callable, optional
@@ -123,7 +125,8 @@ def backward(
             stack.enter_context(_handed_over(name, parameter, take))
         stack.enter_context(torch.enable_grad())
         if recompute:
-            stack.enter_context(recomputed(model))
+            room = room_for(model) if device_of(model).type == CPU else 0
+            stack.enter_context(recomputed(model, room=room))
         stack.enter_context(deciding(watch, gradient=True, places=places))
         _, ends = outputs(model, inputs)
         ends = {name: tensor for name, tensor in ends.items() if tensor.requires_grad}
