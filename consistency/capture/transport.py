@@ -100,6 +100,21 @@ def deliver(folder: Path, target: str) -> None:
         packed.unlink(missing_ok=True)
 
 
+def read_bytes(place: str) -> bytes:
+    """Return what is in a file, or at a URL."""
+    fs, path = open_store(place, "cannot open the file")
+    with remote_errors("cannot read", place):
+        fs.invalidate_cache()  # a listing from before it was written
+        return bytes(fs.cat_file(path))
+
+
+def write_bytes(place: str, raw: bytes) -> None:
+    """Write a file, or what is at a URL."""
+    fs, path = open_store(place, "cannot open the file")
+    with remote_errors("cannot write", place):
+        fs.pipe_file(path, raw)
+
+
 def open_store(url: str, what: str) -> tuple[Any, str]:
     """Return the file system of a URL or folder, and the path in it; `what` starts the error where there is none."""
     try:

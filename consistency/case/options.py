@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import enum
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -110,7 +110,8 @@ class Option:
     absent: Mapping[Edge, str] = field(default_factory=dict)
 
 
-def _option(default: T, help: str, metavar: str | None = None, **more: Any) -> T:
+def declare(default: T, help: str, metavar: str | None = None, **more: Any) -> T:
+    """Return a field of options, with what `Option` says of it."""
     return field(default=default, metadata={"help": help, "metavar": metavar, **more})
 
 
@@ -118,74 +119,74 @@ def _option(default: T, help: str, metavar: str | None = None, **more: Any) -> T
 class Options:
     """Everything a user can set about a case and where it runs, as parsed values; no file has been opened yet."""
 
-    base: str | None = _option(
+    base: str | None = declare(
         None, "folder, hub id, python:package.module:function, or builtin:llama|gpt2|bert", "MODEL", is_path=True
     )
-    adapter: str | None = _option(
+    adapter: str | None = declare(
         None,
         "folder saved by PEFT, or hub id; several, or a pattern, are a suite; several as NAME=PATH are one case",
         "[NAME=]ADAPTER",
         is_path=True,
         gathers=True,
     )
-    name: str | None = _option(None, "name of the case in reports and test items", "TEXT")
-    adapters: tuple[NamedAdapter, ...] | None = _option(
+    name: str | None = declare(None, "name of the case in reports and test items", "TEXT")
+    adapters: tuple[NamedAdapter, ...] | None = declare(
         None,
         'several adapters of one case: {one = "PATH", two = "PATH"}',
         "TABLE",
         absent=dict.fromkeys((Edge.COMMAND_LINE, Edge.PYTEST, Edge.PYTEST_INI), "there it is --adapter NAME=PATH"),
     )
-    devices: tuple[str, ...] = _option(("auto",), "auto (default), or cpu,cuda:0,cpu@avx2,…", "LIST")
-    dtype: Dtype = _option(
+    devices: tuple[str, ...] = declare(("auto",), "auto (default), or cpu,cuda:0,cpu@avx2,…", "LIST")
+    dtype: Dtype = declare(
         "auto", "dtype to load the base in (default: the one its config declares)", choices=get_args(Dtype)
     )
-    profile: Profile = _option(
+    profile: Profile = declare(
         "pinned",
         "pinned: every numerical setting fixed (default); deployed: settings and environment as they are, recorded",
         choices=get_args(Profile),
     )
-    set: tuple[Switch, ...] = _option(
+    set: tuple[Switch, ...] = declare(
         (), "one numerical setting of torch, on top of the profile; may be repeated", "NAME=VALUE", repeatable=True
     )
-    placement: Placement = _option(
+    placement: Placement = declare(
         "auto",
         "base on the device, or streamed from the host to the device layer by layer (default: streamed if it does not "
         "fit)",
         choices=get_args(Placement),
     )
-    stages: tuple[Stage, ...] | None = _option(None, f"any of {','.join(Stage)} (default: by level)", "LIST")
-    load_paths: tuple[LoadPath, ...] | None = _option(
+    stages: tuple[Stage, ...] | None = declare(None, f"any of {','.join(Stage)} (default: by level)", "LIST")
+    load_paths: tuple[LoadPath, ...] | None = declare(
         None, f"{GRAMMAR} (default: by level and devices)", "LIST", aliases=("roads",)
     )
-    level: Level = _option(
+    level: Level = declare(
         Level.STANDARD, "a minute, some minutes (default), or overnight", choices=tuple(level.value for level in Level)
     )
-    inputs: str | None = _option(None, "safetensors file with the model's keyword arguments", "FILE", is_path=True)
-    device_map: str | None = _option(
+    inputs: str | None = declare(None, "safetensors file with the model's keyword arguments", "FILE", is_path=True)
+    device_map: str | None = declare(
         None, "how the stage sharding also splits the base: auto, balanced, sequential, FILE.json", "MAP", is_path=True
     )
-    wrapper: str | None = _option(
+    wrapper: str | None = declare(
         None, "python:package.module:function that wraps the base, for the stage wrapping", "FACTORY"
     )
-    repeat: int | None = _option(
+    repeat: int | None = declare(
         None, "runs per device, to check that results repeat bitwise (default: by level)", "N", type=int
     )
-    soak: float | None = _option(
+    soak: float | None = declare(
         None,
         "after all stages, compute the same again until this time is up, and compare every repeat with the first: "
         "90s, 10m, 2h, 1h30m",
         "TIME",
         name="for",
     )
-    load: bool = _option(False, "keep each device busy with matrix products during --for: it runs hot", type=bool)
-    tolerance: tuple[Override, ...] = _option(
+    load: bool = declare(False, "keep each device busy with matrix products during --for: it runs hot", type=bool)
+    tolerance: tuple[Override, ...] = declare(
         (),
         "[stage=…,][arch=PATTERN,][layer=PATTERN,][dtype=…,]atol=…,rtol=… instead of the derived bound; "
         "may be repeated, and the last one that matches a tensor applies",
         "LIST",
         repeatable=True,
     )
-    only: tuple[str, ...] = _option(
+    only: tuple[str, ...] = declare(
         (),
         "check only what starts with one of these stage::layer prefixes",
         "LIST",
@@ -194,18 +195,22 @@ class Options:
             "node ids and -k select test items, and the run is narrowed to those selected",
         ),
     )
-    keep: bool = _option(False, "store every computed tensor in the capture", type=bool)
-    allow_pickle: bool = _option(False, "read .bin weights, with weights_only=True", type=bool)
-    trust_remote_code: bool = _option(False, "run code that comes with the model", type=bool)
-    timeout: float | None = _option(None, "seconds a worker may take (default: no limit)", "S", type=float)
-    stall: float = _option(300.0, "seconds a worker may be silent (default: 300)", "S", type=float)
-    threads: int | None = _option(None, "threads per worker (default: an equal share of the cores)", "N", type=int)
+    keep: bool = declare(False, "store every computed tensor in the capture", type=bool)
+    allow_pickle: bool = declare(False, "read .bin weights, with weights_only=True", type=bool)
+    trust_remote_code: bool = declare(False, "run code that comes with the model", type=bool)
+    timeout: float | None = declare(None, "seconds a worker may take (default: no limit)", "S", type=float)
+    stall: float = declare(300.0, "seconds a worker may be silent (default: 300)", "S", type=float)
+    threads: int | None = declare(None, "threads per worker (default: an equal share of the cores)", "N", type=int)
     source: Source = field(default=Source(), compare=False, repr=False)
 
 
-OPTIONS: tuple[Option, ...] = tuple(
-    Option(**{"name": one.name, "attribute": one.name, **one.metadata}) for one in fields(Options) if one.metadata
-)
+def declared(kind: type[Any]) -> tuple[Option, ...]:
+    """Return how the fields of a class are given whose fields are made by `declare`."""
+    found = (one for one in fields(kind) if one.metadata)
+    return tuple(Option(**{"name": one.name, "attribute": one.name, **one.metadata}) for one in found)
+
+
+OPTIONS: tuple[Option, ...] = declared(Options)
 
 _ON_A_COMMAND_LINE = [option.name.replace("_", "-") for option in OPTIONS if Edge.COMMAND_LINE not in option.absent]
 _SPELLED = re.compile(r"(?<![\w-])--(" + "|".join(_ON_A_COMMAND_LINE) + r")(?![\w-])")
@@ -224,12 +229,19 @@ class _Gather(argparse.Action):
         setattr(namespace, self.dest, values if earlier is None else [*several, values])
 
 
-def add_options(add: Callable[..., object], edge: Edge, *, only: Collection[str] = (), prefix: str = "") -> None:
+def add_options(
+    add: Callable[..., object],
+    edge: Edge,
+    *,
+    only: Collection[str] = (),
+    prefix: str = "",
+    options: Iterable[Option] = OPTIONS,
+) -> None:
     """Declare the options of a command line by `add`, which takes what `argparse` takes; `only` narrows them.
 
     A value is left as None where its option is not given; `prefix` precedes the name of its attribute.
     """
-    for option in OPTIONS:
+    for option in options:
         if edge in option.absent or (only and option.name not in only):
             continue
         keywords: dict[str, Any] = {"dest": prefix + option.name, "default": None}
@@ -246,6 +258,17 @@ def add_options(add: Callable[..., object], edge: Edge, *, only: Collection[str]
         add(edge.spell(option.name), help=option.help, **keywords)
         for alias in option.aliases:
             add(edge.spell(alias), help=argparse.SUPPRESS, **keywords)
+
+
+def words_of(given: Mapping[str, object]) -> list[str]:
+    """Return the words of a command line that gives these values, by the name of the option; None is one not given."""
+    words = []
+    for option in OPTIONS:
+        value = given.get(option.name)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        spelled = Edge.COMMAND_LINE.spell(option.name)
+        words += [spelled if option.type is bool else f"{spelled}={one}" for one in values]
+    return words
 
 
 def add_ini_options(add: Callable[..., object], edge: Edge) -> None:

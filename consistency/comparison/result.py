@@ -21,6 +21,9 @@ Severity = Literal["error", "warning", "note"]
 ENVIRONMENT = "environment"
 """Kind of the finding that software differs between workers."""
 
+LOST_NODE = "lost-node"
+"""Kind of the finding that nodes of a fleet have no capture that can be compared; its details are their names."""
+
 PLANTED = "planted"
 """Kind of the finding that a fault was planted on purpose."""
 

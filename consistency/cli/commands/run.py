@@ -17,6 +17,7 @@ from consistency.report.text import clean
 
 if TYPE_CHECKING:
     from consistency.capture.folder import WorkerCapture
+    from consistency.case.requirements import Requirements
     from consistency.case.suite import SuiteOptions
 
 RUN_EXAMPLES = (
@@ -59,6 +60,10 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     capture.add_argument("--out", metavar="DIR", required=True, help="folder, FILE.zip or URL for the capture")
     capture.add_argument("--force", action="store_true", help="replace an earlier capture in --out")
     capture.add_argument("--json", action="store_true", help="print what was captured as JSON")
+    capture.add_argument("--progress", metavar="FILE", help="file or URL that says how far it is, for "
+                         "`consistency fleet`")  # fmt: skip
+    capture.add_argument("--require", metavar="FILE", help="file or URL of `consistency fleet` with the files and "
+                         "accelerators that this host must have")  # fmt: skip
 
 
 def read_case(parsed: argparse.Namespace) -> Options:
@@ -145,15 +150,25 @@ def _plan(parsed: argparse.Namespace) -> int:
 
 
 def _capture(parsed: argparse.Namespace) -> int:
+    from consistency.cli.node_report import reporting
     from consistency.cli.progress import progress
     from consistency.workflows import pipeline
 
     suite = read_suite(parsed)
     if suite is not None:
         return _capture_suite(parsed, suite)
-    plan = pipeline.prepare(read_case(parsed))
-    with progress(expected=pipeline.expected(plan)) as watch:
-        found = pipeline.capture_to(plan, parsed.out, watch=watch, replace=parsed.force)
+    with reporting(parsed.progress) as report:
+        plan = pipeline.prepare(read_case(parsed))
+        if report is not None:
+            report.devices(plan.devices)
+        if parsed.require is not None:
+            required = read_requirements(parsed.require)
+            required.check_devices(plan.devices)
+            required.check_files(plan.case)
+        expected = pipeline.expected(plan)
+        with progress(expected=expected) as watch:
+            both = watch if report is None else report.beside(watch, expected)
+            found = pipeline.capture_to(plan, parsed.out, watch=both, replace=parsed.force)
     rows = _rows(found.workers)
     if parsed.json:
         print_json({"capture": parsed.out, "workers": rows})
@@ -163,6 +178,20 @@ def _capture(parsed: argparse.Namespace) -> int:
     return 0 if all(worker.info.status == "ok" for worker in found.workers) else 3
 
 
+def read_requirements(place: str) -> Requirements:
+    """Read what a fleet requires of a host."""
+    import msgspec
+
+    from consistency.capture.json_codec import decode_json
+    from consistency.capture.transport import read_bytes
+    from consistency.case.requirements import Requirements
+
+    try:
+        return decode_json(read_bytes(place), Requirements)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UsageError("not what a fleet requires of a host", where=place, got=error) from None
+
+
 def _capture_suite(parsed: argparse.Namespace, suite: SuiteOptions) -> int:
     from consistency.capture.transport import travels
     from consistency.cli.progress import progress
@@ -170,6 +199,8 @@ def _capture_suite(parsed: argparse.Namespace, suite: SuiteOptions) -> int:
 
     if travels(parsed.out):
         raise UsageError("the captures of a suite need a folder", where="--out", got=parsed.out)
+    if parsed.progress is not None or parsed.require is not None:
+        raise UsageError("a fleet checks one case", where="--progress and --require", got="a suite")
     plan = prepare_suite(suite)
     with progress(expected=expected(plan)) as watch:
         found = capture_suite(plan, Path(parsed.out), watch=watch, replace=parsed.force)

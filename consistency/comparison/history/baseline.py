@@ -17,12 +17,12 @@ import msgspec
 from consistency.capture.json_codec import decode_json
 from consistency.capture.writer import write_json
 from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
-from consistency.comparison.result import Comparison, Finding, WorkerSummary, with_findings
+from consistency.comparison.result import LOST_NODE, Comparison, Finding, WorkerSummary, with_findings
 from consistency.errors import UsageError
 
 SCHEMA = "consistency.baseline/1"
 
-UNSEEN = frozenset({"lost-worker", "failed-worker", "damaged-capture", NOTHING_COMPARED})
+UNSEEN = frozenset({"lost-worker", "failed-worker", "damaged-capture", LOST_NODE, NOTHING_COMPARED})
 """Kinds of findings that report a part that could not be checked."""
 
 

@@ -1,0 +1,101 @@
+"""What a node of a fleet says of itself while it makes its capture: one small file beside it, rewritten in place.
+
+The fleet learns from it how far a node is, and from its silence that a node has frozen or died, whichever engine has
+started it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.transport import is_remote, read_bytes, write_bytes
+from consistency.errors import CaptureError
+
+SCHEMA = "consistency.node/1"
+
+BEAT_S = 5.0
+"""How often a node writes it."""
+
+_BYTES = 4096  # a page: written at once, and in blocks that the file keeps when the disk is full
+_MOST_TEXT = 1500  # bytes: with the rest of it, and every quotation mark escaped, less than a page
+
+Phase = Literal["waiting", "checking", "running", "delivered", "failed"]
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a node is.
+
+    Attributes
+    ----------
+    phase : str
+        `waiting` is written by the fleet, before the node starts.
+    beat : int
+        Rises each time that it is written.
+    stage, number, of : str, int, int
+        The stage that its slowest worker is in, and which one of how many.
+    reason : str
+        Why it failed.
+    software : dict of str to str
+        Versions by name.
+    accelerators : dict of str to int
+        How many by model.
+    """
+
+    schema: str = SCHEMA
+    phase: Phase = "waiting"
+    beat: int = 0
+    host: str = ""
+    stage: str = ""
+    number: int = 0
+    of: int = 0
+    reason: str = ""
+    software: dict[str, str] = {}
+    accelerators: dict[str, int] = {}
+
+    @property
+    def place(self) -> str:
+        """Return how far it is: `forward, 5 of 9`."""
+        many = f", {self.number} of {self.of}" if self.number and self.of else ""
+        return f"{self.stage}{many}" if self.stage else "start"
+
+
+def write_status(target: str, status: NodeStatus) -> None:
+    """Write a status to a file or URL.
+
+    A file is rewritten in place, not renamed: a client of NFS that opens a file gets what was written to it last, but
+    may take a name for a replaced file for a minute. It keeps its size and so its blocks: a full disk does not keep a
+    node from saying that it is full.
+
+    Raises
+    ------
+    CaptureError
+        It cannot be written.
+    """
+    short = msgspec.structs.replace(status, reason=status.reason.encode()[:_MOST_TEXT].decode(errors="ignore"))
+    raw = encode_json(short).ljust(_BYTES - 1) + b"\n"
+    if is_remote(target):
+        write_bytes(target, raw)
+        return
+    try:
+        file = os.open(target, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.pwrite(file, raw, 0)
+            os.ftruncate(file, len(raw))
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise CaptureError("cannot write the status", where=target, got=error) from None
+
+
+def read_status(target: str) -> NodeStatus | None:
+    """Return a status; None where there is none that can be read now."""
+    try:
+        raw = read_bytes(target) if is_remote(target) else Path(target).read_bytes()
+        return decode_json(raw, NodeStatus)
+    except (OSError, CaptureError, msgspec.MsgspecError):
+        return None

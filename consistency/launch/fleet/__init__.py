@@ -1,0 +1,1 @@
+"""Engines that start captures on the nodes of a cluster."""

@@ -1,0 +1,44 @@
+"""What a user can set about a fleet, each declared once; what is checked on its nodes is in `case/options.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from consistency.case.options import Option, declare, declared
+
+ENGINE_NAMES = ("slurm",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """Everything a user can set about a fleet, as parsed values."""
+
+    engine: str = declare("", "what starts the captures", choices=ENGINE_NAMES)
+    nodes: str | None = declare(
+        None, "nodes as the engine writes them, gpu[001-128],login1, or all (default: those of the allocation that "
+        "this runs in)", "LIST",
+    )  # fmt: skip
+    store: str | None = declare(
+        None, "folder or URL that every node can write to, for its capture and progress (default: OUT/captures)", "URL"
+    )
+    gpus: int | None = declare(
+        None, "accelerators that each node must have; also requested from the engine", "N", type=int
+    )
+    partition: str | None = declare(None, "Slurm partition", "NAME")
+    account: str | None = declare(None, "Slurm account", "NAME")
+    exclusive: bool = declare(False, "have every node alone, with all of its memory", type=bool)
+    engine_args: tuple[str, ...] = declare(
+        (), 'more arguments for sbatch or srun: "--qos=low --time=30"; may be repeated', "TEXT", repeatable=True
+    )
+    command: str | None = declare(
+        None, 'what starts this tool on a node (default: this interpreter): "apptainer exec --nv tool.sif consistency"',
+        "TEXT",
+    )  # fmt: skip
+    node_timeout: float | None = declare(
+        None, "how long a node may take, waiting for it included: 90s, 10m, 2h (default: no limit)", "TIME"
+    )
+    node_stall: float = declare(60.0, "seconds a running node may be silent (default: 60)", "S", type=float)
+    resume: bool = declare(False, "keep what an earlier run delivered to --out, and start only the rest", type=bool)
+
+
+FLEET_OPTIONS: tuple[Option, ...] = declared(FleetOptions)

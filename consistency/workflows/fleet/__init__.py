@@ -1,0 +1,1 @@
+"""Captures of every node of a cluster, made by the engine that is already there, in one verdict."""

@@ -1,0 +1,146 @@
+"""What a fleet keeps: captures and statuses in a store that its nodes see, and its plan, by which it is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.node_status import NodeStatus, read_status, write_status
+from consistency.capture.transport import is_remote, open_store, remote_errors, write_bytes
+from consistency.capture.writer import in_the_way, write_json
+from consistency.case.requirements import Requirements
+from consistency.errors import CaptureError, UsageError
+
+SCHEMA = "consistency.fleet/1"
+PLAN = "fleet.json"
+LOGS = "nodes"
+REQUIREMENTS = "requirements.json"
+
+
+class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a fleet was to check, and what became of its nodes.
+
+    Attributes
+    ----------
+    case : tuple of str
+        The options of the case, as words of a command line.
+    nodes : dict of str to str
+        How each node ended; empty while it has not.
+    """
+
+    engine: str
+    case: tuple[str, ...]
+    requirements: Requirements
+    nodes: dict[str, str]
+    schema: str = SCHEMA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetFolder:
+    """The folder of a fleet, and the store of its captures: a folder or URL that every node can write to."""
+
+    out: Path
+    store: str
+
+    @property
+    def is_remote(self) -> bool:
+        return is_remote(self.store)
+
+    @property
+    def requirements(self) -> str:
+        return f"{self.store}/{REQUIREMENTS}"
+
+    def capture(self, node: str) -> str:
+        return f"{self.store}/{node}.zip"
+
+    def status(self, node: str) -> str:
+        return f"{self.store}/{node}.json"
+
+    def log(self, node: str) -> Path | None:
+        """Return where a node's output goes: nowhere, if no folder is known to be seen by the nodes."""
+        return None if self.is_remote else self.out.resolve() / LOGS / f"{node}.log"
+
+    def read_status(self, node: str) -> NodeStatus | None:
+        return read_status(self.status(node))
+
+    def prepare(self, requirements: Requirements, nodes: Sequence[str], *, replace: bool) -> None:
+        """Make the folders, and a status for each of these nodes, which have no capture yet.
+
+        A name that a client of NFS has looked for in vain stays unknown to it for a while: so each status is there
+        before it is looked for, and a capture is not looked for before its node has delivered it.
+        """
+        try:
+            (self.out / LOGS).mkdir(parents=True, exist_ok=True)
+            if not self.is_remote:
+                Path(self.store).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CaptureError("cannot make the folder of the fleet", where=self.out, got=error) from None
+        if not replace and self._exists(self.requirements):
+            raise in_the_way(self.store)
+        write_bytes(self.requirements, encode_json(requirements))
+        for node in nodes:
+            self._remove(self.capture(node))
+            write_status(self.status(node), NodeStatus())
+
+    def save(self, record: FleetRecord) -> None:
+        """Write down how the fleet stands."""
+        write_json(self.out / PLAN, record)
+
+    def delivered(self, record: FleetRecord, nodes: Sequence[str]) -> list[str]:
+        """Return the nodes whose captures an earlier run has left, which was to check the same.
+
+        Raises
+        ------
+        UsageError
+            It was to check something else, or there was none.
+        """
+        earlier = self._earlier()
+        if (earlier.case, earlier.requirements) != (record.case, record.requirements):
+            differs = "options" if earlier.case != record.case else "requirements (files, accelerators)"
+            raise UsageError(
+                f"the earlier run had other {differs}", where=self.out / PLAN, got=" ".join(earlier.case) or "none",
+                wanted=" ".join(record.case) or "none", hint="give the same options, or another --out",
+            )  # fmt: skip
+        return [node for node in nodes if self._has_delivered(node)]
+
+    def logged(self, node: str) -> str:
+        """Return the last line of a node's output."""
+        path = self.log(node)
+        with suppress(OSError):
+            lines = [] if path is None else path.read_text(encoding="utf-8", errors="replace").split("\n")
+            return next((line.strip() for line in reversed(lines) if line.strip()), "")[:300]
+        return ""
+
+    def _earlier(self) -> FleetRecord:
+        path = self.out / PLAN
+        try:
+            return decode_json(path.read_bytes(), FleetRecord)
+        except FileNotFoundError:
+            raise UsageError("there is nothing to resume", where=path) from None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise UsageError("cannot read the earlier run", where=path, got=error) from None
+
+    def _has_delivered(self, node: str) -> bool:
+        status = self.read_status(node)
+        return status is not None and status.phase == "delivered" and self._exists(self.capture(node))
+
+    def _exists(self, place: str) -> bool:
+        fs, path = open_store(place, "cannot open the store")
+        with remote_errors("cannot read the store", place):
+            return bool(fs.exists(path))
+
+    def _remove(self, place: str) -> None:
+        if self._exists(place):
+            fs, path = open_store(place, "cannot open the store")
+            with remote_errors("cannot replace the earlier capture", place):
+                fs.rm(path)
+
+
+def with_outcomes(record: FleetRecord, outcomes: Mapping[str, str]) -> FleetRecord:
+    """Return a record with how nodes have ended."""
+    return msgspec.structs.replace(record, nodes={**record.nodes, **outcomes})

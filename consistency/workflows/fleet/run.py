@@ -1,0 +1,244 @@
+"""A fleet from its plan to its verdict: start a capture on every node, follow them, and compare what was delivered."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from consistency.capture.folder import Capture, holds_capture
+from consistency.capture.node_status import NodeStatus
+from consistency.capture.reader import RecordPool, brief, read_capture
+from consistency.capture.transport import fetch
+from consistency.capture.wording import counted, some
+from consistency.case.options import Options
+from consistency.case.preflight import prepare_case
+from consistency.case.requirements import Requirements, requirements_of
+from consistency.comparison.history.baseline import Baseline, apply
+from consistency.comparison.result import ENVIRONMENT, LOST_NODE, Comparison, Finding, made, with_findings
+from consistency.devices.interpreter import python_command
+from consistency.errors import CaptureError, ConsistencyError
+from consistency.launch.fleet.engine import EngineError, FleetEngine, NodeTask, fleet_engine
+from consistency.launch.fleet.options import FleetOptions
+from consistency.report.text import one_line
+from consistency.workflows import pipeline
+from consistency.workflows.fleet.folder import PLAN, FleetFolder, FleetRecord, with_outcomes
+from consistency.workflows.fleet.following import (
+    NodeLimits,
+    NodeState,
+    NodeWatcher,
+    Progress,
+    follow,
+    lost_nodes,
+)
+from consistency.workflows.fleet.oddities import other_software, without_accelerator
+
+_PAUSE_S, _REMOTE_PAUSE_S = 0.5, 5.0
+_PAUSE_PER_NODE_S = 0.001  # about what a status on a shared file system takes to be read
+
+
+class LostFleetError(ConsistencyError):
+    """No node has delivered a capture that can be compared."""
+
+    exit_status = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPlan:
+    """A fleet that can be started.
+
+    Attributes
+    ----------
+    command : tuple of str
+        What starts this tool on a node.
+    words : tuple of str
+        The options of the case, as words of a command line.
+    """
+
+    engine: FleetEngine
+    options: FleetOptions
+    nodes: tuple[str, ...]
+    command: tuple[str, ...]
+    words: tuple[str, ...]
+    requirements: Requirements
+
+    def record(self) -> FleetRecord:
+        return FleetRecord(
+            engine=self.options.engine, case=self.words, requirements=self.requirements,
+            nodes=dict.fromkeys(self.nodes, ""),
+        )  # fmt: skip
+
+
+def prepare_fleet(
+    case: Options, words: Sequence[str], options: FleetOptions, *, command: Sequence[str] = ()
+) -> FleetPlan:
+    """Check everything that can be checked before a node starts, and read the files that all of them must have.
+
+    Raises
+    ------
+    ConsistencyError
+        A file of the case is missing or unsuitable, or the engine does not know a node.
+    """
+    engine = fleet_engine(options)
+    nodes = engine.nodes(options.nodes)
+    requirements = requirements_of(prepare_case(case), accelerators=options.gpus or 0)
+    return FleetPlan(
+        engine=engine, options=options, nodes=nodes, words=tuple(words), requirements=requirements,
+        command=tuple(command) or (*python_command(), "consistency"),
+    )  # fmt: skip
+
+
+def run_fleet(
+    plan: FleetPlan,
+    out: Path,
+    *,
+    watch: NodeWatcher,
+    replace: bool = False,
+    baseline: Baseline | None = None,
+) -> Comparison:
+    """Have every node make its capture, and compare those that arrive.
+
+    A node that delivers none is an error of the report, and its verdict is then `incomplete`. If the run is stopped,
+    what was started is cancelled, and what was delivered is kept.
+
+    Raises
+    ------
+    LostFleetError
+        No node has delivered a capture that can be compared.
+    """
+    started = time.monotonic()
+    folder = FleetFolder(out=out, store=(plan.options.store or str(out.resolve() / pipeline.CAPTURES)).rstrip("/"))
+    resume = plan.options.resume
+    with pipeline.output(out, replace=replace or resume, keeps=lambda path: (path / PLAN).exists()):
+        record = plan.record()
+        kept = folder.delivered(record, plan.nodes) if resume else []
+        for node in kept:
+            watch(node, Progress(state=NodeState.DELIVERED, text="by the earlier run"))
+        missing = [node for node in plan.nodes if node not in kept]
+        folder.prepare(plan.requirements, missing, replace=replace or resume)
+        found = _captured(plan, folder, record, missing, watch=watch)
+        folder.save(with_outcomes(record, {node: str(progress) for node, progress in found.items()}))
+        gathered = _gather(plan, folder, kept, found)
+        comparison = _compare(gathered, folder, baseline)
+        comparison = made(comparison, time.monotonic() - started)
+        pipeline.write_reports(comparison, out)
+    return comparison
+
+
+def _captured(
+    plan: FleetPlan, folder: FleetFolder, record: FleetRecord, nodes: Sequence[str], *, watch: NodeWatcher
+) -> dict[str, Progress]:
+    """Start a capture on each node and follow it to its end; whatever happens, nothing is left running."""
+    options = plan.options
+    limits = NodeLimits(timeout_s=options.node_timeout, stall_s=options.node_stall)
+    pause_s = (_REMOTE_PAUSE_S if folder.is_remote else _PAUSE_S) + _PAUSE_PER_NODE_S * len(nodes)
+    found: dict[str, Progress] = {}
+    try:
+        for node in nodes:
+            plan.engine.submit(_task(plan, folder, node))
+            watch(node, Progress(state=NodeState.WAITING))
+        folder.save(record)  # from here on there is something to resume
+        found = follow(plan.engine, nodes, folder.read_status, limits, watch=watch, pause_s=pause_s)
+    except EngineError as error:
+        raise CaptureError("the engine does not answer", where=f"--engine {options.engine}", got=error) from None
+    finally:
+        over = {node for node, progress in found.items() if progress.state.is_final}
+        plan.engine.cancel([node for node in nodes if node not in over])
+    return found
+
+
+def _task(plan: FleetPlan, folder: FleetFolder, node: str) -> NodeTask:
+    words = [
+        *plan.command, "capture", *plan.words, "--force", f"--out={folder.capture(node)}",
+        f"--progress={folder.status(node)}", f"--require={folder.requirements}",
+    ]  # fmt: skip
+    return NodeTask(node=node, command=words, log=folder.log(node))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Gathered:
+    """The nodes with a capture to compare, and why the others have none."""
+
+    places: dict[str, str]
+    lost: dict[str, str] = field(default_factory=dict)
+    odd: dict[str, str] = field(default_factory=dict)
+
+
+def _gather(plan: FleetPlan, folder: FleetFolder, kept: Collection[str], found: Mapping[str, Progress]) -> _Gathered:
+    lost = dict(lost_nodes(found))
+    statuses: dict[str, NodeStatus] = {}
+    for node in plan.nodes:
+        status = folder.read_status(node)
+        if status is None or status.phase != "delivered":
+            lost.setdefault(node, "its capture was not delivered")
+            continue
+        lost.pop(node, None)  # it was given up, and has come after all
+        statuses[node] = status
+    for node, reason in lost.items():
+        said = folder.logged(node)
+        lost[node] = f"{reason}; its output ends: {said}" if said and node not in kept else reason
+    bare = without_accelerator(statuses)
+    odd = other_software({node: status for node, status in statuses.items() if node not in bare})
+    places = {node: folder.capture(node) for node in statuses if node not in bare and node not in odd}
+    return _Gathered(places=places, lost={**lost, **bare}, odd=odd)
+
+
+def _compare(gathered: _Gathered, folder: FleetFolder, baseline: Baseline | None) -> Comparison:
+    with tempfile.TemporaryDirectory(prefix="consistency-fleet-") as scratch:
+        captures = _read(gathered, Path(scratch))
+        if not captures:
+            raise _nothing(gathered, folder)
+        comparison = pipeline.compare_captures(captures)
+    comparison = msgspec.structs.replace(comparison, captures=tuple(gathered.places.values()))
+    findings = _findings(gathered)
+    if findings:
+        comparison = msgspec.structs.replace(comparison, verdict="incomplete")
+        comparison = with_findings(comparison, [*findings, *comparison.findings])
+    return comparison if baseline is None else apply(baseline, comparison)
+
+
+def _read(gathered: _Gathered, scratch: Path) -> list[Capture]:
+    """Return the captures that can be read; one that cannot does not keep the others from being compared."""
+    pool = RecordPool()
+    found = []
+    for node, place in list(gathered.places.items()):
+        try:
+            fetched = fetch(place, scratch)
+            if not holds_capture(fetched):
+                raise CaptureError("it holds no capture")
+            found.append(read_capture(fetched, pool))
+        except CaptureError as error:
+            gathered.lost[node] = f"its capture cannot be read: {one_line(brief(error))}"
+            del gathered.places[node]
+    return found
+
+
+def _findings(gathered: _Gathered) -> list[Finding]:
+    found = []
+    for kind, verb, reasons in (
+        (ENVIRONMENT, "left out for other software", gathered.odd),
+        (LOST_NODE, "not compared", gathered.lost),
+    ):
+        same: dict[str, list[str]] = {}
+        for node, reason in reasons.items():
+            same.setdefault(reason, []).append(node)
+        found += [
+            Finding(
+                kind=kind, severity="error", message=f"{some(nodes)} · {verb}: {one_line(reason)}",
+                detail=tuple(nodes),
+            )
+            for reason, nodes in same.items()
+        ]  # fmt: skip
+    return found
+
+
+def _nothing(gathered: _Gathered, folder: FleetFolder) -> LostFleetError:
+    nodes = len(gathered.lost) + len(gathered.odd)
+    texts = [finding.message for finding in _findings(gathered)]
+    return LostFleetError(
+        f"none of {counted(nodes, 'node')} delivered a capture", where=folder.store, got="\n          ".join(texts[:6])
+    )
