@@ -38,7 +38,8 @@ def check_files(base: Path | None, adapter: Path | None, *, allow_pickle: bool) 
     if config["peft_type"] == "LORA":
         _check_ranks(adapter, config, tensors)
         if weights is not None and weights.tensors:
-            _check_adapter_fits(weights, adapter, tensors)
+            # of parameters instead of layers, as of fused experts, the worker asks PEFT: a file may have them apart
+            _check_adapter_fits(weights, adapter, tensors, all_in_file=not config.get("target_parameters"))
 
 
 def read_adapter(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Any], Mapping[str, TensorHeader]]:
@@ -120,7 +121,9 @@ def _check_ranks(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
             )
 
 
-def _check_adapter_fits(base: Checkpoint, folder: Path, tensors: Mapping[str, TensorHeader]) -> None:
+def _check_adapter_fits(
+    base: Checkpoint, folder: Path, tensors: Mapping[str, TensorHeader], *, all_in_file: bool
+) -> None:
     """Compare each adapted layer's (in, out) features with the base weight of the same layer.
 
     Names in a file and in the model differ by leading components (`model.`, `transformer.`), so layers are matched by
@@ -149,7 +152,9 @@ def _check_adapter_fits(base: Checkpoint, folder: Path, tensors: Mapping[str, Te
                 got=f"lora_A {pair['A'].shape}, lora_B {pair['B'].shape}",
                 wanted=f"in and out features of {owner.name} in {owner.file.name}",
             )
-    if sides and not known and not _shares_modules(base, sides) and not _may_be_tied(base, sides):
+    if not sides or known or not all_in_file:
+        return
+    if not any(here(base, sides) for here in (_shares_modules, _may_be_tied, _may_be_renamed)):
         first = next(iter(sides))
         raise InputError(
             f"the adapter is for another base: none of its {len(sides)} layers is in the base",
@@ -183,6 +188,21 @@ def _may_be_tied(base: Checkpoint, sides: Mapping[str, Mapping[str, TensorHeader
     return all(
         "." not in module and set(pair) == {"A", "B"} and (pair["B"].shape[0], pair["A"].shape[1]) in tables
         for module, pair in sides.items()
+    )
+
+
+def _may_be_renamed(base: Checkpoint, sides: Mapping[str, Mapping[str, TensorHeader]]) -> bool:
+    """Return whether the base has a layer of the own name and the features of one that is adapted.
+
+    transformers renames some parents on loading: the router of Mixtral is `block_sparse_moe.gate` in its files and
+    `mlp.gate` in the model.
+    """
+    shapes = {(name.rpartition(".weight")[0].rpartition(".")[2], one.shape) for name, one in base.tensors.items()}
+    return any(
+        (module.rpartition(".")[2], features) in shapes
+        for module, pair in sides.items()
+        if set(pair) == {"A", "B"}
+        for features in [(pair["B"].shape[0], pair["A"].shape[1])]
     )
 
 

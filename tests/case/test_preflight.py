@@ -157,6 +157,34 @@ def test_target_parameters_stand_for_target_modules(tmp_path: Path) -> None:
     check(make_base(tmp_path / "base"), adapter)
 
 
+def test_experts_that_a_file_has_apart_are_left_to_the_worker(tmp_path: Path) -> None:
+    adapter = make_adapter(
+        tmp_path / "adapter",
+        target_modules=[],
+        target_parameters=["experts.down_proj"],
+        shapes={
+            f"{PREFIX}model.layers.0.mlp.experts.lora_A.weight": (16, 8),
+            f"{PREFIX}model.layers.0.mlp.experts.lora_B.weight": (12, 16),
+        },
+    )
+    base = {f"model.layers.0.block_sparse_moe.experts.{n}.w2.weight": (12, 8) for n in range(8)}
+    check(make_base(tmp_path / "base", base), adapter)
+
+
+@pytest.mark.parametrize(("features", "fits"), [((8, 12), True), ((8, 13), False)])
+def test_a_layer_whose_parent_transformers_renames_is_left_to_the_worker(
+    tmp_path: Path, features: tuple[int, int], fits: bool
+) -> None:
+    base = make_base(tmp_path / "base", {f"model.layers.{n}.block_sparse_moe.gate.weight": (8, 12) for n in range(2)})
+    gates = tuple(f"model.layers.{n}.mlp.gate" for n in range(2))
+    adapter = make_adapter(tmp_path / "adapter", features=features, modules=gates, target_modules=["gate"])
+    if fits:
+        check(base, adapter)
+    else:
+        with pytest.raises(InputError, match="the adapter is for another base"):
+            check(base, adapter)
+
+
 def test_a_factory_has_no_folder(tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "mine")
     case = prepare_case(Options(base="python:package.module:make", adapter=str(adapter)))
