@@ -36,6 +36,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "use_cache": False,  # X-LoRA insists
 }
 _PIXELS: dict[str, Any] = {"image_size": 16, "patch_size": 8}
 _SIDES: dict[str, Any] = {
@@ -100,7 +101,7 @@ MODELS: dict[str, Tiny] = {
     "resnet": Tiny(
         family="vision", type="resnet", model="ResNetForImageClassification",
         config={"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic",
-                "image_size": 16, "num_labels": 4},
+                "image_size": 32, "num_labels": 4},
     ),
     "videomae": Tiny(
         family="video", type="videomae", model="VideoMAEForVideoClassification",
@@ -122,7 +123,7 @@ MODELS: dict[str, Tiny] = {
     ),
     "llava": Tiny(
         family="vision–language", type="llava", model="LlavaForConditionalGeneration", task="CAUSAL_LM",
-        config={"image_token_index": WORDS - 1,
+        config={"image_token_index": WORDS - 1, "image_seq_length": 4,
                 "text_config": {**_SIZES, "model_type": "llama", "num_key_value_heads": 2},
                 "vision_config": {**{n: s for n, s in _SIZES.items() if not n.endswith("_id")}, **_PIXELS,
                                   "model_type": "clip_vision_model", "projection_dim": HIDDEN}},
@@ -167,12 +168,16 @@ _FITTING: dict[str, Any] = {
     "prompt_tuning_init": "RANDOM",
     "progressbar": False,
     "shadow_num_hidden_layers": 1,
+    "hidden_size": HIDDEN,
 }
 """Fields of PEFT's configurations whose defaults do not fit a tiny model, or are missing."""
 
 _WITHOUT_EFFECT = {"inference_mode", "init_weights", "progressbar", "init_lora_weights", "init_ia3_weights",
                    "runtime_offload_base_weight", "enable_softmax"}  # fmt: skip
 """Switches that are no part of what is saved: of the initialization, which noise replaces, and of the training."""
+
+_WHOLE_BLOCKS = {"SHADOW"}
+"""Methods whose targets are the blocks of a model, all of them by default, and no layers."""
 
 _LORA: dict[str, dict[str, Any]] = {
     "bias=all": {"bias": "all"},
@@ -246,6 +251,8 @@ def methods() -> dict[str, type[Any]]:
 
 
 def takes_layers(method: str) -> bool:
+    if method in _WHOLE_BLOCKS:
+        return False
     names = {one.name for one in dataclasses.fields(methods()[method])}
     return "target_modules" in names and "adapter_layers" not in names
 
@@ -315,7 +322,7 @@ def save_adapter(one: Combination, model: torch.nn.Module, base: Path, folder: P
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            adapted = peft.get_peft_model(_copied(model, base), _config(one))
+            adapted = peft.get_peft_model(_copied(model, base), _config(one, folder.parent))
             _move(adapted, np.random.default_rng(1))
             adapted.save_pretrained(folder)
         except Exception as error:  # what PEFT cannot make is part of the page
@@ -334,13 +341,16 @@ def _copied(model: torch.nn.Module, base: Path) -> Any:
     return made
 
 
-def _config(one: Combination) -> Any:
+def _config(one: Combination, adapters: Path) -> Any:
     config = methods()[one.method]
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
     given = {name: value for name, value in _FITTING.items() if name in defaults and defaults[name] != 0}
     given["task_type"] = MODELS[one.model].task
     if one.targets:
         given["target_modules"] = list(one.targets)
+    if "adapters" in defaults:  # a mixture of LoRAs that are saved already
+        saved = sorted(adapters.glob(f"{one.model}.*.LORA"))[:2]
+        given["adapters"] = {str(number): str(path) for number, path in enumerate(saved)}
     given |= one.fields
     if "feedforward_modules" in defaults:
         given["feedforward_modules"] = given["target_modules"][-1:]

@@ -9,11 +9,13 @@ from a table, the rows of an embedding, is widened after it is selected.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,6 +69,14 @@ class Float64Mode(TorchDispatchMode):
             (large if HAS_GRAD_DTYPE and parameter.numel() >= _LARGE else small).append(parameter)
         kept = [(parameter, parameter.data) for parameter in small]
         self._with_gradients = frozenset(p.untyped_storage().data_ptr() for p in large)
+        of_torch = torch.nn.Parameter.__new__
+
+        def without_gradient(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:  # noqa: ARG001 - torch's
+            return of_torch(cls, data, False)
+
+        # a parameter made in the pass, as PEFT's `transpose` makes one of a view, is narrow, and nobody asks for its
+        # gradient: autograd would refuse the one in float64
+        torch.nn.Parameter.__new__ = without_gradient  # type: ignore[method-assign]
         try:
             for parameter, data in kept:
                 parameter.data = data.to(torch.float64)
@@ -74,13 +84,24 @@ class Float64Mode(TorchDispatchMode):
                 parameter.grad_dtype = None
             yield
         finally:
+            torch.nn.Parameter.__new__ = of_torch  # type: ignore[method-assign]
             self._with_gradients = frozenset()
             for parameter, data in kept:
                 parameter.data = data
             for parameter in large:
                 parameter.grad_dtype = parameter.dtype
 
+    def in_backward(self) -> AbstractContextManager[Any]:
+        """Return a context for code that runs again in the backward pass of this mode.
+
+        torch hands `backward` to the modes for functions, and takes them off for the time that it runs.
+        """
+        return _WidenEarly()
+
     def __enter__(self) -> Float64Mode:
+        # PEFT parametrizes expert weights for a pass; torch refuses a parametrization that changes the dtype
+        self._registering = parametrize.register_parametrization
+        parametrize.register_parametrization = functools.partial(self._registering, unsafe=True)
         self._early.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -88,6 +109,7 @@ class Float64Mode(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._early.__exit__(*error)  # type: ignore[no-untyped-call]
+        parametrize.register_parametrization = self._registering
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -107,7 +129,8 @@ class Float64Mode(TorchDispatchMode):
         if product is not None:
             return product
         args, kwargs = each_tensor(self._wide.of, (args, kwargs))
-        return grouped_product(*args, **kwargs) if func is GROUPED else func(*args, **kwargs)
+        # what no operand tells, of a table of zeros, is torch's default dtype
+        return _widen(grouped_product(*args, **kwargs) if func is GROUPED else func(*args, **kwargs))
 
     def _has_gradient(self, value: Any) -> bool:
         if not self._with_gradients or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:

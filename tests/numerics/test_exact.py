@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 from consistency.numerics.exact import Float64Mode, in_float64
 
@@ -228,3 +229,51 @@ def test_convolutions_take_float64_before_they_compare_dtypes() -> None:
     found = in_float64(model, torch.ones(1, 3, 8, 8))
     assert found.dtype == torch.float64
     assert torch.nn.functional.conv2d is torch.conv2d
+
+
+def test_a_table_without_a_dtype_takes_float64() -> None:
+    """FourierFT makes zeros in torch's default dtype and writes its frequencies into them."""
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        table = torch.zeros(4)
+        table[torch.tensor([1, 3])] = values / 3
+        return table
+
+    found = in_float64(spread, torch.ones(2))
+    assert found.tolist() == [0, 1 / 3, 0, 1 / 3]
+
+
+def test_a_parameter_made_in_the_pass_needs_no_gradient() -> None:
+    """PEFT makes one of a transposed weight, which autograd would take for float32."""
+    weight = nn.Parameter(normal(3, 2), requires_grad=False)
+    factor = nn.Parameter(normal(2, 3))
+    mode = Float64Mode()
+    with mode.with_gradients([factor]), mode:
+        made = nn.Parameter(weight.T)
+        (made * factor).sum().backward()
+    assert not made.requires_grad
+    assert factor.grad is not None
+    assert factor.grad.dtype == torch.float64
+    assert torch.equal(factor.grad, weight.T.double())
+    assert nn.Parameter(weight.T).requires_grad, "as torch does outside"
+
+
+def test_a_parametrization_of_the_pass_may_widen_a_weight() -> None:
+    """PEFT adds the deltas of fused experts by one."""
+
+    class Added(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight + 1
+
+    class Double(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight.double()
+
+    layer = filled(nn.Linear(2, 2, bias=False))
+    with Float64Mode(), torch.no_grad():
+        parametrize.register_parametrization(layer, "weight", Added())
+        assert isinstance(layer.weight, torch.Tensor)
+        assert layer.weight.dtype == torch.float64
+        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+    with pytest.raises(ValueError, match="may not change the dtype"):
+        parametrize.register_parametrization(layer, "weight", Double())

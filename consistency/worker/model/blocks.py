@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from consistency.errors import first_line
 from consistency.numerics.digest import digest
+from consistency.worker.model.running import is_of_the_model
 
 ROOM_BYTES = 1 << 30
 """Of activations at most; less where the largest block, in float64, is smaller. Half of the 2 GB of private memory that
@@ -26,7 +28,7 @@ a worker may take beside what grows with a layer."""
 
 
 class RecomputationError(Exception):
-    """A block gives another result when it is computed again, so that its gradients would be those of another function.
+    """A block gives another result when it is computed again, or none: its gradients would be another function's.
 
     A method may set up its layers for one forward pass only, and a kernel may not repeat bitwise.
     """
@@ -67,8 +69,10 @@ class _Room:
 
 
 @contextmanager
-def recomputed(model: torch.nn.Module, *, room: int = 0) -> Iterator[None]:
-    """Compute the blocks' activations again in a backward pass.
+def recomputed(
+    model: torch.nn.Module, *, room: int = 0, again: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Iterator[None]:
+    """Compute the blocks' activations again in a backward pass, each inside what `again` returns.
 
     Parameters
     ----------
@@ -85,7 +89,7 @@ def recomputed(model: torch.nn.Module, *, room: int = 0) -> Iterator[None]:
     shared = _Room(room, model)
     try:
         for block in blocks:
-            block.forward = _Recomputed(block, block.forward, shared)
+            block.forward = _Recomputed(block, block.forward, shared, again)
         with set_checkpoint_early_stop(False):  # a block is compared as a whole
             yield
     finally:
@@ -99,13 +103,20 @@ def recomputed(model: torch.nn.Module, *, room: int = 0) -> Iterator[None]:
 class _Recomputed:
     """The forward pass of a block whose activations are kept only if there is room."""
 
-    def __init__(self, block: torch.nn.Module, forward: Callable[..., Any], room: _Room) -> None:
+    def __init__(
+        self,
+        block: torch.nn.Module,
+        forward: Callable[..., Any],
+        room: _Room,
+        again: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         self._block = block
         self._forward = forward
         self._room = room
+        self._again = again
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _grows(*args, *kwargs.values()):
             return self._forward(*args, **kwargs)
         if not self._room.is_full:
             with saved_tensors_hooks(self._room.take, lambda tensor: tensor):
@@ -113,14 +124,30 @@ class _Recomputed:
         first: list[str] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            found = self._forward(*args, **kwargs)
+            try:
+                found = self._forward(*args, **kwargs)
+            except Exception as error:  # model code of any kind may raise anything
+                if not first or not is_of_the_model(error, self._block):
+                    raise
+                reason = f"{type(self._block).__name__} does not run again: {first_line(error)}"
+                raise RecomputationError(reason) from error
             here = _digest_of(found)
             if first and first[0] != here:
                 raise RecomputationError(f"{type(self._block).__name__} gives another result when it is computed again")
             first.append(here)
             return found
 
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), self._again()), **kwargs,
+        )  # fmt: skip
+
+
+def _grows(*given: Any) -> bool:
+    """Report a cache among a block's arguments, as of a prefix: each pass adds to it, a second one would see both."""
+    from transformers import Cache
+
+    return any(isinstance(value, Cache) for value in given)
 
 
 def _digest_of(found: Any) -> str:

@@ -57,7 +57,7 @@ def made_inputs(model: torch.nn.Module, *, sequences: int, tokens: int) -> tuple
     if _has_two_encoders(model):
         pixels, reason = _pixels(config, generator, sequences)
         return (None, reason) if pixels is None else ({**inputs, **pixels}, "")
-    return inputs, ""
+    return _with_image(inputs, config, generator), ""
 
 
 def with_labels(inputs: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -80,6 +80,28 @@ def _has_two_encoders(model: torch.nn.Module) -> bool:
     """Report models like CLIP, which need an image besides the text; in others an image becomes tokens."""
     wanted = inspect.signature(model.forward).parameters
     return "pixel_values" in wanted and "inputs_embeds" not in wanted
+
+
+def _with_image(
+    inputs: dict[str, torch.Tensor], config: Any, generator: np.random.Generator
+) -> dict[str, torch.Tensor]:
+    """Return the inputs with an image before each text, where the config says how many tokens one image becomes.
+
+    LLaVA puts what its vision tower makes of the patches in the place of as many tokens of one id. Models that cut an
+    image into a number of tiles get text alone.
+    """
+    vision, count = getattr(config, "vision_config", None), getattr(config, "image_seq_length", None)
+    size, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
+    if count is None or not isinstance(size, int) or not isinstance(patch, int) or count != (size // patch) ** 2:
+        return inputs
+    if set(inputs) != {"input_ids", "attention_mask"} or hasattr(config, "image_grid_pinpoints"):
+        return inputs
+    mark, ids = config.image_token_id, inputs["input_ids"]
+    ids[ids == mark] = 0 if mark else 1  # a mark is a patch, and their number is fixed
+    ids = torch.cat([ids.new_full((ids.shape[0], count), mark), ids], dim=1)
+    pixels, _ = _pixels(config, generator, ids.shape[0])
+    assert pixels is not None
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pixels}
 
 
 def digest_of(inputs: dict[str, torch.Tensor]) -> str:

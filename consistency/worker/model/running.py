@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +18,9 @@ from consistency.worker.model.id_checks import text_config
 from consistency.worker.out_of_memory import is_out_of_memory
 
 Activations = dict[str, torch.Tensor]
+
+TASKS = "task_ids"
+"""PEFT's name for the input that some methods ask for besides the model's own: which task a sequence belongs to."""
 
 
 def is_of_the_model(error: Exception, model: torch.nn.Module) -> bool:
@@ -46,7 +53,17 @@ def refusal(case: Case, error: Exception) -> str:
         return f"the model reads weights that accelerate's hooks do not bring to the device: {first_line(error)}"
     if case.inputs is not None:
         raise InputError("the model does not run on these inputs", where=case.inputs, got=first_line(error)) from error
+    if _is_of_peft(error):
+        return f"PEFT's code fails on this model: {first_line(error)}"
     return f"the model does not run on inputs made from its config: {first_line(error)}: give --inputs FILE.safetensors"
+
+
+def _is_of_peft(error: Exception) -> bool:
+    """Report whether PEFT's own code raises an error, rather than the model or torch."""
+    frames = traceback.extract_tb(error.__traceback__)
+    spec = importlib.util.find_spec("peft")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    return bool(frames) and any(frames[-1].filename.startswith(f"{folder}{os.sep}") for folder in folders)
 
 
 def activations(model: torch.nn.Module, inputs: Activations) -> Activations:
@@ -65,7 +82,7 @@ def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Ac
     device, dtype = device_of(model), next(model.parameters()).dtype
     moved = {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in inputs.items()}
     with parameters_kept(model):
-        output = model(**moved, **_extras(model))
+        output = model(**moved, **_extras(model), **_tasks(model, moved))
     if isinstance(output, torch.Tensor):
         return {}, {"output": output}
     hidden: Activations = {}
@@ -110,6 +127,21 @@ def _extras(model: torch.nn.Module) -> dict[str, Any]:
     if hasattr(config, "use_cache"):
         extras["use_cache"] = False
     return extras
+
+
+def _tasks(model: Any, inputs: Activations) -> Activations:
+    """Return a task for each sequence, in turn, where the adapter's own code asks for one."""
+    configs, prompts = getattr(model, "peft_config", None), getattr(model, "prompt_encoder", {})
+    if configs is None or TASKS in inputs or not inputs:
+        return {}
+    asks = [model.base_model]
+    if TASKS in inspect.signature(model.forward).parameters:  # not that of the base, while a prompt is disabled
+        asks += [prompts[name] for name in model.active_adapters if name in prompts]
+    if not any(TASKS in inspect.signature(part.forward).parameters for part in asks):
+        return {}
+    counts = (getattr(configs[name], one, 1) for name in model.active_adapters for one in ("n_tasks", "num_tasks"))
+    rows = next(iter(inputs.values())).shape[0]
+    return {TASKS: torch.arange(rows, device=device_of(model)) % max(counts, default=1)}
 
 
 def unbounded(model: torch.nn.Module) -> str:

@@ -33,6 +33,7 @@ from consistency.worker.decisions.places import Places
 from consistency.worker.decisions.replay import Made, Replay, deciding
 from consistency.worker.decisions.track import Table, Track
 from consistency.worker.model import half_kernels
+from consistency.worker.model.disabling import DisableRefusedError, disabled
 from consistency.worker.model.float64_reference import Reference, publish, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
 from consistency.worker.model.inputs import fixed_inputs
@@ -160,6 +161,9 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
         except MergeRefusedError as refused:
             found.refused[mode] = f"PEFT does not merge this adapter: {refused}"
             continue
+        except DisableRefusedError as refused:
+            found.refused[mode] = f"PEFT does not disable this adapter: {refused}"
+            continue
         except Exception as error:  # model code of any kind may raise anything
             if context_is_lost(error):
                 raise KernelAssertedError(asserted(inputs, context.device, error)) from error
@@ -266,7 +270,7 @@ def in_mode(
 
     if mode == MERGED:
         return in_merged(model, run)
-    with model.disable_adapter() if mode == OFF and has_adapter else nullcontext():
+    with disabled(model) if mode == OFF and has_adapter else nullcontext():
         return run()
 
 

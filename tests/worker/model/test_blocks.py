@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, DynamicCache
 
-from consistency.worker.model.blocks import ROOM_BYTES, _Room, recomputed, repeated_blocks, room_for
+from consistency.worker.model.blocks import (
+    ROOM_BYTES,
+    RecomputationError,
+    _Room,
+    recomputed,
+    repeated_blocks,
+    room_for,
+)
 
 
 @pytest.mark.parametrize(
@@ -104,3 +115,67 @@ def test_a_model_without_gradients_runs_as_it_does() -> None:
         found = model(x)
     assert torch.equal(found, model(x))
     assert all("forward" not in vars(layer) for layer in model.layers)
+
+
+class Attending(Deep):
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x
+
+
+class Counting(nn.Module):
+    """A layer that counts its passes, and ends in an error from one on."""
+
+    def __init__(self, last: int = 9) -> None:
+        super().__init__()
+        self.inner, self.passes, self.last = nn.Linear(8, 8), 0, last
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:  # noqa: ARG002 - as a decoder layer's
+        self.passes += 1
+        if self.passes > self.last:
+            raise ValueError("the hook is gone")
+        found: torch.Tensor = self.inner(x)
+        return found
+
+
+def attending(last: int = 9) -> Attending:
+    model = Attending(0)
+    model.layers = nn.ModuleList(Counting(last) for _ in range(2))
+    return model
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_block_with_a_cache_is_computed_once(has_cache: bool) -> None:
+    """A second pass would add the same states once more."""
+    model = attending()
+    with recomputed(model):
+        model(torch.ones(3, 8), DynamicCache() if has_cache else None).sum().backward()
+    assert [layer.passes for layer in model.layers] == [1 if has_cache else 2] * 2
+
+
+def test_a_block_that_fails_the_second_time_cannot_be_recomputed() -> None:
+    """Poly gives its layers the tasks by hooks that are gone when the pass has ended."""
+    model = attending(last=1)
+    with recomputed(model):
+        found = model(torch.ones(3, 8)).sum()
+        with pytest.raises(RecomputationError, match="Counting does not run again: ValueError: the hook is gone"):
+            found.backward()
+    with recomputed(model), pytest.raises(ValueError, match="the hook is gone"):
+        model(torch.ones(3, 8))
+
+
+def test_code_that_runs_again_is_inside_the_context_that_is_asked_for() -> None:
+    entered: list[str] = []
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        entered.append("in")
+        yield
+
+    model = Deep(2)
+    with recomputed(model, again=again):
+        found = model(torch.ones(3, 8)).sum()
+        assert not entered
+        found.backward()
+    assert entered == ["in", "in"]

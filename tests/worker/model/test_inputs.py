@@ -75,6 +75,28 @@ def test_sound_and_video_are_made_from_the_config_and_the_model_takes_them(kind:
         model(**inputs)
 
 
+def test_an_image_stands_before_the_text_where_the_config_says_how_long_it_is() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8, "projection_dim": 16, **sizes}
+    text = {"model_type": "llama", "vocab_size": 40, **sizes}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=7, image_seq_length=4)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    inputs, reason = fixed_inputs(Case(name="x", base="b"), model)
+    assert inputs is not None, reason
+    assert {name: tuple(t.shape) for name, t in inputs.items()} == {
+        "input_ids": (8, 20), "attention_mask": (8, 20), "pixel_values": (8, 3, 16, 16),
+    }  # fmt: skip
+    assert (inputs["input_ids"] == 7).sum(dim=1).tolist() == [4] * 8
+    with torch.no_grad():
+        found = model(**inputs).logits
+        other = model(**{**inputs, "pixel_values": -inputs["pixel_values"]}).logits
+    assert not torch.equal(found, other)
+    config.image_seq_length = 5  # not that of one tile
+    inputs, _ = fixed_inputs(Case(name="x", base="b"), model)
+    assert inputs is not None
+    assert set(inputs) == {"input_ids", "attention_mask"}
+
+
 def test_sound_without_a_length_in_the_config_is_declined() -> None:
     class Sound(Words):
         main_input_name = "input_features"

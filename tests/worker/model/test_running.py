@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
-from consistency.worker.model.running import parameters_kept
+from consistency.case.builtin import builtin_folder
+from consistency.worker.model.disabling import disabled
+from consistency.worker.model.running import outputs, parameters_kept, refusal
 from tests.worker.conftest import Look
-from tests.worker.model.made_models import adapter_on, an_attention
+from tests.worker.model.made_models import adapter_on, an_attention, case_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT warns while saving
 
@@ -52,3 +56,37 @@ def test_only_what_was_replaced_is_put_back() -> None:
         del layer.weight
         layer.register_parameter("weight", torch.nn.Parameter(torch.ones(2, 2)))
     assert layer.weight is weight
+
+
+def test_a_method_that_asks_for_tasks_gets_one_for_each_sequence(tmp_path: Path) -> None:
+    base = builtin_folder("llama") / "base"
+    poly = peft.PolyConfig(r=2, n_tasks=3, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    prompt = peft.MultitaskPromptTuningConfig(num_tasks=2, num_virtual_tokens=2, task_type="CAUSAL_LM")
+    inputs = {"input_ids": torch.arange(20).reshape(5, 4), "attention_mask": torch.ones(5, 4, dtype=torch.int64)}
+    for config, tasks in ((poly, [0, 1, 2, 0, 1]), (prompt, [0, 1, 0, 1, 0])):
+        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
+        with torch.no_grad():
+            _, found = outputs(model, inputs)
+            plain = model(**inputs, task_ids=torch.tensor(tasks)).logits
+            other = model(**inputs, task_ids=torch.tensor([0] * 5)).logits
+        assert torch.equal(found["logits"], plain)
+        assert not torch.equal(plain, other) or config is poly, "a fresh router sends all tasks the same way"
+        with disabled(model), torch.no_grad():
+            _, off = outputs(model, inputs)
+        assert torch.equal(off["logits"], AutoModelForCausalLM.from_pretrained(base)(**inputs).logits)
+
+
+def test_an_error_of_pefts_own_code_is_called_that(tmp_path: Path) -> None:
+    case = case_of(tmp_path, None)
+
+    def of(call: Callable[[], object]) -> str:
+        try:
+            call()
+        except Exception as error:
+            return refusal(case, error)
+        raise AssertionError
+
+    assert of(lambda: peft.PeftType("NONE")).startswith("the model does not run on inputs made from its config")
+    assert of(lambda: peft.LoraConfig(layers_pattern="h", layers_to_transform=None)).startswith(
+        "PEFT's code fails on this model: ValueError"
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -54,25 +54,28 @@ def trained(model: Any, held: Mapping[str, object]) -> list[str]:
     (`save_embedding_layers`), and what is not trained has no gradient.
     """
     kept = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    config = model.peft_config[ADAPTER_NAME]
+    inference, config.inference_mode = config.inference_mode, False  # as for a load that is to be trained
     try:
         for parameter, _ in kept:
             if parameter.is_floating_point():
                 parameter.requires_grad_(False)
-        model.set_adapter(ADAPTER_NAME)
         mark = getattr(model.base_model, "_mark_only_adapters_as_trainable", None)
         if mark is not None:  # the biases that a config trains; X-LoRA's own takes no model
             mark(*[model.base_model.model][: len(inspect.signature(mark).parameters)])
+        model.set_adapter(ADAPTER_NAME)  # after the marks, which some methods take from modules that are saved whole
+        held_here = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if name in held]
         # prompt methods keep what they train in a module of their own
-        names = {
-            name: id(p)
-            for name, p in model.named_parameters(remove_duplicate=False)
-            if p.requires_grad or name.startswith("prompt_encoder.")
-        }
+        names = {name: id(p) for name, p in held_here if p.requires_grad or name.startswith("prompt_encoder.")}
+        if not names:  # a method with marks of its own: what they left trainable on loading
+            was = {id(parameter) for parameter, needed in kept if needed}
+            names = {name: id(p) for name, p in held_here if id(p) in was}
     finally:
+        config.inference_mode = inference
         for parameter, needed in kept:
             parameter.requires_grad_(needed)
     # a vector that layers share has the name of each, and in the file one
-    return list({parameter: name for name, parameter in reversed(names.items()) if name in held}.values())[::-1]
+    return list({parameter: name for name, parameter in reversed(names.items())}.values())[::-1]
 
 
 def parts_of(inputs: Tensors, *, rows: int | None = None) -> list[Tensors]:
@@ -117,8 +120,8 @@ def backward(
     with ExitStack() as stack:
         stack.enter_context(parameters_kept(model))  # blocks run once more in the backward pass
         stack.enter_context(_trainable(model, wanted.values()))
-        if exact:
-            mode = Float64Mode()
+        mode = Float64Mode() if exact else None
+        if mode is not None:
             stack.enter_context(mode.with_gradients(wanted.values()))
             stack.enter_context(mode)
         for name, parameter in wanted.items():
@@ -126,7 +129,8 @@ def backward(
         stack.enter_context(torch.enable_grad())
         if recompute:
             room = room_for(model) if device_of(model).type == CPU else 0
-            stack.enter_context(recomputed(model, room=room))
+            again = nullcontext if mode is None else mode.in_backward
+            stack.enter_context(recomputed(model, room=room, again=again))
         stack.enter_context(deciding(watch, gradient=True, places=places))
         _, ends = outputs(model, inputs)
         ends = {name: tensor for name, tensor in ends.items() if tensor.requires_grad}

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from consistency.capture.names import DELTA, SAFE_WEIGHT, WEIGHT, module_place
+from consistency.capture.names import DELTA, SAFE_WEIGHT, WEIGHT, WHOLE_MODEL, module_place
 from consistency.errors import first_line
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF
@@ -44,6 +44,11 @@ made once then, half the work of measuring; but of a large vocabulary's layer on
 def run(context: Context) -> None:
     """Record delta, merged weight and, where the level asks, safely merged weight of every adapted layer."""
     layers = list(adapted_layers(context.model))
+    if not layers:
+        context.record.absent(
+            "merged", WHOLE_MODEL, WEIGHT, status="skipped", rule=Rule.BOUND,
+            reason="this adapter adds nothing to a weight: there is nothing to merge",
+        )  # fmt: skip
     for done, (name, layer) in enumerate(layers):
         place = module_place(name)
         if not context.record.wants("merged", place):

@@ -302,3 +302,60 @@ def test_a_method_that_marks_its_own_model_is_asked_without_one(
     monkeypatch.setattr(model.base_model, "_mark_only_adapters_as_trainable", lambda: asked.append(True))
     assert trained(model, Everything())
     assert asked
+
+
+def test_vectors_of_the_model_itself_are_trained(tmp_path: Path) -> None:
+    """TinyLoRA trains those of adapters that are no inference alone."""
+    config = peft.TinyLoraConfig(r=2, u=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = loaded(tmp_path, config)
+    name = "base_model.tinylora_v.default.0"
+    assert name in trained(model, {name: None})
+    assert model.peft_config["default"].inference_mode, "as it was"
+
+
+def test_what_a_method_without_marks_trains_is_found(tmp_path: Path) -> None:
+    model = loaded(tmp_path, peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"))
+    names = [name for name, p in model.named_parameters() if "adaption" in name]
+    assert {name.rpartition(".")[2] for name in trained(model, dict.fromkeys(names))} == {
+        "adaption_prompt",
+        "adaption_gate",
+    }
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_gradient_of_a_prefix_is_computed_although_its_cache_grows(
+    tmp_path: Path, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consistency.worker.stages.gradient.backward.room_for", lambda _: 0)
+    model = loaded(tmp_path, peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    given = {"input_ids": torch.arange(8).reshape(2, 4), "attention_mask": torch.ones(2, 4, dtype=torch.int64)}
+    names = trained(model, Everything())
+    assert names == ["prompt_encoder.default.embedding.weight"]
+    (found,) = gradients(model, given, names, exact=exact).values()
+    assert found.dtype == (torch.float64 if exact else torch.float32)
+    assert bool(found.any())
+
+
+def test_a_convolution_that_is_computed_again_is_float64_too(
+    inputs: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch takes the modes for functions off while it runs backward."""
+    monkeypatch.setattr("consistency.worker.stages.gradient.backward.room_for", lambda _: 0)
+
+    class Convolving(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.layers = torch.nn.ModuleList(torch.nn.Conv1d(3, 3, 1) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x))  # type: ignore[no-any-return]
+
+    model = Convolving()
+    found = gradients(model, inputs, ["layers.1.weight"], exact=True)["layers.1.weight"]
+    twin = copy.deepcopy(model).double()
+    output = twin(inputs["x"].double())
+    output.backward(loss_weights(output))
+    expected = twin.layers[1].weight.grad
+    assert isinstance(expected, torch.Tensor)
+    assert torch.allclose(found, expected, rtol=1e-12)

@@ -1,0 +1,34 @@
+"""Run a model with its adapter disabled by PEFT's own code, and tell where PEFT does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from consistency.errors import first_line
+from consistency.worker.out_of_memory import is_out_of_memory
+
+
+class DisableRefusedError(Exception):
+    """PEFT does not disable this adapter; the message is PEFT's."""
+
+
+@contextmanager
+def disabled(model: Any) -> Iterator[None]:
+    """Disable the adapter, and enable it again at the end.
+
+    Raises
+    ------
+    DisableRefusedError
+        Any error of PEFT's on the way in: some methods have nothing to disable, and a prompt on a model that does not
+        generate ends in an error.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(model.disable_adapter())
+        except Exception as error:  # PEFT's code raises anything
+            if is_out_of_memory(error):
+                raise
+            raise DisableRefusedError(first_line(error)) from error
+        yield
