@@ -350,7 +350,7 @@ def _config(one: Combination, adapters: Path) -> Any:
         given["target_modules"] = list(one.targets)
     if "adapters" in defaults:  # a mixture of LoRAs that are saved already
         saved = sorted(adapters.glob(f"{one.model}.*.LORA"))[:2]
-        given["adapters"] = {str(number): str(path) for number, path in enumerate(saved)}
+        given["adapters"] = {path.name.replace(".", "_"): str(path) for path in saved}
     given |= one.fields
     if "feedforward_modules" in defaults:
         given["feedforward_modules"] = given["target_modules"][-1:]
