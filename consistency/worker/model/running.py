@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,17 +53,32 @@ def refusal(case: Case, error: Exception) -> str:
         return f"the model reads weights that accelerate's hooks do not bring to the device: {first_line(error)}"
     if case.inputs is not None:
         raise InputError("the model does not run on these inputs", where=case.inputs, got=first_line(error)) from error
+    if _is_of_replaced_layer(error):
+        return f"the model reads an attribute that PEFT's layer in its place lacks: {first_line(error)}"
     if _is_of_peft(error):
         return f"PEFT's code fails on this model: {first_line(error)}"
     return f"the model does not run on inputs made from its config: {first_line(error)}: give --inputs FILE.safetensors"
 
 
+def _is_of_replaced_layer(error: Exception) -> bool:
+    """Report whether model code misses an attribute of a layer that PEFT has wrapped, as Whisper's its strides."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(error, AttributeError) and isinstance(error.obj, BaseTunerLayer)
+
+
 def _is_of_peft(error: Exception) -> bool:
-    """Report whether PEFT's own code raises an error, rather than the model or torch."""
-    frames = traceback.extract_tb(error.__traceback__)
-    spec = importlib.util.find_spec("peft")
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    return bool(frames) and any(frames[-1].filename.startswith(f"{folder}{os.sep}") for folder in folders)
+    """Report whether PEFT's own code raises an error, or asks torch for what it cannot do, rather than the model."""
+    frames = [Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
+    outside = [parts for parts in frames if not _is_in("torch", parts) and not _is_in("consistency", parts)]
+    return bool(outside) and _is_in("peft", outside[-1])
+
+
+def _is_in(package: str, parts: tuple[str, ...]) -> bool:
+    """Report whether the path of a source file is inside an installed package."""
+    spec = importlib.util.find_spec(package)
+    folders = [] if spec is None else [Path(folder).parts for folder in spec.submodule_search_locations or ()]
+    return any(parts[: len(folder)] == folder for folder in folders)
 
 
 def activations(model: torch.nn.Module, inputs: Activations) -> Activations:

@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from consistency.case.builtin import builtin_folder
+from consistency.case.case import Case
 from consistency.worker.model.disabling import disabled
 from consistency.worker.model.running import outputs, parameters_kept, refusal
 from tests.worker.conftest import Look
-from tests.worker.model.made_models import adapter_on, an_attention, case_of
+from tests.worker.model.made_models import adapter_on, an_attention
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT warns while saving
 
@@ -76,17 +77,26 @@ def test_a_method_that_asks_for_tasks_gets_one_for_each_sequence(tmp_path: Path)
         assert torch.equal(off["logits"], AutoModelForCausalLM.from_pretrained(base)(**inputs).logits)
 
 
-def test_an_error_of_pefts_own_code_is_called_that(tmp_path: Path) -> None:
-    case = case_of(tmp_path, None)
+def reason_of(call: Callable[[], object]) -> str:
+    """Return why a model that raises this is not run."""
+    try:
+        call()
+    except Exception as error:
+        return refusal(Case(name="x", base="b"), error)
+    raise AssertionError
 
-    def of(call: Callable[[], object]) -> str:
-        try:
-            call()
-        except Exception as error:
-            return refusal(case, error)
-        raise AssertionError
 
-    assert of(lambda: peft.PeftType("NONE")).startswith("the model does not run on inputs made from its config")
-    assert of(lambda: peft.LoraConfig(layers_pattern="h", layers_to_transform=None)).startswith(
-        "PEFT's code fails on this model: ValueError"
-    )
+def test_an_error_of_pefts_own_code_is_called_that() -> None:
+    inputs_made = "the model does not run on inputs made from its config"
+    assert reason_of(lambda: torch.ones(2) @ torch.ones(3)).startswith(inputs_made)
+    assert reason_of(lambda: peft.PeftType("NONE")).startswith(inputs_made)
+    layer = peft.get_peft_model(an_attention(), peft.LoraConfig(r=2, target_modules=["out"])).base_model.model.out
+    assert reason_of(lambda: layer(torch.ones(2, 3))).startswith("PEFT's code fails on this model: RuntimeError")
+
+
+def test_a_layer_that_lacks_an_attribute_of_the_one_it_replaces_is_named() -> None:
+    """Whisper reads the stride of its convolutions."""
+    layer = peft.get_peft_model(an_attention(), peft.LoraConfig(r=2, target_modules=["out"])).base_model.model.out
+    expected = "the model reads an attribute that PEFT's layer in its place lacks: AttributeError"
+    assert reason_of(lambda: layer.stride).startswith(expected)
+    assert not reason_of(lambda: torch.nn.Linear(1, 1).stride).startswith(expected)

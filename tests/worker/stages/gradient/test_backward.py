@@ -336,9 +336,7 @@ def test_the_gradient_of_a_prefix_is_computed_although_its_cache_grows(
     assert bool(found.any())
 
 
-def test_a_convolution_that_is_computed_again_is_float64_too(
-    inputs: Tensors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_convolution_that_is_computed_again_is_float64_too(inputs: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch takes the modes for functions off while it runs backward."""
     monkeypatch.setattr("consistency.worker.stages.gradient.backward.room_for", lambda _: 0)
 
