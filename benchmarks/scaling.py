@@ -1,19 +1,23 @@
 """How `consistency compare` grows with the size of a fleet: seconds, peak memory and report, per number of rows.
 
-Writes captures of made-up workers in the real format, one worker per capture, and runs the real command on them in a
-process of its own. What a worker holds is like a LoRA on a decoder: base and adapter tensors that are equal everywhere,
-merged weights and activations with measures, whose bits depend on the architecture (four of them), and in a few
-workers zeros in every `lora_B`, with everything that follows from it. Tensors count as 1 MiB each: four block digests.
+Writes captures of made-up workers in the real format, one or several workers per capture, and runs the real command on
+them in a process of its own. What a worker holds is like a LoRA on a decoder: base and adapter tensors that are equal
+everywhere, merged weights and activations with measures, whose bits depend on the architecture (four of them), and in a
+few workers zeros in every `lora_B`, with everything that follows from it. Tensors count as 1 MiB each: four block
+digests. Equal files of records are hard links, so that a fleet fits a disk and stays in memory: what is measured
+is the command and not the disk. With `--facts` every worker has facts of its own, as the stage `memory` leaves them.
 
-What is printed, per size: wall seconds and peak resident memory of the whole process, both also per row (a row is one
-tensor on one worker), the bytes of captures and report, and by how much time and memory grew over the line above
-against how much the rows grew. Peak memory holds some 60 MB that Python and its libraries take before the first row.
+What is printed, per size: wall and processor seconds and peak resident memory of the whole process (a row is one tensor
+on one worker), the bytes of captures, `report.json` and `report.html`, and by how much time and memory grew over the
+line above against how much the rows grew. Peak memory holds some 60 MB that Python and its libraries take before the
+first row.
 
 `alike`: workers of one architecture hold the same bits, as they do in health. `apart`: no two workers have the same
 bits in anything that is computed, the worst that a fleet can do.
 
-    python benchmarks/scaling.py            # some minutes, 3 GB of disk
+    python benchmarks/scaling.py            # some minutes
     python benchmarks/scaling.py --quick    # some seconds
+    python benchmarks/scaling.py --size 125x8x2000 --size 1000x8x2000    # captures × workers × tensors
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,11 +52,15 @@ ARCHITECTURES = (
     ("Hopper sm_90", "H100 80GB HBM3"),
 )
 FAULTY = frozenset({3, 17, 40})
-"""Captures whose worker holds zeros in every lora_B."""
+"""Captures of which one worker holds zeros in every lora_B: of several the one with the capture's number, modulo."""
 
-SIZES = ((125, 2000), (250, 2000), (500, 2000), (1000, 2000))
-NARROW = ((1000, 500), (1000, 1000), (1000, 2000))
-QUICK = ((10, 500), (20, 500), (40, 500))
+Size = tuple[int, int, int]
+"""Captures, workers of each, tensors of each worker."""
+
+SIZES: tuple[Size, ...] = ((125, 1, 2000), (250, 1, 2000), (500, 1, 2000), (1000, 1, 2000))
+HOSTS: tuple[Size, ...] = ((125, 8, 2000), (250, 8, 2000), (500, 8, 2000), (1000, 8, 2000))
+NARROW: tuple[Size, ...] = ((1000, 1, 500), (1000, 1, 1000), (1000, 1, 2000))
+QUICK: tuple[Size, ...] = ((10, 1, 500), (20, 1, 500), (40, 1, 500), (10, 8, 500), (20, 8, 500))
 
 BLOCKS = 4  # of 256 KiB each
 SHAPE = (512, 512)  # float32: 1 MiB
@@ -69,22 +77,27 @@ class Timing:
     ----------
     peak_bytes : int
         Largest resident size of the process.
-    captures_bytes, report_bytes : int
-        On disk.
+    captures_bytes : int
+        That the command reads; files that are links to one count each.
+    report_bytes, page_bytes : int
+        Of report.json and report.html.
     """
 
     captures: int
+    workers: int
     tensors: int
     alike: bool
     seconds: float
+    processor_s: float
     peak_bytes: int
     captures_bytes: int
     report_bytes: int
+    page_bytes: int
     verdict: str
 
     @property
     def rows(self) -> int:
-        return self.captures * self.tensors
+        return self.captures * self.workers * self.tensors
 
 
 def main() -> int:
@@ -93,27 +106,34 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: does it work, not how fast is it")
-    parser.add_argument("--size", action="append", metavar="CAPTURESxTENSORS", help="these sizes only; may be repeated")
+    parser.add_argument("--size", action="append", metavar="CAPTURES[xWORKERS]xTENSORS",
+                        help="these sizes only; may be repeated")  # fmt: skip
+    parser.add_argument("--facts", type=int, default=0, metavar="N", help="facts of its own that each worker has")
     parser.add_argument("--apart", action="store_true", help="no two workers with equal bits in what is computed")
     parser.add_argument("--folder", type=Path, help="where the captures are written (default: a temporary folder)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     asked = parser.parse_args()
     if asked.size:
-        plan = [(tuple(int(n) for n in size.split("x")), not asked.apart) for size in asked.size]
+        plan = [(_size(text), not asked.apart) for text in asked.size]
     else:
-        plan = [(size, not asked.apart) for size in (QUICK if asked.quick else SIZES + NARROW)]
+        plan = [(size, not asked.apart) for size in (QUICK if asked.quick else SIZES + HOSTS + NARROW)]
         if not asked.quick and not asked.apart:
             plan.append((SIZES[-1], False))
     timings: list[Timing] = []
-    for (captures, tensors), alike in plan:
+    for size, alike in plan:
         with tempfile.TemporaryDirectory(dir=asked.folder, prefix="consistency-scaling-") as scratch:
-            folders = write_captures(Path(scratch), captures, tensors, alike=alike)
-            timings.append(measure(Path(scratch), folders, captures, tensors, alike=alike))
+            folders = write_captures(Path(scratch), size, alike=alike, facts=asked.facts)
+            timings.append(measure(Path(scratch), folders, size, alike=alike))
         if not asked.json:
             show(timings)
     if asked.json:
         print(encode_json([{**_table(t), "rows": t.rows} for t in timings], indent=1).decode())
     return 0
+
+
+def _size(text: str) -> Size:
+    captures, *workers, tensors = (int(part) for part in text.split("x"))
+    return captures, workers[0] if workers else 1, tensors
 
 
 def _table(timing: Timing) -> dict[str, Any]:
@@ -124,8 +144,8 @@ def show(timings: list[Timing]) -> None:
     """Print the newest line, and before the first the titles."""
     if len(timings) == 1:
         print(
-            "captures × tensors      rows   bits        s   µs/row     MB  bytes/row  captures MB  report MB  "
-            "rows ×  time ×  memory ×  verdict"
+            "captures × workers × tensors      rows   bits        s  processor s     MB  captures MB  report MB  "
+            "page MB  rows ×  time ×  memory ×  verdict"
         )
     now, before = timings[-1], timings[-2] if len(timings) > 1 else None
     growth = " " * 24
@@ -134,14 +154,14 @@ def show(timings: list[Timing]) -> None:
             f"{now.rows / before.rows:8.2f}{now.seconds / before.seconds:8.2f}{now.peak_bytes / before.peak_bytes:8.2f}"
         )
     print(
-        f"{now.captures:8} × {now.tensors:<7}{now.rows:10}  {'alike' if now.alike else 'apart'} {now.seconds:8.1f}"
-        f"{now.seconds / now.rows * 1e6:9.1f}{now.peak_bytes / 1e6:7.0f}{now.peak_bytes / now.rows:11.0f}"
-        f"{now.captures_bytes / 1e6:13.0f}{now.report_bytes / 1e6:11.0f}{growth}    {now.verdict}",
+        f"{now.captures:8} × {now.workers:7} × {now.tensors:<7}{now.rows:10}  {'alike' if now.alike else 'apart'} "
+        f"{now.seconds:8.1f}{now.processor_s:13.1f}{now.peak_bytes / 1e6:7.0f}{now.captures_bytes / 1e6:13.0f}"
+        f"{now.report_bytes / 1e6:11.1f}{now.page_bytes / 1e6:9.1f}{growth}    {now.verdict}",
         flush=True,
     )
 
 
-def measure(scratch: Path, folders: list[Path], captures: int, tensors: int, *, alike: bool) -> Timing:
+def measure(scratch: Path, folders: list[Path], size: Size, *, alike: bool) -> Timing:
     """Run `consistency compare` on captures in a process of its own."""
     out = scratch / "report"
     arguments = [sys.executable, "-m", "consistency", "compare", *map(str, folders), "--out", str(out)]
@@ -157,52 +177,74 @@ def measure(scratch: Path, folders: list[Path], captures: int, tensors: int, *, 
     if len(longest := max(printed.splitlines(), key=len)) > 2000:
         raise SystemExit(f"a line of {len(longest)} characters is nothing to read: {longest[:200]}")
     return Timing(
-        captures=captures,
-        tensors=tensors,
+        captures=size[0],
+        workers=size[1],
+        tensors=size[2],
         alike=alike,
         seconds=seconds,
+        processor_s=usage.ru_utime + usage.ru_stime,
         peak_bytes=usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
         captures_bytes=sum(path.stat().st_size for folder in folders for path in folder.glob("workers/*/*")),
         report_bytes=(out / "report.json").stat().st_size,
+        page_bytes=(out / "report.html").stat().st_size,
         verdict=json.dumps(printed.partition("\n\n")[2].split()[0]).strip('"').lower(),
     )
 
 
-def write_captures(folder: Path, captures: int, tensors: int, *, alike: bool) -> list[Path]:
-    """Write captures of one worker each: a plain CPU, which becomes the reference, and GPUs in turn of each kind."""
-    lines: dict[tuple[str, bool], bytes] = {}
+def write_captures(folder: Path, size: Size, *, alike: bool, facts: int = 0) -> list[Path]:
+    """Write captures of GPUs, in turn of each kind by capture; the first worker is a CPU, which is the reference."""
+    captures, workers, tensors = size
+    files: dict[tuple[str, bool], Path] = {}
     written = []
     for number in range(captures):
-        is_faulty = number in FAULTY
-        if number == 0:
-            name, architecture, model, bits = "cpu", "x86-64 AVX-512", "AMD EPYC", "cpu"
-        else:
-            architecture, model = ARCHITECTURES[number % len(ARCHITECTURES)]
-            name, bits = "cuda:0", architecture if alike else f"{architecture} {number}"
-        if (bits, is_faulty) not in lines:
-            if not alike:
-                lines.clear()
-            lines[bits, is_faulty] = b"".join(
-                encode_json(record) + b"\n" for record in records(tensors, bits, is_faulty=is_faulty)
-            )
         with CaptureWriter(folder / f"node-{number:04}") as writer:
-            slug = worker_slug(name, "isolated")
-            # chips that round differently do not run one program: where no two are alike, each has its own key
-            writer.write_worker(slug, worker(name, number, architecture, model, program="made up " + bits))
-            (writer.worker_folder(slug) / "records.jsonl").write_bytes(lines[bits, is_faulty])
+            slugs = []
+            for place in range(workers):
+                is_faulty = number in FAULTY and place == number % workers
+                architecture, model = ARCHITECTURES[number % len(ARCHITECTURES)]
+                name, bits = f"cuda:{place}", architecture if alike else f"{architecture} {number} {place}"
+                if number == place == 0:
+                    name, architecture, model, bits = "cpu", "x86-64 AVX-512", "AMD EPYC", "cpu"
+                slug = worker_slug(name, "isolated")
+                slugs.append(slug)
+                # chips that round differently do not run one program: where no two are alike, each has its own key
+                info = worker(name, number * workers + place, architecture, model, program="made up " + bits)
+                writer.write_worker(slug, info)
+                target = writer.worker_folder(slug) / "records.jsonl"
+                known = files.get((bits, is_faulty))
+                if known is None or facts:
+                    lines = known.read_bytes() if known else _lines(records(tensors, bits, is_faulty=is_faulty))
+                    target.write_bytes(lines + _lines(own_facts(facts, number * workers + place)))
+                else:
+                    os.link(known, target)
+                if known is None and alike:
+                    files[bits, is_faulty] = folder / f"records-{len(files)}.jsonl"
+                    files[bits, is_faulty].write_bytes(lines)
+            case = Case(name="made-up", base="base", adapter="adapter")
+            host = f"node-{number:04}"
             written.append(
                 writer.commit(
                     CaptureManifest(
-                        schema=SCHEMA,
-                        tool="made up",
-                        created="2026-01-01T00:00:00+00:00",
-                        host=f"node-{number:04}",
-                        case=Case(name="made-up", base="base", adapter="adapter"),
-                        workers=(slug,),
+                        schema=SCHEMA, tool="made up", created="2026-01-01T00:00:00+00:00", host=host, case=case,
+                        workers=tuple(slugs),
                     )
                 )
-            )
+            )  # fmt: skip
     return written
+
+
+def _lines(found: Iterable[TensorRecord]) -> bytes:
+    return b"".join(encode_json(record) + b"\n" for record in found)
+
+
+def own_facts(count: int, number: int) -> Iterator[TensorRecord]:
+    """Yield facts whose figures no other worker has: memory held after a step, and the part of its limit."""
+    for place in range(count):
+        used = 2**30 + 4096 * (number * count + place)
+        yield TensorRecord(
+            stage="memory", layer=f"step {place}", tensor="resident", rule="limit", status="within",
+            limit_ratio=Real(used / 2**33), evidence={"resident_bytes": used}, order=10**6 + place,
+        )  # fmt: skip
 
 
 def worker(name: str, number: int, architecture: str, model: str, *, program: str) -> WorkerInfo:

@@ -30,6 +30,7 @@ from consistency.case.options import Dtype, Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import Stage
 from consistency.comparison import judge as rules
+from consistency.comparison.records import Records
 from consistency.comparison.workers import ComparedWorker
 from consistency.devices.discovery import cpu_info
 from consistency.numerics.digest import digest
@@ -95,7 +96,7 @@ def status_of(record: TensorRecord, healthy: TensorRecord) -> str:
     for name, one in (("cpu", healthy), ("cpu@baseline", record)):
         info = WorkerInfo(name=name, load_path="isolated", architecture="x86-64", model="chip", status="ok")
         capture: Any = None  # a rule reads the worker and its record
-        workers.append(ComparedWorker(label=name, capture=capture, info=info, records={one.key: one}))
+        workers.append(ComparedWorker(label=name, capture=capture, info=info, records=Records.of([one])))
     reference, subject = workers
     return rules.judge(subject, reference, record.key).status
 

@@ -57,10 +57,20 @@ class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True, rename={"host_f
 
 
 class WorkerCapture(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker of a capture, read."""
+    """One worker of a capture, read.
+
+    Attributes
+    ----------
+    parts : tuple of tuple of TensorRecord
+        Its records in order, cut where the stage changes. Workers that wrote the same bytes share a part.
+    """
 
     info: WorkerInfo
-    records: tuple[TensorRecord, ...]
+    parts: tuple[tuple[TensorRecord, ...], ...]
+
+    @property
+    def records(self) -> tuple[TensorRecord, ...]:
+        return tuple(record for part in self.parts for record in part)
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ JSON has no NaN. Encoders write `null`, which is how a NaN that was the worst nu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -42,6 +43,8 @@ def by_json_name(struct: msgspec.Struct) -> dict[str, Any]:
 def _encode_hook(value: Any) -> Any:
     if isinstance(value, Real):
         return json_number(value)
+    if isinstance(value, Sequence):
+        return tuple(value)
     raise NotImplementedError(f"cannot write a {type(value).__name__} as JSON")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison, Row, Verdict
+from consistency.comparison.rows import Workers
 
 
 def verdicts(comparison: Comparison) -> dict[str, Verdict]:
@@ -26,9 +27,14 @@ def worst_ratios(comparison: Comparison) -> dict[str, float]:
 
     A worker without such a tensor has no entry.
     """
+    of_sets: dict[int, tuple[Workers, float]] = {}
+    for _, workers, ratio in _ratios(comparison):
+        _, known = of_sets.get(id(workers), (workers, None))
+        of_sets[id(workers)] = workers, worse(ratio, known)
     found: dict[str, float] = {}
-    for _, worker, ratio in _ratios(comparison):
-        found[worker] = worse(ratio, found.get(worker))
+    for workers, ratio in of_sets.values():
+        for worker in workers:
+            found[worker] = worse(ratio, found.get(worker))
     return found
 
 
@@ -44,8 +50,8 @@ def worst_error(comparison: Comparison) -> tuple[float, str] | None:
     return found
 
 
-def _ratios(comparison: Comparison) -> Iterator[tuple[str, str, float]]:
-    """Yield stage, worker and error/tolerance of the model's tensors.
+def _ratios(comparison: Comparison) -> Iterator[tuple[str, Workers, float]]:
+    """Yield stage, workers and error/tolerance of the model's tensors.
 
     Single operators are left out: one rounding to a half type uses up the tolerance of that operator, on any device. So
     are facts, whose limits are of another kind.
@@ -53,10 +59,10 @@ def _ratios(comparison: Comparison) -> Iterator[tuple[str, str, float]]:
     for tensor in comparison.tensors:
         if tensor.stage == Stage.OPERATORS or tensor.rule == "limit":
             continue
-        for row in tensor.rows:
+        for row, workers in tensor.groups:
             ratio = share_of(row)
             if ratio is not None:
-                yield tensor.stage, row.worker, ratio
+                yield tensor.stage, workers, ratio
 
 
 def share_of(row: Row) -> float | None:

@@ -6,32 +6,30 @@ The same code compares the workers of one run, captures from ten hosts, and capt
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
-
-import msgspec
+from collections.abc import Callable, Iterable, Sequence
 
 from consistency.capture.folder import Capture, capture_name
-from consistency.capture.names import WHOLE_MODEL
-from consistency.capture.records import TensorRecord, WorkerFacts
+from consistency.capture.records import WorkerFacts
 from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
 from consistency.case.stages import Stage
+from consistency.comparison.alike import Members, StageMembers
 from consistency.comparison.findings.collect import find
 from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
-from consistency.comparison.judge import PAYLOAD, is_as_sent, judge
+from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import (
     BAD,
     ArchitectureGroup,
     Comparison,
     Divergence,
     Finding,
-    Row,
     Source,
     TensorComparison,
     WorkerSummary,
     verdict_of,
 )
-from consistency.comparison.workers import ComparedWorker, Key, choose_reference, gather, load_paths_of, on_load_path
+from consistency.comparison.rows import Workers
+from consistency.comparison.workers import ComparedWorker, choose_reference, gather, load_paths_of, on_load_path
 from consistency.errors import UsageError
 from consistency.numerics.rules import Rule
 
@@ -137,17 +135,19 @@ def _compare_load_path(
     load_path: str, members: Sequence[ComparedWorker], reference: ComparedWorker
 ) -> Iterable[TensorComparison]:
     order: dict[Key, int] = {}
-    for member in (reference, *members):
-        for key, record in member.records.items():
+    for table in tables_of(member.records for member in (reference, *members)):
+        for key, record in table.items():
             order.setdefault(key, record.order)
-    kinds = [member.kind() for member in members]
-    equal: dict[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]] = {}  # one tuple for all tensors of a stage
+    together = Members(members, reference)
+    stages: dict[str, StageMembers] = {}
     for key in sorted(order, key=lambda k: (_STAGE_ORDER.get(k[0], len(_STAGE_ORDER)), order[k])):
-        record = reference.records.get(key) or next(m.records[key] for m in members if key in m.records)
-        rows = _judge_all(members, kinds, reference, key, expected=record.rule != Rule.LIMIT)
+        stage = stages.get(key[0])
+        if stage is None:
+            stage = stages[key[0]] = together.stage(key[0])
+        record = stage.first_record(key)
+        rows = stage.rows(key, expected=record.rule != Rule.LIMIT)
         if not rows:
             continue
-        classes = _classes(members, reference, key)
         yield TensorComparison(
             stage=key[0],
             load_path=load_path,
@@ -156,63 +156,10 @@ def _compare_load_path(
             shape=record.shape,
             dtype=record.dtype,
             rule=record.rule,
-            classes=equal.setdefault(classes, classes),
+            classes=stage.classes(key),
             rows=rows,
             order=order[key],
         )
-
-
-def _judge_all(
-    members: Sequence[ComparedWorker], kinds: Sequence[bytes], reference: ComparedWorker, key: Key, *, expected: bool
-) -> tuple[Row, ...]:
-    """Judge each worker's record of a tensor; of workers of one kind that share a record, one is judged for all.
-
-    A record is `expected` of every worker, unless it is a fact: the other workers have other devices.
-    """
-    judged: dict[tuple[int, bytes], Row] = {}
-    rows = []
-    for member, kind in zip(members, kinds, strict=True):
-        record = member.records.get(key)
-        if record is None:
-            if expected and _should_have(member, reference, key):
-                rows.append(judge(member, reference, key))
-            continue
-        known = judged.get((id(record), kind))
-        if known is not None:
-            rows.append(msgspec.structs.replace(known, worker=member.label))
-            continue
-        row = judge(member, reference, key)
-        if row.unread is not True:  # another capture may still have the stored tensor that this one has lost
-            judged[id(record), kind] = row
-        rows.append(row)
-    return tuple(rows)
-
-
-def _should_have(member: ComparedWorker, reference: ComparedWorker, key: Key) -> bool:
-    """Return whether a worker should have a record of a tensor: its case has the stage, at the same level."""
-    if key[0] == Stage.TRANSFER:  # each worker records the copies into its own device
-        return False
-    if key[1] == WHOLE_MODEL or not member.could_have(key):  # a stage that others skipped as a whole
-        return False
-    return member.capture is reference.capture or member.case.level == reference.case.level
-
-
-def _classes(members: Sequence[ComparedWorker], reference: ComparedWorker, key: Key) -> tuple[tuple[str, ...], ...]:
-    """Group the workers that recorded the tensor by its digest, the reference's class first."""
-    classes: dict[str | None, list[str]] = {}
-    own = reference.records.get(key)
-    if own is not None and own.digest is not None:
-        classes[_bits(own)] = [reference.label]
-    for member in members:
-        record = member.records.get(key)
-        if record is not None and record.digest is not None and member is not reference:
-            classes.setdefault(_bits(record), []).append(member.label)
-    return tuple(tuple(names) for names in classes.values())
-
-
-def _bits(record: TensorRecord) -> str | None:
-    """Return what makes workers agree: the digest; for copies, that they arrived as sent."""
-    return PAYLOAD if record.stage == Stage.TRANSFER and is_as_sent(record) else record.digest
 
 
 def _is_incomplete(
@@ -220,37 +167,41 @@ def _is_incomplete(
 ) -> bool:
     lost = any(worker.info.status != "ok" for worker in workers)
     lost = lost or any(finding.kind == NOTHING_COMPARED for finding in findings)
-    return lost or not tensors or any(row.status == "blocked" for tensor in tensors for row in tensor.rows)
+    return lost or not tensors or any(row.status == "blocked" for tensor in tensors for row, _ in tensor.groups)
 
 
-def _bad(tensor: TensorComparison) -> Collection[str]:
-    return {row.worker for row in tensor.rows if row.status in BAD}
+def _bad(tensor: TensorComparison) -> Iterable[Workers]:
+    return (workers for row, workers in tensor.groups if row.status in BAD)
 
 
-def _other_bits(reference: ComparedWorker | None, tensor: TensorComparison) -> Collection[str]:
-    """Return the workers that differ bitwise from the reference worker."""
+def _other_bits(reference: ComparedWorker | None, tensor: TensorComparison) -> Iterable[Workers]:
+    """Return the workers that differ bitwise from the reference worker, by class."""
     if reference is None or not tensor.classes or reference.label not in tensor.classes[0]:
         return ()
-    return {name for names in tensor.classes[1:] for name in names}
+    return tensor.classes[1:]
 
 
 def _first(
-    tensors: Sequence[TensorComparison], leave: Callable[[TensorComparison], Collection[str]]
+    tensors: Sequence[TensorComparison], leave: Callable[[TensorComparison], Iterable[Workers]]
 ) -> tuple[Divergence, ...]:
     """Return, per worker and load path, the first tensor at which it diverges.
 
     Alternative paths are left out for a worker that diverges on a default one.
     """
     found: dict[tuple[str, str], Divergence] = {}
+    done: set[tuple[int, str]] = set()  # the same workers diverge at many tensors, and have one object for their names
     for tensor in tensors:
-        names = leave(tensor)
-        if not names:
+        leaving = [workers for workers in leave(tensor) if (id(workers), tensor.load_path) not in done]
+        if not leaving:
             continue
-        for row in tensor.rows:
-            if row.worker in names and (row.worker, tensor.load_path) not in found:
-                found[row.worker, tensor.load_path] = Divergence(
-                    worker=row.worker, load_path=tensor.load_path, stage=tensor.stage, layer=tensor.layer,
-                    tensor=tensor.tensor, status=row.status,
+        done.update((id(workers), tensor.load_path) for workers in leaving)
+        names = {name for workers in leaving for name in workers if (name, tensor.load_path) not in found}
+        status = {name: row.status for row, workers in tensor.groups for name in workers if name in names}
+        for name in (row.worker for row in tensor.rows) if names else ():
+            if name in status:
+                found[name, tensor.load_path] = Divergence(
+                    worker=name, load_path=tensor.load_path, stage=tensor.stage, layer=tensor.layer,
+                    tensor=tensor.tensor, status=status[name],
                 )  # fmt: skip
     on_default = {worker for worker, load_path in found if not is_alternative(load_path)}
     return tuple(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from consistency.comparison.result import BAD, TensorComparison
+from consistency.comparison.rows import WorkerSet
 
 _NOT_JUDGED = frozenset({"skipped", "blocked"})
 
@@ -30,13 +31,17 @@ class Coverage:
 def coverage(tensors: Iterable[TensorComparison]) -> dict[str, Coverage]:
     """Return what was compared, by stage in the order of the tensors; a stage without any such tensor is not there."""
     found: dict[str, Coverage] = {}
+    taken: dict[str, tuple[WorkerSet, WorkerSet]] = {}
     for tensor in tensors:
-        judged = [row for row in tensor.rows if row.status not in _NOT_JUDGED]
-        if all(row.reference == row.worker for row in judged):  # a worker that is its own reference alone
+        judged = [(row, workers) for row, workers in tensor.groups if row.status not in _NOT_JUDGED]
+        if all(workers == (row.reference,) for row, workers in judged):  # a worker that is its own reference alone
             continue
-        stage = found.setdefault(tensor.stage, Coverage())
-        for row in judged:
-            stage.workers[row.worker] = None
+        if tensor.stage not in found:
+            stage = found[tensor.stage] = Coverage()
+            taken[tensor.stage] = WorkerSet(stage.workers), WorkerSet(stage.wrong)
+        right, wrong = taken[tensor.stage]
+        for row, workers in judged:
+            right.take(workers)
             if row.status in BAD:
-                stage.wrong[row.worker] = None
+                wrong.take(workers)
     return found

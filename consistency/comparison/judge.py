@@ -11,9 +11,10 @@ from consistency.capture.folder import unpack_blocks
 from consistency.capture.names import SETTINGS_LAYER
 from consistency.capture.records import TensorRecord
 from consistency.case.stages import Stage
+from consistency.comparison.records import Key
 from consistency.comparison.result import NO_DIFFERENCE, Row, Status
 from consistency.comparison.stored_tensors import StoredDifference, compare_stored
-from consistency.comparison.workers import ComparedWorker, Key
+from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.rules import UNIT_ROUNDOFF, Rule, judge_relative, passes, relative_allowance

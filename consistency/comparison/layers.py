@@ -10,6 +10,7 @@ import msgspec
 
 from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison, Row, Status, TensorComparison, tensor_name
+from consistency.comparison.rows import OncePerSet, Workers
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
 
@@ -113,7 +114,7 @@ def layers_of(comparison: Comparison) -> Iterator[LayerComparison]:
 
     Copies between devices and facts about a process have no tolerance of a layer, and are left out.
     """
-    members = members_of(comparison)
+    members = Members(comparison)
     equal: dict[tuple[object, ...], dict[str, LayerCell]] = {}  # what is equal everywhere is so in most layers
     for tensor in comparison.tensors:
         if tensor.stage == Stage.TRANSFER or tensor.rule == Rule.LIMIT or not tensor.rows:
@@ -188,35 +189,62 @@ def blocks_of(layers: Iterable[LayerComparison]) -> list[Block]:
     ]
 
 
-def members_of(comparison: Comparison) -> dict[str, str]:
-    """Return the architecture of each worker."""
-    return {name: group.name for group in comparison.architectures for name in group.workers}
+class Members:
+    """The architectures of the workers of a comparison, and sets of workers by architecture."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.of = {name: group.name for group in comparison.architectures for name in group.workers}
+        self._places = {name: place for place, name in enumerate(dict.fromkeys(w.name for w in comparison.workers))}
+        self.split = OncePerSet(self._split)
+        self._joined: dict[tuple[int, ...], tuple[tuple[Workers, ...], Workers]] = {}
+
+    def _split(self, workers: Workers) -> dict[str, Workers]:
+        """Return the workers of each architecture; those of none are under an empty name."""
+        found: dict[str, list[str]] = {}
+        for name in workers:
+            found.setdefault(self.of.get(name, ""), []).append(name)
+        return {name: tuple(some) for name, some in found.items()}
+
+    def join(self, sets: Sequence[Workers]) -> Workers:
+        """Return the workers of several sets, in the order of the comparison."""
+        if len(sets) == 1:
+            return sets[0]
+        name = tuple(map(id, sets))
+        known = self._joined.get(name)
+        if known is None:
+            every = [worker for some in sets for worker in some]
+            every.sort(key=lambda worker: self._places.get(worker, len(self._places)))
+            known = self._joined[name] = tuple(sets), tuple(every)
+        return known[1]
 
 
-def cells_of(tensor: TensorComparison, members: Mapping[str, str]) -> dict[str, LayerCell]:
-    """Return what each architecture saw of a tensor, of `members_of`; workers of none are under an empty name."""
-    rows: dict[str, list[Row]] = {}
-    for row in tensor.rows:
-        rows.setdefault(members.get(row.worker, ""), []).append(row)
-    number = {name: place for place, names in enumerate(tensor.classes) for name in names}
-    return {name: _cell(tensor, some, number) for name, some in rows.items()}
+def cells_of(tensor: TensorComparison, members: Members) -> dict[str, LayerCell]:
+    """Return what each architecture saw of a tensor; workers of none are under an empty name."""
+    rows: dict[str, list[tuple[Row, Workers]]] = {}
+    for row, workers in tensor.groups:
+        for name, some in members.split(workers).items():
+            rows.setdefault(name, []).append((row, some))
+    classes: dict[str, list[Workers]] = {}
+    for alike in tensor.classes:
+        for name, some in members.split(alike).items():
+            classes.setdefault(name, []).append(some)
+    return {name: _cell(tensor, some, classes.get(name, ()), members) for name, some in rows.items()}
 
 
-def _cell(tensor: TensorComparison, rows: Sequence[Row], number: Mapping[str, int]) -> LayerCell:
+def _cell(
+    tensor: TensorComparison, found: Sequence[tuple[Row, Workers]], classes: Sequence[Workers], members: Members
+) -> LayerCell:
+    rows = [row for row, _ in found]
     worst = max(rows, key=lambda row: _badness(row.status, row.bound_ratio))
-    classes: dict[int, list[str]] = {}
-    for row in rows:
-        if row.worker in number:
-            classes.setdefault(number[row.worker], []).append(row.worker)
     difference, allowed = _worst_difference(tensor.rule, rows, worst)
     return LayerCell(
-        workers=tuple(row.worker for row in rows),
+        workers=members.join([workers for _, workers in found]),
         status=worst.status,
         max_abs=difference,
         allowed=allowed,
         bound_ratio=worst.bound_ratio,
         max_ulp=max((row.max_ulp for row in rows if row.max_ulp is not None), default=None),
-        classes=tuple(map(tuple, classes.values())),
+        classes=tuple(classes),
     )
 
 

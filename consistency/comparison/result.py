@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import msgspec
 
 from consistency.capture import origin
 from consistency.capture.records import WorkerFacts
+from consistency.comparison.rows import NO_DIFFERENCE as NO_DIFFERENCE
+from consistency.comparison.rows import Row as Row
+from consistency.comparison.rows import Status as Status
+from consistency.comparison.rows import Workers, grouped, workers_of
 from consistency.devices.host.facts import HostFacts
-from consistency.numerics.measure import Measure
-from consistency.numerics.real import Real
-from consistency.numerics.words import Word
 
-Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked"]
 Verdict = Literal["consistent", "inconsistent", "incomplete"]
 Severity = Literal["error", "warning", "note"]
 
@@ -36,75 +36,6 @@ BAD: frozenset[str] = frozenset({"outside", "missing", "unexpected"})
 """Statuses that make a run inconsistent."""
 
 
-_MEASURED = (
-    "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp", "bound_ratio", "worst_index"
-)  # fmt: skip
-
-NO_DIFFERENCE: dict[str, Any] = {
-    "mismatched": 0, "max_abs": Real(0.0), "mean_abs": Real(0.0), "max_rel": Real(0.0), "rms": Real(0.0), "max_ulp": 0
-}  # fmt: skip
-"""Fields of a row whose tensor is bitwise equal to its reference."""
-
-
-class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # millions in a fleet, and no cycles
-    """One tensor on one worker.
-
-    Attributes
-    ----------
-    reference : str or None
-        `file`, `float64`, the name of another worker, or None where there is nothing to compare with.
-    elements, mismatched : int or None
-        None where nothing was measured.
-    max_abs, mean_abs, max_rel, rms : float or None
-        Of the difference from the reference, in the tensor's own unit.
-    max_ulp : int or None
-        In units in the last place of the dtype.
-    bound_ratio : float or None
-        Worst difference over what is allowed; None for a bitwise rule.
-    allowed : float, optional
-        What is allowed for the element of that difference, in the tensor's own unit.
-    evidence : dict
-        Data behind the diagnosis; for a difference in bits, both values and both bit patterns.
-    reason : str or None
-        Why it was skipped or blocked.
-    repeated : bool or None
-        Whether repeat runs on the same device were bitwise equal; None where there was one run.
-    cast, name_in_file : str, optional
-        As in `TensorRecord`.
-    own_file : bool, optional
-        The capture was made from other files than the reference's: whether the worker holds the bytes of its own.
-    unread : bool, optional
-        A stored tensor could not be read.
-    """
-
-    worker: str
-    reference: str | None
-    status: Status
-    elements: int | None = None
-    mismatched: int | None = None
-    max_abs: Real | None = None
-    mean_abs: Real | None = None
-    max_rel: Real | None = None
-    rms: Real | None = None
-    max_ulp: int | None = None
-    bound_ratio: Real | None = None
-    allowed: Real | msgspec.UnsetType = msgspec.UNSET
-    worst_index: tuple[int, ...] | None = None
-    diagnosis: Word | None = None
-    evidence: dict[str, Any] = {}
-    reason: str | None = None
-    repeated: bool | None = None
-    cast: str | msgspec.UnsetType = msgspec.UNSET
-    name_in_file: str | msgspec.UnsetType = msgspec.UNSET
-    own_file: bool | msgspec.UnsetType = msgspec.UNSET
-    unread: bool | msgspec.UnsetType = msgspec.UNSET
-
-    def with_measure(self, found: Measure) -> Row:
-        """Return this row with what was measured."""
-        allowed = msgspec.UNSET if found.allowed is None else found.allowed
-        return msgspec.structs.replace(self, allowed=allowed, **{name: getattr(found, name) for name in _MEASURED})
-
-
 class TensorComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
     """One tensor on all workers of a load path.
 
@@ -112,6 +43,8 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_
     ----------
     classes : tuple of tuple of str
         Workers whose bits agree, the class of the reference worker first.
+    rows : sequence of Row
+        One per worker. Of a comparison they are `Rows`: in a fleet go through `groups` instead.
     order : int
         Place in the model's own order.
     """
@@ -124,7 +57,7 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_
     dtype: str
     rule: str
     classes: tuple[tuple[str, ...], ...]
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     order: int = 0
 
     @property
@@ -135,10 +68,26 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_
     @property
     def is_equal(self) -> bool:
         """Whether every worker has the same bits, and every status is `equal`."""
-        return len(self.classes) <= 1 and all(row.status == "equal" for row in self.rows)
+        return len(self.classes) <= 1 and all(row.status == "equal" for row, _ in self.groups)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether any worker has a mismatch."""
+        return any(row.status in BAD for row, _ in self.groups)
+
+    @property
+    def groups(self) -> Iterable[tuple[Row, Workers]]:
+        """Return the different rows, each with the workers that it holds for."""
+        return grouped(self.rows)
+
+    @property
+    def workers(self) -> Workers:
+        """Return the workers that have a row, in order."""
+        return workers_of(self.rows)
 
     def row(self, worker: str) -> Row | None:
-        return next((row for row in self.rows if row.worker == worker), None)
+        found = next((row for row, workers in self.groups if worker in workers), None)
+        return None if found is None else found.of(worker)
 
 
 class WorkerSummary(WorkerFacts, frozen=True, kw_only=True):

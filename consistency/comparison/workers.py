@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,13 +12,12 @@ import msgspec
 from consistency.capture.folder import CASES, Capture, WorkerCapture, home_of
 from consistency.capture.json_codec import encode_json
 from consistency.capture.names import LOADED_AGAIN, RAISED, SETTINGS_LAYER, WHOLE_MODEL
-from consistency.capture.records import TensorRecord, WorkerInfo
+from consistency.capture.records import WorkerInfo
 from consistency.capture.soak import ChangedTensor
 from consistency.case.case import Case
 from consistency.case.load_path import is_alternative, main_path
 from consistency.case.stages import SPECS
-
-Key = tuple[str, str, str]
+from consistency.comparison.records import Key, Records, RecordTables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +28,7 @@ class ComparedWorker:
     ----------
     label : str
         Its name in the comparison: the device, with the capture's folder before it where two captures have that device.
-    records : dict
+    records : Records
         By stage, layer and tensor, in the model's order.
     sides : dict
         The same by alternative load path.
@@ -40,8 +39,8 @@ class ComparedWorker:
     label: str
     capture: Capture
     info: WorkerInfo
-    records: dict[Key, TensorRecord]
-    sides: dict[str, dict[Key, TensorRecord]] = field(default_factory=dict)
+    records: Records
+    sides: dict[str, Records] = field(default_factory=dict)
     changes: dict[Key, ChangedTensor] = field(default_factory=dict)
 
     @property
@@ -112,9 +111,9 @@ class ComparedWorker:
         record = self.records.get(("adapter", SETTINGS_LAYER, LOADED_AGAIN))
         return is_alternative(self.load_path) and record is not None and record.status == "skipped"
 
-    def could_have(self, key: Key) -> bool:
-        """Return whether this worker's own case requested a tensor that it has no record of."""
-        return key[0] in self.case.stages and not self.case.only and not self.gave_up
+    def could_have(self, stage: str) -> bool:
+        """Return whether this worker's own case requested what it has no record of in a stage."""
+        return stage in self.case.stages and not self.case.only and not self.gave_up
 
 
 def gather(captures: Sequence[Capture]) -> tuple[ComparedWorker, ...]:
@@ -123,20 +122,18 @@ def gather(captures: Sequence[Capture]) -> tuple[ComparedWorker, ...]:
     # captures of one case in several suites are told apart by the suites, so that workers have one name in all cases
     suites = [folder.parent.parent if folder.parent.name == CASES else folder for folder in folders]
     labels = _labels(suites if len(set(suites)) == len(set(folders)) else folders)
-    keys: dict[Key, Key] = {}  # one tuple per tensor for all workers
+    tables = RecordTables()
     seen = Counter((worker.info.name, worker.info.load_path) for capture in captures for worker in capture.workers)
     prefixed = any(count > 1 for count in seen.values())
     return tuple(
-        _worker(f"{label}:{worker.info.name}" if prefixed else worker.info.name, capture, worker, keys)
+        _worker(f"{label}:{worker.info.name}" if prefixed else worker.info.name, capture, worker, tables)
         for label, capture in zip(labels, captures, strict=True)
         for worker in capture.workers
     )
 
 
-def _worker(label: str, capture: Capture, worker: WorkerCapture, keys: dict[Key, Key]) -> ComparedWorker:
-    by_load_path: dict[str, dict[Key, TensorRecord]] = {"": {}}
-    for record in worker.records:
-        by_load_path.setdefault(record.load_path, {})[keys.setdefault(record.key, record.key)] = record
+def _worker(label: str, capture: Capture, worker: WorkerCapture, tables: RecordTables) -> ComparedWorker:
+    by_load_path = tables.of(worker.parts)
     own = by_load_path.pop("")
     soak = worker.info.soak
     changes = {} if soak is None else {change.key: change for change in soak.changes}
@@ -171,7 +168,7 @@ def on_load_path(
     for p in workers:
         view = p.on(load_path)
         if view is None and p.info.status != "ok" and p.load_path == main_path(load_path) and id(p.capture) in took:
-            view = replace(p, info=msgspec.structs.replace(p.info, load_path=load_path), records={}, sides={})
+            view = replace(p, info=msgspec.structs.replace(p.info, load_path=load_path), records=Records({}), sides={})
         if view is not None:
             members.append(view)
             here = view if p is reference else here
@@ -182,6 +179,11 @@ def on_load_path(
         if here is not None:
             members.insert(0, here)
     return members, here or next((m for m in members if m.records and not m.gave_up), members[0])
+
+
+def in_order_of(workers: Sequence[ComparedWorker], names: Container[str]) -> list[str]:
+    """Return the workers of these names, each once."""
+    return [name for name in dict.fromkeys(worker.label for worker in workers) if name in names]
 
 
 def choose_reference(workers: Sequence[ComparedWorker]) -> ComparedWorker | None:

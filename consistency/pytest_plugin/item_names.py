@@ -93,7 +93,7 @@ class RowFinder:
 
 
 def _place_in_file(tensor: TensorComparison) -> tuple[str, str]:
-    for row in tensor.rows:
+    for row, _ in tensor.groups:
         if tensor.stage == Stage.BASE and row.name_in_file:
             return split_name(row.name_in_file)
     return tensor.layer, tensor.tensor

@@ -6,7 +6,7 @@ import msgspec
 from rich.console import Console
 
 from consistency.capture.wording import counted
-from consistency.comparison.result import BAD, Comparison, Finding, TensorComparison
+from consistency.comparison.result import Comparison, Finding, TensorComparison
 from consistency.report.console import Writer, without_trailing_blanks
 from consistency.report.sentences import sentence
 from consistency.report.terminal import origin_lines
@@ -34,7 +34,7 @@ def print_diff(
         write.verdict(comparison.verdict, sentence(comparison))
         findings = list(map(_in_lines, comparison.findings))
         write.findings(f for f in findings if f.severity == "error")
-        shown = [t for t in comparison.tensors if verbose or any(row.status in BAD for row in t.rows)]
+        shown = [t for t in comparison.tensors if verbose or t.is_wrong]
         if shown:
             limit = len(shown) if verbose else _MOST_TENSORS
             titles = ("tensor", "shape", "dtype", "", "differ", "largest", "ulp")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from xml.etree import ElementTree
 
 from consistency.comparison.result import Comparison, Finding
+from consistency.comparison.rows import Workers
 from consistency.report.formats import View
 from consistency.report.sentences import command_text, profile_texts
 
@@ -30,9 +31,13 @@ def render(comparison: Comparison, view: View) -> Iterator[bytes]:
 def as_junit(comparison: Comparison, *, elapsed_s: float = 0.0) -> ElementTree.Element:
     """Return one suite: a finding about a stage on a worker fails its case, a lost worker is an error."""
     seen: dict[tuple[str, str, str], set[str]] = {}
+    known: dict[tuple[object, ...], Workers] = {}
     for tensor in comparison.tensors:
-        for row in tensor.rows:
-            seen.setdefault((tensor.load_path, row.worker, tensor.stage), set()).add(row.status)
+        for row, workers in tensor.groups:
+            taken = (id(workers), row.status, tensor.load_path, tensor.stage)
+            for worker in workers if taken not in known else ():
+                seen.setdefault((tensor.load_path, worker, tensor.stage), set()).add(row.status)
+            known[taken] = workers  # which keeps its identity
     suite = ElementTree.Element("testsuite", name=text_of(f"consistency {comparison.case}"), time=f"{elapsed_s:.3f}")
     wrong = [finding for finding in comparison.findings if finding.severity == "error"]
     for (load_path, worker, stage), statuses in seen.items():

@@ -15,7 +15,7 @@ from consistency.capture.wording import and_more, counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.layers import LayerCell, layers_of
-from consistency.comparison.result import BAD, PLANTED, Comparison, Finding, WorkerSummary
+from consistency.comparison.result import PLANTED, Comparison, Finding, WorkerSummary
 from consistency.report.formats import View
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.sentences import (
@@ -170,7 +170,7 @@ def _layers(comparison: Comparison) -> list[str]:
     worst = heapq.nlargest(_LAYERS, layers, key=lambda one: one.badness)
     if not worst:
         return []
-    bad = sum(any(row.status in BAD for row in tensor.rows) for tensor in comparison.tensors)
+    bad = sum(tensor.is_wrong for tensor in comparison.tensors)
     names = [group.name for group in comparison.architectures]
     left = f" (of {len(names)} architectures {_ARCHITECTURES})" if len(names) > _ARCHITECTURES else ""
     title = f"mismatch in {counted(bad, 'tensor')}, the worst" if bad else "worst tensors"

@@ -16,6 +16,7 @@ from consistency.comparison.by_worker import worst_error
 from consistency.comparison.coverage import Coverage, coverage
 from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
 from consistency.comparison.result import BAD, LOST_NODE, Comparison, Divergence
+from consistency.comparison.rows import WorkerSet
 from consistency.comparison.suite import CaseResult
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
 from consistency.report.summary import Cell, divergences
@@ -177,7 +178,7 @@ def sentence(comparison: Comparison) -> str:
 
 
 def _of_files(comparison: Comparison) -> str:
-    bad = sum(any(row.status in BAD for row in tensor.rows) for tensor in comparison.tensors)
+    bad = sum(tensor.is_wrong for tensor in comparison.tensors)
     count = len(comparison.tensors)
     if bad:
         return f"{bad} of {counted(count, 'tensor')} {'differs' if bad == 1 else 'differ'}"
@@ -258,12 +259,14 @@ def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     equal, others = [], []
     for path in filter(is_alternative, comparison.load_paths):
         tensors = [tensor for tensor in comparison.tensors if tensor.load_path == path]
-        bad = [{row.worker: None for row in tensor.rows if row.status in BAD} for tensor in tensors]
-        workers = [name for names in bad for name in names]
-        if workers:
-            text = f"load path {path}: ✗ {sum(map(bool, bad))}/{len(tensors)} on {some(workers)}"
-            others.append(("outside", text))
-        elif any(row.status not in ("skipped", "blocked") for tensor in tensors for row in tensor.rows):
+        wrong = WorkerSet()
+        for row, workers in (group for tensor in tensors for group in tensor.groups):
+            if row.status in BAD:
+                wrong.take(workers)
+        if wrong.names:
+            bad = sum(tensor.is_wrong for tensor in tensors)
+            others.append(("outside", f"load path {path}: ✗ {bad}/{len(tensors)} on {some(list(wrong.names))}"))
+        elif any(row.status not in ("skipped", "blocked") for tensor in tensors for row, _ in tensor.groups):
             equal.append(path)
         else:
             others.append(("skipped", f"load path {path}: skipped"))

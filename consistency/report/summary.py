@@ -11,6 +11,7 @@ from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.by_worker import share_of
 from consistency.comparison.result import BAD, Comparison, Divergence, Row, TensorComparison
+from consistency.comparison.rows import OncePerSet, WorkerSet
 
 MOST_LINES = 8
 """Lines of one architecture: a person takes in that many; a fleet may have as many different results as workers."""
@@ -111,8 +112,10 @@ def groups(comparison: Comparison, load_path: str) -> list[Group]:
     flags = _flags(comparison, load_path)
     models: dict[str, list[str]] = {}
     same: dict[str, dict[object, list[str]]] = {}
-    took = {row.worker for tensor in tensors for row in tensor.rows} if is_alternative(load_path) else set()
-    here = {w.name: w.model for w in comparison.workers if w.load_path == load_path or w.name in took}
+    took = WorkerSet()
+    for tensor in tensors if is_alternative(load_path) else ():
+        took.take(tensor.workers)
+    here = {w.name: w.model for w in comparison.workers if w.load_path == load_path or w.name in took.names}
     for architecture in comparison.architectures:
         for name in architecture.workers:
             if name in here:
@@ -220,30 +223,40 @@ def _flags(comparison: Comparison, load_path: str) -> dict[str, dict[str, str]]:
 
 def _mismatches_elsewhere(comparison: Comparison, load_path: str) -> Set[tuple[str, str]]:
     """Return the stages and workers with a mismatch on another load path."""
-    others = (tensor for tensor in comparison.tensors if tensor.load_path != load_path and not tensor.is_equal)
-    return {(tensor.stage, row.worker) for tensor in others for row in tensor.rows if row.status in BAD}
+    wrong: dict[str, WorkerSet] = {}
+    for tensor in comparison.tensors:
+        for row, workers in tensor.groups if tensor.load_path != load_path else ():
+            if row.status in BAD:
+                wrong.setdefault(tensor.stage, WorkerSet()).take(workers)
+    return {(stage, worker) for stage, found in wrong.items() for worker in found.names}
 
 
 def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:
     """Return a number per worker; equal for workers of the same class and status in every tensor."""
     numbers: dict[tuple[int, int, int, str], int] = {}  # by a worker's rows so far, and the next one
     found: dict[str, int] = {}
+    known: dict[tuple[object, ...], object] = {}  # tensors at which the same workers are alike tell nothing new
     for place, tensor in enumerate(tensors):
+        groups = list(tensor.groups)
+        alike = (tuple(map(id, tensor.classes)), tuple((row.status, id(workers)) for row, workers in groups))
+        if alike in known:
+            continue
+        known[alike] = tensor.classes, groups  # which keep their identity
         classes = {name: number for number, names in enumerate(tensor.classes) for name in names}
-        for row in tensor.rows:
-            mark = (found.get(row.worker, 0), place, classes.get(row.worker, -1), row.status)
-            found[row.worker] = numbers.setdefault(mark, len(numbers) + 1)
+        for row, workers in groups:
+            for worker in workers:
+                mark = (found.get(worker, 0), place, classes.get(worker, -1), row.status)
+                found[worker] = numbers.setdefault(mark, len(numbers) + 1)
     return found
 
 
 def _cells(tensors: Sequence[TensorComparison], workers: Set[str]) -> dict[str, dict[str, Cell]]:
     """Return the cells of these workers, by worker and stage."""
     found: dict[str, dict[str, Cell]] = {}
+    wanted = OncePerSet(lambda names: [name for name in names if name in workers])
     for place, tensor in enumerate(tensors):
-        for row in tensor.rows:
-            if row.worker not in workers:
-                continue
-            cell = found.setdefault(row.worker, {}).setdefault(tensor.stage, Cell())
+        for row, worker in ((row, worker) for row, names in tensor.groups for worker in wanted(names)):
+            cell = found.setdefault(worker, {}).setdefault(tensor.stage, Cell())
             cell.counts[row.status] = cell.counts.get(row.status, 0) + 1
             cell.take_ratio(share_of(row))
             if row.status in BAD and cell.first_bad is None:

@@ -237,9 +237,7 @@ def _load_paths(write: Writer, comparison: Comparison) -> None:
 def _layers(write: Writer, comparison: Comparison, *, verbose: bool) -> None:
     """Write the tensors with a mismatch; all of them where `verbose` asks for it."""
     shown = [
-        tensor
-        for tensor in comparison.tensors
-        if verbose or (any(row.status in BAD for row in tensor.rows) and tensor.stage != Stage.TRANSFER)
+        tensor for tensor in comparison.tensors if verbose or (tensor.is_wrong and tensor.stage != Stage.TRANSFER)
     ]  # the matrix shows those of copies
     if not shown:
         return
@@ -257,7 +255,7 @@ def _layers(write: Writer, comparison: Comparison, *, verbose: bool) -> None:
 
 
 def _worst(tensor: TensorComparison) -> str:
-    row = max(tensor.rows, key=badness)
+    row = max((row for row, _ in tensor.groups), key=badness)
     parts = [f"{row.worker}: {row.status}"]
     if row.diagnosis and row.status != "within":
         parts.append(row.diagnosis)

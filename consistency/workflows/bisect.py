@@ -19,8 +19,9 @@ from consistency.capture.folder import Capture
 from consistency.capture.reader import read_capture
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
+from consistency.comparison.records import Key
 from consistency.comparison.result import BAD, tensor_name
-from consistency.comparison.workers import ComparedWorker, Key, gather
+from consistency.comparison.workers import ComparedWorker, gather
 from consistency.devices.cores import available_cores
 from consistency.devices.discovery import select
 from consistency.errors import UsageError

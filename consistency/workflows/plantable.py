@@ -88,7 +88,7 @@ def _adapter(case: Case) -> tuple[Mapping[str, Any], Mapping[str, TensorHeader]]
 def _unchecked(healthy: Comparison, case: Case) -> dict[Stage, str]:
     found = {}
     for stage in case.stages:
-        rows = [row for tensor in healthy.tensors if tensor.stage == stage for row in tensor.rows]
+        rows = [row for tensor in healthy.tensors if tensor.stage == stage for row, _ in tensor.groups]
         if not any(row.status in JUDGED for row in rows):
             found[stage] = next((row.reason for row in rows if row.reason), "it has nothing to check")
     return found

@@ -46,7 +46,7 @@ def make_capture_of(number: int, info: WorkerInfo, records: Sequence[TensorRecor
             schema=SCHEMA, tool="0", created="2026-01-01", host="h", workers=(),
             case=Case(name="made-up", base="base", adapter="adapter"),
         ),
-        workers=(WorkerCapture(info=info, records=tuple(records)),),
+        workers=(WorkerCapture(info=info, parts=(tuple(records),)),),
     )  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def test_of_workers_of_one_kind_one_is_judged(monkeypatch: pytest.MonkeyPatch) -
         calls.append(subject.label)
         return judge(subject, *rest)
 
-    monkeypatch.setattr("consistency.comparison.compare.judge", counted)
+    monkeypatch.setattr("consistency.comparison.alike.judge", counted)
     counts = []
     for workers in (4, 40, 400):
         calls.clear()

@@ -11,8 +11,16 @@ from consistency.capture.wording import and_more, listed, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.comparison.findings.details import describe
-from consistency.comparison.findings.load_paths import Verdict, copies, is_software, judge_load_paths, load_paths_taken
-from consistency.comparison.result import BAD, Finding, Row, TensorComparison
+from consistency.comparison.findings.load_paths import (
+    Verdict,
+    copies,
+    is_cpu,
+    is_software,
+    judge_load_paths,
+    load_paths_taken,
+)
+from consistency.comparison.result import Finding, Row, TensorComparison
+from consistency.comparison.rows import Workers, WorkerSet
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 
@@ -23,9 +31,10 @@ _COMPUTED = (Rule.BOUND, Rule.RELATIVE, Rule.USER)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hit:
-    """One tensor that is wrong on one worker: its row on the first load path where it is, and all those paths."""
+    """One tensor that is wrong on workers that saw the same: their row on the first load path where it is, and all."""
 
     row: Row
+    workers: Workers
     home: str
     wrong: Set[str]
     taken: Set[str]
@@ -52,11 +61,16 @@ class _Group:
     tensors: list[TensorComparison] = field(default_factory=list)
     samples: list[Row] = field(default_factory=list)
     places: dict[tuple[str, str], None] = field(default_factory=dict)
+    _taken: dict[tuple[str, int], Workers] = field(default_factory=dict)
 
     def add(self, tensor: TensorComparison, hits: Sequence[_Hit]) -> None:
         self.tensors.append(tensor)
         self.samples.append(hits[0].row)
-        self.places.update({(load_path, hit.row.worker): None for hit in hits for load_path in sorted(hit.wrong)})
+        for hit in hits:
+            for load_path in sorted(hit.wrong):
+                if (load_path, id(hit.workers)) not in self._taken:
+                    self._taken[load_path, id(hit.workers)] = hit.workers  # which keeps its identity
+                    self.places.update({(load_path, worker): None for worker in hit.workers})
 
     @property
     def rule(self) -> str:
@@ -82,7 +96,7 @@ def find_causes(
         Given the workers concerned, what to type next.
     """
     # `placement` makes the findings of these
-    tensors = [t for t in tensors if not any(row.diagnosis == Word.TOUCHED for row in t.rows)]
+    tensors = [t for t in tensors if not any(row.diagnosis == Word.TOUCHED for row, _ in t.groups)]
     wrong = _by_name(tensors)
     groups = _grouped(wrong, many=len({t.load_path for t in tensors if not is_alternative(t.load_path)}) > 1)
     moved = {place for c, group in groups.items() if c.stage in MOVES_WEIGHTS for place in group.places}
@@ -111,9 +125,7 @@ def find_causes(
 
 def _by_name(tensors: Sequence[TensorComparison]) -> dict[str, dict[str, TensorComparison]]:
     """Return the tensors that are wrong anywhere, by name and load path."""
-    found: dict[str, dict[str, TensorComparison]] = {
-        tensor.name: {} for tensor in tensors if any(row.status in BAD for row in tensor.rows)
-    }
+    found: dict[str, dict[str, TensorComparison]] = {tensor.name: {} for tensor in tensors if tensor.is_wrong}
     for tensor in tensors:
         if tensor.name in found:
             found[tensor.name][tensor.load_path] = tensor
@@ -122,31 +134,83 @@ def _by_name(tensors: Sequence[TensorComparison]) -> dict[str, dict[str, TensorC
 
 def _grouped(wrong: Mapping[str, _ByLoadPath], *, many: bool) -> dict[_Cause, _Group]:
     groups: dict[_Cause, _Group] = {}
+    alike = _AlikeOnAllPaths()
     for by_load_path in wrong.values():
         same: dict[tuple[str, Word, Verdict], list[_Hit]] = {}
-        for hit in _hits(by_load_path):
+        for hit in _hits(by_load_path, alike):
             stage = by_load_path[hit.home].stage
             verdict = judge_load_paths(hit.word, hit.wrong, hit.taken, stage=stage, many=many)
             same.setdefault((hit.home, hit.word, verdict), []).append(hit)
         for (home, word, verdict), hits in same.items():
             tensor = by_load_path[home]
-            workers = tuple(hit.row.worker for hit in hits)
+            order = [one.workers for one in _in_order(by_load_path)]
+            workers = alike.join(tuple(hit.workers for hit in hits), order)
             cause = _Cause(stage=tensor.stage, word=word, verdict=verdict, workers=workers)
             groups.setdefault(cause, _Group()).add(tensor, hits)
     return groups
 
 
-def _hits(by_load_path: _ByLoadPath) -> Iterator[_Hit]:
-    """Yield where one tensor is wrong, worker by worker."""
-    rows_of: dict[str, dict[str, Row]] = {}
-    for load_path in sorted(by_load_path, key=is_alternative):  # the default ones first
-        for row in by_load_path[load_path].rows:
-            rows_of.setdefault(row.worker, {})[load_path] = row
-    for worker, rows in rows_of.items():
-        wrong, taken = load_paths_taken(worker, rows)
+class _AlikeOnAllPaths:
+    """Workers that share a row on every load path, and joined sets of workers: each found once for many tensors."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[tuple[int, ...], ...], tuple[object, list[tuple[Workers, tuple[int, ...]]]]] = {}
+        self._joined: dict[tuple[int, ...], tuple[object, Workers]] = {}
+
+    def split(
+        self, paths: Sequence[Sequence[Workers]], order: Sequence[Workers]
+    ) -> list[tuple[Workers, tuple[int, ...]]]:
+        """Return sets of workers, in order, and which set of each load path they are in: -1 where in none.
+
+        A CPU is never in a set with another device: it takes other load paths.
+        """
+        name = tuple(tuple(map(id, sets)) for sets in paths)
+        known = self._found.get(name)
+        if known is None:
+            places: dict[str, list[int]] = {}
+            for path, sets in enumerate(paths):
+                for number, workers in enumerate(sets):
+                    for worker in workers:
+                        places.setdefault(worker, [-1] * len(paths))[path] = number
+            alike: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
+            for worker in _ranks(order):
+                alike.setdefault((is_cpu(worker), tuple(places[worker])), []).append(worker)
+            known = self._found[name] = paths, [(tuple(workers), at) for (_, at), workers in alike.items()]
+        return known[1]
+
+    def join(self, sets: tuple[Workers, ...], order: Sequence[Workers]) -> Workers:
+        """Return the workers of several sets, in order; the same object for the same sets."""
+        if len(sets) == 1:
+            return sets[0]
+        name = tuple(map(id, sets))
+        if name not in self._joined:
+            every = sorted((worker for workers in sets for worker in workers), key=_ranks(order).__getitem__)
+            self._joined[name] = sets, tuple(every)
+        return self._joined[name][1]
+
+
+def _ranks(order: Iterable[Workers]) -> dict[str, int]:
+    names = dict.fromkeys(worker for workers in order for worker in workers)
+    return {worker: rank for rank, worker in enumerate(names)}
+
+
+def _in_order(by_load_path: _ByLoadPath) -> list[TensorComparison]:
+    """Return a tensor on all load paths, the default ones first."""
+    return [by_load_path[path] for path in sorted(by_load_path, key=is_alternative)]
+
+
+def _hits(by_load_path: _ByLoadPath, alike: _AlikeOnAllPaths) -> Iterator[_Hit]:
+    """Yield where one tensor is wrong, by workers that saw the same of it on all load paths."""
+    tensors = _in_order(by_load_path)
+    paths = [tensor.load_path for tensor in tensors]
+    groups = [list(tensor.groups) for tensor in tensors]
+    sets = [[workers for _, workers in group] for group in groups]
+    for workers, places in alike.split(sets, [tensor.workers for tensor in tensors]):
+        rows = {path: group[place][0] for path, group, place in zip(paths, groups, places, strict=True) if place >= 0}
+        wrong, taken = load_paths_taken(workers[0], rows)
         if wrong:
             home = next(load_path for load_path in rows if load_path in wrong)
-            yield _Hit(row=rows[home], home=home, wrong=wrong, taken=taken)
+            yield _Hit(row=rows[home], workers=workers, home=home, wrong=wrong, taken=taken)
 
 
 def _totals(tensors: Sequence[TensorComparison]) -> dict[tuple[str, str], Counter[str]]:
@@ -199,9 +263,12 @@ def _why(cause: _Cause, group: _Group, same: Sequence[TensorComparison], *, soft
 
 def _right(same: Sequence[TensorComparison], workers: Sequence[str]) -> list[str]:
     """Return the workers that received the same tensors on the same load paths, all of them right."""
-    rows = [row for tensor in same for row in tensor.rows]
-    hurt = {*workers, *(row.worker for row in rows if row.status != "equal")}
-    return list(dict.fromkeys(row.worker for row in rows if row.worker not in hurt))
+    seen, hurt = WorkerSet(), WorkerSet(dict.fromkeys(workers))
+    for row, alike in (group for tensor in same for group in tensor.groups):
+        seen.take(alike)
+        if row.status != "equal":
+            hurt.take(alike)
+    return [worker for worker in seen.names if worker not in hurt.names]
 
 
 def _origin(cause: _Cause, group: _Group, moved: Set[tuple[str, str]]) -> str:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from consistency.capture.records import TensorRecord
 from consistency.capture.soak import Soak
 from consistency.capture.wording import counted, some
 from consistency.case.builtin import builtin_name
@@ -26,6 +27,7 @@ from consistency.comparison.findings.placement import find_device_use
 from consistency.comparison.findings.soak import find_soak
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.transfers import find_transfer
+from consistency.comparison.records import Key, Records, tables_of
 from consistency.comparison.result import (
     BAD,
     ENVIRONMENT,
@@ -36,7 +38,8 @@ from consistency.comparison.result import (
     in_order,
     tensor_name,
 )
-from consistency.comparison.workers import ComparedWorker, Key
+from consistency.comparison.rows import WorkerSet
+from consistency.comparison.workers import ComparedWorker, in_order_of
 from consistency.devices.host.facts import HostFacts
 
 _SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
@@ -86,7 +89,7 @@ def find(
             )
             for p in compared if p.info.planted is not None
         ),
-        *_skipped(tensors),
+        *_skipped(compared, tensors),
     ]  # fmt: skip
     return in_order(found)
 
@@ -165,12 +168,14 @@ def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
     in_soak = {(p.label, tensor_name(*key)) for p in compared for key in p.changes}  # `find_soak` reports these
     found: dict[tuple[str, str], list[str]] = {}
     for tensor in tensors:
-        for row in tensor.rows:
+        for row, alike in tensor.groups:
             # an adapter that is wrong when loaded over poison differs from the first load: that is reported already,
             # and does not show whether it is wrong again
             reported = tensor.stage == Stage.ADAPTER and row.status in BAD
-            if row.repeated is False and not reported and (row.worker, tensor.name) not in in_soak:
-                found.setdefault((row.worker, tensor.stage), []).append(tensor.name)
+            if row.repeated is False and not reported:
+                for worker in alike:
+                    if (worker, tensor.name) not in in_soak:
+                        found.setdefault((worker, tensor.stage), []).append(tensor.name)
     by_tensors: dict[tuple[str, tuple[str, ...], bool], list[str]] = {}
     for (worker, stage), where in found.items():
         excused = worker in as_deployed and stage not in MOVES_WEIGHTS  # bytes that were moved are the same every time
@@ -192,10 +197,12 @@ def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
 def _same_program(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     """Devices of one model that run one program on the same bytes are expected to agree bitwise."""
     carried = [t for t in tensors if t.stage in MOVES_WEIGHTS and not is_alternative(t.load_path)]
-    off = {row.worker for t in carried for row in t.rows if row.status in BAD}
+    off = WorkerSet()
+    for workers in (workers for t in carried for row, workers in t.groups if row.status in BAD):
+        off.take(workers)
     groups: dict[tuple[Any, ...], list[ComparedWorker]] = {}
     for p in compared:
-        if p.program is not None and p.label not in off and p.info.status == "ok":
+        if p.program is not None and p.label not in off.names and p.info.status == "ok":
             groups.setdefault((*p.program, p.info.inputs_digest, p.case.dtype), []).append(p)
     for members in groups.values():
         if len(members) < 2:
@@ -203,7 +210,8 @@ def _same_program(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCo
         keys = [key for key, record in members[0].records.items() if record.rule != "bitwise"]
         deployed = any(not p.case.is_pinned for p in members)
         for stage in dict.fromkeys(key[0] for key in keys):
-            differing = [key for key in keys if key[0] == stage and not _agree(members, key)]
+            tables = tables_of(Records({stage: m.records.stage(stage)}) for m in members)
+            differing = [key for key in keys if key[0] == stage and not _agree(tables, key)]
             if differing:
                 labels = tuple(dict.fromkeys(p.label for p in members))
                 yield Finding(
@@ -220,27 +228,28 @@ def _same_program(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCo
                 )
 
 
-def _agree(members: Sequence[ComparedWorker], key: Key) -> bool:
-    digests = {m.records[key].digest for m in members if key in m.records}
+def _agree(tables: Sequence[Mapping[Key, TensorRecord]], key: Key) -> bool:
+    digests = {table[key].digest for table in tables if key in table}
     return len(digests - {None}) <= 1
 
 
-def _skipped(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
-    reasons: dict[tuple[str, str], dict[str, list[str]]] = {}
+def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+    reasons: dict[tuple[str, str], tuple[WorkerSet, dict[str, None]]] = {}
     facts = {tensor.name for tensor in tensors if tensor.rule == "limit"}
     for tensor in tensors:
-        for row in tensor.rows:
+        for row, workers in tensor.groups:
             if row.status == "skipped":
-                found = reasons.setdefault((tensor.stage, row.reason or "no reason given"), {})
-                found.setdefault(row.worker, []).append(tensor.name)
-    for (stage, reason), by_worker in reasons.items():
-        where = list(dict.fromkeys(name for found in by_worker.values() for name in found))
+                found = reasons.setdefault((tensor.stage, row.reason or "no reason given"), (WorkerSet(), {}))
+                found[0].take(workers)
+                found[1][tensor.name] = None
+    for (stage, reason), (skipping, names) in reasons.items():
+        by_worker, where = in_order_of(compared, skipping.names), list(names)
         what = counted(len(where), "check" if facts.issuperset(where) else "tensor")
         yield Finding(
             kind="skipped",
             severity="note",
-            message=f"{stage} · {what} skipped on {some(list(by_worker))}: {reason}",
-            general=f"{stage} · skipped on {some(list(by_worker))}: {reason}",
+            message=f"{stage} · {what} skipped on {some(by_worker)}: {reason}",
+            general=f"{stage} · skipped on {some(by_worker)}: {reason}",
             workers=tuple(by_worker),
             tensors=tuple(where),
         )

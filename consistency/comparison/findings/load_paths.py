@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from consistency.capture.names import SETTINGS_LAYER
-from consistency.capture.wording import counted, listed
+from consistency.capture.wording import MOST_NAMES, counted, listed, some
 from consistency.case.load_path import LoadPath, is_alternative, main_path
 from consistency.comparison.result import BAD, Finding, Row, TensorComparison
+from consistency.comparison.rows import WorkerSet
 from consistency.numerics.words import Word
 
 DTYPE_ON_THE_WAY = "dtype-on-the-way"
@@ -141,12 +143,17 @@ def copies(word: Word, workers: Sequence[str], fine: Iterable[str]) -> str:
     return text + (f"; {listed([f'0→{index}' for index in unhurt])} {verb} fine" if unhurt else "")
 
 
+def is_cpu(label: str) -> bool:
+    """Return whether a worker's device is a CPU."""
+    return _type(label) == "cpu"
+
+
 def is_software(tensors: Iterable[TensorComparison], workers: Sequence[str]) -> bool:
     """Return whether software is at fault for tensors that are wrong on these workers.
 
     It is on alternative paths where the CPU is wrong too, and all workers are bitwise equal.
     """
-    if len(workers) < 2 or not any(_type(label) == "cpu" for label in workers):
+    if len(workers) < 2 or not any(map(is_cpu, workers)):
         return False
     return all(is_alternative(tensor.load_path) and len(tensor.classes) == 1 for tensor in tensors)
 
@@ -158,7 +165,7 @@ def load_paths_taken(label: str, rows: Mapping[str, Row]) -> tuple[frozenset[str
     visible.
     """
     checked = {load_path: row for load_path, row in rows.items() if row.status not in ("skipped", "blocked")}
-    if _type(label) == "cpu":
+    if is_cpu(label):
         own = {load_path: row for load_path, row in checked.items() if main_path(load_path) != LoadPath.SHARED}
         checked = own or checked
     return frozenset(load_path for load_path, row in checked.items() if row.status in BAD), frozenset(checked)
@@ -168,7 +175,7 @@ def load_paths_taken(label: str, rows: Mapping[str, Row]) -> tuple[frozenset[str
 class _Cast:
     """Tensors that load paths cast through one dtype, and the workers on which they do."""
 
-    workers: dict[str, None] = field(default_factory=dict)
+    workers: WorkerSet = field(default_factory=WorkerSet)
     by_load_path: dict[str, list[TensorComparison]] = field(default_factory=dict)
 
 
@@ -184,13 +191,14 @@ def find_casts(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
         usual = defaults.get((tensor.name, main_path(tensor.load_path)))
         if usual is not None and tensor.dtype not in ("", usual):
             stored.setdefault((tensor.dtype, usual), {}).setdefault(tensor.load_path, []).append(tensor)
-        through = {row.worker: row.cast for row in tensor.rows if row.cast}
+        through = [(row.cast, workers) for row, workers in tensor.groups if row.cast]
         if through:
-            partial = any(row.worker not in through and row.status == "equal" for row in tensor.rows)
+            partial = any(not row.cast and row.status == "equal" for row, _ in tensor.groups)
             # the reference worker does not take every load path itself: where all cast, there is one note for all
-            key = (str(next(iter(through.values()))), tuple(through) if partial else ())
-            cast = casts.setdefault(key, _Cast())
-            cast.workers.update(dict.fromkeys(through))
+            named = tuple(worker for _, workers in through for worker in workers) if partial else ()
+            cast = casts.setdefault((str(through[0][0]), named), _Cast())
+            for _, workers in through:
+                cast.workers.take(workers)
             cast.by_load_path.setdefault(tensor.load_path, []).append(tensor)
     for (dtype, partial_workers), cast in casts.items():
         first = next(iter(cast.by_load_path.values()))
@@ -199,14 +207,16 @@ def find_casts(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
             if partial_workers
             else "on every device: PEFT casts them to the dtype of the base while loading"
         )
-        opening = f"adapter · {listed(tuple(cast.workers))} · the file's values rounded through {dtype}"
+        names = tuple(cast.workers.names)
+        who = listed(names) if len(names) <= MOST_NAMES else some(names)
+        opening = f"adapter · {who} · the file's values rounded through {dtype}"
         ending = f"with low_cpu_mem_usage=True ({', '.join(cast.by_load_path)}), {tail}"
         yield Finding(
             kind=DTYPE_ON_THE_WAY,
             severity="error" if partial_workers else "note",
             message=f"{opening} in {counted(len(first), 'tensor')} {ending}",
             general=f"{opening} {ending}",
-            workers=tuple(cast.workers),
+            workers=names,
             tensors=tuple(t.name for t in first),
             load_paths=tuple(cast.by_load_path),
         )
@@ -233,6 +243,7 @@ def _names(load_paths: Iterable[LoadPath]) -> str:
     return ", ".join(load_path.value for load_path in LoadPath if load_path in chosen)
 
 
+@functools.cache
 def _type(label: str) -> str | None:
     match = _LABEL.search(label)
     return None if match is None else match["type"]

@@ -6,11 +6,13 @@ Where the model ran with the adapter on and off, the outputs decide; else what i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, DELTA, RANK_AND_SCALING, SETTINGS_LAYER
+from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, some
 from consistency.case.stages import Stage
+from consistency.comparison.records import Key
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
 
@@ -24,8 +26,15 @@ def find_no_effect(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     for p in compared:
         if p.case.adapter is not None and p.info.status == "ok":
             by_capture.setdefault(id(p.capture), []).append(p)
+    known: dict[int, tuple[bool, int] | None] = {}
     for workers in by_capture.values():
-        outputs = [found for p in workers if (found := _outputs(p)) is not None]
+        outputs = []
+        for p in workers:
+            table = p.records.stage(Stage.FORWARD)
+            if id(table) not in known:  # workers that saw the same share it
+                known[id(table)] = _outputs(table)
+            if not p.case.only and (equal := known[id(table)]) is not None:
+                outputs.append(equal)
         if any(not equal for equal, _ in outputs):
             continue
         cause = next((text for p in workers if (text := _cause(p))), "")
@@ -49,18 +58,16 @@ def find_no_effect(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         )
 
 
-def _outputs(p: ComparedWorker) -> tuple[bool, int] | None:
+def _outputs(table: Mapping[Key, TensorRecord]) -> tuple[bool, int] | None:
     """Return whether all outputs are bitwise equal with the adapter on and off, and how many there are.
 
     None where that shows nothing: it did not run in both modes, or in part, or its values are not finite.
     """
-    if p.case.only:
-        return None
     pairs = [
         (record, off)
-        for (stage, layer, tensor), record in p.records.items()
-        if stage == Stage.FORWARD and tensor == ADAPTER_ON and record.digest is not None
-        if (off := p.records.get((stage, layer, ADAPTER_OFF))) is not None and off.digest is not None
+        for (stage, layer, tensor), record in table.items()
+        if tensor == ADAPTER_ON and record.digest is not None
+        if (off := table.get((stage, layer, ADAPTER_OFF))) is not None and off.digest is not None
     ]
     finite = all(on.measure is None or math.isfinite(float(on.measure.max_abs)) for on, _ in pairs)
     if not pairs or not finite:
@@ -79,7 +86,7 @@ def _cause(p: ComparedWorker) -> str:
         case "zero-scaling" | "zero-weights":
             return f"{settings.evidence.get('zero')} {'is' if settings.effect == 'zero-scaling' else 'are'} zero"
         case "layers":
-            deltas = [r for (stage, _, tensor), r in p.records.items() if stage == Stage.MERGED and tensor == DELTA]
+            deltas = [r for (_, _, tensor), r in p.records.stage(Stage.MERGED).items() if tensor == DELTA]
             if deltas and not p.case.only and all(record.effect == "zero-delta" for record in deltas):
                 return f"{len(deltas)} of {len(deltas)} deltas are zero"
     return ""

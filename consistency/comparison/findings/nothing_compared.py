@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from consistency.capture.names import WHOLE_MODEL
+from consistency.capture.records import TensorRecord
 from consistency.capture.wording import some
 from consistency.case.stages import Stage
 from consistency.comparison.coverage import coverage
+from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import Finding, TensorComparison
-from consistency.comparison.workers import ComparedWorker, Key
+from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.rules import Rule
 
 NOTHING_COMPARED = "nothing-compared"
@@ -31,7 +33,7 @@ def find_nothing_compared(compared: Sequence[ComparedWorker], tensors: Sequence[
     if len(whole) < len(compared) and not whole:
         return
     if tensors and not coverage(tensors):
-        reasons = dict.fromkeys(row.reason or _ALONE for tensor in tensors for row in tensor.rows)
+        reasons = dict.fromkeys(row.reason or _ALONE for tensor in tensors for row, _ in tensor.groups)
         yield Finding(
             kind=NOTHING_COMPARED,
             severity="error",
@@ -43,8 +45,13 @@ def find_nothing_compared(compared: Sequence[ComparedWorker], tensors: Sequence[
     by_capture: dict[int, list[ComparedWorker]] = {}
     for p in whole:
         by_capture.setdefault(id(p.capture), []).append(p)
-    keys = [_keys(members) for members in by_capture.values()]
-    count = Counter(key for found in keys for key in found)
+    comparable = _Comparable()
+    keys = [comparable.of(members) for members in by_capture.values()]
+    of_captures = Counter(keys)  # most captures of a fleet have the same
+    count: Counter[Key] = Counter()
+    for found, captures in of_captures.items():
+        for key in found:
+            count[key] += captures
     apart = [
         (members, found)
         for members, found in zip(by_capture.values(), keys, strict=True)
@@ -79,16 +86,35 @@ def _stages(keys: Iterable[Key]) -> str:
     return f"({some(sorted({key[0] for key in keys})) or 'no stage'})"
 
 
-def _keys(workers: Iterable[ComparedWorker]) -> set[Key]:
-    """Return what could be compared with another capture.
+class _Comparable:
+    """What of captures could be compared with another one, found once for all workers that share a table."""
+
+    def __init__(self) -> None:
+        self._same: dict[frozenset[Key], frozenset[Key]] = {}
+        self._tables: dict[int, frozenset[Key]] = {}
+        self._joined: dict[frozenset[frozenset[Key]], frozenset[Key]] = {}
+
+    def of(self, workers: Iterable[ComparedWorker]) -> frozenset[Key]:
+        """Return the tensors of a capture that another one may have; equal ones are one object."""
+        parts = frozenset(map(self._table, tables_of(worker.records for worker in workers)))
+        if parts not in self._joined:
+            found = frozenset().union(*parts)
+            self._joined[parts] = self._same.setdefault(found, found)
+        return self._joined[parts]
+
+    def _table(self, table: Mapping[Key, TensorRecord]) -> frozenset[Key]:
+        if id(table) not in self._tables:
+            found = frozenset(_keys(table))
+            self._tables[id(table)] = self._same.setdefault(found, found)
+        return self._tables[id(table)]
+
+
+def _keys(table: Mapping[Key, TensorRecord]) -> Iterator[Key]:
+    """Yield what could be compared with another capture.
 
     Facts and copies between devices have other names on every host: of these it is the stage.
     """
-    found = set()
-    for worker in workers:
-        for key, record in worker.records.items():
-            if record.status in _ABSENT or key[1] == WHOLE_MODEL:
-                continue
+    for key, record in table.items():
+        if record.status not in _ABSENT and key[1] != WHOLE_MODEL:
             own = record.rule == Rule.LIMIT or key[0] == Stage.TRANSFER
-            found.add((key[0], "", "") if own else key)
-    return found
+            yield (key[0], "", "") if own else key

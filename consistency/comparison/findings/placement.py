@@ -13,6 +13,7 @@ from typing import Any
 
 from consistency.capture.wording import size, some
 from consistency.comparison.result import BAD, Finding, Row, TensorComparison
+from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 
 _STEPS = {"import": "importing the libraries", "load base": "loading the base", "load adapter": "loading the adapter"}
@@ -31,9 +32,9 @@ def find_device_use(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     """Group unexpected device use by load path, device, step and severity."""
     by_worker: dict[tuple[str, str, str], dict[str, tuple[TensorComparison, Row]]] = {}
     for tensor in tensors:
-        for row in tensor.rows:
-            if row.diagnosis == Word.TOUCHED and tensor.rule == "limit":
-                by_worker.setdefault((tensor.load_path, tensor.layer, row.worker), {})[tensor.tensor] = (tensor, row)
+        for row, workers in tensor.groups if tensor.rule == Rule.LIMIT else ():
+            for worker in workers if row.diagnosis == Word.TOUCHED else ():
+                by_worker.setdefault((tensor.load_path, tensor.layer, worker), {})[tensor.tensor] = (tensor, row)
     groups: dict[tuple[str, str, str, bool], _Use] = {}
     for (load_path, device, worker), counters in by_worker.items():
         steps = [str(row.evidence.get("first_step")) for _, row in counters.values()]

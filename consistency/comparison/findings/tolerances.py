@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from consistency.capture.wording import counted
 from consistency.case.tolerance import Override
+from consistency.comparison.records import tables_of
 from consistency.comparison.result import Finding, tensor_name
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.rules import Rule
@@ -24,12 +25,16 @@ def find_tolerances(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
 def _applied(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     judged: dict[str, dict[str, None]] = {}
     workers: dict[str, dict[str, None]] = {}
-    for p in compared:
-        for key, record in p.records.items():
+    by_table: dict[int, set[str]] = {}
+    for table in tables_of(p.records for p in compared):
+        texts = by_table[id(table)] = set()
+        for key, record in table.items():
             if record.rule == Rule.USER:
-                text = record.tolerance or "not named"
+                texts.add(text := record.tolerance or "not named")
                 judged.setdefault(text, {})[tensor_name(*key)] = None
-                workers.setdefault(text, {})[p.label] = None
+    for p in compared:
+        for text in {text for table in p.records.stages.values() for text in by_table[id(table)]}:
+            workers.setdefault(text, {})[p.label] = None
     for text, names in judged.items():
         yield Finding(
             kind=KIND,
@@ -47,8 +52,8 @@ def _idle(override: Override, compared: Sequence[ComparedWorker]) -> Iterable[Fi
         return
     matched: dict[str, str] = {}
     there = [p for p in compared if override.is_for(p.info.architecture)]
-    for p in there:
-        for key, record in p.records.items():
+    for table in tables_of(p.records for p in there):
+        for key, record in table.items():
             if override.matches(stage=record.stage, layer=record.layer, dtype=record.dtype):
                 if record.tolerance == str(override):
                     return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,11 +119,11 @@ def matrices(tensors: Iterable[TensorComparison]) -> list[Matrix]:
     vias: dict[tuple[str, Pair, str], str] = {}
     for tensor in tensors:
         pair = split_pair(tensor.layer) if tensor.stage == Stage.TRANSFER else None
-        for row in tensor.rows if pair is not None else ():
+        for row, worker in _each(tensor) if pair is not None else ():
             assert pair is not None
-            home = home_of(row.worker)
+            home = home_of(worker)
             cell = homes.setdefault(home, {}).setdefault(pair, Cell())
-            _take(cell, tensor, row)
+            _take(cell, tensor, row.of(worker))
             via = row.evidence.get("via")
             if isinstance(via, str):
                 vias[home, pair, tensor.tensor] = via
@@ -135,6 +136,11 @@ def matrices(tensors: Iterable[TensorComparison]) -> list[Matrix]:
     return [Matrix(home=home, places=tuple(places[home]), cells=cells) for home, cells in homes.items()]
 
 
+def _each(tensor: TensorComparison) -> Iterator[tuple[Row, str]]:
+    return ((row, worker) for row, workers in tensor.groups for worker in workers)
+
+
+@functools.cache
 def home_of(worker: str) -> str:
     """Return the name of the capture that a worker's name begins with, empty where it begins with none."""
     match = _WORKER.match(worker)

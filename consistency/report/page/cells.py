@@ -24,8 +24,9 @@ from typing import Any
 import msgspec
 
 from consistency.capture.wording import some
-from consistency.comparison.layers import LayerCell, LayerComparison, cells_of, members_of
+from consistency.comparison.layers import LayerCell, LayerComparison, Members, cells_of
 from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
+from consistency.comparison.rows import OncePerSet, Workers, WorkerSet
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.page.labels import KEY, digits
 from consistency.report.summary import Group, badness, stage_order
@@ -90,18 +91,20 @@ def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> 
     """Return the columns below the architectures of a load path: its workers, or, of many, the lines of the groups."""
     here = {worker.name: worker for worker in comparison.workers if worker.load_path == load_path}
     if len(here) <= MOST_COLUMNS:
-        seen = dict.fromkeys(
-            row.worker for tensor in comparison.tensors if tensor.load_path == load_path for row in tensor.rows
-        )
+        found = WorkerSet()
+        for tensor in comparison.tensors:
+            if tensor.load_path == load_path:
+                found.take(tensor.workers)
+        seen = found.names
         # a reference file has no rows, and a reference worker may have them on a load path that it did not take
         names = [name for name, worker in here.items() if name in seen or worker.status != "ok"]
         names += [name for name in seen if name not in here]
-        of = members_of(comparison)
+        of = Members(comparison).of
         return [
             Column(label=name, architecture=of.get(name, ""), workers=(name,), stands_for=1)
             for name in sorted(names, key=lambda name: _place(comparison, of.get(name, "")))
         ]
-    found = []
+    drawn = []
     for group in groups:
         for line in group.lines:
             label = some(line.workers, 2) if line.kinds == 1 else f"{len(line.workers)} others"
@@ -109,8 +112,8 @@ def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> 
             column = Column(
                 label=label, architecture=group.architecture, workers=read, stands_for=len(line.workers)
             )  # fmt: skip
-            found.append(column)
-    return found
+            drawn.append(column)
+    return drawn
 
 
 def _place(comparison: Comparison, architecture: str) -> int:
@@ -120,7 +123,7 @@ def _place(comparison: Comparison, architecture: str) -> int:
 
 def unequal(comparison: Comparison) -> list[LayerComparison]:
     """Return every tensor that is not bitwise equal everywhere, copies and facts among them, by architecture."""
-    members = members_of(comparison)
+    members = Members(comparison)
     return [
         LayerComparison(
             stage=tensor.stage, load_path=tensor.load_path, layer=tensor.layer, tensor=tensor.tensor,
@@ -138,21 +141,18 @@ def sections(
 ) -> list[Section]:
     """Return what is drawn of every stage on every load path, in the order of `Stage`; `layers` are of `unequal`."""
     found: dict[tuple[str, str], Section] = {}
-    members = members_of(comparison)
+    members = Members(comparison)
     seen = iter(layers)
     titles = {load_path: list(architectures(drawn)) for load_path, drawn in by_load_path.items()}
     kept: list[tuple[int, int, Section, list[Any]]] = []
-    places = {
-        load_path: {name: place for place, column in enumerate(drawn) for name in column.workers}
-        for load_path, drawn in by_load_path.items()
-    }
+    shown = {load_path: _Shown(drawn) for load_path, drawn in by_load_path.items()}
     for number, tensor in enumerate(comparison.tensors):
         key = (tensor.load_path, tensor.stage)
         section = found.get(key)
         if section is None:
             section = found[key] = Section(load_path=one_line(key[0]), stage=one_line(key[1]))
         section.total += 1
-        entry, rank = _entry(tensor, by_load_path[tensor.load_path], places[tensor.load_path], strings)
+        entry, rank = _entry(tensor, by_load_path[tensor.load_path], shown[tensor.load_path], strings)
         by_architecture = None if tensor.is_equal or not tensor.rows else next(seen).architectures
         if len(entry) > _CELLS:
             by_architecture = by_architecture or cells_of(tensor, members)
@@ -216,8 +216,31 @@ def _shorten(kept: list[tuple[int, int, Section, list[Any]]]) -> None:
     kept[:] = sorted(chosen, key=lambda one: one[1])
 
 
+class _Shown:
+    """The workers of the columns of a load path, found once for all tensors at which the same ones are alike."""
+
+    def __init__(self, drawn: Sequence[Column]) -> None:
+        self._places = {name: place for place, column in enumerate(drawn) for name in column.workers}
+        self.by_column = OncePerSet(self._by_column)
+        self._classes: tuple[object, Mapping[str, int]] = (), {}
+
+    def _by_column(self, workers: Workers) -> dict[int, Workers]:
+        """Return those of these workers that are in columns, by the places of the columns."""
+        found: dict[int, list[str]] = {}
+        for name in workers:
+            if name in self._places:
+                found.setdefault(self._places[name], []).append(name)
+        return {place: tuple(names) for place, names in found.items()}
+
+    def classes(self, classes: tuple[Workers, ...]) -> Mapping[str, int]:
+        """Return the number of each worker's class; of the tensors of a stage most have the same classes."""
+        if self._classes[0] is not classes:
+            self._classes = classes, {name: number for number, names in enumerate(classes) for name in names}
+        return self._classes[1]
+
+
 def _entry(
-    tensor: TensorComparison, drawn: Sequence[Column], places: Mapping[str, int], strings: Strings
+    tensor: TensorComparison, drawn: Sequence[Column], columns: _Shown, strings: Strings
 ) -> tuple[list[Any], int]:
     """Return a tensor as it is written, and how much it matters."""
     shape = "×".join(map(str, tensor.shape)) or "scalar"
@@ -225,20 +248,20 @@ def _entry(
     rank = _UNLIKE if len(tensor.classes) > 1 else _ALIKE
     if tensor.is_equal and len(tensor.rows) >= sum(column.stands_for for column in drawn):
         return entry, rank
-    classes = {name: number for number, names in enumerate(tensor.classes) for name in names}
-    statuses = {row.status for row in tensor.rows}
+    classes = columns.classes(tensor.classes)
+    statuses = {row.status for row, _ in tensor.groups}
     if statuses & BAD:
         rank = _BAD
     elif statuses & {"skipped", "blocked"}:
         rank = _UNLIKE
-    seen: list[list[Row]] = [[] for _ in drawn]
-    for row in tensor.rows:
-        if row.worker in places:
-            seen[places[row.worker]].append(row)
+    seen: list[list[tuple[Row, Workers]]] = [[] for _ in drawn]
+    for row, workers in tensor.groups:
+        for place, names in columns.by_column(workers).items():
+            seen[place].append((row, names))
     variants: dict[tuple[Any, ...], int] = {}
     shows = []
-    for rows in seen:
-        variant = _variant(rows, classes, strings) if rows else None
+    for found in seen:
+        variant = _variant(found, classes, strings) if found else None
         shows.append(-1 if variant is None else variants.setdefault(variant, len(variants)))
     entry += [[], [list(variant) for variant in variants]]
     if shows not in ([0] * len(drawn), list(range(len(drawn)))):
@@ -246,10 +269,10 @@ def _entry(
     return entry, rank
 
 
-def _variant(rows: Sequence[Row], classes: Mapping[str, int], strings: Strings) -> tuple[Any, ...]:
+def _variant(rows: Sequence[tuple[Row, Workers]], classes: Mapping[str, int], strings: Strings) -> tuple[Any, ...]:
     """Return what a column shows: its worker's row, or the worst of its workers' rows."""
-    row = max(rows, key=badness)
-    of = {classes.get(one.worker, 0) for one in rows}
+    row = max((row for row, _ in rows), key=badness)
+    of = {classes.get(name, 0) for _, names in rows for name in names}
     word = row.reason if row.status in ("skipped", "blocked") else row.diagnosis
     measured = row.mismatched if row.status not in ("equal", "missing") else None
     found: list[Any] = [
@@ -260,7 +283,9 @@ def _variant(rows: Sequence[Row], classes: Mapping[str, int], strings: Strings) 
         digits(row.max_abs) if measured is not None else None,
         row.max_ulp if measured is not None else None,
         measured,
-        (sum(one.status in BAD for one in rows) or None) if len(rows) > 1 else None,
+        (sum(len(names) for one, names in rows if one.status in BAD) or None)
+        if len(rows) > 1 or len(rows[0][1]) > 1
+        else None,
     ]
     while len(found) > 1 and found[-1] in (None, -1):
         found.pop()

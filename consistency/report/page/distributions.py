@@ -71,14 +71,16 @@ def ratios(tensors: Iterable[TensorComparison]) -> list[Ratios]:
     counts: dict[str, list[int]] = {}
     seen: dict[str, int] = {}
     for tensor in tensors:
-        found = Counter(row.bound_ratio for row in tensor.rows)  # millions of rows in a fleet, few ratios per tensor
-        del found[None]
+        found: Counter[float] = Counter()
+        for row, workers in tensor.groups:
+            if row.bound_ratio is not None:
+                found[row.bound_ratio] += len(workers)
         if not found:
             continue
         seen[tensor.stage] = seen.get(tensor.stage, 0) + 1
         into = counts.setdefault(tensor.stage, [0] * (len(edges) + 1))
         for ratio, count in found.items():
-            into[_bin(float(ratio or 0), edges)] += count
+            into[_bin(float(ratio), edges)] += count
     return [
         Ratios(stage=stage, rows=sum(some), tensors=seen[stage], bins=tuple(_bins(some)))
         for stage, some in counts.items()
@@ -109,14 +111,14 @@ def bits(tensors: Iterable[TensorComparison]) -> list[Bits]:
     seen: dict[str, list[int]] = {}
     for tensor in tensors:
         rows = 0
-        for evidence in [row.evidence for row in tensor.rows if row.evidence]:
+        for evidence, workers in ((row.evidence, workers) for row, workers in tensor.groups if row.evidence):
             found = evidence.get("flipped_bits")
             if isinstance(found, dict) and found:
-                rows += 1
+                rows += len(workers)
                 into = counts.setdefault(tensor.dtype, [0] * _WIDEST)
                 for place, count in found.items():
                     if str(place).isdecimal() and int(place) < _WIDEST and type(count) is int and count > 0:
-                        into[int(place)] += count
+                        into[int(place)] += count * len(workers)
         if rows:
             of = seen.setdefault(tensor.dtype, [0, 0])
             of[0] += 1

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from consistency.comparison.by_worker import worst_ratios
 from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
+from consistency.comparison.rows import Workers
 from consistency.comparison.suite import CaseFinding, CaseResult, CaseStage, CaseWorker
 from consistency.numerics.real import Real
 from consistency.report.sentences import sentence
@@ -76,26 +77,30 @@ def _findings(comparison: Comparison) -> Iterator[CaseFinding]:
 def _stage(stage: str, tensors: list[TensorComparison]) -> CaseStage:
     """Return a stage's worst status, and its worst ratio with its place."""
     counts: dict[str, int] = {}
-    worst: dict[str, Row] = {}
+    worst: dict[int, tuple[Workers, Row]] = {}
     worst_ratio, place, worker, first_bad = None, None, None, None
     for tensor in tensors:
-        row = max(tensor.rows, key=_badness)
+        row = max((row for row, _ in tensor.groups), key=_badness)
         counts[row.status] = counts.get(row.status, 0) + 1
         if row.status in BAD and first_bad is None:
             first_bad = tensor.layer
-        for one in tensor.rows:
-            worst[one.worker] = max(worst.get(one.worker, one), one, key=_badness)
+        for one, workers in tensor.groups:
+            _, known = worst.get(id(workers), (workers, one))
+            worst[id(workers)] = workers, max(known, one, key=_badness)
             if one.bound_ratio is not None and is_larger(one.bound_ratio, worst_ratio):
                 worst_ratio, place, worker = one.bound_ratio, tensor.name, one.worker
+    of_workers: dict[str, Row] = {}
+    for names, one in worst.values():
+        of_workers.update({name: max(of_workers.get(name, one), one, key=_badness) for name in names})
     return CaseStage(
         stage=stage,
-        status=max(worst.values(), key=_badness).status,
+        status=max((row for _, row in worst.values()), key=_badness).status,
         counts=counts,
         worst_ratio=None if worst_ratio is None else Real(worst_ratio),
         worst_tensor=place,
         worst_worker=worker,
         first_bad=first_bad,
-        workers={name: row.status for name, row in worst.items()},
+        workers={name: row.status for name, row in of_workers.items()},
     )
 
 

@@ -16,9 +16,10 @@ from consistency.capture.soak import ChangedTensor
 from consistency.capture.transport import fetch, is_remote
 from consistency.case.stages import MOVES_WEIGHTS, Stage
 from consistency.comparison.judge import judge
+from consistency.comparison.records import Key
 from consistency.comparison.result import BAD, NOT_REPEATABLE, Finding, tensor_name
 from consistency.comparison.stored_tensors import read_stored
-from consistency.comparison.workers import ComparedWorker, Key, choose_reference, gather
+from consistency.comparison.workers import ComparedWorker, choose_reference, gather
 from consistency.errors import CaptureError, UsageError
 from consistency.numerics.rules import Rule
 from consistency.workflows.saved_report import ReportHead, read_report

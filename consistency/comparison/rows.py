@@ -1,0 +1,184 @@
+"""The rows of a tensor: one per worker, of which those that differ in nothing but the worker are kept once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, Literal, TypeVar, overload
+
+import msgspec
+
+from consistency.numerics.measure import Measure
+from consistency.numerics.real import Real
+from consistency.numerics.words import Word
+
+Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked"]
+
+Workers = tuple[str, ...]
+"""Names of workers, in the order of the comparison. Equal ones are one object, whatever the number of tensors."""
+
+_MEASURED = (
+    "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp", "bound_ratio", "worst_index"
+)  # fmt: skip
+
+NO_DIFFERENCE: dict[str, Any] = {
+    "mismatched": 0, "max_abs": Real(0.0), "mean_abs": Real(0.0), "max_rel": Real(0.0), "rms": Real(0.0), "max_ulp": 0
+}  # fmt: skip
+"""Fields of a row whose tensor is bitwise equal to its reference."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many where devices disagree, and no cycles
+    """One tensor on one worker.
+
+    Attributes
+    ----------
+    reference : str or None
+        `file`, `float64`, the name of another worker, or None where there is nothing to compare with.
+    elements, mismatched : int or None
+        None where nothing was measured.
+    max_abs, mean_abs, max_rel, rms : float or None
+        Of the difference from the reference, in the tensor's own unit.
+    max_ulp : int or None
+        In units in the last place of the dtype.
+    bound_ratio : float or None
+        Worst difference over what is allowed; None for a bitwise rule.
+    allowed : float, optional
+        What is allowed for the element of that difference, in the tensor's own unit.
+    evidence : dict
+        Data behind the diagnosis; for a difference in bits, both values and both bit patterns.
+    reason : str or None
+        Why it was skipped or blocked.
+    repeated : bool or None
+        Whether repeat runs on the same device were bitwise equal; None where there was one run.
+    cast, name_in_file : str, optional
+        As in `TensorRecord`.
+    own_file : bool, optional
+        The capture was made from other files than the reference's: whether the worker holds the bytes of its own.
+    unread : bool, optional
+        A stored tensor could not be read.
+    """
+
+    worker: str
+    reference: str | None
+    status: Status
+    elements: int | None = None
+    mismatched: int | None = None
+    max_abs: Real | None = None
+    mean_abs: Real | None = None
+    max_rel: Real | None = None
+    rms: Real | None = None
+    max_ulp: int | None = None
+    bound_ratio: Real | None = None
+    allowed: Real | msgspec.UnsetType = msgspec.UNSET
+    worst_index: tuple[int, ...] | None = None
+    diagnosis: Word | None = None
+    evidence: dict[str, Any] = {}
+    reason: str | None = None
+    repeated: bool | None = None
+    cast: str | msgspec.UnsetType = msgspec.UNSET
+    name_in_file: str | msgspec.UnsetType = msgspec.UNSET
+    own_file: bool | msgspec.UnsetType = msgspec.UNSET
+    unread: bool | msgspec.UnsetType = msgspec.UNSET
+
+    def with_measure(self, found: Measure) -> Row:
+        """Return this row with what was measured."""
+        allowed = msgspec.UNSET if found.allowed is None else found.allowed
+        return msgspec.structs.replace(self, allowed=allowed, **{name: getattr(found, name) for name in _MEASURED})
+
+    def of(self, worker: str) -> Row:
+        """Return this row for a worker."""
+        return self if worker == self.worker else msgspec.structs.replace(self, worker=worker)
+
+
+T = TypeVar("T")
+
+
+class OncePerSet(Generic[T]):
+    """Computes something of a set of workers once for all tensors that have this set.
+
+    Sets are told apart by identity: to compare the names of thousands of workers for every tensor takes too long.
+    """
+
+    __slots__ = ("_compute", "_known")
+
+    def __init__(self, compute: Callable[[Workers], T]) -> None:
+        self._compute = compute
+        self._known: dict[int, tuple[Workers, T]] = {}  # with the set, which keeps its identity
+
+    def __call__(self, workers: Workers) -> T:
+        known = self._known.get(id(workers))
+        if known is None:
+            known = self._known[id(workers)] = workers, self._compute(workers)
+        return known[1]
+
+
+class WorkerSet:
+    """Gathers workers of the sets of many tensors in `names`; a set that was taken before costs nothing."""
+
+    __slots__ = ("_taken", "names")
+
+    def __init__(self, names: dict[str, None] | None = None) -> None:
+        self.names: dict[str, None] = {} if names is None else names
+        self._taken: dict[int, Workers] = {}
+
+    def take(self, workers: Workers) -> None:
+        if id(workers) not in self._taken:
+            self._taken[id(workers)] = workers  # which keeps its identity
+            self.names.update(dict.fromkeys(workers))
+
+
+class Rows(Sequence[Row]):
+    """The rows of a tensor as a sequence with one per worker; each is made when it is asked for.
+
+    Attributes
+    ----------
+    different : tuple of Row
+        Rows that differ in more than the worker, each with its first worker.
+    workers : tuple of tuple of str
+        The workers of each of these.
+    order : tuple of str
+        All workers, in the order of the comparison.
+    """
+
+    __slots__ = ("different", "order", "workers")
+
+    def __init__(self, different: tuple[Row, ...], workers: tuple[Workers, ...], order: Workers) -> None:
+        self.different, self.workers, self.order = different, workers, order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[Row]:
+        if len(self.different) == len(self.order):
+            return iter(self.different)
+        by_worker = {worker: row for row, workers in grouped(self) for worker in workers}
+        return (by_worker[worker].of(worker) for worker in self.order)
+
+    @overload
+    def __getitem__(self, place: int) -> Row: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Row]: ...
+    def __getitem__(self, place: int | slice) -> Row | Sequence[Row]:
+        if isinstance(place, slice):
+            return tuple(self)[place]
+        worker = self.order[place]
+        return next(row.of(worker) for row, workers in grouped(self) if worker in workers)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as of the rows themselves, whose evidence is a dict
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+def workers_of(rows: Sequence[Row]) -> Workers:
+    """Return the workers of rows, in their order."""
+    return rows.order if isinstance(rows, Rows) else tuple(row.worker for row in rows)
+
+
+def grouped(rows: Sequence[Row]) -> Iterable[tuple[Row, Workers]]:
+    """Return the different rows, each with the workers that it holds for."""
+    if isinstance(rows, Rows):
+        return zip(rows.different, rows.workers, strict=True)
+    return ((row, (row.worker,)) for row in rows)
