@@ -53,16 +53,21 @@ class _Room:
     def __init__(self, size: int, model: torch.nn.Module) -> None:
         self._left = size
         held = itertools.chain(model.parameters(), model.buffers())
-        self._seen = {tensor.untyped_storage()._cdata for tensor in held}
+        self._seen = {tensor.untyped_storage()._cdata for tensor in held if tensor.layout is torch.strided}
 
     @property
     def is_full(self) -> bool:
         return self._left <= 0
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count what a tensor that is kept takes, once for all views of it; a subclass wraps what is counted."""
+        """Count what a tensor that is kept takes, once for all views of it; a subclass wraps what is counted.
+
+        A sparse one has no storage: a method's table, which its parts are in memory for already.
+        """
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return tensor
         storage = tensor.untyped_storage()
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and storage._cdata not in self._seen:
+        if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
             self._left -= storage.nbytes()
         return tensor

@@ -179,3 +179,14 @@ def test_code_that_runs_again_is_inside_the_context_that_is_asked_for() -> None:
         assert not entered
         found.backward()
     assert entered == ["in", "in"]
+
+
+def test_a_sparse_table_of_a_method_takes_no_room() -> None:
+    """FRoD has them, and a sparse tensor has no storage to count."""
+    model = Deep(2)
+    model.register_buffer("table", torch.eye(8).to_sparse())
+    room = _Room(1 << 20, model)
+    assert room.take(torch.eye(8).to_sparse()).layout is torch.sparse_coo
+    assert not room.is_full
+    with recomputed(model, room=1 << 20):
+        torch.sparse.mm(model.table, model(torch.ones(8, 8))).sum().backward()

@@ -28,7 +28,7 @@ from consistency.numerics.exact import Float64Mode
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule
 from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.model.merging import NO_MERGE, adapted_layers, merged, taking, weight_name, weight_of
+from consistency.worker.model.merging import NO_MERGE, adapted_layers, merged, restored, taking, weight_name, weight_of
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
@@ -92,6 +92,7 @@ def _merged(context: Context, name: str, place: str, layer: Any, low_rank: LowRa
     truth: Truth | None = None
     for safe in (False, True) if context.job.case.plan.safe_merge else (False,):
         try:
+            _refuse_without_weight(layer)
             tolerance = context.record.tolerance(stage="merged", layer=place, dtype=weight_of(layer).dtype)
             # before the merge: of a layer that is merged, PEFT merges no copy
             truth = truth or _truth(context, name, layer, low_rank)
@@ -117,6 +118,14 @@ def _merged(context: Context, name: str, place: str, layer: Any, low_rank: LowRa
             own_error=own_error,
         )
         del weight
+
+
+def _refuse_without_weight(layer: Any) -> None:
+    """Let PEFT say why it does not merge what has no weight of its own, such as a whole block."""
+    if hasattr(layer, "get_param") or hasattr(layer.get_base_layer(), weight_name(layer)):
+        return
+    with restored(layer):
+        layer.merge(safe_merge=False, adapter_names=[ADAPTER_NAME])
 
 
 def _base_weight(context: Context, name: str, layer: Any) -> torch.Tensor:

@@ -111,3 +111,11 @@ def test_a_merge_that_writes_into_its_delta_spoils_nothing(
 
     monkeypatch.setattr(Linear, "merge", merge)
     assert merged() == healthy
+
+
+def test_pefts_own_reason_is_given_where_a_whole_block_is_not_merged(llama: Path, look: Look) -> None:
+    config = peft.ShadowConfig(r=2, shadow_num_hidden_layers=1, task_type="CAUSAL_LM")
+    found = look(llama, on_llama(llama, config), stages=(Stage.MERGED,))
+    assert [one.status for one in found] == ["skipped"] * 2, "merged, and merged safely"
+    expected = "PEFT does not merge this layer: NotImplementedError: ShadowPEFT cannot be merged"
+    assert all(one.reason is not None and one.reason.startswith(expected) for one in found)
