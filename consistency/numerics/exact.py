@@ -35,7 +35,7 @@ _NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CHECKED_EARLY = frozenset((
     torch.conv1d, torch.conv2d, torch.conv3d,
     torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
-    torch.nn.functional.scaled_dot_product_attention,
+    torch.nn.functional.scaled_dot_product_attention, torch.prelu,
 ))  # fmt: skip
 
 _aten = torch.ops.aten

@@ -28,7 +28,7 @@ from consistency.errors import InputError, UsageError, meant
 from consistency.launch.engine import Watcher
 from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault
 from consistency.workflows import pipeline
-from consistency.workflows.plantable import Subject, subject_of, why_not
+from consistency.workflows.plantable import Subject, expected_in, subject_of, why_not
 from consistency.workflows.suite import PlannedCase, SuitePlan, captured, worked_s
 
 HEALTHY = "no-fault"
@@ -76,10 +76,21 @@ class ListedFault(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One fault and the worker that gets it; `why_not` says why it is not planted, `planned` is its case."""
+    """One fault and the worker that gets it.
+
+    Attributes
+    ----------
+    expected : str
+        Kind of the finding that has to name it in this case.
+    why_not : str
+        Why it is not planted.
+    planned : PlannedCase or None
+        Its case, if it is.
+    """
 
     fault: Fault
     worker: str
+    expected: str
     why_not: str = ""
     planned: PlannedCase | None = None
 
@@ -128,6 +139,12 @@ def is_own(options: Options) -> bool:
     return bool(options.base or options.adapter) or options.dtype != "auto"
 
 
+def first_adapter(options: Options) -> Path | None:
+    """Return the folder of a case's adapter, None where it has none."""
+    adapter = prepare_case(options).adapter
+    return None if adapter is None else Path(adapter)
+
+
 def prepare_trials(
     faults: Sequence[Fault],
     options: Options,
@@ -139,7 +156,8 @@ def prepare_trials(
 ) -> tuple[Trial, ...]:
     """Plan a run for each fault that applies to the case; a user's own case is first run without one.
 
-    `several` are adapters of the built-in case, for faults that take two; they have to be there until the drill ends.
+    `several` are the case's adapter and a second one, for faults that take two; they have to be there until the drill
+    ends.
 
     Raises
     ------
@@ -152,30 +170,40 @@ def prepare_trials(
     names = tuple(info.spec.name for info in devices)
     healthy: Comparison | None = None
     if is_own(options):
-        plan = pipeline.prepare(_without_fault(faults, dataclasses.replace(options, devices=names)))
+        plan = pipeline.prepare(without_fault(faults, dataclasses.replace(options, devices=names), several))
         watched = None if out is None else out / HEALTHY
         healthy = pipeline.run(plan, watched, watch=watch, replace=replace).comparison
-        _check_healthy(healthy)
+        check_healthy(healthy)
         case = plan.case
     else:
         case = prepare_case(options)
     subject = subject_of(case, workers=len(devices), healthy=healthy)
-    trials = tuple(_trial(fault, options, subject, several) for fault in faults)
+    trials = tuple(trial_of(fault, options, subject, several) for fault in faults)
     if not any(trial.planned for trial in trials):
         raise UsageError("none of these faults can be planted in this case", got=trials[0].why_not)
     return trials
 
 
-def _without_fault(faults: Sequence[Fault], options: Options) -> Options:
+def without_fault(
+    faults: Sequence[Fault], options: Options, several: tuple[NamedAdapter, ...] | None = None
+) -> Options:
     """Return the options of a run with every stage that a fault needs, as far as the case can have it."""
     _, adapter = resolve(options.base, options.adapter)
-    stages = {stage for fault in faults if not fault.several and not fault.base for stage in fault.stages}
-    needed = {stage for stage in stages if adapter or not SPECS[stage].needs_adapter}
+    stages = {stage for fault in faults if not fault.base and (several or not fault.several) for stage in fault.stages}
+    needed = {stage for stage in stages if adapter or options.adapters or not SPECS[stage].needs_adapter}
     wrapper = HARMLESS_WRAPPER if Stage.WRAPPING in needed else None
-    return dataclasses.replace(options, stages=tuple(stage for stage in Stage if stage in needed), wrapper=wrapper)
+    own = dataclasses.replace(options, stages=tuple(stage for stage in Stage if stage in needed), wrapper=wrapper)
+    return own if Stage.ADAPTERS not in needed else with_adapters(own, several)
 
 
-def _check_healthy(healthy: Comparison) -> None:
+def with_adapters(options: Options, several: tuple[NamedAdapter, ...] | None) -> Options:
+    """Return the options of a case with several adapters, the first of which is its own."""
+    base = options.base or f"builtin:{BUILTIN_CASES[0]}"
+    return dataclasses.replace(options, base=base, adapter=None, adapters=several or ())
+
+
+def check_healthy(healthy: Comparison) -> None:
+    """Raise InputError if a run without a fault has a finding, so that nobody could tell what a fault is found by."""
     about = [finding for finding in healthy.findings if finding.severity != "note"]
     if about or healthy.verdict != "consistent":
         raise InputError(
@@ -185,21 +213,25 @@ def _check_healthy(healthy: Comparison) -> None:
         )
 
 
-def _trial(fault: Fault, options: Options, subject: Subject, several: tuple[NamedAdapter, ...] | None) -> Trial:
+def trial_of(
+    fault: Fault, options: Options, subject: Subject, several: tuple[NamedAdapter, ...] | None, *, name: str = ""
+) -> Trial:
+    """Plan one fault in a case; `name` is that of its run, without one the fault's."""
+    expected = expected_in(fault, subject)
     if _lacks_devices(fault):
-        return Trial(fault=fault, worker="", why_not=f"needs {_needs(fault)}")
+        return Trial(fault=fault, worker="", expected=expected, why_not=f"needs {_needs(fault)}")
     devices = _devices(options.devices, two=fault.two_devices)
     worker = devices[-1].spec.name
     reason = why_not(fault, subject)
     if fault.several and several is None:
-        reason = "the drill has a second adapter for the built-in case only"
+        reason = reason or "no second adapter can be made of the case's"
     if fault.base and is_own(options):
         reason = "the fault is in a base that the drill makes itself"
     if reason:
-        return Trial(fault=fault, worker=worker, why_not=reason)
+        return Trial(fault=fault, worker=worker, expected=expected, why_not=reason)
     own = dataclasses.replace(
         options,
-        name=fault.name,
+        name=name or fault.name,
         base=fault.base or options.base,
         devices=tuple(info.spec.name for info in devices),
         stages=fault.stages,
@@ -210,15 +242,16 @@ def _trial(fault: Fault, options: Options, subject: Subject, several: tuple[Name
         wrapper=fault.wrapper,
         placement="offload" if fault.offloads else "auto",
     )
-    if fault.several and several is not None:
-        own = dataclasses.replace(own, base=f"builtin:{BUILTIN_CASES[0]}", adapters=several)
-    return Trial(fault=fault, worker=worker, planned=PlannedCase(options=own, plan=pipeline.prepare(own), below=""))
+    if fault.several:
+        own = with_adapters(own, several)
+    planned = PlannedCase(options=own, plan=pipeline.prepare(own), below="")
+    return Trial(fault=fault, worker=worker, expected=expected, planned=planned)
 
 
 def drill(trials: Sequence[Trial], *, out: Path | None, watch: Watcher, replace: bool = False) -> tuple[DrillRow, ...]:
     """Run every trial that is planned, in one set of workers; `out/FAULT/` holds its report and captures."""
     suite = plan_of(trials)
-    by_name = {trial.fault.name: trial for trial in trials}
+    by_name = {trial.planned.name: trial for trial in trials if trial.planned}
     found: dict[str, DrillRow] = {}
     writes = [one.folder for one in suite.cases]
     with pipeline.output(out, replace=replace, writes=writes, keeps=_has_reports) as folder:
@@ -229,12 +262,12 @@ def drill(trials: Sequence[Trial], *, out: Path | None, watch: Watcher, replace:
             comparison = pipeline.compare_captures(read, unread=[*captures.lost, *unread])
             comparison = made(comparison, worked_s(comparison))
             trial = by_name[one.name]
-            found[one.name] = _row(trial.fault, trial.worker, comparison)
+            found[one.name] = _row(trial, comparison)
             if out is None:
                 shutil.rmtree(folder / one.folder, ignore_errors=True)
             else:
                 pipeline.write_reports(comparison, out / one.folder)
-    return tuple(found[trial.fault.name] if trial.planned else _not_planted(trial) for trial in trials)
+    return tuple(found[trial.planned.name] if trial.planned else _not_planted(trial) for trial in trials)
 
 
 def plan_of(trials: Sequence[Trial]) -> SuitePlan:
@@ -242,7 +275,7 @@ def plan_of(trials: Sequence[Trial]) -> SuitePlan:
     cases = tuple(trial.planned for trial in trials if trial.planned is not None)
     limits = [one.plan.limits for one in cases if one.plan is not None]
     fewest = min((one.at_once for one in limits if one.at_once is not None), default=None)
-    faults = {trial.fault.name: {trial.worker: trial.fault.name} for trial in trials if trial.planned}
+    faults = {trial.planned.name: {trial.worker: trial.fault.name} for trial in trials if trial.planned}
     return SuitePlan(name="drill", cases=cases, limits=dataclasses.replace(limits[0], at_once=fewest), faults=faults)
 
 
@@ -267,20 +300,21 @@ def _devices(given: Sequence[str], *, two: bool) -> tuple[DeviceInfo, ...]:
 def _not_planted(trial: Trial) -> DrillRow:
     fault = trial.fault
     return DrillRow(
-        fault=fault.name, case=fault.case, worker=trial.worker, expected=fault.expected, named=None, found=False,
+        fault=fault.name, case=fault.case, worker=trial.worker, expected=trial.expected, named=None, found=False,
         message=trial.why_not, planted=False,
     )  # fmt: skip
 
 
-def _row(fault: Fault, worker: str, comparison: Comparison) -> DrillRow:
+def _row(trial: Trial, comparison: Comparison) -> DrillRow:
     # the words are part of the name: one kind can have several causes
+    fault, worker = trial.fault, trial.worker
     about = [f for f in comparison.findings if f.severity != "note"]
     first = next((f for f in about if f.workers == (worker,) and fault.words in f.message), None)
     return DrillRow(
         fault=fault.name,
         case=fault.case,
         worker=worker,
-        expected=fault.expected,
+        expected=trial.expected,
         named=None if first is None else first.kind,
         found=first is not None and all(f.workers == (worker,) for f in about),
         message="" if first is None else first.message,

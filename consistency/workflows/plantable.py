@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from consistency.capture.names import WEIGHT
 from consistency.case.adapter_fit import read_adapter
 from consistency.case.case import Case
 from consistency.case.checkpoint import TensorHeader, read_checkpoint, read_json
 from consistency.case.stages import SPECS, Stage
 from consistency.comparison.result import Comparison
+from consistency.numerics.rules import Rule
 from consistency.worker.faults.catalogue import Fault, Need
 
 JUDGED = frozenset({"equal", "within", "outside"})
@@ -41,6 +43,10 @@ class Subject:
         How many devices are compared.
     unchecked : mapping of Stage to str
         Stages that checked nothing of the case in a healthy run, with the reason.
+    judged : frozenset of str or None
+        Names of what a healthy run judged; None where there was none.
+    has_form : bool
+        Whether merged weights have a closed form.
     """
 
     has_adapter: bool
@@ -51,6 +57,8 @@ class Subject:
     base_config: Mapping[str, Any] = field(default_factory=dict)
     file_dtypes: frozenset[str] = frozenset()
     unchecked: Mapping[Stage, str] = field(default_factory=dict)
+    judged: frozenset[str] | None = None
+    has_form: bool = True
 
     def of_lora(self, part: str) -> list[str]:
         """Return the layers whose tensor of this part (`lora_A`, `lora_B`) the adapter's file holds."""
@@ -76,7 +84,7 @@ def subject_of(case: Case, *, workers: int, healthy: Comparison | None = None) -
         tensors=tensors,
         base_config=base_config,
         file_dtypes=file_dtypes,
-        unchecked={} if healthy is None else _unchecked(healthy, case),
+        **({} if healthy is None else _seen(healthy, case)),
     )
 
 
@@ -85,13 +93,24 @@ def _adapter(case: Case) -> tuple[Mapping[str, Any], Mapping[str, TensorHeader]]
     return read_adapter(Path(case.adapter), allow_pickle=case.allow_pickle)
 
 
-def _unchecked(healthy: Comparison, case: Case) -> dict[Stage, str]:
-    found = {}
+def _seen(healthy: Comparison, case: Case) -> dict[str, Any]:
+    unchecked = {}
     for stage in case.stages:
         rows = [row for tensor in healthy.tensors if tensor.stage == stage for row, _ in tensor.groups]
         if not any(row.status in JUDGED for row in rows):
-            found[stage] = next((row.reason for row in rows if row.reason), "it has nothing to check")
-    return found
+            unchecked[stage] = next((row.reason for row in rows if row.reason), "it has nothing to check")
+    judged = [tensor for tensor in healthy.tensors if any(row.status in JUDGED for row in tensor.rows)]
+    merged = [tensor for tensor in judged if tensor.stage == Stage.MERGED and tensor.tensor == WEIGHT]
+    return {
+        "unchecked": unchecked,
+        "judged": frozenset(tensor.name for tensor in judged),
+        "has_form": all(tensor.rule == Rule.BOUND for tensor in merged),
+    }
+
+
+def expected_in(fault: Fault, subject: Subject) -> str:
+    """Return the kind of the finding that has to name a fault in a case."""
+    return fault.expected if subject.has_form else fault.without_form or fault.expected
 
 
 def why_not(fault: Fault, subject: Subject) -> str:
@@ -102,7 +121,11 @@ def why_not(fault: Fault, subject: Subject) -> str:
         if reason := _REASONS[need](subject):
             return reason
     unchecked = subject.unchecked.get(fault.stages[0])
-    return f"stage {fault.stages[0]} checks nothing of this case: {unchecked}" if unchecked else ""
+    if unchecked:
+        return f"stage {fault.stages[0]} checks nothing of this case: {unchecked}"
+    if subject.judged is None or any(fault.shows_in in name for name in subject.judged):
+        return ""
+    return "without a fault, nothing is checked in this case that would show it"
 
 
 def _lora(part: str) -> Callable[[Subject], str]:
@@ -136,8 +159,10 @@ def _zero_lora_b(subject: Subject) -> str:
     return _lora("lora_B")(subject)
 
 
-def _lora_in_block_0(subject: Subject) -> str:
-    if any(".0." in f".{layer}." for layer in subject.of_lora("lora_B")):
+def _trained(subject: Subject) -> str:
+    if not subject.tensors:
+        return "the case has no adapter, or it is a pickle"
+    if "lora_" not in str([*subject.tensors]) or any(".0." in f".{layer}." for layer in subject.of_lora("lora_B")):
         return ""
     return _lora("lora_B")(subject) or "the adapter has no lora_B in a layer of number 0"
 
@@ -173,6 +198,7 @@ def _tokens(subject: Subject) -> str:
 
 
 _REASONS: dict[Need, Callable[[Subject], str]] = {
+    Need.ADAPTER: lambda subject: "" if subject.has_adapter else "the case has no adapter",
     Need.ANOTHER_WORKER: lambda subject: "" if subject.workers > 1 else "one device only: nothing to compare it with",
     Need.WEIGHT_FILE: lambda subject: "" if subject.base_config else "a function makes the base, not a weight file",
     Need.FLOAT32_FILE: lambda subject: (
@@ -192,7 +218,8 @@ _REASONS: dict[Need, Callable[[Subject], str]] = {
     Need.LORA_A: _lora("lora_A"),
     Need.LORA_B: _lora("lora_B"),
     Need.ZERO_LORA_B: _zero_lora_b,
-    Need.LORA_IN_BLOCK_0: _lora_in_block_0,
+    Need.TRAINED: _trained,
     Need.LORA_LINEAR: _lora_linear,
+    Need.LORA_LINEAR_OR_FLOAT32: lambda subject: _lora_linear(subject) and _float32_model(subject),
     Need.TOKENS: _tokens,
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -9,27 +10,45 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
 
 from consistency.case.builtin import BUILTIN_CASES, builtin_folder
 from consistency.case.named_adapters import NamedAdapter
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_OF_LAYERS = "base_model.model."
+_HEADER_SIZE = 8
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Per element, of the dtypes that are reversed: an integer is an index, and has to stay one."""
 
 
 @contextmanager
-def several_adapters() -> Iterator[tuple[NamedAdapter, ...]]:
-    """Yield the first built-in case's adapter and a second one, which exists for as long as a `with` block takes."""
-    first = builtin_folder(BUILTIN_CASES[0]) / "adapter"
+def several_adapters(first: Path | None = None) -> Iterator[tuple[NamedAdapter, ...] | None]:
+    """Yield an adapter and a second one, which exists for as long as a `with` block takes.
+
+    Without an argument the first is that of the first built-in case. None where its weights are in no safetensors file.
+    """
+    first = first or builtin_folder(BUILTIN_CASES[0]) / "adapter"
+    if not (first / _WEIGHTS).is_file():
+        yield None
+        return
     with tempfile.TemporaryDirectory(prefix="consistency-second-adapter-") as scratch:
         second = second_adapter(first, Path(scratch) / "second")
         yield NamedAdapter(name="first", path=str(first)), NamedAdapter(name="second", path=str(second))
 
 
 def second_adapter(first: Path, folder: Path) -> Path:
-    """Write a second adapter to a folder, which is made, and return that; the first is of dtypes that NumPy has."""
+    """Write a second adapter to a folder, which is made, and return that."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(first / _CONFIG, folder / _CONFIG)
-    tensors = {name: np.ascontiguousarray(np.flip(tensor)) for name, tensor in load_file(first / _WEIGHTS).items()}
-    save_file(tensors, folder / _WEIGHTS)
+    data = bytearray((first / _WEIGHTS).read_bytes())
+    start = _HEADER_SIZE + int.from_bytes(data[:_HEADER_SIZE], "little")
+    tensors = json.loads(data[_HEADER_SIZE:start])
+    # what methods as VeRA share between layers has to be the same in all adapters of a model
+    own = [name for name in tensors if name.startswith(_OF_LAYERS)] or list(tensors)
+    for name, held in tensors.items():
+        if name in own and (size := _BYTES.get(held.get("dtype"))):
+            begin, end = held["data_offsets"]
+            tensor = np.frombuffer(data, dtype=f"u{size}", count=(end - begin) // size, offset=start + begin)
+            tensor[:] = tensor[::-1].copy()
+    (folder / _WEIGHTS).write_bytes(data)
     return folder

@@ -277,3 +277,8 @@ def test_a_parametrization_of_the_pass_may_widen_a_weight() -> None:
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
     with pytest.raises(ValueError, match="may not change the dtype"):
         parametrize.register_parametrization(layer, "weight", Double())
+
+
+def test_prelu_takes_operands_of_two_dtypes() -> None:
+    found = in_float64(functional.prelu, -torch.ones(2, dtype=torch.float64), torch.full((1,), 0.25))
+    assert found.tolist() == [-0.25, -0.25]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from consistency.comparison.result import Comparison, Finding
 from consistency.errors import InputError, UsageError
 from consistency.worker.faults.catalogue import FAULTS, Fault
 from consistency.workflows import drill
-from consistency.workflows.drill import Trial, _check_healthy, _not_planted, _row, choose
+from consistency.workflows.drill import Trial, _not_planted, _row, check_healthy, choose
 from tests.conftest import Cli
 
 
@@ -54,9 +55,9 @@ def test_drill_of_a_case_of_ones_own(cli: Cli, tmp_path: Path) -> None:
 
 def test_a_case_with_findings_of_its_own_is_refused() -> None:
     """Nobody could tell which finding is the fault's."""
-    _check_healthy(comparison(Finding(kind="planted", severity="note", message="for tests")))
+    check_healthy(comparison(Finding(kind="planted", severity="note", message="for tests")))
     with pytest.raises(InputError, match="without any fault planted") as refused:
-        _check_healthy(comparison(finding("zeros", "cuda:1", message="adapter · cuda:1 · zeros")))
+        check_healthy(comparison(finding("zeros", "cuda:1", message="adapter · cuda:1 · zeros")))
     assert refused.value.parts["got"] == "adapter · cuda:1 · zeros"
 
 
@@ -74,7 +75,7 @@ def test_fault_that_needs_two_accelerators(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(choose([])) == set(FAULTS.values())
     with pytest.raises(UsageError, match="needs two accelerators"):
         choose(["bytes-elsewhere"])
-    row = _not_planted(Trial(fault=fault, worker="", why_not="needs two accelerators"))
+    row = _not_planted(Trial(fault=fault, worker="", expected=fault.expected, why_not="needs two accelerators"))
     assert (row.planted, row.message, row.expected) == (False, "needs two accelerators", "touched")
 
 
@@ -91,8 +92,10 @@ def finding(kind: str, *workers: str, message: str = "outside the bound") -> Fin
 
 def test_what_is_missed_misnamed_or_blamed_on_others_does_not_pass() -> None:
     fault = Fault(name="merge-off", plant="", expected="unknown", stages=(Stage.MERGED,), words="outside the bound")
-    assert _row(fault, "w", comparison(finding("unknown", "w"))).passed
-    assert not _row(fault, "w", comparison()).passed
-    assert not _row(fault, "w", comparison(finding("zeros", "w"))).passed
-    assert not _row(fault, "w", comparison(finding("unknown", "w", message="other bits"))).passed
-    assert not _row(fault, "w", comparison(finding("unknown", "w"), finding("zeros", "cpu"))).passed
+    trial = Trial(fault=fault, worker="w", expected="unknown")
+    assert _row(trial, comparison(finding("unknown", "w"))).passed
+    assert not _row(trial, comparison()).passed
+    assert not _row(trial, comparison(finding("zeros", "w"))).passed
+    assert not _row(trial, comparison(finding("unknown", "w", message="other bits"))).passed
+    assert not _row(trial, comparison(finding("unknown", "w"), finding("zeros", "cpu"))).passed
+    assert _row(dataclasses.replace(trial, expected="zeros"), comparison(finding("zeros", "w"))).passed

@@ -13,7 +13,7 @@ from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import Stage
 from consistency.worker.faults.catalogue import FAULTS, Need
-from consistency.workflows.plantable import Subject, subject_of, why_not
+from consistency.workflows.plantable import Subject, expected_in, subject_of, why_not
 
 
 def headers(*names: str, shape: tuple[int, ...] = (8, 64), dtype: str = "F32") -> dict[str, TensorHeader]:
@@ -50,11 +50,21 @@ def test_every_fault_can_be_planted_in_the_built_in_case() -> None:
     ("fault", "changed", "why"),
     [
         ("merge-zeros", NO_ADAPTER, "the case has no adapter"),
-        ("placed-elsewhere", NO_ADAPTER, "a case without an adapter has no lora_A in two layers"),
-        ("adapter-zeros", OF_IA3, "an adapter of the method IA3 has no lora_B in two layers"),
+        ("placed-elsewhere", NO_ADAPTER, "the case has no adapter"),
         ("adapter-bit-flip-in-a", OF_IA3, "an adapter of the method IA3 has no lora_A in two layers"),
-        ("gradient-zeros", OF_IA3, "an adapter of the method IA3 has no lora_B in two layers"),
-        ("merge-off", OF_IA3, "an adapter of the method IA3 has no LoRA on a linear layer, whose merge it changes"),
+        (
+            "gradient-zeros", {"tensors": headers(*(f"layers.{n}.q_proj.lora_B.weight" for n in (1, 2)))},
+            "the adapter has no lora_B in a layer of number 0",
+        ),
+        ("merge-in-tf32", OF_IA3, "an adapter of the method IA3 has no LoRA on a linear layer, whose merge it changes"),
+        (
+            "merge-off", {**OF_IA3, "dtype": "bfloat16"},
+            "the base is loaded in bfloat16, whose rounding is larger than this fault",
+        ),
+        (
+            "unmerge-off", {"judged": frozenset({"adapters::disable_adapter.results of one"})},
+            "without a fault, nothing is checked in this case that would show it",
+        ),
         (
             "adapter-missing-key", {"config": {"peft_type": "LORA", "init_lora_weights": "pissa"}},
             "with init_lora_weights=pissa lora_B does not start at zero",
@@ -91,12 +101,21 @@ def test_what_does_not_apply_has_its_reason(fault: str, changed: dict[str, Any],
 
 
 def test_faults_of_any_method_apply_to_one_without_lora_b() -> None:
-    for fault in ("adapter-bit-flip", "adapter-nan", "adapter-layers-swapped", "adapter-through-bfloat16", "killed"):
+    for fault in (
+        "adapter-bit-flip", "adapter-nan", "adapter-layers-swapped", "adapter-through-bfloat16", "adapter-zeros",
+        "adapter-left-after-delete", "gradient-zeros", "merge-bit-flip", "merge-off", "placed-elsewhere", "killed",
+    ):  # fmt: skip
         assert reason(fault, **OF_IA3) == ""
 
 
+def test_a_merge_without_a_closed_form_has_no_word_for_what_is_wrong() -> None:
+    known, unknown = (Subject(**{**HEALTHY, "has_form": has_form}) for has_form in (True, False))
+    assert [expected_in(FAULTS["merge-zeros"], subject) for subject in (known, unknown)] == ["zeros", "unknown"]
+    assert [expected_in(FAULTS["merge-fails"], subject) for subject in (known, unknown)] == ["missing", "missing"]
+
+
 def test_every_need_has_a_case_that_lacks_it() -> None:
-    nothing = Subject(has_adapter=True, dtype="bfloat16", workers=1)
-    lacking = {need for fault in FAULTS.values() for need in fault.needs
-               if why_not(dataclasses.replace(fault, needs=(need,)), nothing)}  # fmt: skip
+    nothing = [Subject(has_adapter=has_adapter, dtype="bfloat16", workers=1) for has_adapter in (True, False)]
+    lacking = {need for fault in FAULTS.values() for need in fault.needs for subject in nothing
+               if why_not(dataclasses.replace(fault, needs=(need,), stages=(Stage.MEMORY,)), subject)}  # fmt: skip
     assert lacking == set(Need)

@@ -44,7 +44,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _drill(parsed: argparse.Namespace) -> int:
     from consistency.cli.progress import progress
     from consistency.report.console import make_console, plain_cells, print_table, without_trailing_blanks
-    from consistency.workflows.drill import choose, drill, is_own, plan_of, prepare_trials
+    from consistency.workflows.drill import choose, drill, first_adapter, is_own, plan_of, prepare_trials
     from consistency.workflows.second_adapter import several_adapters
     from consistency.workflows.suite import expected
 
@@ -53,7 +53,9 @@ def _drill(parsed: argparse.Namespace) -> int:
     options = dataclasses.replace(read_case(parsed), stall=parsed.stall or STALL_S)
     faults, folder = choose(parsed.faults), {"out": parsed.out, "replace": parsed.force}
     own = is_own(options)
-    with nullcontext() if own else several_adapters() as several:
+    first = first_adapter(options)
+    with nullcontext() if first is None else several_adapters(first) as second:
+        several = options.adapters or second
         with progress(stages=False) if own else nullcontext(_unwatched) as watch:
             trials = prepare_trials(faults, options, several=several, watch=watch, **folder)
         with progress(expected=expected(plan_of(trials))) as watch:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from consistency.numerics.decisions import Decision, DecisionMode, Watch
+from consistency.numerics.decision import Decision
+from consistency.numerics.decisions import DecisionMode, Watch
 from consistency.worker.decisions.array_file import ArrayFile
 from consistency.worker.decisions.places import Places
 from consistency.worker.decisions.track import Flip, Settled, Table, compared, digest_of, is_same, plain

@@ -23,7 +23,8 @@ import msgspec
 import torch
 
 from consistency.capture.json_codec import decode_json, encode_json
-from consistency.numerics.decisions import Decision, Watch, gaps
+from consistency.numerics.decision import Decision, gaps
+from consistency.numerics.decisions import Watch
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.independent_errors import independent_rows

@@ -32,9 +32,8 @@ def _in_adapter_file(change: Callable[[Tensors], None], *, spared: int = 0) -> I
 
 @_in_adapter_file
 def zeros(tensors: Tensors) -> None:
-    for name in tensors:
-        if "lora_B" in name:
-            tensors[name].zero_()
+    for name in [name for name in tensors if "lora_B" in name] or [_any_tensor(tensors)]:
+        tensors[name].zero_()
 
 
 @_in_adapter_file
@@ -48,7 +47,9 @@ def one_bit_of_a(tensors: Tensors) -> None:
 
 
 def _flip(tensors: Tensors, name: str) -> None:
-    tensors[name].reshape(-1).view(torch.int32)[5] ^= 1 << 20
+    held = tensors[name]
+    raw = held.reshape(-1).view(torch.uint8)
+    raw[min(5, held.numel() - 1) * held.element_size() + max(0, held.element_size() - 2)] ^= 1 << 4
 
 
 @_in_adapter_file
@@ -106,9 +107,9 @@ no_a_later = _in_adapter_file(_no_a, spared=1)
 
 
 def _any_tensor(tensors: Tensors) -> str:
-    """Return the second tensor of lora_B, or of all where the method has none."""
+    """Return the second tensor of lora_B, or where the method has none of all that are not integers."""
     names = sorted(name for name in tensors if "lora_B" in name)
-    names = names if len(names) > 1 else sorted(tensors)
+    names = names if len(names) > 1 else sorted(name for name in tensors if tensors[name].is_floating_point())
     return names[min(1, len(names) - 1)]
 
 
@@ -130,8 +131,9 @@ def _a_tensor(tensors: Tensors, part: str = "lora_B") -> str:
 @in_adapted_model
 def old_bytes(model: Any) -> None:
     """Leave in a parameter what another tensor of the model left in memory, as a copy into recycled memory would."""
-    parameter = next(p for name, p in model.named_parameters() if "lora_B" in name)
-    held = max((p for name, p in model.named_parameters() if "lora_" not in name), key=lambda p: p.numel())
+    own = own_parameters(model)
+    parameter = model.get_parameter(next((name for name in own if "lora_B" in name), own[0]))
+    held = max((p for name, p in model.named_parameters() if name not in own), key=lambda p: p.numel())
     parameter.copy_(held.reshape(-1)[: parameter.numel()].reshape(parameter.shape))
 
 
@@ -145,3 +147,14 @@ def double_scaling(model: Any) -> None:
 @in_adapted_model
 def inactive(model: Any) -> None:
     model.base_model.disable_adapter_layers()
+
+
+def own_parameters(model: Any) -> list[str]:
+    """Return the names of the parameters that belong to the adapter, in the order of the model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    inside = ["prompt_encoder."]
+    for path, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            inside += [f"{path}.{name}." for name in module.adapter_layer_names]
+    return [name for name, _ in model.named_parameters() if name.startswith(tuple(inside))]

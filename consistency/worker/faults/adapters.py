@@ -10,19 +10,23 @@ import torch
 from consistency.worker.faults.planting import instead
 
 _LAYER = "peft.tuners.tuners_utils:BaseTunerLayer"
+_HOLDERS = (torch.nn.ModuleDict, torch.nn.ParameterDict)
 
 
 def left_after_delete() -> Callable[[], None]:
-    """Let one layer keep a factor of an adapter that is deleted."""
+    """Let one layer keep a parameter of an adapter that is deleted."""
     hit: list[str] = []
 
     @instead(f"{_LAYER}.delete_adapter")
     def delete(real: Callable[..., None], layer: Any, adapter: str) -> None:
-        kept = layer.lora_B[adapter] if adapter in getattr(layer, "lora_B", {}) and adapter not in hit else None
+        own = [getattr(layer, name) for name in layer.adapter_layer_names]
+        # the last one: of LoRA, B
+        held = next((one for one in reversed(own) if isinstance(one, _HOLDERS) and adapter in one), None)
+        kept = None if held is None or adapter in hit else held[adapter]
         real(layer, adapter)
-        if kept is not None:
+        if held is not None and kept is not None:
             hit.append(adapter)
-            layer.lora_B[adapter] = kept
+            held[adapter] = kept
 
     return delete()
 

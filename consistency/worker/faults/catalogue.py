@@ -15,6 +15,7 @@ from consistency.case.stages import Stage
 class Need(enum.Enum):
     """What a case must have so that a fault changes something in it, and so that nothing but the fault explains it."""
 
+    ADAPTER = enum.auto()
     ANOTHER_WORKER = enum.auto()
     WEIGHT_FILE = enum.auto()
     FLOAT32_FILE = enum.auto()
@@ -26,8 +27,9 @@ class Need(enum.Enum):
     LORA_A = enum.auto()
     LORA_B = enum.auto()
     ZERO_LORA_B = enum.auto()
-    LORA_IN_BLOCK_0 = enum.auto()
+    TRAINED = enum.auto()
     LORA_LINEAR = enum.auto()
+    LORA_LINEAR_OR_FLOAT32 = enum.auto()
     TOKENS = enum.auto()
 
 
@@ -57,6 +59,10 @@ class Fault:
         How long its worker repeats, where one run does not meet it.
     several : bool
         Whether its case has a second adapter.
+    without_form : str
+        Kind of the finding where the method's merged weights have no closed form, so that no cause is searched for.
+    shows_in : str
+        Part of the name of the tensors or facts that show it; empty where any of its stage can.
     one_layer : bool
         Whether one merged layer is enough to check.
     needs : tuple of Need
@@ -80,6 +86,8 @@ class Fault:
     wrapper: str | None = None
     soak_s: float | None = None
     several: bool = False
+    without_form: str = ""
+    shows_in: str = ""
     base: str | None = None
     one_layer: bool = False
     needs: tuple[Need, ...] = ()
@@ -99,10 +107,7 @@ _ADAPTERS = (Stage.ADAPTERS,)
 _BASE, _FORWARD, _SHARDING, _WRAPPING = (Stage.BASE,), (Stage.FORWARD,), (Stage.SHARDING,), (Stage.WRAPPING,)
 
 _ROWS: tuple[Fault, ...] = (
-    Fault(
-        name="adapter-zeros", plant="adapter:zeros", expected="zeros", stages=_ADAPTER, case="C1",
-        needs=(Need.LORA_B,),
-    ),
+    Fault(name="adapter-zeros", plant="adapter:zeros", expected="zeros", stages=_ADAPTER, case="C1"),
     Fault(
         name="adapter-missing-key", plant="adapter:missing_key", expected="zeros", stages=_ADAPTER, case="C1",
         needs=(Need.ZERO_LORA_B,),
@@ -127,7 +132,7 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="adapter-old-bytes", plant="adapter:old_bytes", expected="stale", stages=_ADAPTER, case="C1",
-        needs=(Need.LORA_B, Need.FLOAT32_MODEL),
+        needs=(Need.FLOAT32_ADAPTER, Need.FLOAT32_MODEL),
     ),
     Fault(
         name="road-copies-dropped", plant="load_paths:no_b", expected="zeros", stages=_ADAPTER, case="C1",
@@ -192,20 +197,23 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="merge-bit-flip", plant="computed:one_bit_of_weight", expected="bit-flip", stages=_MERGED,
-        needs=(Need.LORA_LINEAR, Need.FLOAT32_WEIGHT),
+        without_form="unknown", needs=(Need.TUNED_LAYERS, Need.FLOAT32_WEIGHT),
     ),
     Fault(
         name="merge-in-tf32", plant="computed:products_in_tf32", expected="tf32-products", stages=_MERGED,
         needs=(Need.LORA_LINEAR, Need.FLOAT32_ADAPTER),
     ),
-    Fault(name="merge-zeros", plant="computed:zero_delta", expected="zeros", stages=_MERGED, needs=(Need.LORA_LINEAR,)),
     Fault(
-        name="merge-off", plant="computed:delta_off", expected="wrong-scale", stages=_MERGED,
-        needs=(Need.LORA_LINEAR,),
+        name="merge-zeros", plant="computed:zero_delta", expected="zeros", stages=_MERGED, without_form="unknown",
+        needs=(Need.TUNED_LAYERS,),
+    ),
+    Fault(
+        name="merge-off", plant="computed:delta_off", expected="wrong-scale", stages=_MERGED, without_form="unknown",
+        needs=(Need.TUNED_LAYERS, Need.LORA_LINEAR_OR_FLOAT32),
     ),
     Fault(
         name="merge-fails", plant="computed:kernel_fails", expected="missing", stages=_MERGED,
-        needs=(Need.LORA_LINEAR, Need.ANOTHER_WORKER),
+        needs=(Need.TUNED_LAYERS, Need.ANOTHER_WORKER),
     ),
     Fault(
         name="forward-off", plant="computed:activations_off", expected="wrong-scale", stages=_FORWARD,
@@ -227,7 +235,7 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="gradient-zeros", plant="compute:one_layer_lost", expected="zeros", stages=_GRADIENT,
-        needs=(Need.LORA_IN_BLOCK_0, Need.ANOTHER_WORKER),
+        needs=(Need.TRAINED, Need.ANOTHER_WORKER),
     ),
     Fault(
         name="optimizer-off", plant="compute:step_off", expected="wrong-scale", stages=_GRADIENT,
@@ -235,22 +243,28 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="merge-not-repeatable", plant="computed:flaky_delta", expected="not-repeatable", stages=_MERGED, repeat=2,
-        needs=(Need.LORA_LINEAR,),
+        needs=(Need.TUNED_LAYERS,),
     ),
     Fault(
         name="adapter-left-after-delete", plant="adapters:left_after_delete", expected="left-behind", stages=_ADAPTERS,
-        words="delete_adapter leaves 1 tensor", several=True,
+        words="delete_adapter leaves", several=True, shows_in=".deleted", needs=(Need.TUNED_LAYERS,),
     ),
-    Fault(name="adapter-stays-active", plant="adapters:stays_active", expected="inactive", stages=_ADAPTERS,
-          several=True),
+    Fault(
+        name="adapter-stays-active", plant="adapters:stays_active", expected="inactive", stages=_ADAPTERS,
+        several=True, shows_in=".active adapters", needs=(Need.TUNED_LAYERS,),
+    ),
     Fault(
         name="combination-wrong-weights", plant="adapters:wrong_weights", expected="wrong-scale", stages=_ADAPTERS,
-        several=True,
+        several=True, shows_in="linear.lora_", needs=(Need.LORA_LINEAR,),
     ),
     Fault(
-        name="hotswap-leaves-one", plant="adapters:leaves_one", expected="stale", stages=_ADAPTERS, several=True
+        name="hotswap-leaves-one", plant="adapters:leaves_one", expected="stale", stages=_ADAPTERS, several=True,
+        shows_in=".hotswap.", needs=(Need.LORA_B,),
     ),
-    Fault(name="unmerge-off", plant="adapters:unmerge_off", expected="drift", stages=_ADAPTERS, several=True),
+    Fault(
+        name="unmerge-off", plant="adapters:unmerge_off", expected="drift", stages=_ADAPTERS, several=True,
+        shows_in=".drift", needs=(Need.LORA_LINEAR,),
+    ),
     # the case has one layer, so that fifty repeats take a part of the time
     Fault(
         name="merge-bit-flip-now-and-then", plant="soak:one_bit_of_weight", expected="not-repeatable", stages=_MERGED,
@@ -267,7 +281,7 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="labels-changed-on-hop", plant="sharding:old_bytes", expected="labels-changed", stages=_SHARDING,
-        case="C4", words="labels changed during transfer to device",
+        case="C4", words="labels changed during transfer to device", shows_in=".on the way",
         needs=(Need.TOKENS,),
     ),
     Fault(
@@ -278,7 +292,7 @@ _ROWS: tuple[Fault, ...] = (
     Fault(name="setting-flipped", plant="process:flip_setting", expected="setting-changed", stages=_MERGED),
     Fault(
         name="placed-elsewhere", plant="memory:one_elsewhere", expected="wrong-device", stages=_MEMORY, case="C2",
-        needs=(Need.LORA_A,),
+        needs=(Need.ADAPTER,),
     ),
     Fault(
         name="bytes-elsewhere", plant="memory:stray_bytes", expected="touched", stages=_MEMORY, case="C2",

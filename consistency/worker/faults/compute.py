@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
-from consistency.worker.faults.planting import cut_to_tf32, instead
+from consistency.worker.faults.planting import Undo, cut_to_tf32, instead
+from consistency.worker.stages import adamw
 
 Compute = Callable[..., torch.Tensor]
 
@@ -41,13 +43,23 @@ def gradients_off(real: Compute, name: str, gradient: torch.Tensor) -> torch.Ten
     return real(name, gradient) * 1.001
 
 
-@_gradient
-def one_layer_lost(real: Compute, name: str, gradient: torch.Tensor) -> torch.Tensor:
-    found = real(name, gradient)
-    return torch.zeros_like(found) if "lora_B" in name and ".0." in name else found
+def one_layer_lost() -> Undo:
+    """Lose the gradients of LoRA's factors B in block 0; of another method, that of the parameter that comes first."""
+    first: list[str] = []
+
+    @_gradient
+    def computed(real: Compute, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        found = real(name, gradient)
+        if "lora_" not in name:
+            first[:] = first or [name]
+        lost = name in first or ("lora_B" in name and ".0." in name)
+        return torch.zeros_like(found) if lost else found
+
+    return computed()
 
 
 @instead("consistency.worker.stages.gradient.optimizer_step:stepped")
 def step_off(real: Compute, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Let the optimizer go a thousandth too far."""
-    return torch.lerp(parameter.detach(), real(parameter, gradient), 1.001)
+    with mock.patch.object(adamw, "LEARNING_RATE", adamw.LEARNING_RATE * 1.001):
+        return real(parameter, gradient)

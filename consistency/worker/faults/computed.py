@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from consistency.worker.faults.planting import changing, cut_to_tf32, instead
+from consistency.worker.faults.planting import Install, Undo, changing, cut_to_tf32, instead, together
+from consistency.worker.model.merging import weight_name
 
 Tensors = dict[str, torch.Tensor]
 
@@ -17,12 +20,92 @@ _delta = changing(_DELTA)
 _activations = changing("consistency.worker.stages.forward:activations")
 _calls = itertools.count(1)
 
+Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Return the weight that a merge leaves; called with the weight before and after PEFT's."""
 
-@instead("peft.tuners.lora.layer:Linear.merge")
-def one_bit_of_weight(real: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
-    real(layer, *args, **kwargs)
-    with torch.no_grad():
-        layer.get_base_layer().weight.view(torch.int32)[3, 5] ^= 1 << 27
+
+def _every_merge(act: Callable[..., None], *, but: tuple[str, ...] = ()) -> Install:
+    """Let a function take the place of `merge` in the tuner layers of every method, as `instead` does.
+
+    Those named by `but` are left. A merge in float64 is not changed: a device's kernels of the tested dtype are wrong,
+    and the reference is computed by others.
+    """
+
+    def install() -> Undo:
+        inside: list[Any] = []  # a merge that calls that of the class above is one merge
+        undos = []
+        for owner in _classes_that_merge():
+            real = vars(owner)["merge"]
+            if f"{owner.__module__}:{owner.__qualname__}" in but:
+                continue
+
+            def merge(layer: Any, *args: Any, real: Callable[..., None] = real, **kwargs: Any) -> None:
+                weight = _weight(layer)
+                if inside or weight is None or weight.dtype == torch.float64:
+                    real(layer, *args, **kwargs)
+                    return
+                inside.append(layer)
+                try:
+                    with torch.no_grad():
+                        act(real, layer, *args, **kwargs)
+                finally:
+                    inside.clear()
+
+            owner.merge = merge
+            undos.append(functools.partial(setattr, owner, "merge", real))
+
+        def undo() -> None:
+            for one in undos:
+                one()
+
+        return undo
+
+    return install
+
+
+def _classes_that_merge() -> Iterator[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    left, seen = [BaseTunerLayer], set[Any]()
+    while left:
+        one = left.pop()
+        if one not in seen:
+            seen.add(one)
+            left += one.__subclasses__()
+            if "merge" in vars(one):
+                yield one
+
+
+def _weight(layer: Any) -> torch.nn.Parameter | None:
+    """Return the parameter that a merge changes; None where that is not one of floating-point numbers."""
+    base = layer.get_base_layer()
+    found = layer.get_param() if hasattr(layer, "get_param") else getattr(base, weight_name(layer), None)
+    return found if isinstance(found, torch.nn.Parameter) and found.is_floating_point() else None
+
+
+def _after_merge(change: Change, *, but: tuple[str, ...] = ()) -> Install:
+    def act(real: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+        held = _weight(layer)
+        before = None if held is None else held.detach().clone()
+        real(layer, *args, **kwargs)
+        held = _weight(layer)
+        if held is not None and before is not None and held.shape == before.shape:
+            changed = change(before, held.detach().clone())
+            if hasattr(layer, "get_param"):
+                held.data = changed
+            else:  # the parameter itself may be the adapter's
+                setattr(layer.get_base_layer(), weight_name(layer), torch.nn.Parameter(changed, requires_grad=False))
+
+    return _every_merge(act, but=but)
+
+
+def _one_bit(_before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    matrix = after.reshape(-1, after.shape[-1]).view(torch.int32)
+    matrix[min(3, matrix.shape[0] - 1), min(5, matrix.shape[1] - 1)] ^= 1 << 27
+    return after
+
+
+one_bit_of_weight = _after_merge(_one_bit)
 
 
 @instead(_DELTA)
@@ -39,22 +122,32 @@ def products_in_tf32(real: Callable[..., torch.Tensor], layer: Any, adapter: str
             factor.data = data
 
 
-zero_delta = _delta(torch.zeros_like)
+# the delta of LoRA on a linear layer is judged by itself; of all others, what a merge makes of the weight
+_LINEAR = ("peft.tuners.lora.layer:Linear",)
 
 
-@_delta
-def delta_off(delta: torch.Tensor) -> torch.Tensor:
-    return delta * 1.001
+def _off(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    wide = before.to(torch.float64)
+    return (wide + 1.001 * (after.to(torch.float64) - wide)).to(after.dtype)
 
 
-@_delta
-def flaky_delta(delta: torch.Tensor) -> torch.Tensor:
-    return delta * (1 + 2**-23 * (next(_calls) % 2))
+def _flaky(_before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    if next(_calls) % 2:
+        first = after.reshape(-1)[:1]
+        first.copy_(torch.nextafter(first, torch.full_like(first, math.inf)))
+    return after
 
 
-@_delta
-def kernel_fails(_: torch.Tensor) -> torch.Tensor:
+def _fails(*_: Any, **__: Any) -> Any:
     raise RuntimeError("a kernel of this device failed")
+
+
+zero_delta = together(_delta(torch.zeros_like), _after_merge(lambda before, _: before, but=_LINEAR))
+delta_off = together(_delta(lambda delta: delta * 1.001), _after_merge(_off, but=_LINEAR))
+flaky_delta = together(
+    _delta(lambda delta: delta * (1 + 2**-23 * (next(_calls) % 2))), _after_merge(_flaky, but=_LINEAR)
+)
+kernel_fails = together(_delta(_fails), _every_merge(_fails, but=_LINEAR))
 
 
 @_activations

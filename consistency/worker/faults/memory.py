@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from consistency.worker.faults.adapter import in_adapted_model
+from consistency.worker.faults.adapter import in_adapted_model, own_parameters
 from consistency.worker.faults.planting import Undo, instead
 from consistency.worker.memory.placement import other_devices
 
@@ -20,11 +20,13 @@ _stray: list[torch.Tensor] = []
 @in_adapted_model
 def one_elsewhere(model: Any) -> None:
     """Leave one tensor of the adapter on another accelerator, else on the CPU, else where tensors have no bytes."""
-    name = sorted(n for n, _ in model.named_parameters() if "lora_A" in n)[1]
-    module = model.get_submodule(name.rpartition(".")[0])
-    here = module.weight.device
-    elsewhere = next(iter(other_devices(here)), torch.device("meta" if here.type == "cpu" else "cpu"))
-    module.weight = torch.nn.Parameter(module.weight.detach().to(elsewhere))
+    own = own_parameters(model)
+    names = sorted(name for name in own if "lora_A" in name) or own
+    path, _, leaf = names[min(1, len(names) - 1)].rpartition(".")
+    module = model.get_submodule(path)
+    held = getattr(module, leaf)
+    elsewhere = next(iter(other_devices(held.device)), torch.device("meta" if held.device.type == "cpu" else "cpu"))
+    setattr(module, leaf, torch.nn.Parameter(held.detach().to(elsewhere)))
 
 
 @in_adapted_model

@@ -119,6 +119,7 @@ def errors(comparison: Comparison) -> list[Finding]:
 @pytest.fixture(scope="module")
 def two_adapters() -> Iterator[tuple[NamedAdapter, ...]]:
     with several_adapters() as adapters:
+        assert adapters is not None
         yield adapters
 
 

@@ -113,10 +113,30 @@ def load(case: Case, layout: Layout, device: torch.device, folder: Path) -> torc
     prefix = next(name for name, part in model.named_modules() if part is base.model)
     dotted = f"{prefix}." if prefix else ""
     laid_out = {f"{dotted}{name}" if name else prefix: place for name, place in layout.device_map.items()}
+    laid_out |= _beside(model, laid_out)
     folder.mkdir(exist_ok=True)
     found = dispatch_model(model, laid_out, offload_dir=str(folder))
     assert isinstance(found, torch.nn.Module)
     return found.eval()
+
+
+def _beside(model: torch.nn.Module, laid_out: DeviceMap) -> DeviceMap:
+    """Return places of what PEFT keeps beside the base, as virtual tokens: that of a module it shares, else the first.
+
+    The first is where the base begins, which takes what they give.
+    """
+    if "" in laid_out:
+        return {}
+    place_of: dict[int, int | str] = {}
+    left: list[tuple[str, torch.nn.Module]] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        place = next((p for part, p in laid_out.items() if f"{name}.".startswith(f"{part}.")), None)
+        if place is not None:
+            place_of[id(module)] = place
+        elif next(iter([*module.parameters(recurse=False), *module.buffers(recurse=False)]), None) is not None:
+            left.append((name, module))
+    first = next(iter(laid_out.values()))
+    return {name: place_of.get(id(module), first) for name, module in left}
 
 
 def _position(model: torch.nn.Module) -> Any:
