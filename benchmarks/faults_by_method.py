@@ -5,8 +5,9 @@
     python -m benchmarks.faults_by_method DIR --methods IA3,LOHA
 
 Run from the root of the repository. `DIR/MODEL` gets the model and its adapters, those of `benchmarks/zoo.py`,
-`DIR/out` the report of each run. Each adapter is first run without a fault: where that run has a finding, none is planted. Then each fault of `FAULTS_OF` that applies is planted in one of two workers, as
-`consistency drill` does; all runs are cases of one suite.
+`DIR/out` the report of each run. Each adapter is first run without a fault: where that run has a finding, none is
+planted. Then each fault of `FAULTS_OF` that applies is planted in one of two workers, as `consistency drill` does; all
+runs are cases of one suite.
 """
 
 from __future__ import annotations
