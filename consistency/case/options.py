@@ -132,9 +132,9 @@ class Options:
     name: str | None = declare(None, "name of the case in reports and test items", "TEXT")
     adapters: tuple[NamedAdapter, ...] | None = declare(
         None,
-        'several adapters of one case: {one = "PATH", two = "PATH"}',
+        'several adapters of one case: {one = "PATH", two = "PATH"}; NAME=PATH, one a line, in an ini file',
         "TABLE",
-        absent=dict.fromkeys((Edge.COMMAND_LINE, Edge.PYTEST, Edge.PYTEST_INI), "there it is --adapter NAME=PATH"),
+        absent=dict.fromkeys((Edge.COMMAND_LINE, Edge.PYTEST), "there it is --adapter NAME=PATH"),
     )
     devices: tuple[str, ...] = declare(("auto",), "auto (default), or cpu,cuda:0,cpu@avx2,…", "LIST")
     dtype: Dtype = declare(
@@ -275,6 +275,6 @@ def add_ini_options(add: Callable[..., object], edge: Edge) -> None:
     """Declare the options by `add`, which takes what `pytest.Parser.addini` takes; one not given is None."""
     for option in OPTIONS:
         if edge not in option.absent:
-            is_list = option.repeatable or option.metavar == "LIST"
+            is_list = option.repeatable or option.metavar in ("LIST", "TABLE")
             kind = "bool" if option.type is bool else "linelist" if is_list else "string"
             add(edge.spell(option.name), help=option.help, type=kind, default=None)

@@ -213,11 +213,11 @@ def _peer(
         or (record.stage == Stage.BASE and not record.buffer)
     )
     if not exact:
-        because = f": {record.reason}" if record.reason else ""
+        different = "bitwise different from the reference worker"
         return _skipped(
             subject, record,
-            "computed on the device and bitwise different from the reference worker, with no float64 value to compare "
-            f"with{because}",
+            f"{different}, and not compared with float64: {record.reason}" if record.reason
+            else f"computed on the device and {different}, with no float64 value to compare with",
         )  # fmt: skip
     if record.layer == SETTINGS_LAYER:
         settings = {"got": record.evidence.get("values"), "wanted": expected.evidence.get("values")}

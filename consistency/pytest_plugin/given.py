@@ -69,6 +69,8 @@ def read_given(config: pytest.Config) -> Given:
     line = {option.name: config.getoption(f"consistency_{option.name}", None) for option in OPTIONS}
     file = config.getoption("consistency_config", None)
     own = dict[str, object]() if file is not None else _ini_options(config)
+    if line["adapter"] is not None:  # one adapter and several take the place of each other
+        own.pop("adapters", None)
     for option in OPTIONS:
         value = line[option.name]
         if value is not None:
@@ -120,6 +122,9 @@ def _ini_value(config: pytest.Config, option: Option, value: Any) -> object:
     if option.is_path and not value.startswith(_NO_PATH):
         path = _home(config) / value
         return str(path) if path.exists() or glob.has_magic(value) else value
+    if option.name == "adapters":
+        pairs = [[part.strip() for part in one.partition("=")] for one in value]
+        return ["".join((name, sign, _ini_adapter(config, path))) for name, sign, path in pairs]
     if isinstance(value, list):
         return value if option.repeatable else ",".join(value)
     if isinstance(value, bool):
@@ -128,6 +133,10 @@ def _ini_value(config: pytest.Config, option: Option, value: Any) -> object:
         return option.type(value)
     except ValueError:
         raise UsageError("not a number", where=_where(config, option.name), got=value) from None
+
+
+def _ini_adapter(config: pytest.Config, path: str) -> str:
+    return str(_home(config) / path) if path and (_home(config) / path).exists() else path
 
 
 def _where(config: pytest.Config, name: str) -> str:

@@ -12,7 +12,7 @@ from consistency.errors import UsageError
 from consistency.pytest_plugin.given import Given, read_given
 
 VALUES = {
-    "base": '"builtin:llama"', "adapter": '"adapters/mine"', "name": '"mine"', "devices": '["cpu", "cpu@baseline"]',
+    "base": '"builtin:llama"', "adapter": '"adapters/mine"', "adapters": '["one=./x", "two=./y"]', "name": '"mine"', "devices": '["cpu", "cpu@baseline"]',
     "dtype": '"bfloat16"', "profile": '"deployed"', "set": '["cudnn_enabled=false"]', "placement": '"offload"',
     "stages": '"adapter,base"', "load_paths": '"isolated"', "level": '"quick"', "inputs": '"inputs.safetensors"',
     "device_map": '"auto"', "wrapper": '"python:a.b:c"', "repeat": "3", "for": '"1h30m"', "load": "true",
@@ -55,6 +55,21 @@ def test_the_command_line_wins(pytester: pytest.Pytester) -> None:
         "tolerance": ["atol=1,rtol=1", "atol=2,rtol=2"],  # the last that matches applies
         "history": "b",
     }
+
+
+def test_several_adapters_of_one_case(pytester: pytest.Pytester) -> None:
+    """One a line, relative to the ini file; a command line that names one replaces them."""
+    (pytester.path / "x").mkdir()
+    ini = {"adapters": '["one = x", "two=org/y"]'}
+    (one, two) = make_options(given(pytester, **ini).case_options()).adapters or ()
+    assert [str(one), str(two)] == [f"one={pytester.path / 'x'}", "two=org/y"]
+    options = make_options(given(pytester, "--consistency-adapter=./z", **ini).case_options())
+    assert (options.adapter, options.adapters) == ("./z", None)
+    line = ("--consistency-adapter=one=./z", "--consistency-adapter=two=./y")
+    found = make_options(given(pytester, *line, **ini).case_options()).adapters or ()
+    assert [str(adapter) for adapter in found] == ["one=./z", "two=./y"]
+    with pytest.raises(UsageError, match="consistency_adapters"):
+        given(pytester, adapters='["one=x"]')
 
 
 def test_paths_are_relative_to_the_ini_file(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
