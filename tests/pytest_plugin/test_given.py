@@ -12,7 +12,8 @@ from consistency.errors import UsageError
 from consistency.pytest_plugin.given import Given, read_given
 
 VALUES = {
-    "base": '"builtin:llama"', "adapter": '"adapters/mine"', "adapters": '["one=./x", "two=./y"]', "name": '"mine"', "devices": '["cpu", "cpu@baseline"]',
+    "base": '"builtin:llama"', "adapter": '"adapters/mine"', "adapters": '["one=./x", "two=./y"]',
+    "name": '"mine"', "devices": '["cpu", "cpu@baseline"]',
     "dtype": '"bfloat16"', "profile": '"deployed"', "set": '["cudnn_enabled=false"]', "placement": '"offload"',
     "stages": '"adapter,base"', "load_paths": '"isolated"', "level": '"quick"', "inputs": '"inputs.safetensors"',
     "device_map": '"auto"', "wrapper": '"python:a.b:c"', "repeat": "3", "for": '"1h30m"', "load": "true",

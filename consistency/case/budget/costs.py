@@ -326,7 +326,7 @@ def adapters(s: Setting) -> Cost:
         device_bytes=max(of_layer, states * s.shape.width) + 4 * count * s.shape.adapter_bytes,
         work=Work(
             fixed_s=count * LOAD_S + 12 * count * PER_TENSOR_S * s.shape.adapter_tensors,
-            memory_s=8 * DIGEST_S * s.shape.loaded_bytes + (2 + 2 * count) * MERGE_S * s.shape.adapted_elements,
+            memory_s=8 * DIGEST_S * s.shape.loaded_bytes + (1 + count) * MERGE_S * s.shape.adapted_elements,
             native=_products(s, rows, parts=1).times(passes),
             float64=Products(flop=2 * flop),
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
@@ -64,12 +64,13 @@ def restored(layer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def taking(layer: Any, delta: torch.Tensor) -> Iterator[None]:
-    """Let merges take a delta that the layer has computed already, as long as nothing writes into it."""
-    real, version = layer.get_delta_weight, delta._version
+def taking(layer: Any, deltas: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let merges take deltas that the layer has computed already, by adapter, as long as nothing writes into them."""
+    real, versions = layer.get_delta_weight, {name: delta._version for name, delta in deltas.items()}
 
     def get_delta_weight(adapter: str) -> Any:
-        return delta if adapter == ADAPTER_NAME and delta._version == version else real(adapter)
+        known = adapter in deltas and deltas[adapter]._version == versions[adapter]
+        return deltas[adapter] if known else real(adapter)
 
     layer.get_delta_weight = get_delta_weight
     try:

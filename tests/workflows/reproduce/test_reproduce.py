@@ -28,6 +28,7 @@ from consistency.worker.recorder import Recorder
 from consistency.workflows import pipeline
 from consistency.workflows.reproduce import folder as folder_module
 from consistency.workflows.reproduce.folder import Reproduced, reproduce
+from consistency.workflows.second_adapter import several_adapters
 from tests.conftest import Cli, MakeCapture
 
 FAULTY = "cpu@baseline"
@@ -78,6 +79,24 @@ def test_script_shows_the_wrong_bytes_of_the_finding(made: dict[str, Reproduced]
     assert tensors["expected"].any()
     assert "differ, all of them zero" in made["adapter"].output
     assert "it does not happen here" in made["adapter"].output
+
+
+def test_several_adapters_of_one_model(tmp_path: Path) -> None:
+    """A file that hotswap leaves a tensor of, and a weight that all adapters are merged into."""
+    with several_adapters() as adapters:
+        options = Options(base="builtin:llama", adapters=adapters, devices=("cpu", FAULTY), stages=(Stage.ADAPTERS,))
+        faults = {"cpu": "hotswap-leaves-one", FAULTY: "merge-bit-flip"}
+        plan = dataclasses.replace(pipeline.prepare(options), faults=faults)
+        pipeline.run(plan, tmp_path / "out", watch=lambda *_: None)
+    findings = json.loads((tmp_path / "out" / "report.json").read_text())["findings"]
+    for kind, script in {"stale": "to a device unchanged", "bit-flip": "computes nothing again"}.items():
+        number = next(i for i, f in enumerate(findings, start=1) if f["kind"] == kind)
+        found = reproduce(tmp_path / "out", number, tmp_path / kind)
+        assert found.shows, found.output
+        assert not found.happens_here
+        assert script in (found.folder / "reproduce.py").read_text()
+        assert json.loads((found.folder / "finding.json").read_text())["tensor"].startswith("adapters::")
+        assert run_script(found.folder, "--as-recorded").returncode == 1
 
 
 def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

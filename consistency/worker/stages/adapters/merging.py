@@ -20,9 +20,11 @@ from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.error import measure_against_exact, measure_low_rank
+from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule, passes
 from consistency.numerics.words import Word
-from consistency.worker.model.merging import adapted_layers, restored, weight_name, weight_of
+from consistency.worker.model.merging import adapted_layers, restored, taking, weight_name, weight_of
+from consistency.worker.recorder import KEEP_BYTES
 from consistency.worker.stages.adapters.several import STAGE, Several
 from consistency.worker.stages.low_rank import LowRank, allowance_of, low_rank_of
 
@@ -53,12 +55,14 @@ def merge(several: Several) -> None:
         if len(factors) < len(names) or weight_of(layer).dtype not in UNIT_ROUNDOFF:
             without_form += 1
             continue
-        _merge(several, path, layer, names, factors)
-        if every or elements < _MOST_ELEMENTS:
-            elements += weight_of(layer).numel()
-            _cycle(several, path, layer, names, factors)
-        else:
-            without_drift += 1
+        drifts = every or elements < _MOST_ELEMENTS
+        # half of the time of a merge is computing deltas, which are the same every time
+        with torch.no_grad(), taking(layer, {name: layer.get_delta_weight(name) for name in names}):
+            _merge(several, path, layer, names, factors)
+            if drifts:
+                elements += weight_of(layer).numel()
+                _cycle(several, path, layer, names, factors)
+        without_drift += not drifts
     if without_drift:
         several.skipped("merge", DRIFT, f"not measured in {without_drift} further layers: level thorough measures all")
     if without_form:
@@ -69,13 +73,14 @@ def merge(several: Several) -> None:
 def _merge(several: Several, path: str, layer: Any, names: Sequence[str], factors: Sequence[LowRank]) -> None:
     place = module_place(path)
     before = several.context.expected_under(path, f"base_layer.{weight_name(layer)}")
-    before = weight_of(layer).to("cpu", copy=True) if before is None else before
+    before = weight_of(layer).to("cpu") if before is None else before
+    known: dict[str, Measure] = {}
     for tensor in (AT_ONCE, IN_TURN):
         with restored(layer):
             for chosen in [names] if tensor == AT_ONCE else [[name] for name in names]:
                 layer.merge(safe_merge=False, adapter_names=list(chosen))
             merged = weight_of(layer)
-        _record(several, place, tensor, merged, before, factors)
+        _record(several, place, tensor, merged, before, factors, known)
         del merged
 
 
@@ -84,14 +89,21 @@ def _cycle(several: Several, path: str, layer: Any, names: Sequence[str], factor
         for _ in range(CYCLES):
             layer.merge(safe_merge=False, adapter_names=list(names))
             layer.unmerge()
-        after = weight_of(layer).to("cpu", copy=True)
-    _record_drift(several, module_place(path), after, weight_of(layer).to("cpu", copy=True), factors)
+        after = weight_of(layer).to("cpu")
+    _record_drift(several, module_place(path), after, weight_of(layer).to("cpu"), factors)
 
 
 def _record(
-    several: Several, place: str, name: str, merged: torch.Tensor, before: torch.Tensor, factors: Sequence[LowRank]
+    several: Several,
+    place: str,
+    name: str,
+    merged: torch.Tensor,
+    before: torch.Tensor,
+    factors: Sequence[LowRank],
+    known: dict[str, Measure],
 ) -> None:
-    record = several.context.record
+    """Measure and record a merged weight; `known` has this layer's measures by digest, for equal bits have the same."""
+    record, here = several.context.record, digest(merged)
     tolerance = record.tolerance(stage=STAGE, layer=place, dtype=merged.dtype)
     roundings = 2 if any(one.rounds_delta for one in factors) else 1
     allowance = tolerance or merged_in_turn_allowance(
@@ -99,11 +111,28 @@ def _record(
     )
     product = _together(factors, before)
     tested = LowRankTensor(actual=merged.to("cpu"), allowance=allowance, has_base=True)
-    (found,) = measure_low_rank([tested], product)
+    if here.value not in known:
+        (known[here.value],) = measure_low_rank([tested], product)
+    found = known[here.value]
+    kept: dict[str, torch.Tensor] = {}
+    if found.bound_ratio is not None and not passes(float(found.bound_ratio)) and merged.nbytes <= KEEP_BYTES:
+        exact, size = _exact(factors, before)
+        kept = {"exact": exact}
+        if isinstance(allowance, Allowance):
+            kept["allowed"] = allowance.product * size + allowance.weight * before.to(torch.float64).abs()
+            kept["allowed"] += allowance.floor
     record.computed(
-        STAGE, place, name, actual=merged, digests=[digest(merged)], found=found, rule=Rule.BOUND,
-        tolerance=tolerance, chunks=lambda: low_rank_chunks(tested, product),
+        STAGE, place, name, actual=merged, digests=[here], found=found, rule=Rule.BOUND,
+        tolerance=tolerance, chunks=lambda: low_rank_chunks(tested, product), exact=kept.pop("exact", None),
+        ingredients=kept,
     )  # fmt: skip
+
+
+def _exact(factors: Sequence[LowRank], before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the exact merged weight, and the sum of magnitudes in the product of each element."""
+    left = torch.cat([one.left.to(torch.float64) * one.scaling for one in factors], dim=1)
+    right = torch.cat([one.right.to(torch.float64) for one in factors], dim=0)
+    return before.to(torch.float64) + left @ right, left.abs() @ right.abs()
 
 
 def _delta(factors: LowRank, weight: torch.Tensor) -> Allowance:

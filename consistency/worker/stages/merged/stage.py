@@ -75,7 +75,7 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
     # a plain LoRA's merge adds the delta, and half of its time is computing it; runs that are compared compute anew
     delta = waiting[0].actual if waiting and context.job.case.repeat == 1 else None
     version = None if delta is None else delta._version
-    with nullcontext() if delta is None else taking(layer, delta):
+    with nullcontext() if delta is None else taking(layer, {ADAPTER_NAME: delta}):
         for computed in _merged(context, name, place, layer, low_rank):
             waiting.append(computed)
             del computed  # or it is held while the next one is made
