@@ -110,8 +110,9 @@ def _summarize(chunks: Iterable[Chunk]) -> _Summary:
         seen.nonzero_expected += int(np.count_nonzero(np.abs(expected) > allowed))
         bits = bit_patterns(chunk.actual)
         seen.roundings = [i for i in seen.roundings if torch.equal(bit_patterns(ROUNDINGS[i](chunk.actual)), bits)]
-        finite = np.isfinite(added) & np.isfinite(expected)
-        added, expected = added[finite], expected[finite]
+        # by their tolerances: where large elements and small ones round, the small ones know a factor best
+        known = np.isfinite(added) & np.isfinite(expected) & (allowed > 0)
+        added, expected = added[known] / allowed[known], expected[known] / allowed[known]
         seen.product += float(np.einsum("i,i->", added, expected))
         seen.square += float(np.einsum("i,i->", expected, expected))
     return seen
@@ -175,8 +176,8 @@ def _rounded(seen: _Summary) -> Diagnosis | None:
 def _wrong_scale(seen: _Summary, chunks: Chunks) -> Diagnosis | None:
     """One factor on what was added brings every element back within tolerance.
 
-    A tenth of the tolerance is left for the factor, which is estimated by least squares. It has to move some element
-    by at least half of its tolerance, or it explains nothing.
+    A tenth of the tolerance is left for the factor, which is estimated by least squares in units of the tolerance. It
+    has to move some element by at least half of its tolerance, or it explains nothing.
     """
     if seen.nan + seen.inf or seen.square == 0 or seen.elements < 2:
         return None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consistency.numerics.bound import Allowance, UserAllowance, delta_allowance, merged_allowance
-from consistency.numerics.chunks import LowRankProduct, LowRankTensor, exact_chunks, low_rank_chunks
+from consistency.numerics.chunks import Chunk, LowRankProduct, LowRankTensor, exact_chunks, low_rank_chunks
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.diagnosis_computed import diagnose_computed
 from consistency.numerics.dtype import bit_patterns
@@ -92,6 +93,21 @@ def test_another_factor_is_a_wrong_scale(options: dict[str, torch.dtype], ratio:
     found = case.diagnose(case.healthy())
     assert found.word == "wrong-scale"
     assert found.evidence["ratio"] == pytest.approx(ratio, rel=0.01)
+
+
+def test_a_factor_is_known_by_the_elements_that_round_least() -> None:
+    """As an optimizer's step, of one size everywhere, on parameters whose roundings differ by orders of magnitude."""
+    base = torch.logspace(-6, 1, 128)
+    exact = base.double() + 1e-3
+    actual = (base.double() + 1.001e-3).float()
+    allowed = exact.abs() * 2**-24
+
+    def chunks() -> Iterator[Chunk]:
+        (chunk,) = exact_chunks(actual, exact, allowed)
+        yield dataclasses.replace(chunk, base=base)
+
+    found = diagnose_computed(msgspec.structs.replace(measure_against_exact(actual, exact), bound_ratio=2.0), chunks)
+    assert (found.word, found.evidence["ratio"]) == ("wrong-scale", pytest.approx(1.001, rel=1e-6))
 
 
 def test_a_factor_that_tf32_could_explain_is_a_wrong_scale_all_the_same() -> None:

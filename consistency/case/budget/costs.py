@@ -40,6 +40,9 @@ ROOM_BYTES = 1 << 30
 GRADIENT_PASSES = 4
 """Parts of the batch, each with a backward pass of its own (`PASSES` of the stage `gradient`)."""
 
+SCORE_BYTES, INDEX_BYTES = 4, 8
+"""Of a router's choice: a score in float32, and the index of an expert; as many are chosen as there are, at most."""
+
 LOAD_BYTES = 3 * 256 * 64 * 64 * 4
 LOAD_SIDE, LOAD_SHARE = 8192, 32
 """The products of `--load`: on the CPU `_CPU_BATCH` of `_CPU_SIDE`; on a device `_LARGEST_SIDE` at most,
@@ -227,10 +230,8 @@ def forward(s: Setting) -> Cost:
 
     A token costs two operations for each element of the matrices, and with each of the earlier positions of its
     sequence 4 hidden in attention. All hidden states are kept until they are compared, in the model's dtype by mode, in
-    float64 by two modes.
+    float64 by two modes. Of each router's choice, the scores and their float64 values are in a scratch file.
     """
-    if not s.shape.runs_on_inputs:
-        return Cost(work=Work(fixed_s=STAGE_S))
     modes = (1 if s.case.adapter is None else 3 if s.shape.layers else 2) * s.case.repeat
     wide = min(2, modes) if s.makes_reference else 0
     rows = s.positions
@@ -239,10 +240,12 @@ def forward(s: Setting) -> Cost:
     in_float64 = wide * states * 8 + _float64_bytes(s, rows) if wide else 0
     merging = s.shape.largest_layer_elements * 2 * 4
     native = states * s.shape.width + rows * _of_one_token(s) * s.shape.width
+    scores = wide * rows * s.shape.blocks * s.shape.experts
     return Cost(
         host_bytes=modes * states * s.shape.width + in_float64 + (0 if s.on_device else merging),
         device_bytes=native + merging,
-        kept_bytes=wide * states * 8,
+        scratch_bytes=scores * SCORE_BYTES,
+        kept_bytes=wide * states * 8 + scores * (8 + INDEX_BYTES),
         work=Work(
             fixed_s=LOAD_S + PER_TENSOR_S * modes * (s.shape.blocks + 2),
             memory_s=modes * states * MEASURE_S + (MERGE_ALONE_S * s.shape.adapted_elements if modes > 1 else 0),
@@ -262,9 +265,10 @@ def gradient(s: Setting) -> Cost:
     reference in float64, which a device's worker makes beside its own. They are mapped from there a part at a time to
     be compared: no more than one gradient is in memory as a whole, while it is made. The result of the optimizer's step
     has a file too, one tensor at a time.
+
+    Of each decision in a forward pass, the two of a block that is computed twice, the reference's operand is in a
+    scratch file until the stage ends; its margin in float32, and a bit for what was decided, stay.
     """
-    if not s.shape.runs_on_inputs:
-        return Cost(work=Work(fixed_s=STAGE_S))
     rows, at_a_time = s.positions, s.of_backward
     passes = math.ceil(rows / max(1, at_a_time))
     states = at_a_time * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + 3 * (s.shape.vocabulary or 0))
@@ -278,14 +282,18 @@ def gradient(s: Setting) -> Cost:
     if s.on_device:
         room = 0
     stepped = s.shape.largest_trained_elements
+    kinks = 2 * rows * s.shape.blocks * s.shape.kinked_units if s.makes_reference else 0
+    scores = 2 * rows * s.shape.blocks * s.shape.experts if s.makes_reference else 0
     one_gradient = s.shape.largest_trained_elements * (8 if s.makes_reference else 4)
     return Cost(
         host_bytes=max(wide, 0 if s.on_device else native + room)
         + max(one_gradient, min(largest, GRADIENT_PART) * GRADIENT_BYTES),
         device_bytes=native + 4 * s.shape.largest_trained_elements,
         window_bytes=min(compared * (4 + 8), WINDOW_BYTES + min(largest, GRADIENT_LINES) * (4 + 8)),
-        scratch_bytes=4 * (compared * (2 if s.on_device and s.makes_reference else 1) + stepped),
-        kept_bytes=8 * compared if s.makes_reference else 0,
+        scratch_bytes=4 * (compared * (2 if s.on_device and s.makes_reference else 1) + stepped)
+        + kinks * s.shape.width
+        + scores * SCORE_BYTES,
+        kept_bytes=(8 * compared if s.makes_reference else 0) + kinks * 4 + kinks // 8 + scores * (8 + INDEX_BYTES),
         work=Work(
             fixed_s=4 * PER_TENSOR_S * s.shape.adapter_tensors,
             memory_s=compared * MEASURE_S,
@@ -316,7 +324,7 @@ def adapters(s: Setting) -> Cost:
     merged weight is made piece by piece; the drift takes the weight before, after and in float64 by parts.
     """
     count = len(s.case.adapters)
-    passes = 3 * count + 2 if s.shape.runs_on_inputs else 0
+    passes = 3 * count + 2
     rows = s.positions
     states = rows * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + (s.shape.vocabulary or 0))
     of_layer = s.shape.largest_layer_elements * (4 * s.shape.width + (count + 1) * 4)

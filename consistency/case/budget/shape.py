@@ -28,6 +28,9 @@ _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "hidden_dim", "embed_dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_INNER = ("intermediate_size", "d_ff", "ffn_dim", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "hidden_dim")
+_ACTIVATION = ("hidden_act", "activation_function", "hidden_activation", "feed_forward_proj", "activation")
+_KINKED = re.compile("relu|selu|hard")  # GELU, SiLU and ELU are smooth
 _TEXT = ("text_config", "llm_config", "decoder")
 
 
@@ -73,8 +76,10 @@ class Shape:
         Whether the base is: its kernels need it on the device.
     tied : bool
         Whether the head of words reuses the embeddings.
-    runs_on_inputs : bool
-        Whether `forward` and `gradient` run: not where rounding chooses the experts.
+    kinked_units : int
+        Units of a block whose activation function has a kink, as ReLU: their gradient depends on a decision.
+    experts : int
+        That a router of each block chooses from; 0 without one.
     adapter_bytes, adapter_elements, adapter_tensors : int
         As PEFT loads them.
     trained_elements, largest_trained_elements : int
@@ -105,7 +110,8 @@ class Shape:
     tokens: int | None = None
     quantized: bool = False
     tied: bool = False
-    runs_on_inputs: bool = True
+    kinked_units: int = 0
+    experts: int = 0
     adapter_bytes: int = 0
     adapter_elements: int = 0
     adapter_tensors: int = 0
@@ -174,7 +180,8 @@ def _base(case: Case, config: Mapping[str, Any], weights: Checkpoint, unknown: l
         "heads": _integer(text, *_HEADS),
         "positions": _integer(text, *_POSITIONS),
         "quantized": config.get("quantization_config") is not None,
-        "runs_on_inputs": (_integer(text, *_EXPERTS) or 0) <= 1,
+        "kinked_units": _kinked_units(text),
+        "experts": _integer(text, *_EXPERTS) or 0,
         "dtype": _dtype(case, config, text, tensors),
     }
     if weights.pickled:
@@ -218,6 +225,12 @@ def _blocks(tensors: Mapping[str, TensorHeader]) -> dict[str, Any]:
         "block_elements": max(elements.values(), default=0),
         "block_features": max(features.values(), default=0),
     }
+
+
+def _kinked_units(config: Mapping[str, Any]) -> int:
+    named = next((config[key] for key in _ACTIVATION if isinstance(config.get(key), str)), "")
+    inner = _integer(config, *_INNER) or 4 * (_integer(config, *_HIDDEN) or 0)  # as GPT-2 has it where it is not stated
+    return inner if _KINKED.search(named.lower()) else 0
 
 
 def _matrix_elements(tensors: Mapping[str, TensorHeader], *, tied: bool) -> int:

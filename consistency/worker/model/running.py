@@ -14,7 +14,6 @@ import torch
 
 from consistency.case.case import Case
 from consistency.errors import InputError, first_line
-from consistency.worker.model.id_checks import text_config
 from consistency.worker.out_of_memory import is_out_of_memory
 
 Activations = dict[str, torch.Tensor]
@@ -157,12 +156,3 @@ def _tasks(model: Any, inputs: Activations) -> Activations:
     counts = (getattr(configs[name], one, 1) for name in model.active_adapters for one in ("n_tasks", "num_tasks"))
     rows = next(iter(inputs.values())).shape[0]
     return {TASKS: torch.arange(rows, device=device_of(model)) % max(counts, default=1)}
-
-
-def unbounded(model: torch.nn.Module) -> str:
-    """Return why no bound on errors covers a model, nothing where one does."""
-    text = text_config(model)
-    for count in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if (getattr(text, count, None) or 0) > 1:
-            return "a mixture of experts: rounding can send a token to another expert, which no bound on errors covers"
-    return ""

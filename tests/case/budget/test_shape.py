@@ -100,10 +100,18 @@ def test_another_method_adapts_the_layers_that_its_tensors_name(tmp_path: Path) 
     assert [(layer.elements, layer.rank) for layer in found.layers] == [(24, None)]
 
 
-def test_rounding_chooses_the_experts_so_nothing_runs_on_inputs(tmp_path: Path) -> None:
+def test_what_decides_is_read_from_the_config(tmp_path: Path) -> None:
     tensors = {"layers.0.q.weight": zeros(4, 4)}
-    assert not made(tmp_path, {"num_local_experts": 8}, tensors).runs_on_inputs
-    assert made(tmp_path, {"num_local_experts": 1}, tensors).runs_on_inputs
+
+    def units(**config: Any) -> int:
+        return made(tmp_path, config, tensors).kinked_units
+
+    assert made(tmp_path, {"num_local_experts": 8}, tensors).experts == 8
+    assert units(feed_forward_proj="relu", d_ff=48) == 48
+    assert units(hidden_act="relu2", intermediate_size=96) == 96
+    assert units(activation_function="relu", n_embd=16, n_inner=None) == 64
+    for smooth in ("gelu_new", "silu", "gated-gelu", "quick_gelu"):
+        assert units(hidden_act=smooth, intermediate_size=96) == 0
 
 
 def test_what_is_not_stated_is_named_and_not_guessed(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import Rule
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import UNUSABLE, expected_adapter, load_adapter
-from consistency.worker.model.running import is_of_the_model, unbounded
+from consistency.worker.model.running import is_of_the_model
 from consistency.worker.model.structure import Structure
 from consistency.worker.model.weight_files import WeightFiles
 from consistency.worker.out_of_memory import is_out_of_memory
@@ -111,8 +111,6 @@ def _loaded(context: Context) -> Several | None:
 
 def _inputs(context: Context) -> dict[str, torch.Tensor] | None:
     inputs, reason = fixed_inputs(context.job.case, context.base.model)
-    # which expert a token goes to depends on bits that do not change here, but on no bound either
-    reason = reason or unbounded(context.base.model)
     if inputs is not None and not reason and not inputs_fit(context, STAGE, inputs):
         reason = "ids or labels are past the end of a table"
     if inputs is None or reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,15 @@ from consistency.capture.folder import SCHEMA, CaptureManifest
 from consistency.capture.reader import read_capture
 from consistency.capture.records import WorkerInfo
 from consistency.capture.writer import CaptureWriter
+from consistency.case.budget.costs import STAGE_COSTS, Setting
+from consistency.case.budget.shape import read_shape
 from consistency.case.case import Case
 from consistency.case.stages import Stage
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison
 from consistency.worker import session
 from consistency.worker.decisions.replay import Made
-from consistency.worker.protocol import EventLog, Job
+from consistency.worker.protocol import DECISIONS_FILE, EventLog, Job
 from tests.worker.model.made_models import case_of, perturb
 
 OTHER = "other"
@@ -99,6 +102,19 @@ def test_undecided_units_are_no_finding(compare_with: Compare) -> None:
     assert {row.status for row in rows} <= {"within", "equal", "skipped"}
     assert "within" in {row.status for row in rows}
     assert all("in place of this worker's own" in row.evidence["decisions"] for row in rows)
+
+
+def test_what_decisions_take_of_the_disk_is_in_the_budget(compare_with: Compare, case: Case, tmp_path: Path) -> None:
+    shape = read_shape(case)
+    costs = [
+        STAGE_COSTS[Stage.GRADIENT](
+            Setting(shape=one, case=case, on_device=False, makes_reference=True)
+        ).kept_bytes
+        for one in (shape, dataclasses.replace(shape, kinked_units=0))
+    ]  # fmt: skip
+    compare_with(0.0)
+    taken = (tmp_path / DECISIONS_FILE.format("gradient")).stat().st_size
+    assert taken == pytest.approx(costs[0] - costs[1], rel=0.1)  # masks decide too
 
 
 def test_without_the_track_they_are(compare_with: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
