@@ -15,8 +15,8 @@ from consistency.numerics.rounded_products import RoundedProducts
 from consistency.worker.decisions.places import Places
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
+from consistency.worker.model.blocks import RecomputationError
 from consistency.worker.model.tensor_file import TensorFile
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.gradient.backward import ONE_PASS, Tensors, backward, parts_of
 
@@ -117,10 +117,7 @@ class Runs:
                     self._model, names, part, hand_over, recompute=self._recompute, exact=exact, watch=watch,
                     places=places,
                 )  # fmt: skip
-            except Exception as error:  # `RecomputationError`, or of model code that is not meant to run twice
-                # as with a prefix: its cache takes each block's keys again when that is computed again
-                if not self._recompute or is_out_of_memory(error):
-                    raise
+            except RecomputationError:
                 self._recompute = False
                 watch = None if watches is None else watches(str(index))
                 backward(self._model, names, part, hand_over, recompute=False, exact=exact, watch=watch, places=places)

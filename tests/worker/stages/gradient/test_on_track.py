@@ -114,7 +114,8 @@ def test_what_decisions_take_of_the_disk_is_in_the_budget(compare_with: Compare,
     ]  # fmt: skip
     compare_with(0.0)
     taken = (tmp_path / DECISIONS_FILE.format("gradient")).stat().st_size
-    assert taken == pytest.approx(costs[0] - costs[1], rel=0.1)  # masks decide too
+    # half of it where no block is computed twice; masks decide too
+    assert 0.4 < taken / (costs[0] - costs[1]) < 1.1
 
 
 def test_without_the_track_they_are(compare_with: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
