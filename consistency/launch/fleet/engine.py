@@ -98,7 +98,10 @@ class FleetEngine(Protocol):
         ...
 
 
-ENGINES: dict[str, str] = {"slurm": "consistency.launch.fleet.slurm:SlurmEngine"}
+ENGINES: dict[str, str] = {
+    "slurm": "consistency.launch.fleet.slurm:SlurmEngine",
+    "ray": "consistency.launch.fleet.ray:RayEngine",
+}
 """By name, where the class of each engine is; it is made with the options of the fleet."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from consistency.case.options import Option, declare, declared
 
-ENGINE_NAMES = ("slurm",)
+ENGINE_NAMES = ("slurm", "ray")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

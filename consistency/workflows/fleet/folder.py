@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,24 @@ LOGS = "nodes"
 REQUIREMENTS = "requirements.json"
 
 
+class NodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a node, for whoever schedules work on it.
+
+    Attributes
+    ----------
+    state : str
+        `delivered`, `lost`, or `pending` as long as the fleet runs.
+    reason : str
+        Why it is lost, or was left out.
+    findings : tuple of str
+        The errors that name one of its workers.
+    """
+
+    state: str = "pending"
+    reason: str = ""
+    findings: tuple[str, ...] = ()
+
+
 class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a fleet was to check, and what became of its nodes.
 
@@ -29,14 +47,12 @@ class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     case : tuple of str
         The options of the case, as words of a command line.
-    nodes : dict of str to str
-        How each node ended; empty while it has not.
     """
 
     engine: str
     case: tuple[str, ...]
     requirements: Requirements
-    nodes: dict[str, str]
+    nodes: dict[str, NodeOutcome]
     schema: str = SCHEMA
 
 
@@ -113,7 +129,9 @@ class FleetFolder:
         path = self.log(node)
         with suppress(OSError):
             lines = [] if path is None else path.read_text(encoding="utf-8", errors="replace").split("\n")
-            return next((line.strip() for line in reversed(lines) if line.strip()), "")[:300]
+            # Slurm adds that it has cancelled the task, which the fleet has asked for
+            own = (line.strip() for line in reversed(lines) if not line.startswith("slurmstepd"))
+            return next((line for line in own if line), "")[:300]
         return ""
 
     def _earlier(self) -> FleetRecord:
@@ -139,8 +157,3 @@ class FleetFolder:
             fs, path = open_store(place, "cannot open the store")
             with remote_errors("cannot replace the earlier capture", place):
                 fs.rm(path)
-
-
-def with_outcomes(record: FleetRecord, outcomes: Mapping[str, str]) -> FleetRecord:
-    """Return a record with how nodes have ended."""
-    return msgspec.structs.replace(record, nodes={**record.nodes, **outcomes})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from consistency.launch.fleet.engine import EngineError, FleetEngine, NodeTask, 
 from consistency.launch.fleet.options import FleetOptions
 from consistency.report.text import one_line
 from consistency.workflows import pipeline
-from consistency.workflows.fleet.folder import PLAN, FleetFolder, FleetRecord, with_outcomes
+from consistency.workflows.fleet.folder import PLAN, FleetFolder, FleetRecord, NodeOutcome
 from consistency.workflows.fleet.following import (
     NodeLimits,
     NodeState,
@@ -69,7 +69,7 @@ class FleetPlan:
     def record(self) -> FleetRecord:
         return FleetRecord(
             engine=self.options.engine, case=self.words, requirements=self.requirements,
-            nodes=dict.fromkeys(self.nodes, ""),
+            nodes=dict.fromkeys(self.nodes, NodeOutcome()),
         )  # fmt: skip
 
 
@@ -121,11 +121,15 @@ def run_fleet(
         missing = [node for node in plan.nodes if node not in kept]
         folder.prepare(plan.requirements, missing, replace=replace or resume)
         found = _captured(plan, folder, record, missing, watch=watch)
-        folder.save(with_outcomes(record, {node: str(progress) for node, progress in found.items()}))
-        gathered = _gather(plan, folder, kept, found)
-        comparison = _compare(gathered, folder, baseline)
+        gathered = _gather(plan, folder, found)
+        try:
+            comparison = _compare(gathered, folder, baseline)
+        except LostFleetError:
+            folder.save(msgspec.structs.replace(record, nodes=_outcomes(gathered)))
+            raise
         comparison = made(comparison, time.monotonic() - started)
         pipeline.write_reports(comparison, out)
+        folder.save(msgspec.structs.replace(record, nodes=_outcomes(gathered, comparison)))
     return comparison
 
 
@@ -168,19 +172,19 @@ class _Gathered:
     odd: dict[str, str] = field(default_factory=dict)
 
 
-def _gather(plan: FleetPlan, folder: FleetFolder, kept: Collection[str], found: Mapping[str, Progress]) -> _Gathered:
+def _gather(plan: FleetPlan, folder: FleetFolder, found: Mapping[str, Progress]) -> _Gathered:
     lost = dict(lost_nodes(found))
     statuses: dict[str, NodeStatus] = {}
     for node in plan.nodes:
         status = folder.read_status(node)
-        if status is None or status.phase != "delivered":
-            lost.setdefault(node, "its capture was not delivered")
+        if status is not None and status.phase == "delivered":
+            lost.pop(node, None)  # it may have been given up, and has come after all
+            statuses[node] = status
             continue
-        lost.pop(node, None)  # it was given up, and has come after all
-        statuses[node] = status
-    for node, reason in lost.items():
-        said = folder.logged(node)
-        lost[node] = f"{reason}; its output ends: {said}" if said and node not in kept else reason
+        reason = lost.get(node, "its capture was not delivered")
+        spoke = status is not None and status.phase == "failed"  # it has said why itself
+        said = "" if spoke else folder.logged(node)
+        lost[node] = f"{reason}; its output ends: {said}" if said else reason
     bare = without_accelerator(statuses)
     odd = other_software({node: status for node, status in statuses.items() if node not in bare})
     places = {node: folder.capture(node) for node in statuses if node not in bare and node not in odd}
@@ -234,6 +238,27 @@ def _findings(gathered: _Gathered) -> list[Finding]:
             for reason, nodes in same.items()
         ]  # fmt: skip
     return found
+
+
+def _outcomes(gathered: _Gathered, comparison: Comparison | None = None) -> dict[str, NodeOutcome]:
+    """Return what became of every node; a worker's name begins with that of its node."""
+    named: dict[str, list[str]] = {node: [] for node in gathered.places}
+    for finding in () if comparison is None else comparison.findings:
+        if finding.severity == "error":
+            nodes = {_node_of(worker, named) for worker in finding.workers} - {None}
+            for node in nodes:
+                named[str(node)].append(finding.message)
+    found = {node: NodeOutcome(state="lost", reason=reason) for node, reason in gathered.lost.items()}
+    for node, why in gathered.odd.items():
+        found[node] = NodeOutcome(state="delivered", reason=f"other software: {why}")
+    return found | {node: NodeOutcome(state="delivered", findings=tuple(texts)) for node, texts in named.items()}
+
+
+def _node_of(worker: str, nodes: Mapping[str, object]) -> str | None:
+    """Return the node of a worker: `n1` of `n1:cpu`; a fleet of one node has its devices alone."""
+    if len(nodes) == 1:
+        return next(iter(nodes))
+    return next((node for node in nodes if worker.startswith(f"{node}:")), None)
 
 
 def _nothing(gathered: _Gathered, folder: FleetFolder) -> LostFleetError:

@@ -53,7 +53,7 @@ def run() -> int:
     """Run the command line of a node."""
     arguments = sys.argv[1:]
     if FAULT == "files":
-        home = MADE / "other-adapter"
+        home = MADE / f"other-adapter-{NODE}"
         shutil.copytree(os.environ["NODE_ADAPTER"], home, dirs_exist_ok=True)
         with (home / "adapter_model.safetensors").open("r+b") as file:
             file.seek(-1, os.SEEK_END)

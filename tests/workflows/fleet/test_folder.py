@@ -10,9 +10,10 @@ from consistency.capture.node_status import NodeStatus, read_status, write_statu
 from consistency.capture.transport import write_bytes
 from consistency.case.requirements import Requirements
 from consistency.errors import CaptureError, UsageError
-from consistency.workflows.fleet.folder import FleetFolder, FleetRecord
+from consistency.workflows.fleet.folder import FleetFolder, FleetRecord, NodeOutcome
 
-RECORD = FleetRecord(engine="slurm", case=("--level=quick",), requirements=Requirements(), nodes={"n1": "", "n2": ""})
+NODES = {"n1": NodeOutcome(), "n2": NodeOutcome()}
+RECORD = FleetRecord(engine="slurm", case=("--level=quick",), requirements=Requirements(), nodes=NODES)
 
 
 @pytest.fixture(params=["folder", "url"])
@@ -54,6 +55,6 @@ def test_last_line_of_a_nodes_output(tmp_path: Path) -> None:
     log = folder.log("n1")
     assert log is not None
     log.parent.mkdir()
-    log.write_text("first\nno such file\n\n")
+    log.write_text("first\nno such file\n\nslurmstepd-n1: error: *** JOB 6 CANCELLED ***\n")
     assert folder.logged("n1") == "no such file"
     assert FleetFolder(out=tmp_path, store="s3://bucket/fleet").log("n1") is None

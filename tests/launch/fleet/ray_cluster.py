@@ -1,0 +1,134 @@
+"""A real Ray cluster on this one machine: several `ray start`, in one folder, without its dashboard.
+
+What a node has started is found by a variable that it inherits, so a node can die or freeze as a whole.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_HOME, _NODE = "RAY_TEST_CLUSTER", "NODE"
+
+
+def missing() -> str | None:
+    """Return what this interpreter lacks for a cluster."""
+    return None if importlib.util.find_spec("ray") else "no ray (pip install 'peft-consistency[fleet]')"
+
+
+@dataclass(slots=True, kw_only=True)
+class RayCluster:
+    """A cluster with the nodes `r1` … `rN`; `r1` is its head.
+
+    Attributes
+    ----------
+    given : dict
+        Variables that every node gets beside its name.
+    """
+
+    home: Path
+    count: int
+    given: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+    _started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"r{number}" for number in range(1, self.count + 1)]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the environment of a process that uses this cluster."""
+        return {**os.environ, "RAY_ADDRESS": f"127.0.0.1:{self.port}", "RAY_USAGE_STATS_ENABLED": "0"}
+
+    def start(self) -> None:
+        """Start one node after the other: several at once give up where the processors are few."""
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            self.port = one.getsockname()[1]
+        head = ["--head", f"--port={self.port}", f"--temp-dir={self.home}", "--include-dashboard=false"]
+        self._boot("r1", *head)
+        for node in self.nodes[1:]:
+            self._boot(node, f"--address=127.0.0.1:{self.port}")
+
+    def kill(self, node: str) -> None:
+        """Have a node die with everything on it."""
+        for process in self._processes(node):
+            _send(process, signal.SIGKILL)
+        self._started.pop(node).wait()
+
+    def freeze(self, node: str) -> None:
+        """Stop everything on a node; nothing is closed."""
+        for process in self._processes(node):
+            _send(process, signal.SIGSTOP)
+
+    def running(self, text: str) -> bool:
+        """Return whether a node runs a command with this text in it."""
+        for process in self._processes():
+            with suppress(OSError):
+                if text.encode() in Path(f"/proc/{process}/cmdline").read_bytes():
+                    return True
+        return False
+
+    def stop(self) -> None:
+        """End every process of the cluster."""
+        for process in self._processes():
+            _send(process, signal.SIGKILL)
+        for started in self._started.values():
+            started.wait()
+
+    def _processes(self, node: str | None = None) -> list[int]:
+        marks = {f"{_HOME}={self.home}".encode(), *(() if node is None else (f"{_NODE}={node}".encode(),))}
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if marks <= set((place / "environ").read_bytes().split(b"\0")):
+                    found.append(int(place.name))
+        return found
+
+    def _boot(self, node: str, *arguments: str) -> None:
+        """Start a node, and wait until it is there."""
+        command = [
+            sys.executable, "-P", "-c", "from ray.scripts.scripts import main; main()", "start", "--block",
+            f"--node-name={node}", "--num-cpus=1", "--object-store-memory=80000000", *arguments,
+        ]  # fmt: skip
+        own = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
+        with (self.home / f"{node}.log").open("ab") as log:
+            self._started[node] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env={**own, **self.given, _HOME: str(self.home), _NODE: node},
+            )  # fmt: skip
+        until = time.monotonic() + 180
+        while "Ray runtime started" not in (text := (self.home / f"{node}.log").read_text()):
+            assert self._started[node].poll() is None, text
+            assert time.monotonic() < until, text
+            time.sleep(0.2)
+
+
+@contextmanager
+def ray_cluster(nodes: int, **given: str) -> Iterator[RayCluster]:
+    """Yield a cluster that runs; its folder has a short name, because those of sockets may have 107 bytes only."""
+    home = Path(tempfile.mkdtemp(prefix="ray-"))
+    cluster = RayCluster(home=home, count=nodes, given=given)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _send(process: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
