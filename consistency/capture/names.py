@@ -22,6 +22,9 @@ WHOLE_MODEL = "model"
 DELTA, WEIGHT, SAFE_WEIGHT = "delta", "weight", "weight_safe_merge"
 """Tensors of the stage `merged`, per adapted layer."""
 
+DEQUANTIZED, SETTINGS, AFTER_A_PASS = "weight_dequantized", "weight_settings", "weight_after_a_pass"
+"""Of a quantized weight in the stage `base`: as its library reads it, what its file states, and what a pass leaves."""
+
 PLACEMENT, MERGE_PEAK, SAFE_MERGE_PEAK = "placement", "merge_peak", "safe_merge_peak"
 """Facts of the stage `memory`, per adapted layer; its other layers are devices."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from consistency.case import recognition
 from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint, read_json
+from consistency.case.quantized import weights_of
 from consistency.errors import InputError
 
 # by PEFT's task_type: how the names of the classes end that its `AutoPeftModel…` load for it
@@ -130,7 +131,7 @@ def _check_adapter_fits(
     the end of their path; a layer with several matches, or whose weight is not a plain matrix, is left to the worker.
     """
     by_ending: dict[str, list[TensorHeader]] = {}
-    for header in base.tensors.values():
+    for header in weights_of(base.tensors).values():
         for ending in _endings(header.name):
             by_ending.setdefault(ending, []).append(header)
     sides: dict[str, dict[str, TensorHeader]] = {}

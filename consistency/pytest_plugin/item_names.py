@@ -30,6 +30,7 @@ from consistency.capture.names import (
 from consistency.case.adapter_fit import read_adapter
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_checkpoint, read_json
+from consistency.case.quantized import states_settings
 from consistency.case.stages import SPECS, Stage
 from consistency.comparison.result import Comparison, Row, TensorComparison
 from consistency.launch.plan import WorkerPlan
@@ -105,7 +106,7 @@ def base_items(case: Case) -> Iterator[tuple[str, str]]:
         weights = read_checkpoint(
             Path(case.base), stem="model", pickle_stem="pytorch_model", allow_pickle=case.allow_pickle
         )
-        yield from (split_name(name) for name in weights.tensors)
+        yield from (split_name(name) for name in weights.tensors if not states_settings(name))
 
 
 def adapter_items(case: Case) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,7 @@ from consistency.errors import ConsistencyError, first_line
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.worker.model.structure import Structure
 from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.quantized.held import is_composite
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.context import Context
 
@@ -75,7 +76,8 @@ class Unchanged:
         self._of_adapter = {
             name: (tensor, digest(tensor).value)
             for name, tensor in chain(model.named_parameters(), model.named_buffers())
-            if not tensor.is_meta and tensor.layout is torch.strided and tensor.data_ptr() not in known
+            if not tensor.is_meta and tensor.layout is torch.strided and not is_composite(tensor)
+            if tensor.data_ptr() not in known
         }
 
     def restore(self) -> str:

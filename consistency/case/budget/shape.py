@@ -16,6 +16,7 @@ from typing import Any
 from consistency.case.adapter_fit import read_adapter
 from consistency.case.case import Case
 from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint, read_header, read_json
+from consistency.case.quantized import weights_of
 
 _BITS = re.compile(r"\d+")
 _NUMBERED = re.compile(r"^(?P<stack>(?:[^.]*\.)*?)(?P<number>\d+)\.")
@@ -159,8 +160,8 @@ def read_shape(case: Case) -> Shape:
         weights = read_checkpoint(
             Path(case.base), stem="model", pickle_stem="pytorch_model", allow_pickle=case.allow_pickle
         )
-        base = weights.tensors
-        found |= _base(case, config, weights, unknown)
+        base = weights_of(weights.tensors)
+        found |= _base(case, config, weights, base, unknown)
     if case.adapter is not None:
         found |= _adapter(case, base, unknown)
     if case.inputs is not None:
@@ -171,9 +172,15 @@ def read_shape(case: Case) -> Shape:
     return Shape(**found, unknown=tuple(unknown))
 
 
-def _base(case: Case, config: Mapping[str, Any], weights: Checkpoint, unknown: list[str]) -> dict[str, Any]:
+def _base(
+    case: Case,
+    config: Mapping[str, Any],
+    weights: Checkpoint,
+    tensors: Mapping[str, TensorHeader],
+    unknown: list[str],
+) -> dict[str, Any]:
+    """Return the figures of a base; `tensors` are its weights as its layers have them, `weights` what stores them."""
     text = next((config[key] for key in _TEXT if isinstance(config.get(key), dict)), config)
-    tensors = weights.tensors
     found: dict[str, Any] = {
         "hidden": _integer(text, *_HIDDEN),
         "vocabulary": _integer(text, "vocab_size"),
@@ -193,9 +200,10 @@ def _base(case: Case, config: Mapping[str, Any], weights: Checkpoint, unknown: l
         unknown.append("the config states no hidden size: activations are not estimated")
     width = _DTYPES.get(found["dtype"], 2)
     mapped = converted = 0
-    for header in tensors.values():
+    for name, header in weights.tensors.items():
         count = math.prod(header.shape)
-        if header.dtype in _BY_CODE and _BY_CODE[header.dtype] != found["dtype"]:
+        # scales and tables of quantized weights keep their dtype
+        if name in tensors and header.dtype in _BY_CODE and _BY_CODE[header.dtype] != found["dtype"]:
             converted += count * width
         else:
             mapped += count * _bits(header.dtype) // 8

@@ -24,6 +24,7 @@ from consistency.comparison.findings.load_paths import find_casts
 from consistency.comparison.findings.no_effect import find_no_effect
 from consistency.comparison.findings.nothing_compared import find_nothing_compared
 from consistency.comparison.findings.placement import find_device_use
+from consistency.comparison.findings.quantized import find_quantized
 from consistency.comparison.findings.soak import find_soak
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.transfers import find_transfer
@@ -80,6 +81,7 @@ def find(
         *find_host_problems(hosts, workers=[p.label for p in compared]),
         *_settings(compared),
         *find_no_effect(compared),
+        *find_quantized(compared),
         *find_tolerances(compared),
         # so that the report of a drill is not mistaken for one of a real fault
         *(

@@ -27,6 +27,7 @@ from consistency.worker.model.head_class import HEAD, auto_class, labels
 from consistency.worker.model.synthetic_head import is_synthetic, overwrite, synthetic
 from consistency.worker.model.weight_files import WeightFiles, file_names
 from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.quantized.held import is_composite, quantized_layers, stored_names
 
 if TYPE_CHECKING:
     from consistency.worker.model.offload import Offload
@@ -84,10 +85,10 @@ class LoadedBase:
 
     @property
     def dtype(self) -> str:
-        """Return the dtype of most of the model's elements."""
+        """Return the dtype of most of the model's elements, but codes of quantized weights."""
         elements = Counter[str]()
         for tensor in self.tensors.values():
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() and tensor.itemsize > 1:
                 elements[name_of(tensor.dtype)] += tensor.numel()
         return elements.most_common(1)[0][0] if elements else "none"
 
@@ -134,11 +135,28 @@ def load_base(
     # a tensor in no file has no name there, even where a name looks similar (`classifier.dense`, `lm_head.dense`)
     filled = {name: tensor for name, tensor in tensors.items() if name not in missing}
     names = {} if files is None else file_names(filled, files)
+    _take_apart(model, tensors, names, files)
     persistent = frozenset(model.state_dict(keep_vars=True))
     return LoadedBase(
         model=model, files=files, tensors=tensors, file_names=names, not_in_file=missing, persistent=persistent,
         offload=_offloaded(model, device) if offload else None,
     )  # fmt: skip
+
+
+def _take_apart(
+    model: torch.nn.Module, tensors: dict[str, torch.Tensor], names: dict[str, str], files: WeightFiles | None
+) -> None:
+    """Put what stores the quantized weights of a model in the place of these: codes, scales, tables."""
+    in_file = set() if files is None else set(files.names())
+    for layer, module in quantized_layers(model):
+        weight = f"{layer}.weight" if layer else "weight"
+        if is_composite(module.weight):
+            tensors.pop(weight, None)
+            names.pop(weight, None)
+        for name, key, tensor in stored_names(weight, module.weight):
+            tensors[name] = tensor
+            if key in in_file:
+                names[name] = key
 
 
 def _offloaded(model: torch.nn.Module, device: str) -> Offload:
@@ -232,7 +250,9 @@ def _recording_initial_values(base: LoadedBase, initial: dict[str, str]) -> Iter
 
     def look(model: Any, *args: Any, **options: Any) -> Any:
         for name, tensor in model.named_parameters():
-            if tensor.numel() and not tensor.is_meta and tensor.data_ptr() not in of_base:
+            if tensor.is_meta or is_composite(tensor):
+                continue
+            if tensor.numel() and tensor.data_ptr() not in of_base:
                 initial.setdefault(name, digest(tensor).value)
         return real(model, *args, **options)
 
@@ -405,7 +425,9 @@ def _tensors(model: torch.nn.Module, files: WeightFiles | None) -> dict[str, tor
     found: dict[str, torch.Tensor] = {}
     named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     for name, tensor in chain.from_iterable(named):
-        identity = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+        # a quantized weight may have no memory of its own
+        address = id(tensor) if is_composite(tensor) else tensor.data_ptr()
+        identity = (address, tensor.shape, tensor.dtype)
         if tensor.numel() and identity in chosen:
             first = chosen[identity]
             if name in in_file and first not in in_file:

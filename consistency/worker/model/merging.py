@@ -13,6 +13,7 @@ import torch
 from consistency.errors import first_line
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.quantized.held import dequantized, is_quantized
 
 T = TypeVar("T")
 
@@ -33,11 +34,11 @@ def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def merged(layer: Any, *, safe: bool) -> Iterator[torch.Tensor]:
     """Merge one layer by PEFT's own code, yield the merged weight, and restore the layer to the bit at the end.
 
-    The weight has storage of its own, and stays as it is after that.
+    The weight has storage of its own, and stays as it is after that. One that was quantized again is dequantized.
     """
     with restored(layer):
         layer.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
-        yield weight_of(layer)
+        yield dequantized(layer.get_base_layer()) if has_quantized_weight(layer) else weight_of(layer)
 
 
 @contextmanager
@@ -49,8 +50,10 @@ def restored(layer: Any) -> Iterator[None]:
     round: what a merge changes besides is attributes of modules, and they are put back.
     """
     # the copies are held to the end, so that a merge that puts another weight in their place frees nothing
-    kept = [(parameter, parameter.data, parameter.detach().clone()) for parameter in _merged_into(layer)]
-    put_back = [_attributes(module) for module in layer.modules()]
+    # a quantized weight is replaced, never written; but PEFT edits its attributes
+    written = [parameter for parameter in _merged_into(layer) if not is_quantized(parameter)]
+    kept = [(parameter, parameter.data, parameter.detach().clone()) for parameter in written]
+    put_back = [_attributes(owner) for owner in (*layer.modules(), *filter(is_quantized, _merged_into(layer)))]
     with torch.no_grad():
         try:
             for parameter, _, copied in kept:
@@ -96,7 +99,12 @@ def _merged_into(layer: Any) -> list[torch.nn.Parameter]:
     return [layer.get_param()] if hasattr(layer, "get_param") else list(layer.get_base_layer().parameters())
 
 
-def _attributes(module: torch.nn.Module) -> Callable[[], None]:
+def has_quantized_weight(layer: Any) -> bool:
+    """Report whether a merge of a layer requantizes its weight."""
+    return not hasattr(layer, "get_param") and is_quantized(layer.get_base_layer()._parameters.get("weight"))
+
+
+def _attributes(module: Any) -> Callable[[], None]:
     """Return a function that puts back a module's attributes, and what lists, dictionaries and records of them hold.
 
     Merged adapters are such a list; caches, parameters, buffers and submodules such dictionaries; the state of a

@@ -15,6 +15,7 @@ import torch
 from consistency.case.case import Case
 from consistency.errors import InputError, first_line
 from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.quantized.exact import as_loaded
 
 Activations = dict[str, torch.Tensor]
 
@@ -95,7 +96,7 @@ def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Ac
     """Run the model and return, on its device, its hidden states and its other outputs, by name."""
     device, dtype = device_of(model), next(model.parameters()).dtype
     moved = {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in inputs.items()}
-    with parameters_kept(model):
+    with parameters_kept(model), as_loaded(model):
         output = model(**moved, **_extras(model), **_tasks(model, moved))
     if isinstance(output, torch.Tensor):
         return {}, {"output": output}

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from consistency.worker.quantized.held import is_composite
+
 _CONTAINERS = (dict, OrderedDict, list, set)  # these alone: a registry of a library is nobody's to empty
 
 
@@ -91,6 +93,6 @@ def _sharing(tensors: Iterable[torch.Tensor]) -> set[frozenset[int]]:
     """Return which tensors lie in the same memory: `.data` of one of them can be replaced, and not of the others."""
     together: defaultdict[tuple[torch.device, int], set[int]] = defaultdict(set)
     for tensor in tensors:
-        if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
+        if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta and not is_composite(tensor):
             together[tensor.device, tensor.untyped_storage().data_ptr()].add(id(tensor))
     return {frozenset(group) for group in together.values() if len(group) > 1}

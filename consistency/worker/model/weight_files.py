@@ -58,6 +58,9 @@ class WeightFiles:
     def names(self) -> Iterable[str]:
         return self._loaded or self._checkpoint.tensors
 
+    def has(self, name: str) -> bool:
+        return name in self._loaded or name in self._checkpoint.tensors
+
     def header(self, name: str) -> TensorHeader | None:
         return self._checkpoint.tensors.get(name)
 

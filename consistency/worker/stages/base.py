@@ -20,6 +20,7 @@ from consistency.numerics.exact import in_float64
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.worker.recorder import PEER_KEEP_BYTES
+from consistency.worker.stages import quantized_base
 from consistency.worker.stages.context import Context
 
 
@@ -66,6 +67,7 @@ def run(context: Context) -> None:
             buffer=buffer,
             evidence=evidence | ({"buffer": "not in the state dict"} if buffer else {}),
         )
+    quantized_base.run(context)
 
 
 def look_again(context: Context, changed: Mapping[str, TensorDigest]) -> None:

@@ -48,6 +48,7 @@ from consistency.worker.model.running import (
 )
 from consistency.worker.precision import products_of
 from consistency.worker.protocol import DECISIONS_FILE
+from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.flips import NOT_REPLAYED, ON_TRACK, record_flips
 from consistency.worker.stages.input_checks import inputs_fit
@@ -186,7 +187,8 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
         context.events.step(f"{mode}, float64", done, len(modes))
         run = functools.partial(in_mode, model, inputs, mode, has_adapter=ON in modes)
         try:
-            truth = in_float64(run, watch=exact.track.exact(mode), places=exact.track.places)
+            with exact_layers(model):
+                truth = in_float64(run, watch=exact.track.exact(mode), places=exact.track.places)
         except Exception as error:  # code that insists on its own dtype
             if not is_of_the_model(error, model):
                 raise

@@ -13,9 +13,13 @@ from consistency.numerics.bound import Allowance, UserAllowance, delta_allowance
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.precision import Precision
 from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.model.merging import has_quantized_weight
 from consistency.worker.precision import products_of
 from consistency.worker.recorder import UserTolerance
 from consistency.worker.stages.context import Context
+
+_QUANTIZED = ("Linear8bitLt", "Linear4bit", "TorchaoLoraLinear")
+"""PEFT's classes of a LoRA on a quantized linear layer, which exist only where the library is installed."""
 
 Expected = Mapping[str, tuple[str, torch.Tensor]]
 """An adapter's tensors in its file, on the CPU: parameter name to name in the file and tensor."""
@@ -57,7 +61,9 @@ def low_rank_of(
 
     if getattr(layer, "lora_variant", {}).get(adapter) is not None:
         return None  # DoRA and its variants are no sum of a weight and a product
-    if type(layer) in (lora.Linear, lora.MultiheadAttention):  # the latter's projection of inputs is one matrix
+    quantized = has_quantized_weight(layer) and type(layer).__name__ in _QUANTIZED
+    # the projection of inputs of a MultiheadAttention is one matrix
+    if quantized or type(layer) in (lora.Linear, lora.MultiheadAttention):
         keys, transposed = ("lora_A.{}.weight", "lora_B.{}.weight"), bool(getattr(layer, "fan_in_fan_out", False))
     elif type(layer) is lora.Embedding:
         keys, transposed = ("lora_embedding_A.{}", "lora_embedding_B.{}"), True

@@ -20,6 +20,7 @@ from consistency.numerics.dtype import name_of
 from consistency.numerics.words import Word
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.poison import POISON
+from consistency.worker.quantized.held import is_composite
 from consistency.worker.recorder import PEER_KEEP_BYTES
 from consistency.worker.stages.adapter import load_paths
 from consistency.worker.stages.adapter.effect import effect_of
@@ -120,7 +121,7 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
         strided = tensor.layout is torch.strided and tensor.numel() > 0
         if tensor.is_meta and context.base.offload is not None:
             continue  # a weight of the base, which is on the host
-        if not strided or tensor.data_ptr() in known or not record.wants("adapter", layer):
+        if not strided or is_composite(tensor) or tensor.data_ptr() in known or not record.wants("adapter", layer):
             continue
         record.computed(
             "adapter",

@@ -23,7 +23,14 @@ from consistency.numerics.error import measure_against_exact, measure_low_rank
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule, passes
 from consistency.numerics.words import Word
-from consistency.worker.model.merging import adapted_layers, restored, taking, weight_name, weight_of
+from consistency.worker.model.merging import (
+    adapted_layers,
+    has_quantized_weight,
+    restored,
+    taking,
+    weight_name,
+    weight_of,
+)
 from consistency.worker.recorder import KEEP_BYTES
 from consistency.worker.stages.adapters.several import STAGE, Several
 from consistency.worker.stages.low_rank import LowRank, allowance_of, low_rank_of
@@ -52,7 +59,7 @@ def merge(several: Several) -> None:
             low_rank_of(several.context, path, layer, adapter=name, expected=several.expected[name]) for name in names
         ]
         factors = [one for one in found if one is not None]
-        if len(factors) < len(names) or weight_of(layer).dtype not in UNIT_ROUNDOFF:
+        if len(factors) < len(names) or has_quantized_weight(layer) or weight_of(layer).dtype not in UNIT_ROUNDOFF:
             without_form += 1
             continue
         drifts = every or elements < _MOST_ELEMENTS

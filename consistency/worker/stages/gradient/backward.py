@@ -25,6 +25,7 @@ from consistency.worker.model.blocks import recomputed, room_for
 from consistency.worker.model.inputs import SEED
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.running import device_of, outputs, parameters_kept
+from consistency.worker.quantized.exact import as_loaded, exact_layers
 
 Tensors = dict[str, torch.Tensor]
 
@@ -119,9 +120,11 @@ def backward(
     wanted = {name: model.get_parameter(name) for name in names}
     with ExitStack() as stack:
         stack.enter_context(parameters_kept(model))  # blocks run once more in the backward pass
+        stack.enter_context(as_loaded(model))
         stack.enter_context(_trainable(model, wanted.values()))
         mode = Float64Mode() if exact else None
         if mode is not None:
+            stack.enter_context(exact_layers(model))
             stack.enter_context(mode.with_gradients(wanted.values()))
             stack.enter_context(mode)
         for name, parameter in wanted.items():

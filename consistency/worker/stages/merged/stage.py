@@ -28,11 +28,21 @@ from consistency.numerics.exact import Float64Mode
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule
 from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.model.merging import NO_MERGE, adapted_layers, merged, restored, taking, weight_name, weight_of
+from consistency.worker.model.merging import (
+    NO_MERGE,
+    adapted_layers,
+    has_quantized_weight,
+    merged,
+    restored,
+    taking,
+    weight_name,
+    weight_of,
+)
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.low_rank import LowRank, low_rank_of
+from consistency.worker.stages.merged import requantized
 from consistency.worker.stages.merged.judging import Computed, Truth, judge
 from consistency.worker.yardstick import computing_with
 
@@ -70,6 +80,10 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
 
     if hasattr(layer, "get_delta_weight"):
         waiting += _delta(context, place, layer, low_rank)
+    if has_quantized_weight(layer):
+        settle()
+        requantized.record(context, place, layer, low_rank)
+        return
     if not together:
         settle()
     # a plain LoRA's merge adds the delta, and half of its time is computing it; runs that are compared compute anew
@@ -174,7 +188,7 @@ def _digest_again(layer: Any, *, safe: bool) -> TensorDigest:
 def _truth(context: Context, name: str, layer: Any, low_rank: LowRank | None) -> Truth:
     """Return the reference of a layer's merged weight; a safe merge is the same function in exact arithmetic.
 
-    Empty where the weight is quantized, for there is no number format to bound, or where PEFT does not merge a copy in
+    Empty where the weight is of no number format to bound, or where PEFT does not merge a copy in
     float64: then the other workers are the reference.
     """
     if weight_of(layer).dtype not in UNIT_ROUNDOFF:

@@ -1,0 +1,261 @@
+r"""Quantized weights by their formulas: what their bytes stand for, and how far quantizing may move a value.
+
+A quantized weight stores, for each block of values, a scale s, and for each value the number of a level
+:math:`\ell_k`; the value is :math:`\ell_k s`. Levels are integers, the numbers of an 8-bit float, or a table.
+
+**Dequantized.** `exact` is that product in float64, `rounded` what an implementation gives that rounds after each of
+the format's own steps: the product is one rounding in float32, and the store another one in a half type. An
+implementation that multiplies in another order or dtype differs from it by no more than `dequantized_allowance`.
+
+**Requantized.** A merge dequantizes, adds a delta, and quantizes the sum. Quantizing x gives the nearest level, so the
+error is at most half the distance of the two levels around x/s, half a *step*:
+:math:`|q(x) - x| \le (\ell_{k+1} - \ell_k)\,s/2`. Of a value that the device has summed with an error e instead of x:
+the nearest level is at most e farther, the value e nearer to it, and the block's scale, which follows from its largest
+value, off by at most the largest e in the block. So `requantized_allowance` is half a step, 2e, and that. Nothing else
+is allowed: a value that is cut to the level below it is off by up to a whole step.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
+
+_FLOAT32 = UNIT_ROUNDOFF[torch.float32]
+_EIGHTH_BITS = 7.874015718698502e-3
+"""1/127 in float32, by which bitsandbytes multiplies: as it is in its source."""
+
+_NESTED_BLOCK = 256
+"""Scales that share a scale, where scales are quantized too; fixed in bitsandbytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requantized:
+    """What quantizing exact values may give: the distance of the levels around each, and what is allowed."""
+
+    step: torch.Tensor
+    allowed: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedWeight(ABC):
+    """A weight by its stored parts.
+
+    Attributes
+    ----------
+    parts : mapping of str to torch.Tensor
+        Codes, scales and tables, by the name of the format.
+    shape : tuple of int
+        Of the weight.
+    dtype : torch.dtype
+        That it is dequantized to.
+    """
+
+    parts: Mapping[str, torch.Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def on_cpu(self) -> QuantizedWeight:
+        """Return the same weight with its parts on the CPU."""
+        return replace(self, parts={name: part.detach().to("cpu") for name, part in self.parts.items()})
+
+    def of(self, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        """Return the weight that other bytes stand for."""
+        return replace(self, parts={**self.parts, **parts})
+
+    def exact(self) -> torch.Tensor:
+        """Return the weight in float64."""
+        return self._values(torch.float64)
+
+    def rounded(self) -> torch.Tensor:
+        """Return the weight in its dtype, rounded after each step of the format."""
+        return self._values(torch.float32).to(self.dtype)
+
+    def dequantized_allowance(self, exact: torch.Tensor) -> torch.Tensor:
+        """Return how far an implementation may be from `exact`.
+
+        Level, scale and product are each rounded, and the store: four roundings, in float32 or in the dtype itself. A
+        scale that is a sum has the error of that sum besides, and no level is larger than one.
+        """
+        u = max(_FLOAT32, UNIT_ROUNDOFF[self.dtype])
+        return exact.abs().mul_(4 * u).add_(HALF_SMALLEST_SUBNORMAL[self.dtype] + 4 * self._scale_error())
+
+    def requantized(self, exact: torch.Tensor, error: torch.Tensor) -> Requantized:
+        """Return what quantizing values that are known to within `error` may give.
+
+        Parameters
+        ----------
+        exact, error : torch.Tensor
+            Float64, on the CPU, of the weight's shape.
+        """
+        step, of_scale = self._steps(exact, error)
+        # the weight that comes out is rounded once more where it is dequantized
+        read = self.dequantized_allowance(exact)
+        return Requantized(step=step, allowed=step / 2 + 2 * error + of_scale + read)
+
+    @abstractmethod
+    def _values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight, computed step by step in a dtype."""
+
+    @abstractmethod
+    def _steps(self, exact: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the distance of the levels around each value, and the error that the scale's own error makes."""
+
+    def _scale_error(self) -> float:
+        """Return the absolute rounding error of a scale that is a sum, in float32."""
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FourBit(QuantizedWeight):
+    """4-bit codes of bitsandbytes, two in a byte: `codes`, `absmax` and `table`.
+
+    Where the scales are quantized too, `absmax` has their codes, `nested_table` their levels, `nested_absmax` the
+    scales of these, and `offset` what is added to all.
+    """
+
+    block: int
+
+    def _values(self, dtype: torch.dtype) -> torch.Tensor:
+        packed = self.parts["codes"].reshape(-1).view(torch.uint8)
+        codes = torch.stack((packed >> 4, packed & 15), dim=1).reshape(-1)[: math.prod(self.shape)]
+        values = self.parts["table"].to(dtype)[codes.long()]
+        return _times(values, self._scales(dtype), self.block).reshape(self.shape)
+
+    def _scales(self, dtype: torch.dtype) -> torch.Tensor:
+        scales = self.parts["absmax"].reshape(-1)
+        if "nested_absmax" not in self.parts:
+            return scales.to(dtype)
+        levels = self.parts["nested_table"].to(dtype)[scales.long()]
+        return _times(levels, self.parts["nested_absmax"].to(dtype), _NESTED_BLOCK) + self.parts["offset"].to(dtype)
+
+    def _scale_error(self) -> float:
+        return 0.0 if "offset" not in self.parts else 2 * _FLOAT32 * abs(float(self.parts["offset"]))
+
+    def _steps(self, exact: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks, errors = _blocks(exact.reshape(-1), self.block), _blocks(error.reshape(-1), self.block)
+        scales = blocks.abs().amax(dim=1)
+        of_scales = errors.amax(dim=1) + 2 * _FLOAT32 * scales
+        if "nested_absmax" in self.parts:
+            of_scales = of_scales + self._nested_error(scales, of_scales)
+        levels = self.parts["table"].to(torch.float64).unique()
+        low, high = _around(blocks / scales.clamp(min=torch.finfo(torch.float64).tiny)[:, None], levels)
+        step = (high - low) * scales[:, None]
+        of_level = torch.maximum(low.abs(), high.abs()) * of_scales[:, None]
+        return tuple(part.reshape(-1)[: exact.numel()].reshape(exact.shape) for part in (step, of_level))  # type: ignore[return-value]  # two of two
+
+    def _nested_error(self, scales: torch.Tensor, of_scales: torch.Tensor) -> torch.Tensor:
+        """Bound the error of quantizing the scales: half of their own step, and what their errors add to it."""
+        offset = scales.mean()
+        around = _blocks(scales - offset, _NESTED_BLOCK)
+        largest = around.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+        low, high = _around(around / largest, self.parts["nested_table"].to(torch.float64).unique())
+        half = ((high - low) * largest / 2).reshape(-1)[: scales.numel()]
+        # the largest and the offset are off by as much as any scale, and a scale's own error may cross a level
+        return half + 4 * of_scales.amax()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EightBit(QuantizedWeight):
+    """8-bit rows of bitsandbytes: `codes`, and in `absmax` the largest magnitude of each row."""
+
+    def _values(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.parts["codes"].to(dtype) * self.parts["absmax"].to(dtype).reshape(-1, 1) * _EIGHTH_BITS
+
+    def _steps(self, exact: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # bitsandbytes casts to float16 before it quantizes: each value is rounded, the largest of a row among them
+        half = exact.abs() * UNIT_ROUNDOFF[torch.float16] + HALF_SMALLEST_SUBNORMAL[torch.float16]
+        largest = exact.abs().amax(dim=1, keepdim=True)
+        of_largest = error.amax(dim=1, keepdim=True) + half.amax(dim=1, keepdim=True) + 4 * _FLOAT32 * largest
+        share = exact.abs() / largest.clamp(min=torch.finfo(torch.float64).tiny)
+        return (largest / 127).expand_as(exact), 2 * half + share * of_largest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Affine(QuantizedWeight):
+    """Integers of torchao: `(qdata - zero_point) * scale`, in blocks of a shape of their own.
+
+    `lowest` and `highest` are the integers that there are.
+    """
+
+    block: tuple[int, ...]
+    lowest: int
+    highest: int
+
+    def _values(self, dtype: torch.dtype) -> torch.Tensor:
+        codes = self.parts["qdata"].to(dtype)
+        if "zero_point" in self.parts:
+            codes = codes - _spread(self.parts["zero_point"].to(dtype), self.shape)
+        return codes * _spread(self.parts["scale"].to(dtype), self.shape)
+
+    def _steps(self, exact: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        u = max(_FLOAT32, UNIT_ROUNDOFF.get(self.parts["scale"].dtype, 0.0))
+        points = self.parts.get("zero_point")
+        if points is None or not points.any():
+            # the widest of torchao's symmetric scales: the largest magnitude on the highest integer
+            scales = _by_block(exact.abs(), self.block).amax(dim=-1) / self.highest
+        else:
+            values = _by_block(exact, self.block)
+            span = values.amax(dim=-1).clamp(min=0) - values.amin(dim=-1).clamp(max=0)
+            scales = span / (self.highest - self.lowest)
+        of_scales = _by_block(error, self.block).amax(dim=-1) + (4 * u * self.highest) * scales
+        scales = scales.clamp(min=torch.finfo(torch.float32).eps)  # torchao has no smaller scale
+        return _spread(scales, self.shape), _spread(of_scales, self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8(QuantizedWeight):
+    """8-bit floats of torchao: `qdata * scale`, in blocks of a shape of their own."""
+
+    block: tuple[int, ...]
+
+    def _values(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.parts["qdata"].to(dtype) * _spread(self.parts["scale"].to(dtype), self.shape)
+
+    def _steps(self, exact: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kind = self.parts["qdata"].dtype
+        largest = _by_block(exact.abs(), self.block).amax(dim=-1)
+        scales = (largest / torch.finfo(kind).max).clamp(min=torch.finfo(torch.float64).tiny)
+        of_largest = _by_block(error, self.block).amax(dim=-1) + 4 * _FLOAT32 * largest
+        levels = torch.arange(256, dtype=torch.uint8).view(kind).to(torch.float64)
+        spread = _spread(scales, self.shape)
+        low, high = _around(exact / spread, levels[levels.isfinite()].unique())
+        share = exact.abs() / _spread(largest, self.shape).clamp(min=torch.finfo(torch.float64).tiny)
+        return (high - low) * spread, share * _spread(of_largest, self.shape)
+
+
+def _around(values: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the levels on both sides of each value; of one past the last, the last two."""
+    above = torch.bucketize(values.contiguous(), levels).clamp(1, len(levels) - 1)
+    return levels[above - 1], levels[above]
+
+
+def _blocks(flat: torch.Tensor, size: int) -> torch.Tensor:
+    """Return `(blocks, size)`, the last one filled with zeros."""
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % size)).reshape(-1, size)
+
+
+def _times(values: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:
+    return (_blocks(values, size) * scales[:, None]).reshape(-1)[: values.numel()]
+
+
+def _by_block(values: torch.Tensor, block: tuple[int, ...]) -> torch.Tensor:
+    """Return the values of a matrix by block: `(rows of blocks, columns of blocks, values)`."""
+    rows, columns = values.shape
+    high, wide = block
+    parts = values.reshape(rows // high, high, columns // wide, wide).transpose(1, 2)
+    return parts.reshape(rows // high, columns // wide, high * wide)
+
+
+def _spread(scales: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the scale of each element of a matrix from those of its blocks."""
+    if scales.dim() != len(shape):
+        return scales.expand(shape)
+    for dim, size in enumerate(shape):
+        scales = scales.repeat_interleave(size // scales.shape[dim], dim=dim)
+    return scales

@@ -1,0 +1,1 @@
+"""Quantized bases: their stored parts, their exact values, and merges through requantization."""
