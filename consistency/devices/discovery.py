@@ -153,24 +153,42 @@ def _nvidia() -> tuple[DeviceInfo, ...]:
     with nvml.library() as library:
         if library is None:
             return ()
-        driver = nvml.driver(library)
-        return _visible([_nvml_device(library, kind, i, driver) for i in range(library.nvmlDeviceGetCount())])
+        driver, (count, _) = nvml.driver(library), nvml.answer(library, "nvmlDeviceGetCount")
+        return _visible([_nvml_device(library, kind, i, driver) for i in range(count or 0)])
 
 
 def _nvml_device(library: Any, kind: str, index: int, driver: str | None) -> DeviceInfo:
-    handle = library.nvmlDeviceGetHandleByIndex(index)
-    capability = library.nvmlDeviceGetCudaComputeCapability(handle)
-    uuid = library.nvmlDeviceGetUUID(handle)
+    """Describe a GPU by what NVML reports of it: boards and virtual machines refuse one or another question."""
+    unknown: dict[str, str] = {}
+
+    def ask(what: str, function: str, *arguments: Any) -> Any:
+        found, reason = nvml.answer(library, function, *arguments)
+        if reason is not None:
+            unknown[what] = reason
+        return found
+
+    handle = ask("handle", "nvmlDeviceGetHandleByIndex", index)
+    if handle is None:  # a device that fell off the bus keeps its place; its worker is lost, and says why
+        name = f"NVIDIA, {unknown['handle']}"
+        return DeviceInfo(
+            spec=DeviceSpec(type=kind, index=index), architecture=name, model=name, driver=driver, visible_id="-1",
+            not_reported=unknown,
+        )  # fmt: skip
+    capability = ask("compute capability", "nvmlDeviceGetCudaComputeCapability", handle)
+    uuid = ask("UUID", "nvmlDeviceGetUUID", handle)
+    place = ask("PCI bus id", "nvmlDeviceGetPciInfo", handle)
+    memory = ask("memory", "nvmlDeviceGetMemoryInfo", handle)
     return DeviceInfo(
         spec=DeviceSpec(type=kind, index=index),
-        architecture=nvidia_architecture((int(capability[0]), int(capability[1]))),
-        model=library.nvmlDeviceGetName(handle),
+        architecture="NVIDIA" if capability is None else nvidia_architecture((int(capability[0]), int(capability[1]))),
+        model=ask("name", "nvmlDeviceGetName", handle) or "NVIDIA",
         uuid=uuid,
-        pci_bus_id=library.nvmlDeviceGetPciInfo(handle).busId,
+        pci_bus_id=None if place is None else place.busId,
         driver=driver,
-        capability=f"{capability[0]}.{capability[1]}",
-        memory_bytes=int(library.nvmlDeviceGetMemoryInfo(handle).total),
+        capability=None if capability is None else f"{capability[0]}.{capability[1]}",
+        memory_bytes=None if memory is None else int(memory.total),
         visible_id=uuid,
+        not_reported=unknown,
     )
 
 

@@ -80,12 +80,20 @@ class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
     """What is known of a device before a worker starts.
 
-    `visible_id` is the entry of the backend's visibility variable that shows this device alone.
+    Attributes
+    ----------
+    memory_bytes : int or None
+        None where it is not reported, as for a GPU that shares the host's memory.
+    visible_id : str or None
+        The entry of the backend's visibility variable that shows this device alone.
+    not_reported : dict of str to str
+        What the management library did not report, with its reason.
     """
 
     spec: DeviceSpec
     memory_bytes: int | None = None
     visible_id: str | None = None
+    not_reported: dict[str, str] = {}
 
 
 def parse_device(text: str, *, where: str = "--devices") -> DeviceSpec:

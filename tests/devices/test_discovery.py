@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from consistency.cli.main import main
 from consistency.devices import discovery
 from consistency.devices.discovery import accelerators, cpu_info, discover, select
 from consistency.devices.spec import parse_device
@@ -52,6 +53,64 @@ A6000 = [
     {"capability": (8, 6), "uuid": f"GPU-{i}{i}{i}", "name": "NVIDIA RTX A6000", "bus": f"0000:{i}1:00.0"}
     for i in range(4)
 ]
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, function: str, error: int, *, of: str | None = None) -> None:
+    """Let NVML answer a question with an error, of one device or of all."""
+    import pynvml
+
+    real = getattr(pynvml, function)
+
+    def refused(*arguments: Any) -> Any:
+        if of is None or of in str(arguments):
+            raise pynvml.NVMLError(error)
+        return real(*arguments)
+
+    monkeypatch.setattr(pynvml, function, refused)
+
+
+@pytest.mark.parametrize(
+    ("function", "fact", "unknown"),
+    [
+        ("nvmlDeviceGetMemoryInfo", "memory_bytes", "memory"),
+        ("nvmlDeviceGetPciInfo", "pci_bus_id", "PCI bus id"),
+        ("nvmlDeviceGetUUID", "uuid", "UUID"),
+        ("nvmlDeviceGetCudaComputeCapability", "capability", "compute capability"),
+    ],
+)
+@pytest.mark.parametrize(("error", "reason"), [(3, "Not Supported"), (4, "Insufficient Permissions")])
+def test_an_answer_that_nvml_refuses_is_left_out_and_said(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    function: str,
+    fact: str,
+    unknown: str,
+    error: int,
+    reason: str,
+) -> None:
+    plug_in(monkeypatch, *A6000)
+    refuse(monkeypatch, function, error)
+    found = accelerators()
+    assert [(info.spec.name, getattr(info, fact), info.not_reported) for info in found] == [
+        (f"cuda:{i}", None, {unknown: reason}) for i in range(4)
+    ]
+    main(["devices"])
+    assert f"cuda:2: NVML does not report {unknown}: {reason}" in capsys.readouterr().out
+
+
+def test_a_gpu_that_fell_off_the_bus_keeps_its_place_and_shows_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, *A6000)
+    refuse(monkeypatch, "nvmlDeviceGetHandleByIndex", 15, of="1")
+    found = accelerators()
+    assert [info.uuid for info in found] == ["GPU-000", None, "GPU-222", "GPU-333"]
+    assert (found[1].visible_id, found[1].model) == ("-1", "NVIDIA, GPU is lost")
+
+
+def test_nvml_that_cannot_count_leaves_the_devices_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, *A6000)
+    refuse(monkeypatch, "nvmlDeviceGetCount", 999)
+    monkeypatch.setattr(discovery, "_probed", lambda: ())
+    assert accelerators() == ()
 
 
 def test_cpu_is_always_first() -> None:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from consistency.cli.output import print_json
 
-_FIELDS = ("architecture", "model", "uuid", "pci_bus_id", "driver", "capability", "memory_bytes", "simulated")
+_FIELDS = (
+    "architecture", "model", "uuid", "pci_bus_id", "driver", "capability", "memory_bytes", "simulated", "not_reported",
+)  # fmt: skip
 
 EXAMPLES = (
     ("the names that --devices takes", "consistency devices"),
@@ -40,4 +42,7 @@ def _devices(parsed: argparse.Namespace) -> int:
         ]  # fmt: skip
         with without_trailing_blanks(console := make_console()):
             print_table(console, ("device", "architecture", "model", "memory", "uuid", "PCI bus id", "driver"), rows)
+            for info in found:
+                for what, reason in info.not_reported.items():
+                    console.print(f"{info.spec.name}: NVML does not report {what}: {reason}", markup=False)
     return 0

@@ -136,9 +136,18 @@ def driver(nvml: Any) -> str | None:
     return None if found is None else str(found)
 
 
-def _ask(nvml: Any, function: str, *arguments: Any) -> Any:
-    """Return the answer; None where this library or this device has none."""
+def answer(nvml: Any, function: str, *arguments: Any) -> tuple[Any, str | None]:
+    """Return the answer, or None and the reason why this library or this device has none.
+
+    A GPU that shares the host's memory reports none of its own, a virtual machine may hide the PCI bus, and some
+    answers need permissions.
+    """
     try:
-        return getattr(nvml, function)(*arguments)
-    except (nvml.NVMLError, ctypes.ArgumentError, AttributeError, TypeError, ValueError):
-        return None
+        return getattr(nvml, function)(*arguments), None
+    except (nvml.NVMLError, ctypes.ArgumentError, AttributeError, TypeError, ValueError) as error:
+        return None, str(error) or type(error).__name__
+
+
+def _ask(nvml: Any, function: str, *arguments: Any) -> Any:
+    """Return the answer; None where there is none."""
+    return answer(nvml, function, *arguments)[0]

@@ -37,6 +37,7 @@ def read_host(
     log, why = read_log(root, run)
     if why is not None:
         unread["kernel log"] = why
+    unread |= {f"{info.spec.name}: {what}": why for info in devices for what, why in info.not_reported.items()}
     known = {
         info.spec.index: (f"{info.spec.type}:{info.spec.index}", pci.address(info.pci_bus_id), info)
         for info in devices
