@@ -266,8 +266,8 @@ def gradient(s: Setting) -> Cost:
     be compared: no more than one gradient is in memory as a whole, while it is made. The result of the optimizer's step
     has a file too, one tensor at a time.
 
-    Of each decision in a forward pass, the two of a block that is computed twice, the reference's operand is in a
-    scratch file until the stage ends; its margin in float32, and a bit for what was decided, stay.
+    Of each decision in a forward pass, the reference's operand is in a scratch file until the stage ends; its margin in
+    float32, and a bit for what was decided, stay.
     """
     rows, at_a_time = s.positions, s.of_backward
     passes = math.ceil(rows / max(1, at_a_time))
@@ -282,8 +282,8 @@ def gradient(s: Setting) -> Cost:
     if s.on_device:
         room = 0
     stepped = s.shape.largest_trained_elements
-    kinks = 2 * rows * s.shape.blocks * s.shape.kinked_units if s.makes_reference else 0
-    scores = 2 * rows * s.shape.blocks * s.shape.experts if s.makes_reference else 0
+    kinks = rows * s.shape.blocks * s.shape.kinked_units if s.makes_reference else 0
+    scores = rows * s.shape.blocks * s.shape.experts if s.makes_reference else 0
     one_gradient = s.shape.largest_trained_elements * (8 if s.makes_reference else 4)
     return Cost(
         host_bytes=max(wide, 0 if s.on_device else native + room)

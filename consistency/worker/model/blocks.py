@@ -19,6 +19,7 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from consistency.errors import first_line
+from consistency.numerics.decisions import DecisionMode, Remembered
 from consistency.numerics.digest import digest
 from consistency.worker.model.running import is_of_the_model
 
@@ -127,10 +128,12 @@ class _Recomputed:
             with saved_tensors_hooks(self._room.take, lambda tensor: tensor):
                 return self._forward(*args, **kwargs)
         first: list[str] = []
+        decided = Remembered()  # which blocks are computed again differs between devices, what they decide must not
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
-                found = self._forward(*args, **kwargs)
+                with DecisionMode.remembering(decided):
+                    found = self._forward(*args, **kwargs)
             except Exception as error:  # model code of any kind may raise anything
                 if not first or not is_of_the_model(error, self._block):
                     raise
