@@ -55,8 +55,6 @@ def trained(model: Any, held: Mapping[str, object]) -> list[str]:
     (`save_embedding_layers`), and what is not trained has no gradient.
     """
     kept = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    config = model.peft_config[ADAPTER_NAME]
-    inference, config.inference_mode = config.inference_mode, False  # as for a load that is to be trained
     try:
         for parameter, _ in kept:
             if parameter.is_floating_point():
@@ -64,7 +62,8 @@ def trained(model: Any, held: Mapping[str, object]) -> list[str]:
         mark = getattr(model.base_model, "_mark_only_adapters_as_trainable", None)
         if mark is not None:  # the biases that a config trains; X-LoRA's own takes no model
             mark(*[model.base_model.model][: len(inspect.signature(mark).parameters)])
-        model.set_adapter(ADAPTER_NAME)  # after the marks, which some methods take from modules that are saved whole
+        # after the marks, which TinyLoRA takes from its vectors in inference, and OSF from heads that are saved whole
+        model.set_adapter(ADAPTER_NAME)
         held_here = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if name in held]
         # prompt methods keep what they train in a module of their own
         names = {name: id(p) for name, p in held_here if p.requires_grad or name.startswith("prompt_encoder.")}
@@ -72,7 +71,6 @@ def trained(model: Any, held: Mapping[str, object]) -> list[str]:
             was = {id(parameter) for parameter, needed in kept if needed}
             names = {name: id(p) for name, p in held_here if id(p) in was}
     finally:
-        config.inference_mode = inference
         for parameter, needed in kept:
             parameter.requires_grad_(needed)
     # a vector that layers share has the name of each, and in the file one
