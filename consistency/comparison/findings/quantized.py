@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from consistency.capture.names import AFTER_A_PASS
@@ -33,14 +32,16 @@ def _requantized(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     records = [record for found in merged.values() for record in found]
     steps = max(float(record.evidence["error_in_steps_max"]) for record in records)
     rms = max(float(record.evidence["error_in_steps_rms"]) for record in records)
-    shares = [_share(record) for record in records]
+    shares = [share for record in records if (share := _share(record)) is not None]
+    beside = ""
+    if shares:
+        beside = f"; that is {min(shares):.2g} to {max(shares):.2g} times the RMS of what the adapter adds"
     weights = counted(max(len({record.layer for record in found}) for found in merged.values()), "weight")
     opening = f"merged · {some(list(merged))} · merging quantizes {weights} again"
     yield Finding(
         kind=REQUANTIZED,
         severity="note",
-        message=f"{opening}: error at most {steps:.2f} steps, RMS {rms:.2f} steps"
-        f"; that is {min(shares):.2g} to {max(shares):.2g} times the RMS of what the adapter adds",
+        message=f"{opening}: error at most {steps:.2f} steps, RMS {rms:.2f} steps{beside}",
         general=opening,
         workers=tuple(merged),
         detail=(
@@ -55,9 +56,10 @@ def _merges(p: ComparedWorker) -> list[TensorRecord]:
     return [record for record in of_merges if "error_in_steps_max" in record.evidence]
 
 
-def _share(record: TensorRecord) -> float:
+def _share(record: TensorRecord) -> float | None:
+    """Return error over delta, None where the adapter adds nothing."""
     error, delta = float(record.evidence["error_rms"]), float(record.evidence["delta_rms"])
-    return error / delta if delta else math.inf
+    return error / delta if delta else None
 
 
 def _repacked(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:

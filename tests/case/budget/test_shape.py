@@ -21,7 +21,7 @@ def zeros(*shape: int, dtype: str = "F32") -> Given:
     count = 1
     for size in shape:
         count *= size
-    return (dtype, shape, bytes(count * {"F32": 4, "BF16": 2, "U8": 1}[dtype]))
+    return (dtype, shape, bytes(count * {"F32": 4, "BF16": 2, "U8": 1, "I8": 1}[dtype]))
 
 
 def made(
@@ -124,6 +124,19 @@ def test_what_is_not_stated_is_named_and_not_guessed(tmp_path: Path) -> None:
     made_by_function = read_shape(Case(name="x", base="python:a:b"))
     assert made_by_function.loaded_bytes == 0
     assert "function" in made_by_function.unknown[0]
+
+
+def test_a_quantized_base_has_the_elements_of_its_weights_and_the_bytes_of_its_file(tmp_path: Path) -> None:
+    tensors = {
+        "layers.0.q.weight": zeros(4, 6, dtype="I8"),
+        "layers.0.q.SCB": zeros(4),
+        "norm.weight": zeros(6),
+    }
+    adapter = {"base_model.model.layers.0.q.lora_A.weight": zeros(2, 6)}
+    found = made(tmp_path, {"quantization_config": {}, "dtype": "float32"}, tensors, adapter)
+    assert (found.elements, found.tensors) == (30, 2)
+    assert (found.mapped_bytes, found.converted_bytes) == (24 + 16 + 24, 0)
+    assert [(layer.elements, layer.rank) for layer in found.layers] == [(24, 2)]
 
 
 def test_a_case_without_a_model_has_no_size() -> None:
