@@ -68,12 +68,12 @@ def _fleet(parsed: argparse.Namespace) -> int:
 def read_fleet_options(parsed: argparse.Namespace) -> FleetOptions:
     """Return the options of the fleet that are given on the command line."""
     from consistency.case.duration import parse_duration
-    from consistency.launch.fleet.options import ENGINE_NAMES, FleetOptions
+    from consistency.launch.fleet.options import ENGINES, FleetOptions
 
     given = {option.attribute: getattr(parsed, f"fleet_{option.name}") for option in FLEET_OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     if "engine" not in given:
-        raise UsageError("what starts the captures?", where="--engine", wanted=" or ".join(ENGINE_NAMES))
+        raise UsageError("what starts the captures?", where="--engine", wanted=" or ".join(ENGINES))
     if "node_timeout" in given:
         given["node_timeout"] = parse_duration(given["node_timeout"], where="--node-timeout")
     if "engine_args" in given:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from consistency.launch.fleet.options import FleetOptions
+from consistency.launch.fleet.options import ENGINES, FleetOptions
 
 
 class Standing(StrEnum):
@@ -96,13 +96,6 @@ class FleetEngine(Protocol):
     def cancel(self, nodes: Iterable[str]) -> None:
         """End the tasks of these nodes, whether they wait or run; those that have ended are left alone."""
         ...
-
-
-ENGINES: dict[str, str] = {
-    "slurm": "consistency.launch.fleet.slurm:SlurmEngine",
-    "ray": "consistency.launch.fleet.ray:RayEngine",
-}
-"""By name, where the class of each engine is; it is made with the options of the fleet."""
 
 
 def fleet_engine(options: FleetOptions) -> FleetEngine:

@@ -6,14 +6,18 @@ from dataclasses import dataclass
 
 from consistency.case.options import Option, declare, declared
 
-ENGINE_NAMES = ("slurm", "ray")
+ENGINES: dict[str, str] = {
+    "slurm": "consistency.launch.fleet.slurm:SlurmEngine",
+    "ray": "consistency.launch.fleet.ray:RayEngine",
+}
+"""By name, where the class of each engine is; it is made with the options of the fleet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
     """Everything a user can set about a fleet, as parsed values."""
 
-    engine: str = declare("", "what starts the captures", choices=ENGINE_NAMES)
+    engine: str = declare("", "what starts the captures", choices=tuple(ENGINES))
     nodes: str | None = declare(
         None, "nodes as the engine writes them, gpu[001-128],login1, or all (default: those of the allocation that "
         "this runs in)", "LIST",

@@ -92,10 +92,11 @@ class FleetFolder:
         """
         try:
             (self.out / LOGS).mkdir(parents=True, exist_ok=True)
-            if not self.is_remote:
-                Path(self.store).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CaptureError("cannot make the folder of the fleet", where=self.out, got=error) from None
+        fs, place = open_store(self.store, "cannot open the store")
+        with remote_errors("cannot make the store", self.store):
+            fs.makedirs(place, exist_ok=True)
         if not replace and self._exists(self.requirements):
             raise in_the_way(self.store)
         write_bytes(self.requirements, encode_json(requirements))

@@ -106,10 +106,11 @@ def fleet(slurm: SlurmCluster, tmp_path: Path, make_capture: MakeCapture) -> Ite
 
 
 def test_flipped_bit_on_one_node(fleet: Fleet, make_capture: MakeCapture) -> None:
+    """The nodes deliver to a URL."""
     flipped = make_capture("flipped", {"cpu": [moved("other bits"), *records()[1:]]})
     deliver(flipped, str(fleet.captures / "n5.zip"))
-    status, out, _ = fleet.run("n[1-8]")
-    assert status == 1, out
+    status, out, errors = fleet.run("n[1-8]", "--store", (fleet.home / "store").as_uri())
+    assert status == 1, out + errors
     found = [f for f in fleet.report["findings"] if f["severity"] == "error"]
     assert [(f["kind"], f["workers"]) for f in found] == [("bit-flip", ["n5:cpu"])]
     assert fleet.compared == {f"n{number}" for number in range(1, 9)}
@@ -181,13 +182,14 @@ def test_all_nodes_lost(fleet: Fleet) -> None:
 def test_inside_an_allocation(fleet: Fleet, slurm: SlurmCluster) -> None:
     inner = shlex.join(fleet.arguments(None, "--node-stall", STALL_S))
     log = fleet.home / "job.log"
-    job = subprocess.Popen(
-        ["sbatch", "--wait", "--nodes=3", "--no-kill", f"--output={log}", "--wrap", inner],
-        env=fleet.environment({"n2": "hang"}), stdout=subprocess.DEVNULL,
+    subprocess.run(
+        ["sbatch", "--nodes=3", "--no-kill", f"--output={log}", "--wrap", f"{inner}; echo the fleet ended with $?"],
+        env=fleet.environment({"n2": "hang"}), stdout=subprocess.DEVNULL, check=True,
     )  # fmt: skip
     fleet.wait_for(lambda: fleet.reported("n2") == "running")
     slurm.kill("n2")
-    assert job.wait(timeout=120) == 3, log.read_text()
+    fleet.wait_for(lambda: "the fleet ended with" in log.read_text())
+    assert "the fleet ended with 3" in log.read_text()
     assert fleet.compared == {"n1", "n3"}
     assert any(text in fleet.reasons()["n2"] for text in ("no sign of life", "Node failure on n2"))
 
