@@ -25,6 +25,9 @@ DELTA, WEIGHT, SAFE_WEIGHT = "delta", "weight", "weight_safe_merge"
 DEQUANTIZED, SETTINGS, AFTER_A_PASS = "weight_dequantized", "weight_settings", "weight_after_a_pass"
 """Of a quantized weight in the stage `base`: as its library reads it, what its file states, and what a pass leaves."""
 
+BIAS, SAFE_BIAS = "bias", "bias_safe_merge"
+"""Further ones, of a layer whose bias a merge changes."""
+
 PLACEMENT, MERGE_PEAK, SAFE_MERGE_PEAK = "placement", "merge_peak", "safe_merge_peak"
 """Facts of the stage `memory`, per adapted layer; its other layers are devices."""
 

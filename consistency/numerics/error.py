@@ -62,7 +62,7 @@ def measure_low_rank(tensors: Sequence[LowRankTensor], product: LowRankProduct) 
         return product.stretches(tensors, range(part.start * step, min(product.rows, part.stop * step)))
 
     count = -(-product.rows // step)
-    return _measured([tested.actual for tested in tensors], stretches, count, step * product.columns)
+    return measure_in_parts([tested.actual for tested in tensors], stretches, count, step * product.columns)
 
 
 def measure_against_exact(
@@ -91,7 +91,7 @@ def measure_against_exact(
             )
 
     elements = math.prod(actual.shape)
-    (found,) = _measured([actual], stretches, -(-elements // CHUNK), CHUNK)
+    (found,) = measure_in_parts([actual], stretches, -(-elements // CHUNK), CHUNK)
     return found
 
 
@@ -103,7 +103,7 @@ def measure_stretches(actual: Readable, stretches: Iterable[Stretch]) -> Measure
     return _result(meter.tally(), actual)
 
 
-def _measured(
+def measure_in_parts(
     tensors: Sequence[Readable],
     stretches: Callable[[range], Iterable[tuple[Stretch, ...]]],
     count: int,

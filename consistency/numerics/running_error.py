@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -151,7 +152,7 @@ class Tracked:
 
     def __truediv__(self, other: Tracked) -> Tracked:
         value = self.value / other.value
-        error = _over(self.error + np.abs(value) * other.error, np.abs(other.value) - other.error)
+        error = over(self.error + np.abs(value) * other.error, np.abs(other.value) - other.error)
         return self._rounded(value, error, ulps=ULPS["/"])
 
     def exp(self) -> Tracked:
@@ -159,16 +160,16 @@ class Tracked:
         return self._rounded(value, value * np.expm1(np.minimum(self.error, 700.0)), ulps=ULPS["exp"])
 
     def log(self) -> Tracked:
-        return self._rounded(np.log(self.value), _over(self.error, self.value - self.error), ulps=ULPS["log"])
+        return self._rounded(np.log(self.value), over(self.error, self.value - self.error), ulps=ULPS["log"])
 
     def sqrt(self) -> Tracked:
         value = np.sqrt(self.value)
         # the square roots of x and of x - e differ by no more than that of e, and near x by e over their sum
-        return self._rounded(value, np.minimum(_over(self.error, value), np.sqrt(self.error)), ulps=ULPS["sqrt"])
+        return self._rounded(value, np.minimum(over(self.error, value), np.sqrt(self.error)), ulps=ULPS["sqrt"])
 
     def rsqrt(self) -> Tracked:
         value = 1 / np.sqrt(self.value)
-        most = _over(np.ones_like(value), np.sqrt(np.maximum(self.value - self.error, 0)))
+        most = over(np.ones_like(value), np.sqrt(np.maximum(self.value - self.error, 0)))
         return self._rounded(value, most - value, ulps=ULPS["rsqrt"])
 
     def tanh(self) -> Tracked:
@@ -226,14 +227,24 @@ class Tracked:
         return self._with(value, error + unit * (np.abs(value) + error) + 2 * ulps * self.by.floor)
 
 
-def _over(error: np.ndarray, least: np.ndarray) -> np.ndarray:
+def over(error: np.ndarray, least: np.ndarray) -> np.ndarray:
     """Divide an error by the smallest value of what it is relative to; infinite where that may be zero."""
     found = np.full(np.shape(error + least), np.inf)
     np.divide(error, least, out=found, where=least > 0)
     return found
 
 
-def measure_tracked(actual: torch.Tensor, exact: Tracked) -> Measure:
+class Bounded(Protocol):
+    """Exact values with the tolerance of each, float64 of one shape."""
+
+    @property
+    def value(self) -> np.ndarray: ...
+
+    @property
+    def allowed(self) -> np.ndarray: ...
+
+
+def measure_tracked(actual: torch.Tensor, exact: Bounded) -> Measure:
     """Measure how far a tensor on the CPU is from exact values of its shape, by the tolerance of each element."""
     value, allowed = (torch.from_numpy(np.ascontiguousarray(part)) for part in (exact.value, exact.allowed))
     return measure_against_exact(actual, value, allowed)

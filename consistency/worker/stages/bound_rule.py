@@ -1,4 +1,4 @@
-"""The `bound` rule of `operators`: each element within its running error bound."""
+"""The `bound` rule of small tensors: each element within its running error bound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from consistency.numerics.digest import TensorDigest
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule
-from consistency.numerics.running_error import Tracked, measure_tracked
+from consistency.numerics.running_error import Bounded, measure_tracked
 from consistency.worker.recorder import Recorder
 
 
@@ -22,7 +22,7 @@ def record_bounded(
     tensor: str,
     *,
     actual: torch.Tensor,
-    exact: Tracked,
+    exact: Bounded,
     digests: Sequence[TensorDigest],
     in_tf32: Callable[[], Measure] | None = None,
 ) -> None:

@@ -14,24 +14,33 @@ from consistency.numerics.chunks import Chunk, LowRankProduct, LowRankTensor, ex
 from consistency.numerics.digest import TensorDigest
 from consistency.numerics.error import measure_against_exact, measure_low_rank
 from consistency.numerics.measure import Measure
-from consistency.numerics.rules import Rule
-from consistency.worker.recorder import UserTolerance
+from consistency.numerics.rules import Rule, passes
+from consistency.worker.recorder import KEEP_BYTES, UserTolerance
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.low_rank import LowRank, allowance_of
+from consistency.worker.stages.merged.forms.form import Form, Judged, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """The reference of a merged weight: the factors of a LoRA and its base weight, or a merge in float64."""
+    """The reference of a merged weight: the factors of a LoRA and its base weight, a form, or a merge in float64."""
 
     low_rank: LowRank | None = None
     base: torch.Tensor | None = None
+    form: Form | None = None
     exact: torch.Tensor | None = None
 
-    def judges(self, tensor: torch.Tensor) -> bool:
+    def judges(self, tensor: torch.Tensor, *, safe: bool | None) -> bool:
         """Report whether there is an exact value of a tensor's shape."""
+        if self.form is not None:
+            return self.form.judges(tensor, safe=safe)
         shape = None if self.exact is None else self.exact.shape
         return tensor.shape == (shape if self.low_rank is None else self.low_rank.shape)
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether a bound of each element is known."""
+        return self.low_rank is not None or self.form is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +76,11 @@ class Computed:
         )
         return LowRankTensor(actual=self.actual.to("cpu"), allowance=allowance, has_base=self.safe is not None)
 
+    @property
+    def by_form(self) -> Judged:
+        """The tensor on the CPU, where a form judges it."""
+        return Judged(actual=self.actual.to("cpu"), safe=self.safe, tolerance=self.tolerance)
+
 
 def judge(
     context: Context,
@@ -83,7 +97,7 @@ def judge(
         here = one.digests[0].value
         found, error = measures.get((one.safe, here)), one.own_error
         if one.safe is not None:
-            if error is None and found is not None and one.truth.low_rank is None and one.tolerance is None:
+            if error is None and found is not None and not one.truth.is_closed and one.tolerance is None:
                 error = float(found.max_abs)
             found, error = known.setdefault(here, (found, error))
         no_form = "this method's delta has no closed form: its merged weight is judged"
@@ -99,8 +113,7 @@ def judge(
             status="skipped" if one.safe is None else "measured",
             reason=no_form if one.safe is None and found is None else None,
             reference_error=error,
-            exact=one.truth.exact,
-            ingredients=_ingredients(one.truth),
+            **_stored(one, found),
             effect="zero-delta" if one.safe is None and _is_zero(one.actual) else "",
             **_outside(one),
         )
@@ -115,14 +128,17 @@ def _measured(computed: Sequence[Computed], known: Collection[str]) -> dict[tupl
     """Measure the tensors of one layer that have an exact value, but bits that are known, in one pass."""
     found: dict[tuple[bool | None, str], Measure] = {}
     low_rank: list[Computed] = []
+    by_form: list[Computed] = []
     seen = set(known)
     for one in computed:
         here = one.digests[0].value
-        if not one.truth.judges(one.actual) or (one.safe is not None and here in seen):
+        if not one.truth.judges(one.actual, safe=one.safe) or (one.safe is not None and here in seen):
             continue
         if one.safe is not None:
             seen.add(here)
-        if one.truth.exact is None:
+        if one.truth.form is not None:
+            by_form.append(one)
+        elif one.truth.exact is None:
             low_rank.append(one)
         else:
             found[one.safe, here] = measure_against_exact(one.actual.to("cpu"), one.truth.exact, one.tolerance)
@@ -130,6 +146,11 @@ def _measured(computed: Sequence[Computed], known: Collection[str]) -> dict[tupl
         product = _product(max((one.truth for one in low_rank), key=lambda truth: truth.base is not None))
         measures = measure_low_rank([one.tested for one in low_rank], product)
         found |= {(one.safe, one.digests[0].value): measure for one, measure in zip(low_rank, measures, strict=True)}
+    if by_form:
+        form = by_form[0].truth.form
+        assert form is not None
+        measures = form.measure([one.by_form for one in by_form])
+        found |= {(one.safe, one.digests[0].value): measure for one, measure in zip(by_form, measures, strict=True)}
     return found
 
 
@@ -151,7 +172,9 @@ def _outside(one: Computed) -> dict[str, Any]:
 
     That is its chunks, its measure as if the products had run in TF32, and how it can be made and judged again.
     """
-    truth, tolerance, low_rank = one.truth, one.tolerance, one.truth.low_rank
+    truth, tolerance, low_rank, form = one.truth, one.tolerance, one.truth.low_rank, one.truth.form
+    if form is not None:
+        return {"chunks": lambda: form.chunks(one.by_form)}
     if low_rank is None:
 
         def exact() -> Iterator[Chunk]:
@@ -181,9 +204,16 @@ def _outside(one: Computed) -> dict[str, Any]:
     }
 
 
-def _ingredients(truth: Truth) -> dict[str, torch.Tensor]:
-    """Return what a merge of a LoRA is made from, as the files have it."""
+def _stored(one: Computed, found: Measure | None) -> dict[str, Any]:
+    """Return what `Recorder.computed` keeps of a tensor outside its rule: what it is made from, or its exact value."""
+    truth = one.truth
+    if truth.form is not None:
+        fails = found is not None and found.bound_ratio is not None and not passes(found.bound_ratio)
+        if not fails or 8 * one.actual.numel() > KEEP_BYTES:
+            return {}
+        exact, allowed = whole(truth.form.chunks(one.by_form), one.actual.shape)
+        return {"exact": exact, "ingredients": {} if one.tolerance is not None else {"allowed": allowed}}
     if truth.low_rank is None:
-        return {}
+        return {"exact": truth.exact}
     factors = {"left": truth.low_rank.left, "right": truth.low_rank.right}
-    return factors if truth.base is None else {**factors, "base": truth.base}
+    return {"ingredients": factors if truth.base is None else {**factors, "base": truth.base}}

@@ -1,8 +1,9 @@
 """Stage `merged`: delta and merged weight of every adapted layer, through PEFT's own merge.
 
-A LoRA merge is compared per element, by the derived bound, with the exact value computed in float64 from the bytes in
-the files. A method without a closed form is compared with the same PEFT code run in float64 on the CPU. A user's
-tolerance replaces either rule, around the same exact values.
+The merge of a method with a closed form, as LoRA has on any layer, is compared per element, by the derived bound, with
+the exact value computed in float64 from the bytes in the files: on linear layers and embeddings by its two factors
+(`low_rank.py`), else by its form (`forms/`). A method without one is compared with the same PEFT code run in float64 on
+the CPU. A user's tolerance replaces either rule, around the same exact values.
 
 The model is left as it was, to the bit: a layer is merged into a copy of its weight (`worker/model/merging.py`), so
 besides the model there are a few copies of one layer's weight.
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from consistency.capture.names import DELTA, SAFE_WEIGHT, WEIGHT, WHOLE_MODEL, module_place
+from consistency.capture.names import BIAS, DELTA, SAFE_BIAS, SAFE_WEIGHT, WEIGHT, WHOLE_MODEL, module_place
 from consistency.errors import first_line
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF
@@ -40,9 +41,13 @@ from consistency.worker.model.merging import (
 )
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.precision import products_of
+from consistency.worker.stages.bound_rule import record_bounded
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.low_rank import LowRank, low_rank_of
 from consistency.worker.stages.merged import requantized
+from consistency.worker.stages.merged.forms.bias import bias_of, exact_bias
+from consistency.worker.stages.merged.forms.form import Form
+from consistency.worker.stages.merged.forms.registry import form_of, maker_of
 from consistency.worker.stages.merged.judging import Computed, Truth, judge
 from consistency.worker.yardstick import computing_with
 
@@ -70,7 +75,9 @@ def run(context: Context) -> None:
 
 def _look(context: Context, name: str, place: str, layer: Any) -> None:
     low_rank = low_rank_of(context, name, layer)
-    together = low_rank is not None and 4 * math.prod(low_rank.shape) <= _TOGETHER_BYTES
+    form = _form(context, name, layer) if low_rank is None else None
+    shape = form.shape if form is not None else () if low_rank is None else low_rank.shape
+    together = bool(shape) and 4 * math.prod(shape) <= _TOGETHER_BYTES
     known: dict[str, tuple[Measure | None, float | None]] = {}
     waiting: list[Computed] = []
 
@@ -79,7 +86,7 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
         waiting.clear()
 
     if hasattr(layer, "get_delta_weight"):
-        waiting += _delta(context, place, layer, low_rank)
+        waiting += _delta(context, place, layer, Truth(low_rank=low_rank, form=form))
     if has_quantized_weight(layer):
         settle()
         requantized.record(context, place, layer, low_rank)
@@ -90,7 +97,7 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
     delta = waiting[0].actual if waiting and context.job.case.repeat == 1 else None
     version = None if delta is None else delta._version
     with nullcontext() if delta is None else taking(layer, {ADAPTER_NAME: delta}):
-        for computed in _merged(context, name, place, layer, low_rank):
+        for computed in _merged(context, name, place, layer, low_rank, form):
             waiting.append(computed)
             del computed  # or it is held while the next one is made
             if not together:
@@ -100,19 +107,29 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
     settle()
 
 
-def _merged(context: Context, name: str, place: str, layer: Any, low_rank: LowRank | None) -> Iterator[Computed]:
+def _form(context: Context, name: str, layer: Any) -> Form | None:
+    """Return the closed form of a layer whose weight is in a format that has a bound: a quantized one is in none."""
+    if maker_of(layer) is None or has_quantized_weight(layer) or weight_of(layer).dtype not in UNIT_ROUNDOFF:
+        return None
+    return form_of(context, name, layer, lambda: _base_weight(context, name, layer))
+
+
+def _merged(
+    context: Context, name: str, place: str, layer: Any, low_rank: LowRank | None, form: Form | None
+) -> Iterator[Computed]:
     """Yield the merged weights of a layer; record where PEFT does not merge."""
-    rule = Rule.BOUND if low_rank else Rule.RELATIVE
+    rule = Rule.RELATIVE if low_rank is None and form is None else Rule.BOUND
     truth: Truth | None = None
+    exact = exact_bias(context, name, layer)
     for safe in (False, True) if context.job.case.plan.safe_merge else (False,):
         try:
             _refuse_without_weight(layer)
             tolerance = context.record.tolerance(stage="merged", layer=place, dtype=weight_of(layer).dtype)
             # before the merge: of a layer that is merged, PEFT merges no copy
-            truth = truth or _truth(context, name, layer, low_rank)
+            truth = truth or (Truth(form=form) if form is not None else _truth(context, name, layer, low_rank))
             own_error = None if tolerance else _own_error(context, name, layer, truth, safe=safe)
             with merged(layer, safe=safe) as weight:
-                here = digest(weight)
+                here, bias = digest(weight), bias_of(layer)
             again = [_digest_again(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
         except NO_MERGE as failure:
             if is_out_of_memory(failure):
@@ -122,6 +139,11 @@ def _merged(context: Context, name: str, place: str, layer: Any, low_rank: LowRa
                 reason=f"PEFT does not merge this layer: {first_line(failure)}",
             )  # fmt: skip
             continue
+        if exact is not None and bias is not None:
+            tensor = SAFE_BIAS if safe else BIAS
+            record_bounded(
+                context.record, "merged", place, tensor, actual=bias.to("cpu"), exact=exact, digests=[digest(bias)]
+            )
         yield Computed(
             actual=weight,
             safe=safe,
@@ -144,11 +166,14 @@ def _refuse_without_weight(layer: Any) -> None:
 
 def _base_weight(context: Context, name: str, layer: Any) -> torch.Tensor:
     """Return the weight before the merge: the file's bytes, or the device's where no file holds it unchanged."""
-    known = context.expected_under(name, f"base_layer.{weight_name(layer)}")
+    part = f"base_layer.{weight_name(layer)}"
+    if hasattr(layer, "get_param"):  # below further wrappers, if several parameters of a module are adapted
+        part = next(part for part, parameter in layer.named_parameters() if parameter is layer.get_param())
+    known = context.expected_under(name, part)
     return weight_of(layer).to("cpu", copy=True) if known is None else known
 
 
-def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None) -> list[Computed]:
+def _delta(context: Context, place: str, layer: Any, truth: Truth) -> list[Computed]:
     try:
         with torch.no_grad():
             delta = delta_weight(layer)
@@ -166,7 +191,7 @@ def _delta(context: Context, place: str, layer: Any, low_rank: LowRank | None) -
         safe=None,
         digests=[digest(delta), *again],
         rule=Rule.BOUND,
-        truth=Truth(low_rank=low_rank),
+        truth=truth,
         tolerance=context.record.tolerance(stage="merged", layer=place, dtype=delta.dtype),
     )
     return [one]

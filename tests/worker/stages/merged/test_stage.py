@@ -10,7 +10,9 @@ import msgspec
 import peft
 import pytest
 import torch
-from peft.tuners.lora.layer import Linear
+import transformers
+from peft.tuners.ia3.layer import Linear as IA3Linear
+from peft.tuners.lora.layer import Linear, ParamWrapper
 
 from consistency.capture.records import TensorRecord
 from consistency.case.stages import Stage
@@ -19,7 +21,7 @@ from consistency.numerics.error import measure_low_rank
 from consistency.numerics.measure import Measure
 from consistency.worker.stages.merged import judging, stage
 from tests.worker.conftest import Look
-from tests.worker.model.made_models import on_llama
+from tests.worker.model.made_models import SIZES, adapter_on, on_llama, saved
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
@@ -119,3 +121,89 @@ def test_pefts_own_reason_is_given_where_a_whole_block_is_not_merged(llama: Path
     assert [one.status for one in found] == ["skipped"] * 2, "merged, and merged safely"
     expected = "PEFT does not merge this layer: NotImplementedError: ShadowPEFT cannot be merged"
     assert all(one.reason is not None and one.reason.startswith(expected) for one in found)
+
+
+LYCORIS = {"r": 2, "alpha": 3, "target_modules": ["q_proj", "down_proj"]}
+METHODS: dict[str, tuple[Callable[[], Any], str, Callable[..., Any]]] = {
+    "loha": (
+        lambda: peft.LoHaConfig(**LYCORIS),
+        "peft.tuners.loha.layer.make_weight",
+        lambda a, b, c, d, scale: ((a @ d) * (c @ b)) * scale,
+    ),
+    "lokr": (
+        lambda: peft.LoKrConfig(**LYCORIS),
+        "peft.tuners.lokr.layer.make_kron",
+        lambda first, second, scale: torch.kron(second.flip(0), first) * scale,
+    ),
+    "ia3": (
+        lambda: peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        "peft.tuners.ia3.layer.transpose",
+        lambda vector, *_: vector.flip(0, 1),
+    ),
+    "dora": (
+        lambda: peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj", "down_proj"]),
+        "peft.tuners.lora.dora.DoraLinearLayer.get_weight_norm",
+        lambda _layer, weight, *_lora, **_scaling: torch.linalg.norm(weight, dim=1),
+    ),
+}
+"""Methods with a closed form, and what of PEFT's code is replaced by something wrong, in float64 as elsewhere."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_error_in_pefts_own_code_is_found_where_a_form_is_known(
+    llama: Path, look: Look, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, place, wrong = METHODS[method]
+    adapter = on_llama(llama, config())
+    for dtype in ("float32", "bfloat16"):
+        records = [r for r in look(llama, adapter, dtype=dtype, stages=(Stage.MERGED,)) if r.tensor != "delta"]
+        assert {(r.rule, r.status) for r in records} == {("bound", "within")}
+    monkeypatch.setattr(place, wrong)
+    broken = [r for r in look(llama, adapter, stages=(Stage.MERGED,)) if r.tensor != "delta"]
+    assert {(r.rule, r.status) for r in broken} == {("bound", "outside")}
+    assert all(r.reference_blob and set(r.ingredients) == {"allowed"} for r in broken)
+
+
+def test_what_has_no_form_is_compared_with_peft_in_float64(llama: Path, look: Look) -> None:
+    adapter = on_llama(llama, peft.VeraConfig(r=4, target_modules=["q_proj"]))
+    assert [(r.tensor, r.rule, r.status) for r in look(llama, adapter, stages=(Stage.MERGED,))] == [
+        ("delta", "peer", "skipped"), ("weight", "relative", "measured"), ("weight_safe_merge", "relative", "measured"),
+    ]  # fmt: skip
+
+
+def test_a_bias_that_a_merge_changes_is_judged(masked_bert: Path, look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = peft.IA3Config(target_modules=["query", "output.dense"], feedforward_modules=["output.dense"])
+    model = transformers.BertForMaskedLM.from_pretrained(masked_bert)
+    adapter = adapter_on(model, config, masked_bert.parent / "adapter")
+
+    def biases() -> set[tuple[str, str, str]]:
+        records = look(masked_bert, adapter, stages=(Stage.MERGED,))
+        return {(r.layer.rpartition(".")[2], r.tensor, r.status) for r in records if r.tensor.startswith("bias")}
+
+    assert biases() == {("query", "bias", "within"), ("query", "bias_safe_merge", "within")}
+    real = IA3Linear.merge
+
+    def merge(layer: Any, **options: Any) -> None:
+        before = layer.get_base_layer().bias.data.clone()
+        real(layer, **options)
+        layer.get_base_layer().bias.data = before
+
+    monkeypatch.setattr(IA3Linear, "merge", merge)
+    assert biases() == {("query", "bias", "outside"), ("query", "bias_safe_merge", "outside")}
+
+
+def test_experts_are_judged_by_their_own_factors(tmp_path: Path, look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    base = saved(transformers.MixtralForCausalLM(config), tmp_path / "mixtral")
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = peft.LoraConfig(r=2, target_modules=[], target_parameters=parameters)
+    adapter = adapter_on(transformers.MixtralForCausalLM.from_pretrained(base), lora, tmp_path / "adapter")
+
+    def statuses() -> set[tuple[str, str, str]]:
+        return {(r.tensor, r.rule, r.status) for r in look(base, adapter, stages=(Stage.MERGED,))}
+
+    tensors = ("delta", "weight", "weight_safe_merge")
+    assert statuses() == {(tensor, "bound", "within") for tensor in tensors}
+    real = ParamWrapper.get_delta_weight
+    monkeypatch.setattr(ParamWrapper, "get_delta_weight", lambda layer, adapter: real(layer, adapter).roll(1, 0))
+    assert statuses() == {(tensor, "bound", "outside") for tensor in tensors}

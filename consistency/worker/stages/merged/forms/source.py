@@ -1,0 +1,81 @@
+"""What a form is made from: the layer's settings, and the bytes of adapter and base in their files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from consistency.devices.products import Products
+from consistency.numerics.dtype import name_of
+from consistency.numerics.running_error import Arithmetic
+from consistency.numerics.typed import HALF_TYPES, Typed
+from consistency.worker.model.loading import ADAPTER_NAME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One adapted layer as its files have it.
+
+    Attributes
+    ----------
+    layer : Any
+        PEFT's layer, of which only the settings are used.
+    weight : torch.Tensor
+        The weight before the merge, on the CPU.
+    files : mapping of str to torch.Tensor
+        The adapter's tensors by their names in the layer, on the CPU, in their dtypes on the device.
+    products : Products
+        What the settings in force permit on the device.
+    on_cpu : bool
+        Whether that is a CPU.
+    """
+
+    layer: Any
+    weight: torch.Tensor
+    files: Mapping[str, torch.Tensor]
+    products: Products = Products()
+    on_cpu: bool = True
+
+    def tensor(self, key: str) -> torch.Tensor | None:
+        """Return the adapter's tensor of that name, None where its file has none."""
+        found = self.files.get(f"{key}.{ADAPTER_NAME}")
+        return self.files.get(f"{key}.{ADAPTER_NAME}.weight") if found is None else found
+
+    def known(self, key: str) -> Typed | None:
+        """Return the same with its exact values."""
+        found = self.tensor(key)
+        return None if found is None else Typed.known(found)
+
+    def matmul(self, dtype: torch.dtype) -> Arithmetic:
+        """Return how the device multiplies matrices of a dtype."""
+        return self._arithmetic(dtype, convolution=False)
+
+    def convolution(self, dtype: torch.dtype) -> Arithmetic:
+        """Return how the device convolves in a dtype."""
+        return self._arithmetic(dtype, convolution=True)
+
+    def _arithmetic(self, dtype: torch.dtype, *, convolution: bool) -> Arithmetic:
+        return Arithmetic.of(
+            dtype,
+            truncating=not self.on_cpu,  # bfloat16 and float16 products run on matrix units there
+            products=self.products.convolution if convolution else self.products.matmul,
+            partial_terms=self.products.partial_terms.get(name_of(dtype)),
+        )
+
+    def computed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Return in which dtype PEFT multiplies the factors of a LoRA: on a CPU, half types in float32."""
+        return torch.float32 if self.on_cpu and dtype in HALF_TYPES else dtype
+
+    def lycoris_scaling(self) -> float:
+        """Return alpha over rank, of the LyCORIS methods."""
+        return float(self.layer.alpha[ADAPTER_NAME]) / int(self.layer.r[ADAPTER_NAME])
+
+    def lora_scaling(self) -> float:
+        """Return alpha over rank or its square root, as the configuration asks, of a LoRA."""
+        rank = int(self.layer.r[ADAPTER_NAME])
+        stabilized = bool(self.layer.use_rslora.get(ADAPTER_NAME, False))
+        return float(self.layer.lora_alpha[ADAPTER_NAME]) / (math.sqrt(rank) if stabilized else rank)
