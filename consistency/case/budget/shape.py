@@ -195,7 +195,7 @@ def _base(
         unknown.append("the weights of the base are a pickle, which has no header: memory is that of its files")
         return found | {"converted_bytes": sum(file.stat().st_size for file in weights.files)}
     if found["quantized"]:
-        unknown.append("the base is quantized: what its kernels take is not estimated, nor their time")
+        unknown.append("the base is quantized: memory and time of its kernels and exact weights are not estimated")
     if found["hidden"] is None:
         unknown.append("the config states no hidden size: activations are not estimated")
     width = _DTYPES.get(found["dtype"], 2)
