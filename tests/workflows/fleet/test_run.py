@@ -134,7 +134,9 @@ def test_nothing_is_lost_and_the_rest_can_be_resumed(fleet: Fleet, slurm: SlurmC
     (fleet.captures / "go").touch()
     out, errors = process.communicate(timeout=240)
     assert process.returncode == 3, out + errors
-    assert "INCOMPLETE" in out
+    verdict = next(line for line in out.splitlines() if "INCOMPLETE" in line)
+    assert "did not finish" in verdict
+    assert "n2, n3, n4" in verdict
     assert "Traceback" not in errors
     assert fleet.compared == {"n1", "n8"}
     reasons = fleet.reasons()
