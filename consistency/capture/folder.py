@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from consistency.capture.merge_effect import MergeEffect
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.case.case import Case
 from consistency.devices.host.facts import HostFacts
@@ -71,6 +72,16 @@ class WorkerCapture(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def records(self) -> tuple[TensorRecord, ...]:
         return tuple(record for part in self.parts for record in part)
+
+    @property
+    def of_tensors(self) -> tuple[tuple[TensorRecord, ...], ...]:
+        """Return the parts whose records are of tensors, and not of the case."""
+        return tuple(part for part in self.parts if not part or part[0].merging is None)
+
+    @property
+    def merging(self) -> MergeEffect | None:
+        """Return what merging does to the outputs, where this worker measured it."""
+        return next((part[0].merging for part in self.parts if part and part[0].merging is not None), None)
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from consistency.capture.json_codec import decode_json
+from consistency.capture.merge_effect import MergeEffect
 from consistency.capture.names import CAST_ON_THE_WAY, TOLERANCE, UNSUPPORTED
 from consistency.capture.soak import Soak
 from consistency.devices.spec import DeviceIdentity
@@ -83,6 +84,8 @@ class TensorRecord(
         What is certain of the adapter's effect, empty where nothing is. Of its settings: `layers` if its layers' deltas
         are all that it changes, `some-tokens` if it acts on chosen tokens alone, else why it changes nothing; of a
         delta: `zero-delta` if it is zero.
+    merging : MergeEffect or None
+        What merging does to the outputs: a fact of the case and not of a device, which has no row in a report.
     """
 
     stage: str
@@ -115,6 +118,7 @@ class TensorRecord(
     buffer: bool = False
     unsupported: bool = False
     effect: Effect = ""
+    merging: MergeEffect | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:

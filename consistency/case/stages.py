@@ -221,7 +221,15 @@ HOST_STAGES: tuple[Stage, ...] = stages_of(lambda spec: spec.model is Model.UNUS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelPlan:
-    """What a level means; `sides` are the load paths that it checks besides each default one."""
+    """What a level means.
+
+    Attributes
+    ----------
+    sides : tuple of str
+        The load paths that it checks besides each default one.
+    float64_merges : int
+        Elements of all matrices of the largest model that is merged in float64.
+    """
 
     stages: tuple[Stage, ...]
     safe_merge: bool
@@ -230,8 +238,16 @@ class LevelPlan:
     sequences: int
     tokens: int
     repeat: int
+    float64_merges: int
     not_looked_at: tuple[str, ...]
 
+
+MOST_MERGED = 1 << 28
+"""Elements of the largest layer that is merged in float64, at any level: three arrays of it take 6 GiB."""
+
+_ANY_SIZE = 1 << 62
+_IN_SECONDS = 1 << 27
+"""Four merges and passes in float64 of one sequence take 28 ns per element on one core (a Llama of 0.17 B): 4 s."""
 
 LARGE_COPIES = "copies of 256 MiB and more"
 
@@ -239,6 +255,7 @@ LEVELS: dict[Level, LevelPlan] = {
     Level.QUICK: LevelPlan(
         stages=stages_of(lambda spec: Level.QUICK in spec.levels),
         safe_merge=False, reload=False, sides=(), sequences=1, tokens=16, repeat=1,
+        float64_merges=0,
         not_looked_at=(
             LARGE_COPIES, "most operators", "large operators", "safe_merge", "the adapter loaded again over NaN",
             "a second run on the same device",
@@ -249,10 +266,12 @@ LEVELS: dict[Level, LevelPlan] = {
     Level.STANDARD: LevelPlan(
         stages=stages_of(lambda spec: Level.STANDARD in spec.levels),
         safe_merge=True, reload=True, sides=("cpu", "low-memory"), sequences=8, tokens=16, repeat=1,
+        float64_merges=_IN_SECONDS,
         not_looked_at=(LARGE_COPIES, "large operators", "a second run on the same device"),
     ),
     Level.THOROUGH: LevelPlan(
         stages=stages_of(lambda spec: Level.THOROUGH in spec.levels),
-        safe_merge=True, reload=True, sides=SIDES, sequences=16, tokens=64, repeat=2, not_looked_at=(),
+        safe_merge=True, reload=True, sides=SIDES, sequences=16, tokens=64, repeat=2,
+        float64_merges=_ANY_SIZE, not_looked_at=(),
     ),
 }  # fmt: skip

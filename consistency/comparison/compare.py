@@ -16,6 +16,7 @@ from consistency.case.stages import Stage
 from consistency.comparison.alike import Members, StageMembers
 from consistency.comparison.findings.collect import find
 from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
+from consistency.comparison.merging import mergings
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import (
     BAD,
@@ -87,6 +88,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         versions=_versions(workers),
         planted=tuple(f"{p.info.planted} in {p.label}" for p in workers if p.info.planted is not None),
         sources=tuple(map(_source, captures)),
+        merging=mergings(workers),
     )
 
 

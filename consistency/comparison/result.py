@@ -9,6 +9,7 @@ import msgspec
 
 from consistency.capture import origin
 from consistency.capture.records import WorkerFacts
+from consistency.comparison.merging import Merging
 from consistency.comparison.rows import NO_DIFFERENCE as NO_DIFFERENCE
 from consistency.comparison.rows import Row as Row
 from consistency.comparison.rows import Status as Status
@@ -196,6 +197,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths"
         Faults that were planted on purpose, as `FAULT in WORKER`.
     sources : tuple of Source
         The captures, in order.
+    merging : tuple of Merging
+        What merging the adapter does to the outputs, by capture: a fact that no verdict depends on.
     """
 
     case: str
@@ -225,6 +228,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths"
     versions: dict[str, str] = {}
     planted: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
+    merging: tuple[Merging, ...] = ()
 
     def __repr__(self) -> str:
         """Return verdict, first error and its first tensor in one line: what a failed assertion shows."""

@@ -15,6 +15,7 @@ import msgspec
 
 from consistency.capture.wording import counted, listed
 from consistency.case.case import CHECKED_IN
+from consistency.comparison.merging import Merging
 from consistency.comparison.result import PLANTED, Severity, Status, Verdict
 from consistency.numerics.real import Real
 
@@ -122,6 +123,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         Worst error/tolerance by worker.
     accepted : int
         Findings that the baseline accepts.
+    merging : tuple of Merging
+        As in `Comparison`.
     """
 
     name: str
@@ -142,6 +145,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     not_looked_at: tuple[str, ...] = ()
     bound_ratios: dict[str, Real] = {}
     accepted: int = 0
+    merging: tuple[Merging, ...] = ()
 
     @classmethod
     def of_error(

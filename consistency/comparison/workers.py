@@ -11,6 +11,7 @@ import msgspec
 
 from consistency.capture.folder import CASES, Capture, WorkerCapture, home_of
 from consistency.capture.json_codec import encode_json
+from consistency.capture.merge_effect import MergeEffect
 from consistency.capture.names import LOADED_AGAIN, RAISED, SETTINGS_LAYER, WHOLE_MODEL
 from consistency.capture.records import WorkerInfo
 from consistency.capture.soak import ChangedTensor
@@ -34,6 +35,8 @@ class ComparedWorker:
         The same by alternative load path.
     changes : dict
         What changed during the worker's soak, by stage, layer and tensor.
+    merging : MergeEffect or None
+        What merging does to the outputs, where this worker measured it.
     """
 
     label: str
@@ -42,6 +45,7 @@ class ComparedWorker:
     records: Records
     sides: dict[str, Records] = field(default_factory=dict)
     changes: dict[Key, ChangedTensor] = field(default_factory=dict)
+    merging: MergeEffect | None = None
 
     @property
     def load_path(self) -> str:
@@ -133,13 +137,14 @@ def gather(captures: Sequence[Capture]) -> tuple[ComparedWorker, ...]:
 
 
 def _worker(label: str, capture: Capture, worker: WorkerCapture, tables: RecordTables) -> ComparedWorker:
-    by_load_path = tables.of(worker.parts)
+    by_load_path = tables.of(worker.of_tensors)
     own = by_load_path.pop("")
     soak = worker.info.soak
     changes = {} if soak is None else {change.key: change for change in soak.changes}
     return ComparedWorker(
-        label=label, capture=capture, info=worker.info, records=own, sides=by_load_path, changes=changes
-    )
+        label=label, capture=capture, info=worker.info, records=own, sides=by_load_path, changes=changes,
+        merging=worker.merging,
+    )  # fmt: skip
 
 
 def load_paths_of(workers: Sequence[ComparedWorker]) -> tuple[str, ...]:

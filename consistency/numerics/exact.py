@@ -55,6 +55,17 @@ class Float64Mode(TorchDispatchMode):
         self._early = _WidenEarly()
         self._wide = Widening(torch.float64, _NARROW)
         self._with_gradients: frozenset[int] = frozenset()
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Compute in the operands' own dtypes inside the mode."""
+        before = self._paused
+        self._paused = self._early.paused = True
+        try:
+            yield
+        finally:
+            self._paused = self._early.paused = before
 
     @contextmanager
     def with_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
@@ -115,6 +126,8 @@ class Float64Mode(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if self._paused:
+            return func(*args, **kwargs)
         if kwargs.get("dtype") in _NARROW:
             kwargs["dtype"] = torch.float64
         if func.is_view and (isinstance(args[0], _WideView) or self._has_gradient(args[0])):
@@ -171,11 +184,13 @@ class _WideView(torch.Tensor):
 
 
 class _WidenEarly(TorchFunctionMode):
+    paused = False
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _CHECKED_EARLY:
+        if func in _CHECKED_EARLY and not self.paused:
             args, kwargs = each_tensor(_widen, (args, kwargs))
         return func(*args, **kwargs)
 

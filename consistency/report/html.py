@@ -26,6 +26,7 @@ from consistency.comparison.result import BAD, Comparison
 from consistency.report.copy_matrix import cell_mark, copies
 from consistency.report.formats import View
 from consistency.report.layers import summary_lines
+from consistency.report.merging import merging_texts
 from consistency.report.one_finding import as_markdown
 from consistency.report.page import agreement, cells, distributions, environments, memory
 from consistency.report.page.labels import KEY, letter
@@ -94,6 +95,7 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         mark=VERDICT_MARKS[comparison.verdict],
         legend=legend(line.cells for some in found.values() for group in some for line in group.lines),
         line_feed=Markup("\n"),
+        merging=list(merging_texts(comparison.merging)),
         matrices=matrices(comparison.tensors),
         most_classes=_MOST_CLASSES,
         most_findings=_MOST_FINDINGS,

@@ -18,6 +18,7 @@ from consistency.comparison.layers import LayerCell, layers_of
 from consistency.comparison.result import PLANTED, Comparison, Finding, WorkerSummary
 from consistency.report.formats import View
 from consistency.report.layers import cell_figures, devices_text
+from consistency.report.merging import merging_texts
 from consistency.report.sentences import (
     cell_text,
     command_text,
@@ -135,19 +136,24 @@ def _table(comparison: Comparison, found: Groups) -> Iterator[str]:
     mains = {load_path: some for load_path, some in found.items() if not is_alternative(load_path)}
     several = len(mains) > 1
     lines = [(load_path, group, line) for load_path, some in mains.items() for group in some for line in group.lines]
-    if len(lines) > _GROUP_LINES:  # mismatches first
+    merging = list(merging_texts(comparison.merging))
+    most = _GROUP_LINES - 2 * bool(merging)  # the line below the table, and the empty one before it
+    if len(lines) > most:  # mismatches first
         lines.sort(key=lambda one: -sum(cell.bad for cell in one[2].cells.values()))
     yield ""
     yield f"| architecture | workers | {' | '.join(escaped(name) for name in names)} |"
     yield "|---" * (2 + len(names)) + "|"
-    for load_path, group, line in lines[:_GROUP_LINES]:
+    for load_path, group, line in lines[:most]:
         workers = escaped(some(line.workers, 4))
         cells = [cell_text(name, line.cells.get(name)) for name in names]
         texts = [f"{cell.mark} {escaped(f'{cell.text} {cell.place}'.rstrip())}".rstrip() for cell in cells]
         title = escaped(group.architecture) + (f" ({escaped(load_path)})" if several else "")
         yield f"| {title} | {workers} | {' | '.join(texts)} |"
-    if rest := and_more(len(lines) - _GROUP_LINES, "line"):
+    if rest := and_more(len(lines) - most, "line"):
         yield f"| {rest} |"
+    if merging:
+        yield ""
+        yield escaped(" · ".join(merging))
 
 
 def _to_act_on(comparison: Comparison) -> list[Finding]:

@@ -15,6 +15,7 @@ from consistency.comparison.result import BAD, Comparison, TensorComparison
 from consistency.report.console import Writer, make_console, stripped
 from consistency.report.copy_matrix import write_matrices
 from consistency.report.formats import View
+from consistency.report.merging import merging_texts
 from consistency.report.sentences import (
     alternative_path_texts,
     cell_text,
@@ -61,6 +62,9 @@ def _write(write: Writer, comparison: Comparison, view: View) -> None:
     for text in texts:
         write.line(text)
     if texts:
+        write.console.print()
+    for text in merging_texts(comparison.merging):
+        write.line(text)
         write.console.print()
     _layers(write, comparison, verbose=view.verbose)
     write.notes(comparison.findings)

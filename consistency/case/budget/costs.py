@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from consistency.case.budget.shape import ONE_PASS, Shape
 from consistency.case.budget.work import Products, Work
 from consistency.case.case import Case
-from consistency.case.stages import Level, Stage
+from consistency.case.stages import MOST_MERGED, Level, Stage
 
 MIB = 2**20
 
@@ -75,6 +75,9 @@ MERGE_S = 12.5e-9
 
 MERGE_ALONE_S = 6e-9
 """The same of PEFT's merge alone."""
+
+MERGE_IN_FLOAT64_S = 8e-9
+"""The same of a merge for a pass in float64 (`MergeEffect`): 2.7 s of four, of 90 million adapted elements."""
 
 MEASURE_S = 0.42e-6
 """Per element that is compared with its float64 value by the `relative` rule: errors of this worker and of the CPU."""
@@ -226,7 +229,7 @@ def merged(s: Setting) -> Cost:
 
 
 def forward(s: Setting) -> Cost:
-    """Run the model with the adapter on, off and merged in its dtype; on and off in float64 too.
+    """Run the model with the adapter on, off and merged in its dtype; on and off in float64 too, and merged in it.
 
     A token costs two operations for each element of the matrices, and with each of the earlier positions of its
     sequence 4 hidden in attention. All hidden states are kept until they are compared, in the model's dtype by mode, in
@@ -239,20 +242,35 @@ def forward(s: Setting) -> Cost:
     states = rows * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + (s.shape.vocabulary or 0))
     in_float64 = wide * states * 8 + _float64_bytes(s, rows) if wide else 0
     merging = s.shape.largest_layer_elements * 2 * 4
+    merges, of_one = _float64_merges(s), _products(s, s.tokens, parts=1)
+    in_one = s.shape.largest_layer_elements * 3 * 8 if merges else 0
     native = states * s.shape.width + rows * _of_one_token(s) * s.shape.width
     scores = wide * rows * s.shape.blocks * s.shape.experts
     return Cost(
-        host_bytes=modes * states * s.shape.width + in_float64 + (0 if s.on_device else merging),
+        host_bytes=modes * states * s.shape.width + in_float64 + max(0 if s.on_device else merging, in_one),
         device_bytes=native + merging,
         scratch_bytes=scores * SCORE_BYTES,
         kept_bytes=wide * states * 8 + scores * (8 + INDEX_BYTES),
         work=Work(
             fixed_s=LOAD_S + PER_TENSOR_S * modes * (s.shape.blocks + 2),
-            memory_s=modes * states * MEASURE_S + (MERGE_ALONE_S * s.shape.adapted_elements if modes > 1 else 0),
+            memory_s=modes * states * MEASURE_S
+            + (MERGE_ALONE_S * s.shape.adapted_elements if modes > 1 else 0)
+            + merges * MERGE_IN_FLOAT64_S * s.shape.adapted_elements,
             native=products.times(modes),
-            float64=products.times(wide),
+            float64=Products(
+                weights=wide * products.weights + merges * of_one.weights,
+                flop=wide * products.flop + merges * of_one.flop,
+            ),
         ),
     )
+
+
+def _float64_merges(s: Setting) -> int:
+    """Return how many merges are run in float64, each on one sequence, to tell what rounding alone must do."""
+    fits = 0 < s.shape.largest_layer_elements <= MOST_MERGED
+    if not (s.makes_reference and fits and s.shape.matrix_elements <= s.case.plan.float64_merges):
+        return 0
+    return 4 if s.shape.width < 4 else 3
 
 
 def gradient(s: Setting) -> Cost:

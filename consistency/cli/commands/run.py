@@ -227,7 +227,7 @@ def _rows(workers: Sequence[WorkerCapture]) -> list[dict[str, Any]]:
             "road": worker.info.load_path,
             "status": worker.info.status,
             "reason": worker.info.reason,
-            "tensors": sum(map(len, worker.parts)),
+            "tensors": sum(map(len, worker.of_tensors)),
         }
         for worker in workers
     ]

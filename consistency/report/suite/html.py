@@ -14,6 +14,7 @@ from markupsafe import Markup
 from consistency.capture.version import __version__
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.report.formats import View
+from consistency.report.merging import MERGING_LEGEND
 from consistency.report.page.rendering import VERDICT_MARKS, page_environment, part
 from consistency.report.sentences import cell_text, legend
 from consistency.report.suite.findings import shown_finding
@@ -46,6 +47,8 @@ def suite_as_html(suite: SuiteResult, folder: str | None = None) -> str:
         legend=legend(line.cells for line in lines),
         line_feed=Markup("\n"),
         marks=VERDICT_MARKS,
+        merges=any(line.merging for line in lines),
+        merging_legend=MERGING_LEGEND,
         most_findings=_MOST_FINDINGS,
         name=suite.name,
         not_looked_at=suite.not_looked_at,

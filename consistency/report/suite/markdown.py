@@ -9,6 +9,7 @@ from consistency.comparison.result import PLANTED, Finding
 from consistency.comparison.suite import SuiteResult
 from consistency.report.formats import View
 from consistency.report.markdown import escaped, fence, folded, numbered
+from consistency.report.merging import MERGING
 from consistency.report.sentences import cell_text
 from consistency.report.suite.findings import findings_of
 from consistency.report.suite.table import case_lines, columns, seconds, suite_facts, suite_origin
@@ -48,11 +49,15 @@ def _head(suite: SuiteResult, planted: list[str]) -> Iterator[str]:
 def _table(suite: SuiteResult) -> Iterator[str]:
     names = columns(suite)
     yield ""
-    yield f"| {' | '.join(['case', 'verdict', *map(escaped, names), 'time'])} |"
-    yield "|---" * (3 + len(names)) + "|"
-    for line in case_lines(suite.cases, _CASES):
+    lines = case_lines(suite.cases, _CASES)
+    merges = any(line.merging for line in lines)
+    titles = ["case", "verdict", *map(escaped, names), *([MERGING] if merges else []), "time"]
+    yield f"| {' | '.join(titles)} |"
+    yield "|---" * len(titles) + "|"
+    for line in lines:
         texts = [cell_text(name, line.cells.get(name)) for name in names]
         marks = [f"{cell.mark} {escaped(cell.text)}".rstrip() for cell in texts]
+        marks += [escaped(line.merging)] if merges else []
         yield f"| {' | '.join([escaped(line.label), line.verdict, *marks, seconds(line.elapsed_s)])} |"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from consistency.capture.wording import and_more, counted
 from consistency.comparison.suite import CaseResult, SuiteResult, SuiteVerdict, worst_first
+from consistency.report.merging import merging_cell
 from consistency.report.sentences import command_text, profile_texts, time_text
 from consistency.report.summary import Cell, merged, stage_order
 
@@ -21,12 +22,15 @@ class CaseLine:
         None where the line stands for several.
     elapsed_s : float
         Of all cases of the line.
+    merging : str
+        What merging does to the outputs, in the fewest words.
     """
 
     label: str
     verdict: SuiteVerdict
     cells: dict[str, Cell]
     elapsed_s: float
+    merging: str = ""
     case: CaseResult | None = None
 
 
@@ -74,6 +78,7 @@ def _line(label: str, same: Sequence[CaseResult]) -> CaseLine:
         verdict=same[0].verdict,
         cells=cells(same[0]) if len(same) == 1 else merged(map(cells, same)),
         elapsed_s=sum(case.elapsed_s for case in same),
+        merging=merging_cell([one for case in same for one in case.merging]),
         case=same[0] if len(same) == 1 else None,
     )
 

@@ -12,6 +12,7 @@ from consistency.comparison.result import PLANTED
 from consistency.comparison.suite import SuiteResult
 from consistency.report.console import Writer, make_console, stripped
 from consistency.report.formats import View
+from consistency.report.merging import MERGING, MERGING_LEGEND
 from consistency.report.sentences import cell_text, legend
 from consistency.report.suite.findings import findings_of
 from consistency.report.suite.table import case_lines, columns, seconds, suite_facts, suite_origin
@@ -56,17 +57,20 @@ def _write(write: Writer, suite: SuiteResult, view: View) -> None:
 def _table(write: Writer, suite: SuiteResult, most: int | None) -> None:
     names = columns(suite)
     lines = case_lines(suite.cases, most)
+    merges = any(line.merging for line in lines)
     rows: list[tuple[Text, list[Text]]] = []
     for line in lines:
         cells = [cell_text(name, line.cells.get(name)) for name in names]
         texts = [write.text(f"{c.mark} {c.text}".rstrip(), _STYLES.get(c.kind, "dim")) for c in cells]
+        texts += [write.text(line.merging)] if merges else []
         verdict = write.text(line.verdict, _VERDICTS.get(line.verdict, "yellow"))
         rows.append((write.text(line.label), [verdict, *texts, write.text(seconds(line.elapsed_s))]))
-    titles = [write.text(text, "bold") for text in ("verdict", *names, "time")]
+    titles = [write.text(text, "bold") for text in ("verdict", *names, *([MERGING] if merges else []), "time")]
     if rows:
         write.grid(titles, rows, corner=write.text("case", "bold"))
-    explained = legend(line.cells for line in lines)
-    write.line("   ".join(f"{mark} {meaning}" for _, mark, meaning in explained), style="dim")
+    explained = [f"{mark} {meaning}" for _, mark, meaning in legend(line.cells for line in lines)]
+    explained += [MERGING_LEGEND] if merges else []
+    write.line("   ".join(explained), style="dim")
     if any(line.case is None for line in lines):
         write.line("-v shows a line for every case", style="dim")
     write.console.print()

@@ -200,6 +200,18 @@ class Track:
 
         return settle if self._steps[key] else None
 
+    def again(self, key: str) -> Watch | None:
+        """Return what makes a further float64 pass decide as the first one did; None where it decided nothing."""
+        steps = iter(self._settled.get(key, ()))
+
+        def follow(decision: Decision) -> torch.Tensor | None:
+            settled = next(steps, None)
+            if settled is None or not is_same(settled.name, settled.decided, decision):
+                return None
+            return self._shared.read(settled.decided)
+
+        return follow if self._settled.get(key) else None
+
     def publish(self) -> None:
         """Write the table, and remove the operands."""
         self._operands.remove()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.quantized.held import dequantized, is_quantized
 
 T = TypeVar("T")
+Merge = Callable[[Any], AbstractContextManager[Any]]
 
 # what PEFT raises where it does not merge
 NO_MERGE = (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError)
@@ -51,9 +53,9 @@ def restored(layer: Any) -> Iterator[None]:
     """
     # the copies are held to the end, so that a merge that puts another weight in their place frees nothing
     # a quantized weight is replaced, never written; but PEFT edits its attributes
-    written = [parameter for parameter in _merged_into(layer) if not is_quantized(parameter)]
+    written = [parameter for parameter in merged_into(layer) if not is_quantized(parameter)]
     kept = [(parameter, parameter.data, parameter.detach().clone()) for parameter in written]
-    put_back = [_attributes(owner) for owner in (*layer.modules(), *filter(is_quantized, _merged_into(layer)))]
+    put_back = [_attributes(owner) for owner in (*layer.modules(), *filter(is_quantized, merged_into(layer)))]
     with torch.no_grad():
         try:
             for parameter, _, copied in kept:
@@ -94,7 +96,7 @@ def weight_name(layer: Any) -> str:
     return "in_proj_weight" if hasattr(layer.get_base_layer(), "in_proj_weight") else "weight"
 
 
-def _merged_into(layer: Any) -> list[torch.nn.Parameter]:
+def merged_into(layer: Any) -> list[torch.nn.Parameter]:
     """Return the parameters that a merge may write: of a wrapped parameter, not the other experts' beside it."""
     return [layer.get_param()] if hasattr(layer, "get_param") else list(layer.get_base_layer().parameters())
 
@@ -129,12 +131,13 @@ class MergeRefusedError(Exception):
     """PEFT does not merge this adapter; the message is PEFT's."""
 
 
-def in_merged(model: Any, run: Callable[[], T]) -> T:
+def in_merged(model: Any, run: Callable[[], T], *, merge: Merge | None = None) -> T:
     """Run a model whose adapter is merged by PEFT's own code, and leave the model as it was.
 
     A merge of the whole model would take as much private memory as its adapted layers: their pages are mapped from the
     weight files, and each that is written becomes a copy. So each layer is merged for the time that it runs. A layer
-    whose weight another module uses too, or that is not run itself, is merged all the time.
+    whose weight another module uses too, or that is not run itself, is merged all the time. `merge` merges one layer
+    for as long as it is entered, in another way than `merged`.
 
     Raises
     ------
@@ -145,9 +148,10 @@ def in_merged(model: Any, run: Callable[[], T]) -> T:
         check = getattr(model.base_model, "_check_merge_allowed", None)
         if check is not None:
             check()
+    merging = _or_refused(merge or functools.partial(merged, safe=False))
     units = _adapted_units(model)
     if units:
-        with _merged_on_arrival(units):
+        with _merged_on_arrival(units, merging):
             return run()
     layers = [layer for _, layer in adapted_layers(model)]
     throughout = _that_share_weights(model, layers)
@@ -156,9 +160,9 @@ def in_merged(model: Any, run: Callable[[], T]) -> T:
         ran: set[int] = set()
         with ExitStack() as stack:
             for layer in throughout:
-                stack.enter_context(_merged_or_refused(layer))
+                stack.enter_context(merging(layer))
             for layer in in_turn:
-                _merge_while_it_runs(layer, ran, stack)
+                _merge_while_it_runs(layer, merging, ran, stack)
             found = run()
         missed = [layer for layer in in_turn if id(layer) not in ran]
         if not missed:
@@ -168,14 +172,14 @@ def in_merged(model: Any, run: Callable[[], T]) -> T:
 
 def _that_share_weights(model: torch.nn.Module, layers: list[Any]) -> list[Any]:
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    return [layer for layer in layers if any(owners[id(parameter)] > 1 for parameter in _merged_into(layer))]
+    return [layer for layer in layers if any(owners[id(parameter)] > 1 for parameter in merged_into(layer))]
 
 
-def _merge_while_it_runs(layer: Any, ran: set[int], stack: ExitStack) -> None:
+def _merge_while_it_runs(layer: Any, merging: Merge, ran: set[int], stack: ExitStack) -> None:
     inside = stack.enter_context(ExitStack())
 
     def begin(layer: Any, _inputs: Any) -> None:
-        inside.enter_context(_merged_or_refused(layer))
+        inside.enter_context(merging(layer))
         ran.add(id(layer))
 
     stack.callback(layer.register_forward_pre_hook(begin).remove)
@@ -194,10 +198,10 @@ def _adapted_units(model: torch.nn.Module) -> list[Any]:
 
 
 @contextmanager
-def _merged_on_arrival(units: list[Any]) -> Iterator[None]:
+def _merged_on_arrival(units: list[Any], merging: Merge) -> Iterator[None]:
     try:
         for unit in units:
-            unit.around = _merged_inside
+            unit.around = functools.partial(_merged_inside, merging=merging)
         yield
     finally:
         for unit in units:
@@ -205,19 +209,22 @@ def _merged_on_arrival(units: list[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _merged_inside(module: torch.nn.Module) -> Iterator[None]:
+def _merged_inside(module: torch.nn.Module, *, merging: Merge) -> Iterator[None]:
     with ExitStack() as stack:
         for _, layer in adapted_layers(module):
-            stack.enter_context(_merged_or_refused(layer))
+            stack.enter_context(merging(layer))
         yield
 
 
-@contextmanager
-def _merged_or_refused(layer: Any) -> Iterator[None]:
-    with ExitStack() as stack:
-        with _as_refusal():
-            stack.enter_context(merged(layer, safe=False))
-        yield
+def _or_refused(merge: Merge) -> Merge:
+    @contextmanager
+    def merging(layer: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            with _as_refusal():
+                stack.enter_context(merge(layer))
+            yield
+
+    return merging
 
 
 @contextmanager

@@ -52,6 +52,7 @@ from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.flips import NOT_REPLAYED, ON_TRACK, record_flips
 from consistency.worker.stages.input_checks import inputs_fit
+from consistency.worker.stages.merge_effect import record_merge_effect
 from consistency.worker.stages.relative_rule import own_errors, record_relative
 
 
@@ -116,6 +117,7 @@ def run(context: Context) -> None:
         exact = _reference(context, context.model)
         found = _pass(context, context.model, inputs, exact=exact)
         answer = _publish(context, found, exact)
+        _merge_effect(context, context.model, inputs, found, exact)
         record_flips(context, "forward", exact.track.flips)
     else:
         found = _pass(context, context.model, inputs, exact=None)
@@ -123,8 +125,9 @@ def run(context: Context) -> None:
             twin = load_model(context.job.case, "cpu")
             exact = _reference(context, twin)
             on_cpu = _pass(context, twin, inputs, exact=exact)
-            del twin
             answer = _publish(context, on_cpu, exact)
+            _merge_effect(context, twin, inputs, on_cpu, exact)
+            del twin
     for mode, reason in found.refused.items():
         _not_run(context, [mode], "skipped", reason)
     if isinstance(answer, str):
@@ -247,6 +250,12 @@ def _publish(context: Context, found: Passes, exact: Exact) -> Reference:
         others={title: tensors.get for title, tensors in exact.others.items()},
     )  # fmt: skip
     return publish(context.scratch, exact.outputs, tables)
+
+
+def _merge_effect(context: Context, model: torch.nn.Module, inputs: Activations, found: Passes, exact: Exact) -> None:
+    record_merge_effect(
+        context, model, inputs, computed=found.outputs, refused=found.refused, exact=exact.outputs, track=exact.track
+    )
 
 
 def _modes(context: Context) -> list[str]:

@@ -1,0 +1,108 @@
+"""One line per case: the merged model against the unmerged one, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from consistency.capture.wording import and_more, some
+from consistency.comparison.merging import Advice, Merging, by_other_functions, drowns
+from consistency.numerics.real import Real
+
+MERGING = "merging"
+"""Title of the column of a suite."""
+
+MERGING_LEGEND = f"{MERGING}: how far it moves the outputs, over what rounding W + ΔW alone must, and what to do"
+
+_MOST = 3  # lines of captures that differ in these figures
+
+
+def merging_texts(found: Sequence[Merging]) -> Iterator[str]:
+    """Yield a line for the case, or one for each of several captures with figures of their own."""
+    texts: dict[str, list[str]] = {}
+    for one in found:
+        texts.setdefault(merging_text(one), []).append(one.worker)
+    for text, workers in list(texts.items())[:_MOST]:
+        where = f" ({some(workers)})" if len(texts) > 1 else ""
+        yield f"merged against unmerged{where}: {text}"
+    if rest := and_more(len(texts) - _MOST, "line"):
+        yield f"{rest}: report.json has them all"
+
+
+def merging_text(one: Merging) -> str:
+    """Return what merging does to the outputs of a case, in one line."""
+    if one.reason:
+        return f"not merged: {one.reason}"
+    figures = "; ".join(filter(None, [*_figures(one), _top1(one), _in_float32(one)]))
+    advice = _advice(one)
+    return f"{figures}. {advice[:1].upper()}{advice[1:]}" if advice else figures
+
+
+def merging_cell(found: Sequence[Merging]) -> str:
+    """Return the same in the fewest words, of one case or of several: y, and what follows."""
+    ratios = [f"{_times(float(one.ratio))}×" for one in found if one.ratio is not None]
+    advices = [one.advice or ("not merged" if one.reason else "") for one in found]
+    return " ".join([*(ratios if len(found) == 1 else []), some([text for text in advices if text])]).strip()
+
+
+def _figures(one: Merging) -> Iterator[str]:
+    what = _what(one)
+    if one.moved is None or one.must is None:
+        yield f"merging moves {what} by at most {figure(one.computed)} as computed in {one.dtype}"
+        if one.merged_error is not None:
+            errors = f"the merged model by {figure(one.merged_error)}, the unmerged one by {figure(one.unmerged_error)}"
+            yield f"float64 differs from {errors}"
+        if one.left_out:
+            yield f"what rounding alone must do was not measured: {one.left_out}"
+        return
+    if one.ratio is None:
+        yield f"merging in {one.dtype} does not move {what}"
+        return
+    must = "the rounding of W + ΔW alone must move them"
+    times = f"{_times(float(one.ratio))} times what {must}" if float(one.must) else f"where {must} by 0"
+    yield f"merging in {one.dtype} moves {what} by at most {figure(one.moved)}, {times}"
+
+
+def _top1(one: Merging) -> str:
+    if one.positions is None or one.top1_changed is None:
+        return ""
+    unmerged = "" if one.top1_unmerged is None else f" (unmerged {one.dtype} against float64: {one.top1_unmerged})"
+    return f"top-1 changes in {one.top1_changed} of {one.positions} positions{unmerged}"
+
+
+def _in_float32(one: Merging) -> str:
+    return "" if one.float32 is None or one.ratio is None else f"float32 merge: {figure(one.float32)}"
+
+
+def _advice(one: Merging) -> str:
+    keep = "merge in float32 and keep it, or do not merge"
+    anyway = f"computing in {one.dtype} moves them anyway ({figure(one.unmerged_error)})"
+    match one.advice:
+        case Advice.NOT_FINITE:
+            return "the merged model is not finite: do not merge; safe_merge=True raises an error at the layer"
+        case Advice.DO_NOT_MERGE:
+            other = figure(by_other_functions(one))
+            return f"no rounding explains {other}, the merged model is another function: do not merge"
+        case Advice.MERGE_IN_FLOAT32:
+            return "the merge loses more than rounding does: convert base and adapter to float32, merge, and round once"
+        case Advice.KEEP_FLOAT32 if drowns(one):
+            return f"the adapter itself moves them by {figure(one.adapter)}, no more than that rounding: {keep}"
+        case Advice.KEEP_FLOAT32 if one.dtype == "float32":
+            return f"this is rounding, and more than {anyway}: for the same answers, do not merge"
+        case Advice.KEEP_FLOAT32:
+            return f"this is rounding, and more than {anyway}: {keep}"
+        case Advice.MERGE if one.ratio is not None:
+            return f"less than {anyway}: merge"
+    return one.advice
+
+
+def _what(one: Merging) -> str:
+    return "the logits" if one.output == "logits" else one.output
+
+
+def figure(number: Real | None) -> str:
+    """Write a figure to three digits."""
+    return "?" if number is None else f"{float(number):.3g}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.3g}"
