@@ -93,9 +93,9 @@ def _ratio(effect: MergeEffect) -> Real | None:
 
 
 def _advice(effect: MergeEffect) -> Advice:
-    merged = _numbers((effect.computed, effect.merged_error, effect.moved))
-    if not all(map(math.isfinite, merged)) and all(map(math.isfinite, _numbers((effect.unmerged_error,)))):
-        return Advice.NOT_FINITE
+    if not all(map(math.isfinite, _numbers((effect.computed, effect.merged_error, effect.moved)))):
+        unmerged = _numbers((effect.unmerged_error,))
+        return Advice.NOT_FINITE if all(map(math.isfinite, unmerged)) else Advice.UNKNOWN
     if effect.moved is None or effect.must is None or effect.unmerged_error is None:
         return Advice.UNKNOWN
     moved, must, computing = float(effect.moved), float(effect.must), float(effect.unmerged_error)

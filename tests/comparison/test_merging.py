@@ -45,7 +45,7 @@ FLOAT32 = {"dtype": "float32", "float32": None, "unmerged_error": 3e-7, "merged_
     ({"float32": 0.005}, Advice.MERGE),
     ({"moved": math.nan}, Advice.NOT_FINITE),
     ({"merged_error": math.inf}, Advice.NOT_FINITE),
-    ({"moved": math.nan, "unmerged_error": math.nan}, Advice.MERGE),  # the model itself is not finite
+    ({"moved": math.nan, "unmerged_error": math.nan}, Advice.UNKNOWN),  # the model itself is not finite
     ({"moved": None, "must": None, "exact": None, "float32": None}, Advice.UNKNOWN),
     ({**FLOAT32, "moved": 5e-8}, Advice.MERGE),
     ({**FLOAT32, "moved": 1e-3}, Advice.MERGE_IN_FLOAT32),
