@@ -282,3 +282,18 @@ def test_a_parametrization_of_the_pass_may_widen_a_weight() -> None:
 def test_prelu_takes_operands_of_two_dtypes() -> None:
     found = in_float64(functional.prelu, -torch.ones(2, dtype=torch.float64), torch.full((1,), 0.25))
     assert found.tolist() == [-0.25, -0.25]
+
+
+def test_paused_it_computes_in_the_dtype_of_the_operands() -> None:
+    a, weight = normal(3, 4, 5), normal(2, 4, 3, seed=1)
+    expected = functional.conv1d(a, weight) @ normal(3, 2, seed=2)
+    with Float64Mode() as mode:
+        with mode.paused():
+            with mode.paused():
+                pass
+            found = functional.conv1d(a, weight) @ normal(3, 2, seed=2)
+            assert torch.ones(2, dtype=torch.bfloat16).dtype == torch.bfloat16
+        assert (a @ a.mT).dtype == torch.float64
+        assert functional.conv1d(a, weight).dtype == torch.float64
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)

@@ -17,12 +17,12 @@ from consistency.case.budget.costs import (
     Cost,
     Setting,
 )
-from consistency.case.budget.shape import ONE_PASS
+from consistency.case.budget.shape import ONE_PASS, Shape
 from consistency.case.budget.speed import Speed
 from consistency.case.budget.work import Products, Work, slower
 from consistency.case.case import Case
 from consistency.case.fit import Fit
-from consistency.case.stages import Stage
+from consistency.case.stages import Level, Stage
 from tests.case.budget.shapes import LARGE, SMALL, deeper
 
 SPEED = Speed(float64_flop=1e9, float32_flop=2e9, half_flop=8e9, read_bytes=1e9, cores=4)
@@ -160,3 +160,28 @@ def test_sizes_are_those_that_the_worker_uses() -> None:
     assert (WINDOW_BYTES, PART_BYTES) == (weight_files.MAPPED_BYTES, widening.PART_BYTES)
     assert LOAD_BYTES == 3 * load._CPU_BATCH * load._CPU_SIDE**2 * 4
     assert (LOAD_SIDE, LOAD_SHARE) == (load._LARGEST_SIDE, load._SHARE)
+
+
+def test_merges_in_float64_are_those_of_small_models_or_of_the_level_thorough() -> None:
+    cost = STAGE_COSTS[Stage.FORWARD]
+
+    def float64(shape: Shape, level: Level, **changes: object) -> Products:
+        case = Case(name="x", base="b", adapter="a", level=level)
+        return cost(setting(shape=shape, case=case, **changes)).work.float64
+
+    alone = float64(LARGE, Level.STANDARD)
+    assert float64(LARGE, Level.THOROUGH).weights == pytest.approx(3 * alone.weights), "four passes more than two"
+    assert float64(SMALL, Level.STANDARD).weights == 6 * SMALL.matrix_elements
+    assert float64(dataclasses.replace(SMALL, dtype="float32"), Level.STANDARD).weights == 5 * SMALL.matrix_elements
+    assert float64(SMALL, Level.STANDARD, makes_reference=False) == Products()
+
+
+def test_a_merge_in_float64_takes_three_arrays_of_the_largest_layer() -> None:
+    def host_bytes(level: Level) -> int:
+        case = Case(name="x", base="b", adapter="a", level=level)
+        shape = dataclasses.replace(LARGE, sequences=1, tokens=16)
+        return STAGE_COSTS[Stage.FORWARD](setting(shape=shape, case=case)).host_bytes
+
+    elements = LARGE.largest_layer_elements
+    thorough, standard = host_bytes(Level.THOROUGH), host_bytes(Level.STANDARD)
+    assert thorough - standard >= (3 * 8 - 2 * 4) * elements

@@ -5,8 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from consistency.capture.merge_effect import MergeEffect
 from consistency.comparison.history.drift import DRIFT
+from consistency.comparison.merging import judged
 from consistency.comparison.result import Finding
+from consistency.numerics.real import Real
+from consistency.report.suite.html import suite_as_html
 from consistency.report.suite.markdown import suite_as_markdown
 from tests.report.made_comparisons import hostile
 from tests.report.suite.made_suites import case, good, lost, many, suite, unusable, zeros, zeros_finding
@@ -106,3 +110,19 @@ def test_a_drill_is_told_before_other_notes() -> None:
     assert "note: case a · a fault was planted in cuda:1 on purpose" in text
     assert "and 5 more notes: -v shows all" in text
     assert "**A drill: case a · a fault was planted in cuda:1 on purpose.**" in suite_as_markdown(found)
+
+
+def test_what_merging_does_has_a_column() -> None:
+    effect = MergeEffect(
+        dtype="bfloat16", computed=Real(0.02), unmerged_error=Real(0.01), moved=Real(0.004), must=Real(0.004),
+        exact=Real(1e-15), float32=Real(5e-8), adapter=Real(0.5),
+    )  # fmt: skip
+    merging = (judged("cpu", effect),)
+    found = suite(case("alice", msgspec.structs.replace(good(), merging=merging)), case("bob", good()))
+    text = printed(found)
+    (alice,) = [line.split() for line in text.splitlines() if line.startswith("  alice ")]
+    assert alice == ["alice", "consistent", "=", "≤", "0.31", "1.00×", "merge", "1.5", "s"]
+    assert "merging: how far it moves the outputs" in " ".join(text.split())
+    assert "| 1.00× merge |" in suite_as_markdown(found)
+    assert "<td>1.00× merge</td>" in suite_as_html(found)
+    assert "merging" not in printed(suite(case("bob", good())))
