@@ -169,7 +169,7 @@ def test_an_adapter_with_pruned_ranks_is_checked(llama: Path, look: Look, tmp_pa
     for stages in (("base", "adapter", "merged", "gradient", "forward", "memory"), ("adapter",)):
         found = look(llama, tmp_path / "adalora", stages=stages)
         assert not [r for r in found if r.status in ("outside", "missing", "unexpected", "blocked")]
-        assert {r.stage for r in found} == set(stages)
+        assert {r.stage for r in found} == {*stages, *(["merging"] if "forward" in stages else [])}
         from_file = [r for r in found if r.stage == "adapter" and r.reference == "file"]
         assert [r.shape for r in from_file if r.layer.endswith("q_proj")] == [(3, 32), (32, 3), (3, 1)]
         empty = [r for r in found if r.stage == "gradient" and "v_proj" in r.layer]
