@@ -39,6 +39,7 @@ from consistency.worker.decisions.track import Track
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import (
     adapted_layers,
+    has_quantized_weight,
     in_merged,
     merged_into,
     restored,
@@ -113,9 +114,9 @@ def _of_computed(
         errors = {"unmerged_error": unmerged[name], "merged_error": merged[name]}
         errors |= {} if off is None else {"adapter": off}
         fields |= {field: _largest(tensor, on) for field, tensor in errors.items()}
-    dtypes = {weight_of(layer).dtype for layer in layers}
-    dtype = max(dtypes, key=lambda one: UNIT_ROUNDOFF.get(one, 1.0))
-    return MergeEffect(dtype=name_of(dtype), output=name, computed=_largest(merged[name], unmerged[name]), **fields)
+    dtypes = {weight_of(layer).dtype for layer in layers} & UNIT_ROUNDOFF.keys()
+    dtype = name_of(max(dtypes, key=lambda one: UNIT_ROUNDOFF[one])) if dtypes else context.base.dtype
+    return MergeEffect(dtype=dtype, output=name, computed=_largest(merged[name], unmerged[name]), **fields)
 
 
 def _with_float64(
@@ -151,10 +152,11 @@ def _with_float64(
 
 def _left_out(context: Context, model: torch.nn.Module) -> str:
     """Return why there are no passes in float64 of a merged model."""
-    weights = [weight_of(layer) for _, layer in adapted_layers(model)]
+    layers = [layer for _, layer in adapted_layers(model)]
+    weights = [weight_of(layer) for layer in layers]
     if any(weight.dtype == torch.float64 for weight in weights):
         return "float64 is the widest dtype"
-    if any(weight.dtype not in UNIT_ROUNDOFF for weight in weights):
+    if any(map(has_quantized_weight, layers)) or any(weight.dtype not in UNIT_ROUNDOFF for weight in weights):
         return "merging into quantized weights quantizes them again, which is no rounding to a float format"
     largest = max(weight.numel() for weight in weights)
     if largest > MOST_MERGED:
