@@ -86,6 +86,8 @@ class Trial:
         Why it is not planted.
     planned : PlannedCase or None
         Its case, if it is.
+    may_lack_cause : bool
+        Whether the finding may be of the fault's kind `without_form`: of LoRA alone each cause is searched for.
     """
 
     fault: Fault
@@ -93,6 +95,7 @@ class Trial:
     expected: str
     why_not: str = ""
     planned: PlannedCase | None = None
+    may_lack_cause: bool = False
 
 
 def listed(only: Sequence[str]) -> tuple[ListedFault, ...]:
@@ -245,7 +248,8 @@ def trial_of(
     if fault.several:
         own = with_adapters(own, several)
     planned = PlannedCase(options=own, plan=pipeline.prepare(own), below="")
-    return Trial(fault=fault, worker=worker, expected=expected, planned=planned)
+    loose = subject.config.get("peft_type") != "LORA"
+    return Trial(fault=fault, worker=worker, expected=expected, planned=planned, may_lack_cause=loose)
 
 
 def drill(trials: Sequence[Trial], *, out: Path | None, watch: Watcher, replace: bool = False) -> tuple[DrillRow, ...]:
@@ -310,11 +314,12 @@ def _row(trial: Trial, comparison: Comparison) -> DrillRow:
     fault, worker = trial.fault, trial.worker
     about = [f for f in comparison.findings if f.severity != "note"]
     first = next((f for f in about if f.workers == (worker,) and fault.words in f.message), None)
+    lacks_cause = first is not None and trial.may_lack_cause and first.kind == fault.without_form
     return DrillRow(
         fault=fault.name,
         case=fault.case,
         worker=worker,
-        expected=trial.expected,
+        expected=trial.expected if first is None or not lacks_cause else first.kind,
         named=None if first is None else first.kind,
         found=first is not None and all(f.workers == (worker,) for f in about),
         message="" if first is None else first.message,

@@ -110,7 +110,8 @@ def _seen(healthy: Comparison, case: Case) -> dict[str, Any]:
 
 def expected_in(fault: Fault, subject: Subject) -> str:
     """Return the kind of the finding that has to name a fault in a case."""
-    return fault.expected if subject.has_form else fault.without_form or fault.expected
+    keeps = subject.has_form or fault.repeat > 1  # that bits do not repeat takes no closed form
+    return fault.expected if keeps else fault.without_form or fault.expected
 
 
 def why_not(fault: Fault, subject: Subject) -> str:
