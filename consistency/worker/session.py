@@ -30,11 +30,12 @@ from consistency.worker.memory.mapped_pages import release
 from consistency.worker.memory.offload_choice import choose
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
+from consistency.worker.model.expected_adapter import expected_adapter
 from consistency.worker.model.float64_reference import FILE_OF, give_up
 from consistency.worker.model.id_checks import KernelAssertedError
 from consistency.worker.model.inputs import digest_of, fixed_inputs
 from consistency.worker.model.kept_base import BaseKeeper, Taken
-from consistency.worker.model.loading import LoadedBase, expected_adapter, load_adapter, load_base
+from consistency.worker.model.loading import LoadedBase, load_adapter, load_base
 from consistency.worker.model.structure import Structure
 from consistency.worker.model.weight_files import WeightFiles
 from consistency.worker.protocol import STATE_FILE, EventLog, Job, WorkerState

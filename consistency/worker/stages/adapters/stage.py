@@ -20,8 +20,9 @@ from consistency.capture.names import WHOLE_MODEL, adapter_place
 from consistency.errors import first_line
 from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import Rule
+from consistency.worker.model.expected_adapter import expected_adapter
 from consistency.worker.model.inputs import fixed_inputs
-from consistency.worker.model.loading import UNUSABLE, expected_adapter, load_adapter
+from consistency.worker.model.loading import UNUSABLE, load_adapter
 from consistency.worker.model.running import is_of_the_model
 from consistency.worker.model.structure import Structure
 from consistency.worker.model.weight_files import WeightFiles
