@@ -38,6 +38,12 @@ def add_format_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="accepted findings (consistency baseline accept)")
 
 
+def add_schema_option(parser: argparse.ArgumentParser) -> None:
+    """Add the choice of the schema of `report.json`."""
+    parser.add_argument("--schema", type=int, choices=(1, 2), help="schema of report.json: 1 has a row per worker, "
+                        "2 groups of workers (default: 2 for more than 64 workers)")  # fmt: skip
+
+
 def read_baseline(parsed: argparse.Namespace) -> Baseline | None:
     """Read the file of `--baseline`, where it is given; say so where there is none yet."""
     from consistency.comparison.history import baseline
@@ -71,7 +77,8 @@ def show(
     from consistency.capture.whole_file import write_whole
 
     folder = None if out is None else str(out)
-    view = View(elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
+    schema = getattr(parsed, "schema", None)  # not every command that prints a comparison has the choice
+    view = View(schema=schema, elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
     for row in formats(Chosen.OPTION, subject):
         if (path := getattr(parsed, row.name)) is not None:
             write_whole(path, row.render(found, view))

@@ -49,6 +49,7 @@ _MOST_FINDINGS = 100  # more than a person reads; `report.json` holds all
 _MOST_TENSORS = 200  # names of tensors below a finding
 _MOST_WORST = 64  # lines of the table of layers without a script
 _MOST_DEVICES = 3  # named below their architecture
+_MOST_MATRICES = 8  # hosts with a matrix of copies, those with wrong ones first
 _MOST_CLASSES = 8  # boxes of a partition
 
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
@@ -70,6 +71,7 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
     }
     layers = cells.unequal(comparison)
     worst = sorted(summary_lines(layers), key=lambda line: line[0] not in BAD)
+    copied = sorted(matrices(comparison.tensors), key=lambda matrix: not matrix.wrong)
     environment = page_environment()
     environment.filters["as_markdown"] = lambda finding, number: _attribute(as_markdown(comparison, finding, number))
     environment.filters.update(letter=letter, shortened=shortened, size=size, some=some)
@@ -96,7 +98,8 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         legend=legend(line.cells for some in found.values() for group in some for line in group.lines),
         line_feed=Markup("\n"),
         merging=list(merging_texts(comparison.merging)),
-        matrices=matrices(comparison.tensors),
+        matrices=copied[:_MOST_MATRICES],
+        matrices_left_out=len(copied[_MOST_MATRICES:]),
         most_classes=_MOST_CLASSES,
         most_findings=_MOST_FINDINGS,
         most_tensors=_MOST_TENSORS,

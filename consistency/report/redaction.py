@@ -115,6 +115,8 @@ class Redaction:
         """Return the value of a field; of a host whatever its name is."""
         if key == "host" and isinstance(value, str) and value and value.lower() not in _EVERYBODYS:
             return self.names.get(value, "<host>")
+        if key == "host" and isinstance(value, list):  # of several workers
+            return [self._of(key, one) for one in value]
         return self.value(value)
 
     def _path(self, match: re.Match[str]) -> str:
@@ -212,17 +214,26 @@ def _paths_given(command: Sequence[str]) -> Iterator[str]:
 
 
 def _hosts(report: Mapping[str, Any]) -> Iterator[str]:
-    for one in (report, *(entry for name in ("workers", "boxes", "sources") for entry in report.get(name) or ())):
-        if isinstance(one, Mapping) and isinstance(one.get("host"), str):
-            yield one["host"]
+    if isinstance(report.get("host"), str):
+        yield report["host"]
+    yield from _values(report, ("workers", "boxes", "hosts", "sources"), "host")
 
 
 def _uuids(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield what identifies devices: not every vendor's has the form of a UUID."""
-    gpus = [gpu for host in report.get("boxes") or () for gpu in host.get("gpus") or ()]
-    for one in (*(report.get("workers") or ()), *gpus):
-        if isinstance(one.get("uuid"), str) and len(one["uuid"]) >= _SHORTEST:
-            yield one["uuid"]
+    gpus = [gpu for name in ("boxes", "hosts") for host in report.get(name) or () for gpu in host.get("gpus") or ()]
+    found = (*_values(report, ("workers",), "uuid"), *(gpu.get("uuid") for gpu in gpus))
+    yield from (uuid for uuid in found if isinstance(uuid, str) and len(uuid) >= _SHORTEST)
+
+
+def _values(report: Mapping[str, Any], lists: Iterable[str], name: str) -> Iterator[str]:
+    """Yield a field of all entries of some lists; of entries for many, those of each."""
+    for entry in (entry for of in lists for entry in report.get(of) or ()):
+        if isinstance(entry, Mapping):
+            each = entry.get("each")
+            values = each.get(name) if isinstance(each, Mapping) else None
+            found = [entry.get(name), *(values if isinstance(values, list) else ())]
+            yield from (one for one in found if isinstance(one, str))
 
 
 def _user() -> str:

@@ -19,6 +19,7 @@ from consistency.comparison.result import BAD, LOST_NODE, Comparison, Divergence
 from consistency.comparison.rows import WorkerSet
 from consistency.comparison.suite import CaseResult
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
+from consistency.report.fleet.ranges import folded
 from consistency.report.summary import Cell, divergences
 from consistency.report.text import one_line
 
@@ -33,6 +34,7 @@ LEGEND = (
 """Kind of a cell, its mark, and what it means."""
 
 _NEED_ADAPTER = frozenset(stage.value for stage, spec in SPECS.items() if spec.needs_adapter)
+_MOST_WORDS = 64  # of a command line: the captures of eight hosts of eight devices
 _MOST_LOAD_PATHS = 4  # names of load paths that fit a line
 
 _STATUS: Mapping[str, str] = {"within": "within tolerance", "equal": "matches its own file", "outside": "mismatch"}
@@ -126,8 +128,8 @@ def time_text(created: str) -> str:
 
 
 def command_text(command: Sequence[str]) -> str:
-    """Write a command line as a shell takes it."""
-    return shlex.join(command)
+    """Write a command line as a shell takes it; in one of very many words, those that are alike become a pattern."""
+    return shlex.join(folded(command) if len(command) > _MOST_WORDS else command)
 
 
 def source_texts(comparison: Comparison) -> list[str]:

@@ -185,6 +185,7 @@ def compare_folders(
     *,
     replace: bool = False,
     baseline: Baseline | None = None,
+    schema: int | None = None,
 ) -> Comparison:
     """Compare captures that were made apart; write the report to `out`.
 
@@ -197,7 +198,7 @@ def compare_folders(
         comparison = made(comparison, time.monotonic() - started)
         folders = [one.folder if isinstance(one, Capture) else one for one in sources]
         with output(out, replace=replace, reads=folders):
-            write_reports(comparison, out)
+            write_reports(comparison, out, schema=schema)
     return comparison
 
 
@@ -278,10 +279,10 @@ def compare_captures(captures: Sequence[Capture], *, unread: Sequence[str] = ())
     return comparison
 
 
-def write_reports(comparison: Comparison, out: Path | None) -> None:
-    """Write the files of a report to a folder."""
+def write_reports(comparison: Comparison, out: Path | None, *, schema: int | None = None) -> None:
+    """Write the files of a report to a folder; `schema` is that of `report.json` (`View`)."""
     if out is not None:
-        view = View(elapsed_s=comparison.elapsed_s, groups=all_groups(comparison))
+        view = View(schema=schema, elapsed_s=comparison.elapsed_s, groups=all_groups(comparison))
         for row in formats(Chosen.OUT):
             write_whole(out / row.name, row.render(comparison, view))
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
-from consistency.comparison.result import Comparison, Finding, TensorComparison, WorkerSummary
+from consistency.comparison.result import Comparison, Finding, WorkerSummary
 from consistency.errors import UsageError
-from consistency.report.json import SCHEMA
+from consistency.report.fleet.read import named, with_names
+from consistency.report.json import SCHEMA, SCHEMAS, read
 from consistency.report.redaction import Redaction, redaction_of
 from consistency.report.runs import REPORT, SUITE, latest_run
 
@@ -36,18 +37,6 @@ class ReportHead(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerSummary, ...] = ()
 
 
-class _Tensor(TensorComparison, frozen=True, kw_only=True):
-    """An entry of `tensors[]`: of several equal ones the first, and the layers of all."""
-
-    layers: tuple[str, ...] = ()
-
-
-class _Whole(Comparison, frozen=True, kw_only=True):
-    schema: str
-    tensors: tuple[_Tensor, ...] = ()
-
-
-T = TypeVar("T", ReportHead, _Whole)
 D = TypeVar("D")
 
 
@@ -59,7 +48,13 @@ def read_report(path: Path) -> tuple[ReportHead, Path]:
     UsageError
         There is no report, or its schema is not supported.
     """
-    return _read(path, ReportHead)
+    content, file = _content(path)
+    schema = _schema(content, file)
+    if schema == SCHEMA:
+        return _decoded(content, ReportHead, file), file.parent
+    found = _tried(lambda: read(content), file)
+    head = {name: getattr(found, name) for name in ReportHead.__struct_fields__ if name != "schema"}
+    return ReportHead(schema=schema, **head), file.parent
 
 
 def read_comparison(path: Path) -> tuple[Comparison, Path]:
@@ -67,35 +62,34 @@ def read_comparison(path: Path) -> tuple[Comparison, Path]:
 
     Tensors that share an entry of the file each get one again.
     """
-    found, folder = _read(path, _Whole)
-    return _unfolded(found), folder
+    content, file = _content(path)
+    _schema(content, file)
+    return _tried(lambda: read(content), file), file.parent
 
 
 def read_redacted(path: Path) -> tuple[Comparison, Redaction]:
     """Read the comparison without what names people and machines, and return what took that out."""
     content, file = _content(path)
+    is_grouped = _schema(content, file) != SCHEMA
     table = _decoded(content, dict[str, Any], file)
-    redaction = redaction_of(table)
-    found = _checked(_decoded(encode_json(redaction.value(table)), _Whole, file), file)
-    return _unfolded(found), redaction
+    found: list[Redaction] = []
+
+    def redacted(plain: dict[str, Any]) -> dict[str, Any]:
+        found.append(redaction_of(plain))
+        changed: dict[str, Any] = found[0].value(plain)
+        return changed
+
+    table = _tried(lambda: with_names(table, redacted) if is_grouped else redacted(table), file)
+    return _tried(lambda: read(encode_json(table)), file), found[0]
 
 
 def redaction_for(path: Path, texts: Iterable[str]) -> Redaction:
     """Return what takes the names of people and machines out of a report, and of texts that were made of it."""
     content, file = _content(path)
-    return redaction_of(_decoded(content, dict[str, Any], file), more=texts)
-
-
-def _unfolded(found: _Whole) -> Comparison:
-    tensors = [
-        msgspec.structs.replace(one, layer=layer) for one in found.tensors for layer in one.layers or [one.layer]
-    ]
-    return msgspec.structs.replace(found, tensors=tuple(tensors))
-
-
-def _read(path: Path, kind: type[T]) -> tuple[T, Path]:
-    content, file = _content(path)
-    return _checked(_decoded(content, kind, file), file), file.parent
+    table = _decoded(content, dict[str, Any], file)
+    if _schema(content, file) != SCHEMA:
+        table = _tried(lambda: named(table), file)
+    return redaction_of(table, more=texts)
 
 
 def _content(path: Path) -> tuple[bytes, Path]:
@@ -112,13 +106,23 @@ def _content(path: Path) -> tuple[bytes, Path]:
 
 
 def _decoded(content: bytes, kind: type[D], file: Path) -> D:
+    return _tried(lambda: decode_json(content, kind), file)
+
+
+def _tried(attempt: Callable[[], D], file: Path) -> D:
     try:
-        return decode_json(content, kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return attempt()
+    except (msgspec.DecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError("not a report", where=file, got=error) from None
 
 
-def _checked(head: T, file: Path) -> T:
-    if head.schema != SCHEMA:
-        raise UsageError("unsupported report schema", where=file, got=head.schema, wanted=SCHEMA)
-    return head
+def _schema(content: bytes, file: Path) -> str:
+    """Return the schema of a report, if it is one that is read."""
+    found = _decoded(content, _Schema, file).schema
+    if found not in SCHEMAS:
+        raise UsageError("unsupported report schema", where=file, got=found, wanted=" or ".join(SCHEMAS))
+    return found
+
+
+class _Schema(msgspec.Struct, frozen=True):
+    schema: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import sys
@@ -9,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from xml.etree.ElementTree import tostring
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,12 +23,19 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.reader import RecordPool, read_capture
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.case.case import Case
+from consistency.comparison.by_worker import worst_ratios
 from consistency.comparison.compare import compare
+from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.judge import judge
-from consistency.comparison.result import Comparison
-from consistency.comparison.workers import ComparedWorker
+from consistency.comparison.layers import layers_of
+from consistency.comparison.records import tables_of
+from consistency.comparison.result import Comparison, TensorComparison
+from consistency.comparison.workers import ComparedWorker, choose_reference, gather, on_load_path
 from consistency.numerics.words import Word
 from consistency.report import json as report_json
+from consistency.report.html import as_html
+from consistency.report.junit import as_junit
+from consistency.report.markdown import as_markdown
 from consistency.workflows import pipeline
 from tests.comparison.made_records import computed, digest, errors, forward, moved
 from tests.conftest import MakeCapture
@@ -132,6 +142,55 @@ def test_workers_that_share_a_record_are_judged_like_each_alone(
     assert encode_json(compare(shared)) == encode_json(compare(alone))
 
 
+def one_by_one(found: Comparison) -> Comparison:
+    """Return a comparison in which every worker has a row of its own, as one that a program made."""
+    tensors = (msgspec.structs.replace(tensor, rows=tuple(tensor.rows)) for tensor in found.tensors)
+    return msgspec.structs.replace(found, tensors=tuple(tensors))
+
+
+@given(st.lists(st.tuples(st.sampled_from(WORKERS), one_of_each), min_size=1, max_size=8), st.booleans())
+@settings(deadline=None, max_examples=100)
+def test_what_is_said_of_groups_is_what_is_said_of_each_worker(
+    drawn: list[tuple[WorkerInfo, dict[str, TensorRecord | None]]], sides: bool
+) -> None:
+    captures = []
+    for number, (info, seen) in enumerate(drawn):
+        records = [record for record in seen.values() if record is not None]
+        if sides:  # the same on an alternative load path, but for what is wrong with it
+            records += [msgspec.structs.replace(one, load_path="isolated+low-memory") for one in records]
+        captures.append(make_capture_of(number, info, records))
+    found = compare(captures)
+    workers = gather(captures)
+    reference = choose_reference(workers)
+    for load_path in found.load_paths if reference is not None else ():
+        assert reference is not None
+        members, own = on_load_path(workers, reference, load_path)
+        for tensor in (tensor for tensor in found.tensors if tensor.load_path == load_path):
+            assert [row.worker for row in tensor.rows] == [m.label for m in members if tensor.row(m.label)]
+            for member in members:
+                row = tensor.row(member.label)
+                assert row is None or row == judge(member, own, (tensor.stage, tensor.layer, tensor.tensor))
+            digests = [{m.records[k].digest for m in members if m.label in alike and (k := key_of(tensor)) in m.records}
+                       for alike in tensor.classes]  # fmt: skip
+            assert all(map(len, digests)), "no class without bits"
+            assert len(set().union(*digests)) == sum(map(len, digests)), "workers of two classes differ"
+            assert all(len(some) == 1 for some in digests), "workers of one class agree"
+    single = one_by_one(found)
+    assert printed(found, verbose=True) == printed(single, verbose=True)
+    assert as_html(found) == as_html(single)
+    assert as_markdown(found) == as_markdown(single)
+    assert list(layers_of(found)) == list(layers_of(single))
+    assert tostring(as_junit(found)) == tostring(as_junit(single))
+    assert worst_ratios(found) == worst_ratios(single)
+    assert encode_json(found) == encode_json(single)
+    finding = functools.partial(find_causes, next_step=lambda _: None)
+    assert list(finding(found.tensors)) == list(finding(single.tensors))
+
+
+def key_of(tensor: TensorComparison) -> tuple[str, str, str]:
+    return (tensor.stage, tensor.layer, tensor.tensor)
+
+
 def test_what_one_capture_has_lost_another_may_hold(make_capture: MakeCapture) -> None:
     """Two captures with one record: the tensor it names is in the second alone, and there it is measured."""
     import torch
@@ -154,6 +213,18 @@ def test_what_one_capture_has_lost_another_may_hold(make_capture: MakeCapture) -
     assert "kept" in first.evidence
     assert second is not None
     assert second.mismatched == 4
+
+
+def test_equal_stages_are_read_once(make_capture: MakeCapture) -> None:
+    """Only the lines of a stage in which a worker differs are its own, and so is no work per tensor of the others."""
+    fact = computed(stage="memory", layer="process", tensor="resident", rule="limit", measure=None, evidence={"b": 1})
+    seen = [[moved(), computed(), fact], [moved(), computed(), msgspec.structs.replace(fact, evidence={"b": 2})]]
+    folder = make_capture("a", {"cpu": seen[0], "cuda:0": seen[1]})
+    cpu, cuda = read_capture(folder, RecordPool()).workers
+    assert [a is b for a, b in zip(cpu.parts, cuda.parts, strict=True)] == [True, True, False]
+    workers = gather([read_capture(folder)])
+    assert len(tables_of(worker.records for worker in workers)) == 4
+    assert [list(worker.records.values()) for worker in workers] == seen
 
 
 def test_equal_lines_are_one_record(make_capture: MakeCapture) -> None:
@@ -213,14 +284,19 @@ def operations(captures: list[Capture]) -> int:
     return count
 
 
-@pytest.mark.parametrize("kind", ["alike", "apart", "scattered"])
+@pytest.mark.parametrize(
+    ("kind", "schema"), [("alike", 1), ("apart", 1), ("scattered", 1), ("alike", 2), ("scattered", 2)]
+)
 @pytest.mark.parametrize("grows", ["workers", "tensors"])
-def test_the_work_grows_no_faster_than_the_rows(grows: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_grows_no_faster_than_the_rows(
+    grows: str, kind: str, schema: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From one size to twice that size as much is added as at most from half of it: 2 where linear, 4 where quadratic.
 
     What C code does inside one operation is not counted; benchmarks/scaling.py measures the time of all of it.
     """
     monkeypatch.setattr(report_json, "FOLD_ABOVE", 0)
+    monkeypatch.setattr(report_json, "MANY_WORKERS", 10**9 if schema == 1 else 0)
     faulty = frozenset(range(3, 200, 9))
 
     def work(size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from consistency.cli.output import add_format_options, add_report_options, read_baseline, show
+from consistency.cli.output import add_format_options, add_report_options, add_schema_option, read_baseline, show
 from consistency.report.formats import Subject
 
 EXAMPLES = (
@@ -28,16 +28,22 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     add_report_options(parser, "folder for the report (JSON, HTML, Markdown)")
     add_format_options(parser)
+    add_schema_option(parser)
 
 
 def _compare(parsed: argparse.Namespace) -> int:
+    from consistency.errors import UsageError
     from consistency.workflows.pipeline import compare_folders
     from consistency.workflows.suite_folders import are_suites, compare_suites
 
     if are_suites(parsed.captures):
+        if parsed.schema is not None:
+            raise UsageError("--schema is for one case", hint="consistency show DIR/cases/NAME --schema 1 --out OTHER")
         suite = compare_suites(parsed.captures, parsed.out, replace=parsed.force, baseline=read_baseline(parsed))
         show(parsed, suite, parsed.out, subject=Subject.SUITE, elapsed_s=suite.elapsed_s)
         return suite.exit_status
-    comparison = compare_folders(parsed.captures, parsed.out, replace=parsed.force, baseline=read_baseline(parsed))
+    comparison = compare_folders(
+        parsed.captures, parsed.out, replace=parsed.force, baseline=read_baseline(parsed), schema=parsed.schema
+    )
     show(parsed, comparison, parsed.out)
     return comparison.exit_status

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from consistency.cli.output import add_output_options, print_json
+from consistency.cli.output import add_output_options, add_schema_option, print_json
 
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
@@ -37,6 +37,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
                         "devices: to be attached to a public issue")  # fmt: skip
     add_output_options(parser, "write report.json, report.html and report.md here instead of printing",
                        json="print JSON: report.json, or with --layers its layers[]")  # fmt: skip
+    add_schema_option(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="every layer")
 
 
@@ -61,7 +62,7 @@ def _show(parsed: argparse.Namespace) -> int:
     if not parsed.layers:
         if left := [f"--{name}" for name in ("stage", "layer", "arch") if getattr(parsed, name)]:
             raise UsageError(f"{' and '.join(left)} without --layers", hint="consistency show DIR --layers")
-        view = View(verbose=parsed.verbose, folder=folder)
+        view = View(schema=parsed.schema, verbose=parsed.verbose, folder=folder)
         render = json.render if parsed.json else terminal.render
         sys.stdout.buffer.writelines(render(comparison, view))
         return 0
@@ -87,7 +88,7 @@ def _write(parsed: argparse.Namespace, comparison: Comparison) -> int:
     reads = [parsed.report if parsed.report.is_dir() else parsed.report.parent]
     with output(parsed.out, replace=parsed.force, reads=reads, writes=[row.name for row in rows]) as out:
         for row in rows:
-            write_whole(out / row.name, row.render(comparison, View()))
+            write_whole(out / row.name, row.render(comparison, View(schema=parsed.schema)))
     print(f"{'redacted report' if parsed.redact else 'report'}: {parsed.out}")
     return 0
 

@@ -43,9 +43,12 @@ class Environments:
 def environments(workers: Sequence[WorkerSummary]) -> Environments:
     """Compare the workers' environments, setting by setting."""
     equal: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    # of a fleet every host would be a column; the table of workers has their names
+    left = {"host"} if len({worker.host for worker in workers}) > MOST_COLUMNS else set()
     for worker in workers:
-        equal.setdefault(tuple(flat(worker)), []).append(worker.name)
-    chosen = [(dict(found), names) for found, names in equal.items()][:MOST_COLUMNS]
+        found = tuple((name, text) for name, text in flat(worker) if name not in left)
+        equal.setdefault(found, []).append(worker.name)
+    chosen = [(dict(items), names) for items, names in equal.items()][:MOST_COLUMNS]
     differing, same = [], []
     for name in dict.fromkeys(name for found, _ in chosen for name in found):
         texts = [found.get(name, _ABSENT) for found, _ in chosen]

@@ -18,6 +18,7 @@ from consistency.comparison.result import PLANTED, Comparison, Finding, Verdict,
 from consistency.comparison.suite import CaseFinding, CaseResult, CaseWorker, SuiteFinding, SuiteResult, common_findings
 from consistency.numerics.real import Real
 from consistency.report.formats import View
+from consistency.report.json import read as read_report
 from consistency.report.sentences import sentence
 from consistency.report.status.record import SCHEMA, DeviceStatus, Status
 
@@ -83,7 +84,7 @@ def of_report_file(path: Path) -> Status:
     """Return the status of `report.json`; raise what decoding it raises."""
     raw = path.read_bytes()
     head = decode_json(raw, _Head)
-    return of_comparison(decode_json(raw, Comparison), created=_written(path), tool=head.tool)
+    return of_comparison(read_report(raw), created=_written(path), tool=head.tool)
 
 
 def of_suite_file(path: Path) -> Status:
