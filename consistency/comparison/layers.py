@@ -193,6 +193,7 @@ class Members:
     """The architectures of the workers of a comparison, and sets of workers by architecture."""
 
     def __init__(self, comparison: Comparison) -> None:
+        self.architectures = tuple(dict.fromkeys([*(group.name for group in comparison.architectures), ""]))
         self.of = {name: group.name for group in comparison.architectures for name in group.workers}
         self._places = {name: place for place, name in enumerate(dict.fromkeys(w.name for w in comparison.workers))}
         self.split = OncePerSet(self._split)
@@ -228,7 +229,8 @@ def cells_of(tensor: TensorComparison, members: Members) -> dict[str, LayerCell]
     for alike in tensor.classes:
         for name, some in members.split(alike).items():
             classes.setdefault(name, []).append(some)
-    return {name: _cell(tensor, some, classes.get(name, ()), members) for name, some in rows.items()}
+    order = (name for name in members.architectures if name in rows)
+    return {name: _cell(tensor, rows[name], classes.get(name, ()), members) for name in order}
 
 
 def _cell(

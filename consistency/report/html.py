@@ -18,7 +18,7 @@ import msgspec
 from markupsafe import Markup
 
 from consistency.capture.version import __version__
-from consistency.capture.wording import shortened, size, some
+from consistency.capture.wording import and_more, shortened, size, some
 from consistency.case.load_path import is_alternative
 from consistency.comparison.findings.transfers import matrices
 from consistency.comparison.layers import LayerComparison
@@ -32,6 +32,7 @@ from consistency.report.page import agreement, cells, distributions, environment
 from consistency.report.page.labels import KEY, letter
 from consistency.report.page.rendering import VERDICT_MARKS, page_environment, part
 from consistency.report.sentences import (
+    agreement_texts,
     alternative_path_texts,
     cell_text,
     command_text,
@@ -50,6 +51,7 @@ _MOST_TENSORS = 200  # names of tensors below a finding
 _MOST_WORST = 64  # lines of the table of layers without a script
 _MOST_DEVICES = 3  # named below their architecture
 _MOST_MATRICES = 8  # hosts with a matrix of copies, those with wrong ones first
+_MOST_SOURCES = 64  # captures named with their time and version
 _MOST_CLASSES = 8  # boxes of a partition
 
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
@@ -81,6 +83,7 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
     ).render(
         agreement=parted,
         bits=distributions.bits(comparison.tensors),
+        captures=len(comparison.sources),
         case=comparison.case,
         cell_mark=cell_mark,
         cell_text=cell_text,
@@ -90,7 +93,7 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         environments=environments.environments(comparison.workers),
         facts=facts(comparison),
         findings=[finding for finding in comparison.findings if finding.severity != "note"],
-        divergences=list(divergence_texts(comparison)),
+        divergences=[*agreement_texts(comparison, found), *divergence_texts(comparison)],
         groups={path: _faulty_first(found[path]) for path in comparison.load_paths if not is_alternative(path)},
         alternative_paths=[text for _, text in alternative_path_texts(comparison)],
         key=KEY,
@@ -114,7 +117,7 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         sentence=sentence(comparison),
         shortened=any(column.stands_for != 1 for some in by_load_path.values() for column in some),
         simulated=comparison.simulated,
-        sources=source_texts(comparison),
+        sources=_few(source_texts(comparison)),
         stages=stages(comparison),
         status_of={"=": "equal", "✗": "outside", "–": "skipped"},
         style=Markup(part("style.css")),
@@ -124,6 +127,12 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         workers=memory.workers(comparison),
         worst_layers=[text for _, text in worst[:_MOST_WORST]],
     )
+
+
+def _few(sources: Sequence[str]) -> list[str]:
+    """Return the first captures and how many there are more."""
+    rest = and_more(len(sources) - _MOST_SOURCES, "capture")
+    return [*sources[:_MOST_SOURCES], *([rest] if rest else [])]
 
 
 def _attribute(text: str) -> Markup:

@@ -25,14 +25,15 @@ from consistency.report.fleet.read import read as read_fleet
 from consistency.report.fleet.types import SCHEMA as FLEET_SCHEMA
 from consistency.report.folding import fold, fold_layers
 from consistency.report.formats import View
+from consistency.report.summary import MOST_COLUMNS
 
 SCHEMA = "consistency.report/1"
 
 SCHEMAS = (SCHEMA, FLEET_SCHEMA)
 """The schemas that are read."""
 
-MANY_WORKERS = 64
-"""Eight hosts of eight devices: up to as many, the page has a column for each."""
+MANY_WORKERS = MOST_COLUMNS
+"""Workers up to which each has its rows, as it has a column of the page."""
 
 FOLD_ABOVE = 100_000
 """Rows: at some 500 bytes each, a file of 50 MB that an editor still opens; eight GPUs on two load paths have fewer."""

@@ -33,10 +33,13 @@ def as_junit(comparison: Comparison, *, elapsed_s: float = 0.0) -> ElementTree.E
     seen: dict[tuple[str, str, str], set[str]] = {}
     known: dict[tuple[object, ...], Workers] = {}
     for tensor in comparison.tensors:
-        for row, workers in tensor.groups:
-            taken = (id(workers), row.status, tensor.load_path, tensor.stage)
+        groups = [(None, tensor.workers), *((row.status, workers) for row, workers in tensor.groups)]  # in order first
+        for status, workers in groups:
+            taken = (id(workers), status, tensor.load_path, tensor.stage)
             for worker in workers if taken not in known else ():
-                seen.setdefault((tensor.load_path, worker, tensor.stage), set()).add(row.status)
+                statuses = seen.setdefault((tensor.load_path, worker, tensor.stage), set())
+                if status is not None:
+                    statuses.add(status)
             known[taken] = workers  # which keeps its identity
     suite = ElementTree.Element("testsuite", name=text_of(f"consistency {comparison.case}"), time=f"{elapsed_s:.3f}")
     wrong = [finding for finding in comparison.findings if finding.severity == "error"]

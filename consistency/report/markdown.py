@@ -20,6 +20,7 @@ from consistency.report.formats import View
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.merging import merging_texts
 from consistency.report.sentences import (
+    agreement_texts,
     cell_text,
     command_text,
     divergence_texts,
@@ -55,7 +56,7 @@ def as_markdown(comparison: Comparison, found: Groups | None = None) -> str:
     """Return the report in GitHub's Markdown; `found` is `summary.groups` by load path, where they are known."""
     found = all_groups(comparison) if found is None else found
     lines = [*_head(comparison), *_table(comparison, found), *numbered(_to_act_on(comparison), _FINDINGS)]
-    lines += [*_details(comparison), *_environment(comparison)]
+    lines += [*_details(comparison, found), *_environment(comparison)]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -160,13 +161,13 @@ def _to_act_on(comparison: Comparison) -> list[Finding]:
     return [finding for finding in comparison.findings if finding.severity != "note"]
 
 
-def _details(comparison: Comparison) -> list[str]:
+def _details(comparison: Comparison, found: Groups) -> list[str]:
     """Return the worst layers, the evidence of the findings, what to type next, and where workers diverge."""
     lines = []
     for number, finding in enumerate(_to_act_on(comparison)[:_FINDINGS], start=1):
         lines += [f"{number}. {text}" for text in finding.detail[:1]]
         lines += [f"{number}. next: {finding.next}"] if finding.next else []
-    lines += list(divergence_texts(comparison))[:_DIVERGENCES]
+    lines += [*agreement_texts(comparison, found), *divergence_texts(comparison)][:_DIVERGENCES]
     return folded("Layers by architecture, and details", lines, above=_layers(comparison))
 
 

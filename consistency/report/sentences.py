@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from consistency.capture.version import __version__
@@ -20,7 +20,7 @@ from consistency.comparison.rows import WorkerSet
 from consistency.comparison.suite import CaseResult
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
 from consistency.report.fleet.ranges import folded
-from consistency.report.summary import Cell, divergences
+from consistency.report.summary import MOST_COLUMNS, Cell, Groups, divergences
 from consistency.report.text import one_line
 
 LEGEND = (
@@ -266,8 +266,8 @@ def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:
             if row.status in BAD:
                 wrong.take(workers)
         if wrong.names:
-            bad = sum(tensor.is_wrong for tensor in tensors)
-            others.append(("outside", f"load path {path}: ✗ {bad}/{len(tensors)} on {some(list(wrong.names))}"))
+            bad, names = sum(tensor.is_wrong for tensor in tensors), some(_in_order(comparison, wrong.names))
+            others.append(("outside", f"load path {path}: ✗ {bad}/{len(tensors)} on {names}"))
         elif any(row.status not in ("skipped", "blocked") for tensor in tensors for row, _ in tensor.groups):
             equal.append(path)
         else:
@@ -277,6 +277,34 @@ def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:
         every = "all " if len(equal) > 1 else ""
         yield "equal", f"{counted(len(equal), 'more load path')} checked, {every}equal{names}"
     yield from others
+
+
+def _in_order(comparison: Comparison, names: Container[str]) -> list[str]:
+    return [name for name in dict.fromkeys(worker.name for worker in comparison.workers) if name in names]
+
+
+def agreement_texts(comparison: Comparison, found: Groups) -> Iterator[str]:
+    """Yield, for more workers than a reader looks through, how many agree with their architecture and which do not.
+
+    An architecture of which no more than half agree has no majority to differ from.
+    """
+    if len(comparison.workers) <= MOST_COLUMNS:
+        return
+    for load_path, groups in found.items():
+        if is_alternative(load_path):
+            continue
+        agree, differ = 0, set()
+        for group in groups:
+            largest = max(group.lines, key=lambda line: len(line.workers) if line.kinds == 1 else 0)
+            of = sum(len(line.workers) for line in group.lines)
+            if of > 1 and 2 * len(largest.workers) > of:
+                agree += len(largest.workers)
+                differ |= {name for line in group.lines if line is not largest for name in line.workers}
+        if agree:
+            odd = _in_order(comparison, differ)
+            where = f" (load path {load_path})" if load_path != comparison.load_paths[0] else ""
+            names = f"; {some(odd)} {'differs' if len(odd) == 1 else 'differ'}" if odd else ""
+            yield f"{agree:,} of {agree + len(odd):,} workers agree bitwise within their architectures{where}{names}"
 
 
 def divergence_texts(comparison: Comparison) -> Iterator[str]:

@@ -16,6 +16,9 @@ from consistency.comparison.rows import OncePerSet, WorkerSet
 MOST_LINES = 8
 """Lines of one architecture: a person takes in that many; a fleet may have as many different results as workers."""
 
+MOST_COLUMNS = 64
+"""Workers that a reader can look through one by one: eight hosts of eight devices. Of more, groups are shown."""
+
 _MOST_CLASSES = 4
 _ORDER = {stage.value: place for place, stage in enumerate(Stage)}
 _LEAST_BAD_FIRST = ("equal", "within", "skipped", "blocked", "unexpected", "missing", "outside")

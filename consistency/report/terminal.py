@@ -17,6 +17,7 @@ from consistency.report.copy_matrix import write_matrices
 from consistency.report.formats import View
 from consistency.report.merging import merging_texts
 from consistency.report.sentences import (
+    agreement_texts,
     alternative_path_texts,
     cell_text,
     command_text,
@@ -55,10 +56,11 @@ def render(comparison: Comparison, view: View, console: Console | None = None) -
 def _write(write: Writer, comparison: Comparison, view: View) -> None:
     title(write, comparison, view)
     write.findings(comparison.findings, most=None if view.verbose else _MOST_FINDINGS)
-    write_groups(write, comparison, view.groups)
+    found = all_groups(comparison) if view.groups is None else view.groups
+    write_groups(write, comparison, found)
     write_matrices(write, comparison.tensors)
     _load_paths(write, comparison)
-    texts = list(divergence_texts(comparison))
+    texts = [*agreement_texts(comparison, found), *divergence_texts(comparison)]
     for text in texts:
         write.line(text)
     if texts:

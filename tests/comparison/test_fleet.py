@@ -149,7 +149,7 @@ def one_by_one(found: Comparison) -> Comparison:
 
 
 @given(st.lists(st.tuples(st.sampled_from(WORKERS), one_of_each), min_size=1, max_size=8), st.booleans())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_what_is_said_of_groups_is_what_is_said_of_each_worker(
     drawn: list[tuple[WorkerInfo, dict[str, TensorRecord | None]]], sides: bool
 ) -> None:

@@ -29,11 +29,8 @@ from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
 from consistency.comparison.rows import OncePerSet, Workers, WorkerSet
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.page.labels import KEY, digits
-from consistency.report.summary import Group, badness, stage_order
+from consistency.report.summary import MOST_COLUMNS, Group, badness, stage_order
 from consistency.report.text import one_line
-
-MOST_COLUMNS = 64
-"""Workers of a load path that get a column each; above it the lines of the table of groups do."""
 
 MOST_VARIANTS = 132_000
 """2000 tensors on 64 devices of which no two agree, and on two architectures: at some 36 bytes each below 5 MB."""
