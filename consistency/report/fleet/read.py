@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
+from consistency.comparison.merging import Merging
 from consistency.comparison.result import (
     ArchitectureGroup,
     Comparison,
@@ -86,8 +87,8 @@ class _Reader:
         fields["tensors"] = tuple(tensor for one in report.tensors for tensor in self._tensors(one))
         fields["architectures"] = tuple(self._struct(ArchitectureGroup, one) for one in report.architectures)
         fields["findings"] = tuple(self._struct(Finding, one) for one in report.findings)
-        for name in ("first_divergence", "first_other_bits"):
-            fields[name] = tuple(one for entry in fields[name] for one in self._divergences(entry))
+        for name, kind in (("first_divergence", Divergence), ("first_other_bits", Divergence), ("merging", Merging)):
+            fields[name] = tuple(one for entry in fields[name] for one in self._each(kind, entry))
         fields["workers"] = tuple(self._workers())
         fields["sources"] = tuple(source for one in report.sources for source in _sources(one))
         fields["captures"] = tuple(unfolded(report.captures))
@@ -97,10 +98,10 @@ class _Reader:
         fields = {name: getattr(entry, name) for name in kind.__struct_fields__}
         return kind(**{**fields, "workers": self._named(entry.workers)})
 
-    def _divergences(self, entry: Any) -> Iterator[Divergence]:
-        fields = {name: getattr(entry, name) for name in Divergence.__struct_fields__ if name != "worker"}
+    def _each(self, kind: type[Any], entry: Any) -> Iterator[Any]:
+        fields = {name: getattr(entry, name) for name in kind.__struct_fields__ if name != "worker"}
         for worker in self._named(entry.workers):
-            yield Divergence(worker=worker, **fields)
+            yield kind(worker=worker, **fields)
 
     def _tensors(self, entry: Any) -> Iterator[TensorComparison]:
         sets = tuple(self._named(row.workers) for row in entry.rows)

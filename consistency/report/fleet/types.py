@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from consistency.comparison.layers import LayerCell, LayerComparison
+from consistency.comparison.merging import Merging
 from consistency.comparison.result import (
     ArchitectureGroup,
     Comparison,
@@ -131,6 +132,9 @@ DivergenceOfGroup: Any = _like(
     _ID,
     without="worker",
 )
+MergingOfGroup: Any = _like(
+    "MergingOfGroup", Merging, "What merging does to the outputs, by these workers.", _ID, without="worker"
+)
 ArchitectureOfGroup: Any = _like("ArchitectureOfGroup", ArchitectureGroup, "Workers of one architecture.", _ID)
 ReportOfGroups: Any = _like(
     "ReportOfGroups",
@@ -147,6 +151,7 @@ ReportOfGroups: Any = _like(
         "findings": tuple[FindingOfGroup, ...],
         "first_divergence": tuple[DivergenceOfGroup, ...],
         "first_other_bits": tuple[DivergenceOfGroup, ...],
+        "merging": tuple[MergingOfGroup, ...],
         "sources": tuple[SourcesOfGroup, ...],
     },
     optional={"hosts_left_out": (int, 0), "layers": (tuple[LayerOfGroups, ...], ())},

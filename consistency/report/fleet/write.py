@@ -67,8 +67,9 @@ def render(comparison: Comparison, first: Sequence[str]) -> Iterator[bytes]:
         ),
         "tensors": map(writer.tensor, fold(comparison.tensors)),
         "findings": map(writer.finding, comparison.findings),
-        "first_divergence": writer.divergences(comparison.first_divergence),
-        "first_other_bits": writer.divergences(comparison.first_other_bits),
+        "first_divergence": writer.by_group(comparison.first_divergence),
+        "first_other_bits": writer.by_group(comparison.first_other_bits),
+        "merging": writer.by_group(comparison.merging),
         "sources": writer.sources(),
         "layers": map(writer.layer, fold_layers(layers_of(comparison))),
     }
@@ -114,16 +115,15 @@ class _Writer:
         fields = _fields(finding)
         return {**fields, "workers": self._groups.number(fields["workers"])}
 
-    def divergences(self, found: Iterable[msgspec.Struct]) -> Iterator[dict[str, Any]]:
-        """Yield an entry for all workers that diverge at one tensor."""
-        same: dict[tuple[Any, ...], list[str]] = {}
+    def by_group(self, found: Iterable[msgspec.Struct]) -> Iterator[dict[str, Any]]:
+        """Yield an entry for all workers of which the same is said."""
+        same: dict[bytes, tuple[dict[str, Any], list[str]]] = {}
         for one in found:
             fields = _fields(one)
-            same.setdefault(tuple((name, fields[name]) for name in fields if name != "worker"), []).append(
-                fields["worker"]
-            )
-        for shared, workers in same.items():
-            yield {"workers": self._groups.number(tuple(workers)), **dict(shared)}
+            worker = fields.pop("worker")
+            same.setdefault(encode_json(fields), (fields, []))[1].append(worker)
+        for shared, workers in same.values():
+            yield {"workers": self._groups.number(tuple(workers)), **shared}
 
     def workers(self) -> Iterator[dict[str, Any]]:
         """Yield an entry per kind of worker, and of a fleet one for each that stands for others or stands out."""
