@@ -297,6 +297,8 @@ def test_the_work_grows_no_faster_than_the_rows(
     """
     monkeypatch.setattr(report_json, "FOLD_ABOVE", 0)
     monkeypatch.setattr(report_json, "MANY_WORKERS", 10**9 if schema == 1 else 0)
+    monkeypatch.setattr("consistency.report.sentences.MOST_COLUMNS", 0)  # what is done of a fleet alone, for every size
+    monkeypatch.setattr("consistency.report.fleet.write.MOST_IN_FULL", 8)
     faulty = frozenset(range(3, 200, 9))
 
     def work(size: int) -> int:
