@@ -84,10 +84,11 @@ def fleet(
     workers: int, tensors: int = 2, *, apart: bool = False, faulty: frozenset[int] = frozenset()
 ) -> list[Capture]:
     """Return captures of a CPU and GPUs, which agree with one another to the bit or not at all."""
-    alike = {is_faulty: layers(tensors, "gpu", faulty=is_faulty) for is_faulty in (False, True)}
+    alike = {is_faulty: tuple(layers(tensors, "gpu", faulty=is_faulty)) for is_faulty in (False, True)}
     captures = [make_capture_of(0, make_info("cpu", architecture="x86-64", model="EPYC"), layers(tensors, "cpu"))]
     for number in range(1, workers):
-        seen = layers(tensors, f"{number}", faulty=number in faulty) if apart else alike[number in faulty]
+        own = layers(tensors, f"{number}", faulty=number in faulty) if apart else ()
+        seen = own or alike[number in faulty]
         captures.append(make_capture_of(number, make_info("cuda:0"), seen))
     return captures
 
@@ -311,6 +312,18 @@ def test_the_work_grows_no_faster_than_the_rows(
     small, middle, large = work(24), work(48), work(96)
     # linear work measures 1.87 to 2.02 (what does not grow at all is in no difference; tables have a longest length)
     assert (large - middle) / (middle - small) < 2.05
+
+
+def test_a_worker_that_saw_what_others_saw_costs_nothing_per_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it adds to the work is the same with four times the tensors."""
+    monkeypatch.setattr(report_json, "MANY_WORKERS", 0)
+    faulty = frozenset({3, 7})
+    operations(fleet(10, 4, faulty=faulty))  # fills caches
+    few, many = (
+        operations(fleet(60, tensors, faulty=faulty)) - operations(fleet(30, tensors, faulty=faulty))
+        for tensors in (4, 16)
+    )
+    assert many < 1.1 * few
 
 
 # --- people can still read it ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from consistency.capture.names import AFTER_A_PASS
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, some
 from consistency.case.stages import Stage
+from consistency.comparison.records import Records, tables_of
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
 
@@ -26,17 +27,24 @@ def find_quantized(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
 
 def _requantized(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     """Compare the error of requantizing with half a step and with what the adapter adds."""
-    merged = {p.label: found for p in compared if (found := _merges(p))}
+    of_tables: dict[int, list[TensorRecord]] = {}  # workers that saw the same share a table
+    merged = {}
+    for p in compared:
+        table = p.records.stage(Stage.MERGED)
+        if id(table) not in of_tables:
+            of_tables[id(table)] = [one for one in table.values() if "error_in_steps_max" in one.evidence]
+        if of_tables[id(table)]:
+            merged[p.label] = of_tables[id(table)]
     if not merged:
         return
-    records = [record for found in merged.values() for record in found]
+    records = [record for found in of_tables.values() for record in found]
     steps = max(float(record.evidence["error_in_steps_max"]) for record in records)
     rms = max(float(record.evidence["error_in_steps_rms"]) for record in records)
     shares = [share for record in records if (share := _share(record)) is not None]
     beside = ""
     if shares:
         beside = f"; that is {min(shares):.2g} to {max(shares):.2g} times the RMS of what the adapter adds"
-    weights = counted(max(len({record.layer for record in found}) for found in merged.values()), "weight")
+    weights = counted(max(len({record.layer for record in found}) for found in of_tables.values()), "weight")
     opening = f"merged · {some(list(merged))} · merging quantizes {weights} again"
     yield Finding(
         kind=REQUANTIZED,
@@ -51,11 +59,6 @@ def _requantized(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     )
 
 
-def _merges(p: ComparedWorker) -> list[TensorRecord]:
-    of_merges = (record for (stage, _, _), record in p.records.items() if stage == Stage.MERGED)
-    return [record for record in of_merges if "error_in_steps_max" in record.evidence]
-
-
 def _share(record: TensorRecord) -> float | None:
     """Return error over delta, None where the adapter adds nothing."""
     error, delta = float(record.evidence["error_rms"]), float(record.evidence["delta_rms"])
@@ -63,12 +66,12 @@ def _share(record: TensorRecord) -> float | None:
 
 
 def _repacked(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
-    found = {
-        p.label: record
-        for p in compared
-        for (stage, _, tensor), record in p.records.items()
-        if stage == Stage.BASE and tensor == AFTER_A_PASS and record.status != "equal"
+    tables = tables_of(Records({Stage.BASE: p.records.stage(Stage.BASE)}) for p in compared)
+    rewritten = {
+        id(table): [one for one in table.values() if one.tensor == AFTER_A_PASS and one.status != "equal"]
+        for table in tables
     }
+    found = {p.label: record for p in compared for record in rewritten[id(p.records.stage(Stage.BASE))]}
     if not found:
         return
     first = next(iter(found.values()))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.details import describe
 from consistency.comparison.result import Finding, Row, TensorComparison
+from consistency.comparison.rows import Rows
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 
@@ -117,3 +119,14 @@ def test_what_follows_from_wrong_bytes_says_so() -> None:
         tensor("a", "weight", "cuda:1", diagnosis=Word.UNKNOWN, stage="merged", rule="bound"),
     )
     assert "caused by" not in other.message
+
+
+def test_a_cpu_is_not_judged_with_the_devices_that_share_its_row() -> None:
+    """It takes no load path on which other devices are visible: wrong there as well says nothing of it."""
+    workers = ("cpu", "cuda:1")
+    single = [tensor("a", "w", *workers, diagnosis=Word.ZEROS, load_path=path) for path in ("isolated", "shared")]
+    together = [
+        msgspec.structs.replace(one, rows=Rows(tuple(one.rows[:1]), (workers,), workers)) for one in single
+    ]  # fmt: skip
+    assert causes(*together) == causes(*single)
+    assert [finding.workers for finding in causes(*together)] == [("cpu",), ("cuda:1",)]
