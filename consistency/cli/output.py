@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from consistency.report.formats import Chosen, Subject, View, formats
 if TYPE_CHECKING:
     from consistency.comparison.history.baseline import Baseline
     from consistency.comparison.result import Comparison
+    from consistency.comparison.site_groups import SiteGroups
     from consistency.comparison.suite import SuiteResult
 
 
@@ -42,6 +44,19 @@ def add_schema_option(parser: argparse.ArgumentParser) -> None:
     """Add the choice of the schema of `report.json`."""
     parser.add_argument("--schema", type=int, choices=(1, 2), help="schema of report.json: 1 has a row per worker, "
                         "2 groups of workers (default: 2 for more than 64 workers)")  # fmt: skip
+
+
+def add_groups_option(add: Callable[..., object]) -> None:
+    """Add the file of what the site groups its hosts by."""
+    add("--groups", type=Path, metavar="FILE", help="CSV or TOML file that maps hosts to what the site groups them by, "
+        "such as racks: findings say what odd devices have in common")  # fmt: skip
+
+
+def read_groups(parsed: argparse.Namespace) -> SiteGroups:
+    """Read the file of `--groups`, where it is given."""
+    from consistency.comparison.site_groups import NO_GROUPS, read_site_groups
+
+    return NO_GROUPS if parsed.groups is None else read_site_groups(parsed.groups)
 
 
 def read_baseline(parsed: argparse.Namespace) -> Baseline | None:

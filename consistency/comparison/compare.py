@@ -30,6 +30,7 @@ from consistency.comparison.result import (
     verdict_of,
 )
 from consistency.comparison.rows import Workers
+from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather, load_paths_of, on_load_path
 from consistency.errors import UsageError
 from consistency.numerics.rules import Rule
@@ -40,7 +41,7 @@ VERSIONS = ("python", "torch", "transformers", "peft", "safetensors", "accelerat
 _STAGE_ORDER = {stage.value: place for place, stage in enumerate(Stage)}
 
 
-def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Comparison:
+def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: SiteGroups = NO_GROUPS) -> Comparison:
     """Compare the workers of one or more captures.
 
     The first capture's reference worker is the reference.
@@ -51,6 +52,8 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
         One or more; `UsageError` where there is none.
     unread : sequence of str
         Why captures could not be read at all.
+    groups : SiteGroups
+        What the site groups its hosts by.
     """
     if not captures:
         raise UsageError("no capture to compare", wanted="one folder or more")
@@ -64,7 +67,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Compa
     first = captures[0].manifest.case
     damage = (*unread, *(text for capture in captures for text in capture.damage))
     hosts = tuple(facts for capture in captures if (facts := capture.manifest.host_facts) is not None)
-    findings = find(workers, reference, tensors, hosts=hosts, damage=damage)
+    findings = find(workers, reference, tensors, hosts=hosts, damage=damage, groups=groups)
     return Comparison(
         case=first.name,
         base=first.base,

@@ -14,6 +14,7 @@ from consistency.case.suite import gather_suite
 from consistency.comparison.history.baseline import read_baseline
 from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison
+from consistency.comparison.site_groups import NO_GROUPS, read_site_groups
 from consistency.comparison.suite import SuiteResult
 from consistency.errors import UsageError
 from consistency.launch.engine import Watcher
@@ -137,9 +138,13 @@ def run_suite(
     )
 
 
-def compare(captures: Iterable[Capture | str | Path]) -> Comparison:
-    """Compare captures (folders, ZIP files, URLs, or read ones); the first one's reference worker is the reference."""
-    return pipeline.compare_folders(list(captures), None)
+def compare(captures: Iterable[Capture | str | Path], *, groups: str | Path | None = None) -> Comparison:
+    """Compare captures (folders, ZIP files, URLs, or read ones); the first one's reference worker is the reference.
+
+    `groups` is a file that maps hosts to what the site groups them by.
+    """
+    found = NO_GROUPS if groups is None else read_site_groups(Path(groups))
+    return pipeline.compare_folders(list(captures), None, groups=found)
 
 
 def assert_consistent(report: Report | Comparison | SuiteResult) -> None:

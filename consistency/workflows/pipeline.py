@@ -25,6 +25,7 @@ from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.drift import add_run
 from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison, made
+from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.weight_files.diff import diff
 from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo
@@ -186,6 +187,7 @@ def compare_folders(
     replace: bool = False,
     baseline: Baseline | None = None,
     schema: int | None = None,
+    groups: SiteGroups = NO_GROUPS,
 ) -> Comparison:
     """Compare captures that were made apart; write the report to `out`.
 
@@ -194,7 +196,7 @@ def compare_folders(
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
         sources = [one if isinstance(one, Capture) else fetch(str(one), Path(scratch)) for one in given]
-        comparison = _compared(sources, given, baseline)
+        comparison = _compared(sources, given, baseline, groups)
         comparison = made(comparison, time.monotonic() - started)
         folders = [one.folder if isinstance(one, Capture) else one for one in sources]
         with output(out, replace=replace, reads=folders):
@@ -202,16 +204,21 @@ def compare_folders(
     return comparison
 
 
-def compare_read(folders: Sequence[Path], baseline: Baseline | None = None) -> Comparison:
+def compare_read(
+    folders: Sequence[Path], baseline: Baseline | None = None, groups: SiteGroups = NO_GROUPS
+) -> Comparison:
     """Compare captures in folders of this host, and write nothing."""
-    return _compared(folders, folders, baseline)
+    return _compared(folders, folders, baseline, groups)
 
 
 def _compared(
-    sources: Sequence[Capture | Path], given: Sequence[Capture | str | Path], baseline: Baseline | None
+    sources: Sequence[Capture | Path],
+    given: Sequence[Capture | str | Path],
+    baseline: Baseline | None,
+    groups: SiteGroups,
 ) -> Comparison:
     captures, unread = read_captures(sources)
-    comparison = compare_captures(captures, unread=unread)
+    comparison = compare_captures(captures, unread=unread, groups=groups)
     comparison = msgspec.structs.replace(comparison, captures=tuple(map(_place, given)))
     return comparison if baseline is None else apply(baseline, comparison)
 
@@ -262,7 +269,9 @@ def diff_weights(
     return comparison
 
 
-def compare_captures(captures: Sequence[Capture], *, unread: Sequence[str] = ()) -> Comparison:
+def compare_captures(
+    captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: SiteGroups = NO_GROUPS
+) -> Comparison:
     """Compare captures; `unread` has one sentence for each of them that cannot be read.
 
     Raises
@@ -270,7 +279,7 @@ def compare_captures(captures: Sequence[Capture], *, unread: Sequence[str] = ())
     UsageError
         No tensor was checked, and no worker was lost: the options select nothing.
     """
-    comparison = compare(captures, unread=unread)
+    comparison = compare(captures, unread=unread, groups=groups)
     if not comparison.tensors and all(worker.status == "ok" for worker in comparison.workers):
         damage = [text for capture in captures for text in capture.damage]
         if damage:

@@ -15,6 +15,7 @@ from consistency.capture.wording import some
 from consistency.case.suite import folder_name
 from consistency.comparison.history.baseline import Baseline
 from consistency.comparison.result import made
+from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.report.suite.summarize import summarize
@@ -55,7 +56,12 @@ def are_suites(given: Sequence[str | Path]) -> bool:
 
 
 def compare_suites(
-    given: Sequence[str | Path], out: Path | None, *, replace: bool = False, baseline: Baseline | None = None
+    given: Sequence[str | Path],
+    out: Path | None,
+    *,
+    replace: bool = False,
+    baseline: Baseline | None = None,
+    groups: SiteGroups = NO_GROUPS,
 ) -> SuiteResult:
     """Compare the cases of the same name in folders of suites, made by `run` or `capture`; write the report to `out`.
 
@@ -68,7 +74,7 @@ def compare_suites(
     results: list[CaseResult] = []
     with suite_output(out, replace=replace, reads=folders) as target:
         for place, name in cases.items():
-            result = _compare(place, name, folders, target, keep=out is not None, baseline=baseline)
+            result = _compare(place, name, folders, target, keep=out is not None, baseline=baseline, groups=groups)
             results.append(result)
         suite = SuiteResult(
             host=origin.host(),
@@ -82,7 +88,14 @@ def compare_suites(
 
 
 def _compare(
-    place: str, name: str | None, folders: Sequence[Path], target: Path, *, keep: bool, baseline: Baseline | None
+    place: str,
+    name: str | None,
+    folders: Sequence[Path],
+    target: Path,
+    *,
+    keep: bool,
+    baseline: Baseline | None,
+    groups: SiteGroups,
 ) -> CaseResult:
     """Compare one case, and write its report; `place` is its folder in that of each suite."""
     having = [folder for folder in folders if holds_capture(folder / place)]
@@ -90,7 +103,7 @@ def _compare(
     try:
         if len(having) < min(2, len(folders)):
             raise _not_comparable(place, having, folders)
-        comparison = pipeline.compare_read([folder / place for folder in having], baseline)
+        comparison = pipeline.compare_read([folder / place for folder in having], baseline, groups)
     except ConsistencyError as error:
         return CaseResult.of_error(name or Path(place).name, place, error)
     name = name or comparison.case

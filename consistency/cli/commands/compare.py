@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from consistency.cli.output import add_format_options, add_report_options, add_schema_option, read_baseline, show
+from consistency.cli.output import (
+    add_format_options,
+    add_groups_option,
+    add_report_options,
+    add_schema_option,
+    read_baseline,
+    read_groups,
+    show,
+)
 from consistency.report.formats import Subject
 
 EXAMPLES = (
@@ -29,6 +37,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     add_report_options(parser, "folder for the report (JSON, HTML, Markdown)")
     add_format_options(parser)
     add_schema_option(parser)
+    add_groups_option(parser.add_argument)
 
 
 def _compare(parsed: argparse.Namespace) -> int:
@@ -36,14 +45,15 @@ def _compare(parsed: argparse.Namespace) -> int:
     from consistency.workflows.pipeline import compare_folders
     from consistency.workflows.suite_folders import are_suites, compare_suites
 
+    baseline, groups = read_baseline(parsed), read_groups(parsed)
     if are_suites(parsed.captures):
         if parsed.schema is not None:
             raise UsageError("--schema is for one case", hint="consistency show DIR/cases/NAME --schema 1 --out OTHER")
-        suite = compare_suites(parsed.captures, parsed.out, replace=parsed.force, baseline=read_baseline(parsed))
+        suite = compare_suites(parsed.captures, parsed.out, replace=parsed.force, baseline=baseline, groups=groups)
         show(parsed, suite, parsed.out, subject=Subject.SUITE, elapsed_s=suite.elapsed_s)
         return suite.exit_status
     comparison = compare_folders(
-        parsed.captures, parsed.out, replace=parsed.force, baseline=read_baseline(parsed), schema=parsed.schema
+        parsed.captures, parsed.out, replace=parsed.force, baseline=baseline, schema=parsed.schema, groups=groups
     )
     show(parsed, comparison, parsed.out)
     return comparison.exit_status

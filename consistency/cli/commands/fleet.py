@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 from consistency.case.options import OPTIONS, Edge, add_options, words_of
 from consistency.cli.commands.run import read_case, read_suite
-from consistency.cli.output import add_format_options, add_report_options, read_baseline, show
+from consistency.cli.output import (
+    add_format_options,
+    add_groups_option,
+    add_report_options,
+    read_baseline,
+    read_groups,
+    show,
+)
 from consistency.errors import UsageError
 from consistency.launch.fleet.options import FLEET_OPTIONS
 
@@ -34,9 +41,9 @@ EXAMPLES = (
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command("fleet", _fleet, "check a case on every node of a cluster, and compare the nodes", EXAMPLES)
-    add_options(
-        parser.add_argument_group("the fleet").add_argument, Edge.COMMAND_LINE, prefix="fleet_", options=FLEET_OPTIONS
-    )
+    fleet = parser.add_argument_group("the fleet").add_argument
+    add_options(fleet, Edge.COMMAND_LINE, prefix="fleet_", options=FLEET_OPTIONS)
+    add_groups_option(fleet)
     group = parser.add_argument_group("what is checked on each node").add_argument
     group("config", nargs="?", type=Path, metavar="CONFIG.toml", help="options of the case by name")
     parser.set_defaults(case=None)
@@ -57,10 +64,10 @@ def _fleet(parsed: argparse.Namespace) -> int:
     words = [] if parsed.config is None else [str(parsed.config.resolve())]
     words += words_of({option.name: getattr(parsed, option.name) for option in OPTIONS if hasattr(parsed, option.name)})
     command = [] if options.command is None else shlex.split(options.command)
-    baseline = read_baseline(parsed)
+    baseline, groups = read_baseline(parsed), read_groups(parsed)  # before any node starts
     plan = prepare_fleet(read_case(parsed), words, options, command=command)
     with fleet_progress(len(plan.nodes)) as watch:
-        comparison = run_fleet(plan, parsed.out, watch=watch, replace=parsed.force, baseline=baseline)
+        comparison = run_fleet(plan, parsed.out, watch=watch, replace=parsed.force, baseline=baseline, groups=groups)
     show(parsed, comparison, parsed.out)
     return comparison.exit_status
 

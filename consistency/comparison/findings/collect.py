@@ -7,28 +7,26 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from consistency.capture.records import TensorRecord
 from consistency.capture.soak import Soak
 from consistency.capture.wording import counted, some
 from consistency.case.builtin import builtin_name
 from consistency.case.duration import duration_text
-from consistency.case.load_path import is_alternative
 from consistency.case.stages import MOVES_WEIGHTS, Level, Stage, requested
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.failed_stages import find_failed_stages
 from consistency.comparison.findings.host import find_host_problems
+from consistency.comparison.findings.in_common import find_unknown_hosts
 from consistency.comparison.findings.load_paths import find_casts
 from consistency.comparison.findings.no_effect import find_no_effect
 from consistency.comparison.findings.nothing_compared import find_nothing_compared
 from consistency.comparison.findings.placement import find_device_use
 from consistency.comparison.findings.quantized import find_quantized
+from consistency.comparison.findings.same_program import find_same_program
 from consistency.comparison.findings.soak import find_soak
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.transfers import find_transfer
-from consistency.comparison.records import Key, Records, tables_of
 from consistency.comparison.result import (
     BAD,
     ENVIRONMENT,
@@ -40,6 +38,7 @@ from consistency.comparison.result import (
     tensor_name,
 )
 from consistency.comparison.rows import WorkerSet
+from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.workers import ComparedWorker, in_order_of
 from consistency.devices.host.facts import HostFacts
 
@@ -57,6 +56,7 @@ def find(
     *,
     hosts: Sequence[HostFacts],
     damage: Sequence[str],
+    groups: SiteGroups = NO_GROUPS,
 ) -> tuple[Finding, ...]:
     """Return everything to act on, most severe first."""
     found = [
@@ -77,9 +77,10 @@ def find(
         *find_soak(
             compared, next_step=functools.partial(_soak_again, compared, reference), as_deployed=AS_DEPLOYED
         ),
-        *_same_program(compared, tensors),
+        *find_same_program(compared, tensors, groups=groups, as_deployed=AS_DEPLOYED),
         *find_host_problems(hosts, workers=[p.label for p in compared]),
         *_settings(compared),
+        *find_unknown_hosts(compared, groups),
         *find_no_effect(compared),
         *find_quantized(compared),
         *find_tolerances(compared),
@@ -194,45 +195,6 @@ def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
             workers=tuple(workers),
             tensors=tuple(dict.fromkeys(same)),
         )
-
-
-def _same_program(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
-    """Devices of one model that run one program on the same bytes are expected to agree bitwise."""
-    carried = [t for t in tensors if t.stage in MOVES_WEIGHTS and not is_alternative(t.load_path)]
-    off = WorkerSet()
-    for workers in (workers for t in carried for row, workers in t.groups if row.status in BAD):
-        off.take(workers)
-    groups: dict[tuple[Any, ...], list[ComparedWorker]] = {}
-    for p in compared:
-        if p.program is not None and p.label not in off.names and p.info.status == "ok":
-            groups.setdefault((*p.program, p.info.inputs_digest, p.case.dtype), []).append(p)
-    for members in groups.values():
-        if len(members) < 2:
-            continue
-        keys = [key for key, record in members[0].records.items() if record.rule != "bitwise"]
-        deployed = any(not p.case.is_pinned for p in members)
-        for stage in dict.fromkeys(key[0] for key in keys):
-            tables = tables_of(Records({stage: m.records.stage(stage)}) for m in members)
-            differing = [key for key in keys if key[0] == stage and not _agree(tables, key)]
-            if differing:
-                labels = tuple(dict.fromkeys(p.label for p in members))
-                yield Finding(
-                    kind="same-model",
-                    severity="note" if deployed else "error",
-                    message=(
-                        f"{stage} · {some(labels)} are the same model with the same software, but differ bitwise "
-                        f"in {counted(len(differing), 'tensor')}" + (AS_DEPLOYED if deployed else "")
-                    ),
-                    general=f"{stage} · {some(labels)} are the same model with the same software, but differ bitwise",
-                    workers=labels,
-                    tensors=tuple(tensor_name(*key) for key in differing),
-                    detail=(f"first: {tensor_name(*differing[0])}",),
-                )
-
-
-def _agree(tables: Sequence[Mapping[Key, TensorRecord]], key: Key) -> bool:
-    digests = {table[key].digest for table in tables if key in table}
-    return len(digests - {None}) <= 1
 
 
 def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:

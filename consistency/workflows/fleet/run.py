@@ -20,6 +20,7 @@ from consistency.case.preflight import prepare_case
 from consistency.case.requirements import Requirements, requirements_of
 from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.result import ENVIRONMENT, LOST_NODE, Comparison, Finding, made, with_findings
+from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.devices.interpreter import python_command
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.fleet.engine import EngineError, FleetEngine, NodeTask, fleet_engine
@@ -99,6 +100,7 @@ def run_fleet(
     watch: NodeWatcher,
     replace: bool = False,
     baseline: Baseline | None = None,
+    groups: SiteGroups = NO_GROUPS,
 ) -> Comparison:
     """Have every node make its capture, and compare those that arrive.
 
@@ -123,7 +125,7 @@ def run_fleet(
         found = _captured(plan, folder, record, missing, watch=watch)
         gathered = _gather(plan, folder, found)
         try:
-            comparison = _compare(gathered, folder, baseline)
+            comparison = _compare(gathered, folder, baseline, groups)
         except LostFleetError:
             folder.save(msgspec.structs.replace(record, nodes=_outcomes(gathered)))
             raise
@@ -191,12 +193,12 @@ def _gather(plan: FleetPlan, folder: FleetFolder, found: Mapping[str, Progress])
     return _Gathered(places=places, lost={**lost, **bare}, odd=odd)
 
 
-def _compare(gathered: _Gathered, folder: FleetFolder, baseline: Baseline | None) -> Comparison:
+def _compare(gathered: _Gathered, folder: FleetFolder, baseline: Baseline | None, groups: SiteGroups) -> Comparison:
     with tempfile.TemporaryDirectory(prefix="consistency-fleet-") as scratch:
         captures = _read(gathered, Path(scratch))
         if not captures:
             raise _nothing(gathered, folder)
-        comparison = pipeline.compare_captures(captures)
+        comparison = pipeline.compare_captures(captures, groups=groups)
     comparison = msgspec.structs.replace(comparison, captures=tuple(gathered.places.values()))
     findings = _findings(gathered)
     if findings:

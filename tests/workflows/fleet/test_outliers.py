@@ -1,0 +1,73 @@
+"""Of a fleet whose devices differ only the odd node is named to whoever drains nodes by findings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from consistency.capture.node_status import NodeStatus, write_status
+from consistency.capture.transport import deliver
+from consistency.case.requirements import Requirements
+from consistency.comparison.site_groups import SiteGroups
+from consistency.launch.fleet.engine import NodeTask, Standing, TaskState
+from consistency.launch.fleet.options import FleetOptions
+from consistency.workflows.fleet.run import FleetPlan, run_fleet
+from tests.comparison.made_records import computed, moved
+from tests.conftest import MakeCapture
+
+
+class Delivering:
+    """An engine whose nodes deliver what was made before, at once."""
+
+    def __init__(self, made: Mapping[str, Path]) -> None:
+        self.made = made
+
+    def nodes(self, given: str | None) -> tuple[str, ...]:
+        return tuple(self.made) if given is None else tuple(given.split(","))
+
+    def submit(self, task: NodeTask) -> None:
+        options = dict(word.split("=", 1) for word in task.command if "=" in word)
+        deliver(self.made[task.node], options["--out"])
+        write_status(options["--progress"], NodeStatus(phase="delivered", beat=1))
+
+    def poll(self) -> Mapping[str, TaskState]:
+        return dict.fromkeys(self.made, TaskState(standing=Standing.ENDED))
+
+    def about(self, node: str) -> str:
+        return f"{node} has ended"
+
+    def cancel(self, nodes: Iterable[str]) -> None: ...
+
+
+def outcomes(out: Path) -> dict[str, list[str]]:
+    return {name: node["findings"] for name, node in json.loads((out / "fleet.json").read_bytes())["nodes"].items()}
+
+
+def check(make_capture: MakeCapture, out: Path, bits: str) -> dict[str, list[str]]:
+    program = {"kernel_key": "torch 2", "model": "H100"}
+    made = {
+        f"n{place}": make_capture(f"{bits}-{place}", {"cuda:0": [moved(), computed(bit)]}, info={"cuda:0": program})
+        for place, bit in enumerate(bits)
+    }
+    plan = FleetPlan(
+        engine=Delivering(made), options=FleetOptions(engine="slurm"), nodes=tuple(made), command=("consistency",),
+        words=(), requirements=Requirements(),
+    )  # fmt: skip
+    racks = SiteGroups(hosts={name: {"rack": "r1" if name in ("n0", "n2") else "r2"} for name in made})
+    comparison = run_fleet(plan, out, watch=lambda *_: None, groups=racks)
+    assert comparison.verdict == "inconsistent"
+    return outcomes(out)
+
+
+def test_the_odd_nodes_alone_are_named(make_capture: MakeCapture, tmp_path: Path) -> None:
+    found = check(make_capture, tmp_path / "out", "babaaa")
+    assert {node for node, texts in found.items() if texts} == {"n0", "n2"}
+    assert found["n0"] == [
+        "merged · n0:cuda:0, n2:cuda:0 differ bitwise in 1 tensor from 4 others of the same model with the same "
+        "software, which agree; all of them have rack r1, and no other has"
+    ]
+
+
+def test_two_halves_name_all_nodes(make_capture: MakeCapture, tmp_path: Path) -> None:
+    assert all(check(make_capture, tmp_path / "out", "abab").values())
