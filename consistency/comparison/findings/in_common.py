@@ -130,6 +130,8 @@ def _recorded(worker: ComparedWorker) -> dict[str, str]:
         found |= {
             "driver": info.driver or gpu.driver,
             _PCI: info.pci_bus_id or gpu.pci_bus_id,
+            "VBIOS": gpu.vbios,
+            "board": gpu.board,
             "NUMA node": gpu.numa_node,
             "IOMMU type": gpu.iommu_type,
             "PCIe lanes": gpu.link.get("width"),

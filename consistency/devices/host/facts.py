@@ -31,6 +31,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         ECC, row remapping and PCIe replay counters when the run began, and those that had risen when it ended.
     nvlinks : int or None
         Number of links that are up.
+    vbios, board : str or None
+        Version of the firmware, and part number of the board.
     """
 
     name: str
@@ -46,6 +48,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     counters: dict[str, int] = {}
     after: dict[str, int] = {}
     nvlinks: int | None = None
+    vbios: str | None = None
+    board: str | None = None
 
     @property
     def lanes_lost(self) -> tuple[int, int] | None:

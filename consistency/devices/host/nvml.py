@@ -118,6 +118,18 @@ def nvlinks(nvml: Any, handle: Any) -> int | None:
     return sum(known) if known else None
 
 
+def firmware(nvml: Any, handle: Any) -> str | None:
+    """Return the version of a GPU's VBIOS."""
+    found = _ask(nvml, "nvmlDeviceGetVbiosVersion", handle)
+    return None if found is None else str(found)
+
+
+def board(nvml: Any, handle: Any) -> str | None:
+    """Return the part number of a GPU's board, which differs between boards with the same chip."""
+    found = _ask(nvml, "nvmlDeviceGetBoardPartNumber", handle)
+    return None if found is None else str(found)
+
+
 def topology(nvml: Any, a: Any, b: Any) -> str | None:
     """Return how far apart two GPUs are, as `nvidia-smi topo -m` writes it."""
     level = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", a, b)

@@ -130,6 +130,8 @@ def _ask_nvml(nvml: Any, gpus: Sequence[Gpu], links: Sequence[Link]) -> tuple[li
             driver=version or gpu.driver,
             counters=management.counters(nvml, handles[gpu.name]),
             nvlinks=management.nvlinks(nvml, handles[gpu.name]),
+            vbios=management.firmware(nvml, handles[gpu.name]),
+            board=management.board(nvml, handles[gpu.name]),
         )
         for gpu in gpus
     ]

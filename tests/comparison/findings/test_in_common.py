@@ -81,6 +81,21 @@ def test_facts_of_the_host_and_its_slots(make_capture: MakeCapture) -> None:
     assert finding.detail[2:] == ("in common: PCIe lanes 8, as none of 6 others",), "slot 01 is that of 2 healthy ones"
 
 
+def test_firmware_and_board(make_capture: MakeCapture) -> None:
+    folders = []
+    for place, digest in enumerate("abab"):
+        old = place == 1
+        gpu = Gpu(
+            name="cuda:0", pci_bus_id="0000:17:00.0", vbios="94.02.5C" if old else "96.00.30", board=f"900-{digest}"
+        )
+        facts = HostFacts(host=f"n{place}", gpus=(gpu,))
+        workers = {"cuda:0": [computed("b" if old else "a")]}
+        folders.append(make_capture(f"n{place}", workers, info={"cuda:0": H100}, host_facts=facts))
+    finding = same_model(compared(*folders))
+    assert finding.workers == ("n1:cuda:0",)
+    assert finding.message.endswith("; it has VBIOS 94.02.5C, and no other has"), "another has its board"
+
+
 RACKS = "host,rack\ngpu-0,r1\ngpu-1,r2\ngpu-2,r1\ngpu-3,r2\n"
 
 

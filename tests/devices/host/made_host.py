@@ -107,4 +107,6 @@ def make_nvml(*, uncorrected: int = 0, remapped: tuple[int, int, int, int] | Non
         nvmlDeviceGetPcieReplayCounter=lambda _: 7, nvmlDeviceGetNvLinkState=refuse,
         nvmlDeviceGetTopologyCommonAncestor=lambda a, b: 10 if a[5] == b[5] else 50,
         nvmlDeviceGetP2PStatus=peer, nvmlSystemGetDriverVersion=lambda: "535.2",
+        nvmlDeviceGetVbiosVersion=lambda _: "94.02.5C.00.0D",
+        nvmlDeviceGetBoardPartNumber=lambda address: f"900-{ADDRESSES.index(address)}",
     )  # fmt: skip

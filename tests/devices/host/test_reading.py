@@ -45,6 +45,7 @@ def test_a_machine_is_read(tmp_path: Path) -> None:
     }  # fmt: skip
     assert first.counters["pcie replays"] == 7
     assert first.nvlinks is None
+    assert (first.vbios, first.board) == ("94.02.5C.00.0D", "900-0")
     links = {(link.a, link.b): (link.ancestor, link.topology, link.peer) for link in host_facts.links}
     assert len(links) == 6
     assert links["cuda:0", "cuda:1"] == ("0000:16:01.0", "PIX", "ok")
