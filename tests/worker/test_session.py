@@ -208,11 +208,14 @@ def test_a_model_with_two_encoders_gets_both_inputs(tmp_path: Path, look: Look) 
 # a tolerance of the user's own
 
 
-@pytest.mark.parametrize("config", [
-    peft.LoraConfig(r=2, target_modules=["q_proj"]),
-    peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True),
-], ids=["lora", "dora"])  # fmt: skip
-def test_a_tolerance_replaces_the_rule_where_a_float64_value_is_known(llama: Path, look: Look, config: Any) -> None:
+@pytest.mark.parametrize(("config", "has_form"), [
+    (peft.LoraConfig(r=2, target_modules=["q_proj"]), True),
+    (peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), True),
+    (peft.HRAConfig(r=2, target_modules=["q_proj"]), False),
+], ids=["lora", "dora", "hra"])  # fmt: skip
+def test_a_tolerance_replaces_the_rule_where_a_float64_value_is_known(
+    llama: Path, look: Look, config: Any, has_form: bool
+) -> None:
     adapter = on_llama(llama, config)
     given = (Override(atol=0.0, rtol=0.0), Override(layer="*.q_proj", dtype="float32", atol=1e-4, rtol=0.0))
     found = [r for r in look(llama, adapter, tolerance=given) if r.stage in ("merged", "forward")]
@@ -220,10 +223,10 @@ def test_a_tolerance_replaces_the_rule_where_a_float64_value_is_known(llama: Pat
     assert {r.key for r in found} == {key for key in plain if key[0] in ("merged", "forward")}
     for record in found:
         before = plain[record.key]
-        if before.rule == "peer":  # the delta of DoRA has no closed form, whatever the user allows
+        if before.rule == "peer":  # a delta without a closed form, whatever the user allows
             assert (record.rule, record.status, record.evidence) == (before.rule, before.status, before.evidence)
             continue
-        assert before.rule == ("relative" if record.stage == "forward" or config.use_dora else "bound")
+        assert before.rule == ("relative" if record.stage == "forward" or not has_form else "bound")
         assert (record.rule, record.digest) == ("user", before.digest)
         assert record.measure is not None
         assert before.measure is not None
@@ -235,7 +238,7 @@ def test_a_tolerance_replaces_the_rule_where_a_float64_value_is_known(llama: Pat
         else:
             assert record.evidence == {"tolerance": str(given[0])}
             assert record.status == ("equal" if float(record.measure.max_abs) == 0 else "outside")
-    assert ("peer" in {r.rule for r in found}) is bool(config.use_dora)
+    assert ("peer" in {r.rule for r in found}) is not has_form
 
 
 def test_a_tolerance_for_another_dtype_changes_nothing(llama: Path, look: Look) -> None:

@@ -23,7 +23,10 @@ from tests.launch.fleet.ray_cluster import RayCluster, missing, ray_cluster
 ROOT = Path(__file__).resolve().parents[3]
 NODE = f"{shlex.quote(sys.executable)} -P {ROOT}/tests/workflows/fleet/node.py"
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=f"Ray is not installed: {missing()}")
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(missing() is not None, reason=f"Ray is not installed: {missing()}"),
+]
 
 
 @pytest.fixture(scope="module")

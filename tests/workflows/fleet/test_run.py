@@ -30,6 +30,8 @@ NODE = f"{shlex.quote(sys.executable)} -P {ROOT}/tests/workflows/fleet/node.py"
 STALL_S = 40
 """What ten nodes that start at once on one busy machine are never silent for."""
 
+pytestmark = pytest.mark.cluster
+
 
 class Fleet:
     """The command line of a fleet whose nodes deliver captures that were made before."""
