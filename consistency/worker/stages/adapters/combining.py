@@ -1,8 +1,8 @@
 """What `add_weighted_adapter` makes of the factors of several LoRAs, against its definition in float64.
 
 `linear` adds the factors, each with the root of its weight times its scaling; `cat` puts them side by side, weight and
-scaling in lora_A. The other types cut singular values or elements by a threshold or by chance: no bound is derived for
-these.
+scaling in lora_A. `magnitude_prune` and `ties` leave out elements first (`pruned`). The other types cut singular
+values, whose vectors are not unique, or elements by chance: no exact value is derived for these.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from consistency.capture.names import module_place
 from consistency.errors import first_line
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic, Tracked
 from consistency.worker.model.merging import adapted_layers
+from consistency.worker.stages.adapters.pruned import DENSITY, PRUNED, pruned
 from consistency.worker.stages.adapters.several import STAGE, Several
 from consistency.worker.stages.bound_rule import record_bounded
 
-TYPES = ("linear", "cat")
+TYPES = ("linear", "cat", *PRUNED)
 _STEP = "add_weighted_adapter"
 
 # (dictionary of a layer, suffix of its parameters' names) for the factors of linear and convolution layers, then of
@@ -41,7 +43,9 @@ def combine(several: Several) -> None:
     for kind in TYPES:
         name = _unused(f"combined_{kind}", several.names)
         try:
-            several.model.add_weighted_adapter(list(several.names), weights, name, combination_type=kind)
+            several.model.add_weighted_adapter(
+                list(several.names), weights, name, combination_type=kind, density=DENSITY if kind in PRUNED else None
+            )
         except ValueError as error:  # ranks, target modules or modules saved whole that PEFT does not combine
             several.refused(f"{_STEP}({kind})", f"PEFT does not combine them: {first_line(error)}")
             continue
@@ -61,6 +65,12 @@ def _check(several: Several, kind: str, name: str, weights: Sequence[float]) -> 
         place = module_place(path)
         if several.context.record.wants(STAGE, place):
             for part, actual, exact in _factors(several, kind, path, layer, name, weights):
+                if exact is None:
+                    several.context.record.absent(
+                        STAGE, place, f"{kind}.{part}", status="skipped", rule=Rule.BOUND,
+                        reason="elements of equal magnitude in too many adapters: any of them may be left out",
+                    )  # fmt: skip
+                    continue
                 record_bounded(
                     several.context.record, STAGE, place, f"{kind}.{part}", actual=actual.to("cpu"), exact=exact,
                     digests=[digest(actual)],
@@ -78,7 +88,7 @@ def _check(several: Several, kind: str, name: str, weights: Sequence[float]) -> 
 
 def _factors(
     several: Several, kind: str, path: str, layer: Any, name: str, weights: Sequence[float]
-) -> Iterator[tuple[str, torch.Tensor, Tracked]]:
+) -> Iterator[tuple[str, torch.Tensor, Tracked | None]]:
     """Yield name, actual and exact value of the factors of one layer, as far as the combination has them."""
     for pair in _FACTORS:
         if name not in getattr(layer, pair[0][0], {}):
@@ -101,6 +111,9 @@ def _factors(
             scales = [weight * float(layer.scaling[one]) for one, weight in present]
             if kind == "linear":
                 yield part, actual, _sum(by, files, scales, signed=side == 0)
+            elif kind in PRUNED:
+                roots = _roots(scales, signed=side == 0)
+                yield part, actual, pruned(kind, by, files, roots, actual.to("cpu", torch.float64).numpy())
             else:
                 scaled = [(weight, float(layer.scaling[one])) for one, weight in present]
                 yield part, actual, _side_by_side(by, files, scaled if side == 0 else None, actual.shape, axis=side)
@@ -108,13 +121,18 @@ def _factors(
 
 def _sum(by: Arithmetic, files: Sequence[np.ndarray], scales: Sequence[float], *, signed: bool) -> Tracked:
     terms = [
-        (by.known(tensor) * by.constant(math.copysign(math.sqrt(abs(scale)), scale if signed else 1))).store()
-        for tensor, scale in zip(files, scales, strict=True)
+        (by.known(tensor) * by.constant(root)).store()
+        for tensor, root in zip(files, _roots(scales, signed=signed), strict=True)
     ]
     total, *others = terms
     for term in others:
         total = total + term
     return total.store()
+
+
+def _roots(scales: Sequence[float], *, signed: bool) -> list[float]:
+    """Return the share of each adapter in one factor; the first of the two carries the sign."""
+    return [math.copysign(math.sqrt(abs(scale)), scale if signed else 1) for scale in scales]
 
 
 def _side_by_side(

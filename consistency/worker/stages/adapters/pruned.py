@@ -1,0 +1,95 @@
+"""What `magnitude_prune` and `ties` make of factors: definitions in float64, with every choice that a device may make.
+
+Both keep the largest elements of each factor by magnitude. The magnitudes are stored numbers, so which are largest is
+known exactly but where several are equal to the smallest that is kept: any of these may be. `ties` then elects a sign
+for each element by the sum of what was kept, and takes the mean of those that have it. The rounded sum of two numbers
+has the sign of their sum; of more, either sign may win where the sum is within its rounding. An element is judged by
+the choice that it is nearest to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from consistency.numerics.bound import gamma
+from consistency.numerics.running_error import Arithmetic, Tracked
+
+PRUNED = ("magnitude_prune", "ties")
+
+DENSITY = 0.5
+"""Share of the elements that are kept."""
+
+MOST_TIED = 4
+"""Factors with equal magnitudes at the limit: twice as many choices with each."""
+
+
+def pruned(
+    kind: str, by: Arithmetic, tensors: Sequence[np.ndarray], weights: Sequence[float], actual: np.ndarray
+) -> Tracked | None:
+    """Return the exact combination of factors of one shape; None where too many of them have equal magnitudes.
+
+    Parameters
+    ----------
+    kind : str
+        One of `PRUNED`.
+    tensors : sequence of np.ndarray
+        Float64, as stored in the dtype of the factors.
+    weights : sequence of float
+        The root of each adapter's weight times its scaling, with its sign where the factor carries it.
+    actual : np.ndarray
+        What the device computed, float64.
+    """
+    largest = [_largest(tensor) for tensor in tensors]
+    tied = [number for number, (_, equal) in enumerate(largest) if equal.any()]
+    if len(tied) > MOST_TIED:
+        return None
+    best: Tracked | None = None
+    for choice in itertools.product((False, True), repeat=len(tied)):
+        taken = dict(zip(tied, choice, strict=True))
+        kept = [
+            np.where(sure | (equal & taken.get(number, False)), tensor, 0.0)
+            for number, (tensor, (sure, equal)) in enumerate(zip(tensors, largest, strict=True))
+        ]
+        for one in _elected(by, kept, weights) if kind == "ties" else [_added(by, kept, weights)]:
+            best = one if best is None else _nearer(best, one, actual)
+    return best
+
+
+def _largest(tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which elements are kept, and which of equal magnitude may be: a zero is the same either way."""
+    size, count = np.abs(tensor), int(DENSITY * tensor.size)
+    if not count:
+        return np.zeros(tensor.shape, bool), np.zeros(tensor.shape, bool)
+    limit = np.partition(size.ravel(), tensor.size - count)[tensor.size - count]
+    sure, equal = size > limit, size == limit
+    if np.count_nonzero(sure) + np.count_nonzero(equal) == count:
+        return sure | equal, np.zeros(tensor.shape, bool)
+    return sure, equal & (size > 0)
+
+
+def _added(by: Arithmetic, kept: Sequence[np.ndarray], weights: Sequence[float]) -> Tracked:
+    total, *others = [
+        (by.known(tensor) * by.constant(weight)).store() for tensor, weight in zip(kept, weights, strict=True)
+    ]
+    for term in others:
+        total = total + term
+    return total.store()
+
+
+def _elected(by: Arithmetic, kept: Sequence[np.ndarray], weights: Sequence[float]) -> Iterator[Tracked]:
+    total, size = sum(kept), sum(map(np.abs, kept))
+    majority = np.where(total >= 0, 1.0, -1.0)
+    unsure = np.abs(total) <= gamma(len(kept), by.unit) * size if len(kept) > 2 else np.zeros(majority.shape, bool)
+    for sign in (majority, np.where(unsure, -majority, majority)) if unsure.any() else (majority,):
+        agree = [np.sign(tensor) == sign for tensor in kept]
+        mean_of = np.maximum(sum(one.astype(np.float64) for one in agree), 1.0)
+        those = [np.where(one, tensor, 0.0) for one, tensor in zip(agree, kept, strict=True)]
+        yield (_added(by, those, weights) / by.known(mean_of)).store()
+
+
+def _nearer(a: Tracked, b: Tracked, actual: np.ndarray) -> Tracked:
+    second = np.abs(actual - b.value) - b.allowed < np.abs(actual - a.value) - a.allowed
+    return Tracked(value=np.where(second, b.value, a.value), error=np.where(second, b.error, a.error), by=a.by)
