@@ -153,7 +153,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         alone += [s for s in self.stages if s in (Stage.FORWARD, Stage.SHARDING)]
         others = " and ".join(one.name for one in self.adapters[1:])
         found = [f"{others} in {', '.join(alone)} (of {self.adapters[0].name} alone)"] if others and alone else []
-        return [*found, *(["combination types other than linear and cat"] if Stage.ADAPTERS in self.stages else [])]
+        types = "combination types that cut singular values or leave out elements by chance"
+        return [*found, *([types] if Stage.ADAPTERS in self.stages else [])]
 
     def _cut(self) -> list[str]:
         if not any(SPECS[stage].feeds_inputs for stage in self.stages):
