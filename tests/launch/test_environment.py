@@ -59,6 +59,7 @@ def test_threads_that_wait_sleep_unless_the_user_says_otherwise(monkeypatch: pyt
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     found = worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2)
     assert (found["OMP_WAIT_POLICY"], found["GOMP_SPINCOUNT"]) == ("PASSIVE", "10000")
+    assert found["OPENBLAS_NUM_THREADS"] == "1", "threads that measure would wait for those of NumPy's products"
     assert "OMP_WAIT_POLICY" not in worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2, pinned=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     found = worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2)
