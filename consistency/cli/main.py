@@ -18,6 +18,7 @@ from consistency.errors import ConsistencyError, InterruptedRunError
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "capture"),
+    "inputs": ("inputs",),
     "compare": ("compare",),
     "fleet": ("fleet",),
     "show": ("show",),

@@ -1,0 +1,194 @@
+"""The file that an inference engine answers with: read and checked from its header alone, before a worker starts.
+
+Shapes that only the model knows are checked where the outputs are judged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from safetensors import safe_open
+
+from consistency.case.checkpoint import TensorHeader, read_header
+from consistency.case.inference.identity import CaseKey
+from consistency.case.inference.request import METADATA, MODES, Mode
+from consistency.errors import InputError, meant
+
+TOKENS, IDS = "tokens", "ids"
+"""The tensor that says which places were computed, and the suffix of those with the ids of the largest values."""
+
+FLOATS = ("F16", "BF16", "F32", "F64")
+_INTEGERS = ("I64", "I32")
+_FLAGS = ("BOOL", "U8")
+
+_HINT = "docs/engines/README.md describes the file"
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an engine says of itself and of its outputs.
+
+    Attributes
+    ----------
+    case : CaseKey
+        Copied from the inputs.
+    dtype : str
+        That the engine computed in: of the weights, not of the file.
+    values : str
+        Logits, or natural logarithms of probabilities over the whole vocabulary.
+    top_k : int or None
+        Where only some values of each place are given: so many of the largest are among them.
+    batch_invariant : bool
+        Whether the engine promises that a row's bits do not depend on the batch that it is in.
+    settings : dict of str to str
+        Whatever else it was run with.
+    """
+
+    schema: Literal["consistency.outputs/1"]
+    case: CaseKey
+    engine: Annotated[str, msgspec.Meta(min_length=1)]
+    version: str
+    device: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    values: Literal["logits", "log_probabilities"] = "logits"
+    top_k: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    batch_invariant: bool = False
+    settings: dict[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """An engine's outputs, whose data is not read yet.
+
+    Attributes
+    ----------
+    tensors : dict of str to TensorHeader
+        By their names in the file, which are those of `modes`, of `batches`, `TOKENS` and their ids.
+    """
+
+    path: Path
+    about: About
+    tensors: dict[str, TensorHeader]
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        return tuple(mode for mode in MODES if mode in self.tensors)
+
+    @property
+    def batches(self) -> tuple[str, ...]:
+        """Return the names of the first row's outputs in several batches, the one where it is alone first."""
+        found = [name for name in self.tensors if _is_batch(name)]
+        return tuple(sorted(found, key=lambda name: (batch_size(name), name)))
+
+
+def batch_name(size: int, place: Literal["first", "last"]) -> str:
+    """Return the name of the first row's outputs in a batch: `batch.1` alone, then `batch.4.first`."""
+    return "batch.1" if size == 1 else f"batch.{size}.{place}"
+
+
+def batch_size(name: str) -> int:
+    """Return the size that such a name states."""
+    return int(name.split(".")[1])
+
+
+def read_outputs(path: Path) -> Outputs:
+    """Read and check the header of an engine's outputs.
+
+    Raises
+    ------
+    InputError
+        It is no safetensors file or cut short, says nothing of its case or engine, holds a tensor that has no meaning
+        here, or one whose dtype or shape does not fit the others.
+    """
+    if not path.is_file():
+        raise InputError("no such file of an engine's outputs", where=path)
+    tensors = read_header(path)
+    outputs = Outputs(path=path, about=_about(path), tensors=tensors)
+    if not outputs.modes:
+        got = ", ".join(sorted(tensors)) or "no tensor"
+        raise InputError("the engine's outputs hold no outputs", where=path, got=got,
+                         wanted="one of " + ", ".join(MODES), hint=_HINT)  # fmt: skip
+    for name, header in tensors.items():
+        _check_tensor(outputs, name, header)
+    shapes = {tensors[mode].shape[:-1] for mode in outputs.modes}
+    shapes |= {tensors[TOKENS].shape} if TOKENS in tensors else set()
+    if len(shapes) > 1:
+        raise InputError(
+            "the engine's outputs are of different rows or tokens", where=path,
+            got=" and ".join(str(list(shape)) for shape in sorted(shapes)), wanted="one shape before the vocabulary",
+            hint=f"computed places are marked in {TOKENS!r}; what is elsewhere is not read",
+        )  # fmt: skip
+    return outputs
+
+
+def _about(path: Path) -> About:
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata() or {}
+    text = metadata.get(METADATA)
+    if text is None:
+        raise InputError(
+            "the engine's outputs do not say what they are", where=path,
+            got="metadata " + (", ".join(sorted(metadata)) or "of no field"),
+            wanted=f"a field {METADATA!r} with JSON", hint=_HINT,
+        )  # fmt: skip
+    try:
+        return msgspec.json.decode(text, type=About)
+    except msgspec.ValidationError as error:
+        raise InputError("the description of the engine's outputs cannot be used", where=f"{METADATA} in {path}",
+                         got=error, hint=_HINT) from None  # fmt: skip
+    except msgspec.DecodeError as error:
+        raise InputError("the description of the engine's outputs is not JSON", where=f"{METADATA} in {path}",
+                         got=error, hint=_HINT) from None  # fmt: skip
+
+
+def _check_tensor(outputs: Outputs, name: str, header: TensorHeader) -> None:
+    stem, _, suffix = name.rpartition(".")
+    of_ids = suffix == IDS and stem in outputs.tensors
+    if name == TOKENS:
+        _check_dtype(outputs, name, header, _FLAGS)
+        return
+    if of_ids:
+        _check_dtype(outputs, name, header, _INTEGERS)
+        if header.shape != outputs.tensors[stem].shape:
+            raise InputError("ids of another shape than their values", where=f"{name} in {outputs.path}",
+                             got=list(header.shape), wanted=list(outputs.tensors[stem].shape))  # fmt: skip
+        if outputs.about.top_k is None:
+            raise InputError("ids without top_k", where=f"{name} in {outputs.path}",
+                             wanted="how many of the largest values are given, as top_k", hint=_HINT)  # fmt: skip
+        return
+    if name not in MODES and not _is_batch(name):
+        known = [*MODES, TOKENS, *(f"{mode}.{IDS}" for mode in MODES), "batch.1", "batch.2.first", "batch.2.last"]
+        raise InputError(
+            "a tensor that has no meaning here", where=f"{name} in {outputs.path}", wanted=", ".join(known),
+            hint=meant(name, known) or _HINT,
+        )  # fmt: skip
+    _check_dtype(outputs, name, header, FLOATS)
+    if len(header.shape) < (1 if _is_batch(name) else 2):
+        raise InputError("outputs without a row or without a vocabulary", where=f"{name} in {outputs.path}",
+                         got=list(header.shape), wanted="[rows, tokens, vocabulary]")  # fmt: skip
+    if outputs.about.top_k is None:
+        return
+    if f"{name}.{IDS}" not in outputs.tensors:
+        raise InputError("the largest values without their ids", where=f"{name} in {outputs.path}",
+                         wanted=f"{name}.{IDS} of the same shape", hint=_HINT)  # fmt: skip
+    if header.shape[-1] < outputs.about.top_k:
+        raise InputError("fewer values than top_k", where=f"{name} in {outputs.path}", got=header.shape[-1],
+                         wanted=outputs.about.top_k)  # fmt: skip
+
+
+def _check_dtype(outputs: Outputs, name: str, header: TensorHeader, allowed: tuple[str, ...]) -> None:
+    if header.dtype not in allowed:
+        raise InputError("a tensor of another dtype", where=f"{name} in {outputs.path}", got=header.dtype,
+                         wanted=" or ".join(allowed))  # fmt: skip
+
+
+def _is_batch(name: str) -> bool:
+    parts = name.split(".")
+    if parts == ["batch", "1"]:
+        return True
+    return (
+        len(parts) == 3 and parts[0] == "batch" and parts[1].isdecimal() and int(parts[1]) > 1
+        and parts[2] in ("first", "last")
+    )  # fmt: skip
