@@ -5,8 +5,9 @@ kernel's sums there with the plain formula on the CPU, on test words. If they di
 compiled or run, `sums` returns None from then on, the caller takes its plain path, and `state` gives the reason. Triton
 is not a dependency of this package: CUDA builds of torch include it, others do not, which is one of those reasons.
 
-Not proven: Triton 3.4, 3.6 and 3.9 compile the kernel for sm_75, sm_80 and sm_90, and their interpreter gets the sums
-right on a CPU, but it has not run on a GPU. `benchmarks/digest_gpu.py` measures its rate there.
+Not proven: Triton 3.9 compiles the kernel for sm_70 to sm_121 and gfx90a to gfx1201 (`tox -e triton`), and its
+interpreter gets the sums right on a CPU, but it has not run on a GPU. `benchmarks/digest_gpu.py` measures its rate
+there.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def _compare(w: torch.Tensor, v: torch.Tensor) -> str:
     """Compare the kernel with the formula in each form in which it will run.
 
     Triton makes one binary for pointers on a multiple of 16 bytes and one for others, no more (`turns` and the sizes
-    are not specialized), so this check covers every binary.
+    are not specialized, and `launch` hides from Triton for AMD how large the storage is), so this check covers every
+    binary.
     """
     count = 4 * w.numel() + w.numel() // 5  # four rows and a short fifth
     words = _made_up(count + w.numel())  # words beyond them must not be read

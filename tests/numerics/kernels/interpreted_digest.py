@@ -1,4 +1,4 @@
-"""The kernel in Triton's interpreter, on the CPU; `test_digest_triton.py` runs this file in a process of its own.
+"""The kernel in Triton's interpreter, on the CPU; `test_triton_digest.py` runs this file in a process of its own.
 
 Triton reads `TRITON_INTERPRET` when it is imported, and keeps to it for the whole process.
 """
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from consistency.numerics import digest as digest_module
 from consistency.numerics.digest import digest
 from consistency.numerics.kernels import triton_digest
-from consistency.numerics.kernels.numpy_digest import BLOCK_BYTES
+from consistency.numerics.kernels.numpy_digest import BLOCK_BYTES, ROW_BYTES, ROW_WORDS, sum_rows, sum_short_row
 from consistency.numerics.kernels.triton_digest_kernel import launch
 
 DTYPES = (torch.bool, torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
@@ -64,6 +64,17 @@ def tensor_of(size: int, *, seed: int, offset: int, dtype: torch.dtype) -> torch
 def test_any_tensor_has_the_plain_digest(size: int, seed: int, offset: int, dtype: torch.dtype, turns: int) -> None:
     tensor = tensor_of(size, seed=seed, offset=offset, dtype=dtype)
     assert by_the_kernel(tensor, turns=turns) == digest(tensor)
+
+
+@given(rows=st.integers(0, 5), rest=st.integers(1, ROW_WORDS), seed=st.integers(0, 2**32 - 1), turns=st.integers(1, 3))
+@settings(max_examples=40)
+def test_its_sums_are_those_of_numpy(rows: int, rest: int, seed: int, turns: int) -> None:
+    words = tensor_of((rows * ROW_WORDS + rest) * 8, seed=seed, offset=0, dtype=torch.int64)
+    expected = np.zeros(rows, np.int64)
+    raw = words.numpy().view(np.uint8)
+    sum_rows(raw[: rows * ROW_BYTES], expected)
+    expected = np.append(expected, sum_short_row(raw[rows * ROW_BYTES :]))
+    assert np.array_equal(launch(words, *WEIGHTS, turns=turns).numpy(), expected)
 
 
 @pytest.mark.parametrize("fill", [-1, -(2**63), 2**63 - 1, 2**31, 2**32 - 1, 0])

@@ -289,28 +289,6 @@ def test_the_kernel_in_tritons_interpreter() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@needs_triton
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
-@pytest.mark.parametrize("capability", [75, 80, 90])
-def test_the_kernel_compiles_without_a_gpu(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from consistency.numerics.kernels import triton_digest_kernel
-
-    constants = {"ROW_WORDS": WORDS, "PART_WORDS": triton_digest_kernel._PART_WORDS}
-    pointers, sizes = ("words", "w", "v", "out"), ("rows", "last_words", "turns")
-    signature = dict.fromkeys(pointers, "*i64") | dict.fromkeys(sizes, "i32") | dict.fromkeys(constants, "constexpr")
-    aligned = {(place,): [["tt.divisibility", 16]] for place in range(len(pointers))}
-    source = ASTSource(triton_digest_kernel._sum_parts, signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": triton_digest_kernel._WARPS}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert compiled.asm["cubin"]
-    assert "ld.global.v2.b64" in compiled.asm["ptx"]  # 16 bytes a load, or it would not come near the memory's rate
-
-
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 
