@@ -88,6 +88,7 @@ class Assignment:
             scratch=str(self.scratch),
             settings=self.plan.settings(self.case),
             makes_reference=self.plan.makes_reference,
+            others_wait=self.plan.others_wait,
             threads=threads,
             alternative_paths=self.plan.alternative_paths,
             peers=tuple(Peer(type=info.spec.type, settings=settings_of(info, self.case)) for info in self.plan.peers),

@@ -7,7 +7,7 @@ again costs little.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from consistency.capture.folder import worker_slug
@@ -30,6 +30,8 @@ class WorkerPlan:
         The default load path that it is started for.
     makes_reference : bool
         Whether it computes the float64 activations for all workers.
+    others_wait : bool
+        Whether the case has any other.
     peers : tuple of DeviceInfo
         The devices of these.
     """
@@ -38,6 +40,7 @@ class WorkerPlan:
     load_path: LoadPath
     alternative_paths: tuple[LoadPath, ...] = ()
     makes_reference: bool = False
+    others_wait: bool = True
     peers: tuple[DeviceInfo, ...] = ()
     change: Change | None = None
 
@@ -93,7 +96,8 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
         if wave:
             # started first, because the others wait for its result
             waves.append(sorted(wave, key=lambda plan: not plan.makes_reference))
-    return waves
+    alone = sum(map(len, waves)) == 1
+    return [[replace(plan, others_wait=not alone) for plan in wave] for wave in waves]
 
 
 def merged_waves(

@@ -67,6 +67,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
         None leaves them as the environment has them.
     makes_reference : bool
         Whether this worker computes the float64 activations for all.
+    others_wait : bool
+        Whether there are others that wait for what it computes.
     peers : tuple of Peer
         Every worker of the run, where this one computes the reference.
     fault : str or None
@@ -87,6 +89,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
     threads: int | None
     parent_pid: int
     alternative_paths: tuple[LoadPath, ...] = ()
+    others_wait: bool = True
     peers: tuple[Peer, ...] = ()
     fault: str | None = None
     autocast_adapter_dtype: bool = True

@@ -209,6 +209,7 @@ class _Runner:
             load_path=load_path.main,
             alternative_paths=() if load_path.is_main else (load_path,),
             makes_reference=True,
+            others_wait=False,
             change=change,
         )
         task = CaseTask(

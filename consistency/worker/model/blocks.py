@@ -24,8 +24,12 @@ from consistency.numerics.digest import digest
 from consistency.worker.model.running import is_of_the_model
 
 ROOM_BYTES = 1 << 30
-"""Of activations at most; less where the largest block, in float64, is smaller. Half of the 2 GB of private memory that
-a worker may take beside what grows with a layer."""
+"""Of activations at most; less where a third of the largest block, in float64, is smaller. Half of the 2 GB of private
+memory that a worker may take beside what grows with a layer."""
+
+ROOM_SHARE = 3
+"""Of the largest block in float64 (one part in so many): the memory of a backward pass grows with a model's blocks by
+the activations that are kept and by those of one block that is computed again, and both together stay below a block."""
 
 
 class RecomputationError(Exception):
@@ -38,7 +42,7 @@ class RecomputationError(Exception):
 def room_for(model: torch.nn.Module) -> int:
     """Return how many bytes of activations a backward pass on the CPU may keep."""
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in repeated_blocks(model)]
-    return min(ROOM_BYTES, torch.float64.itemsize * max(sizes, default=0))
+    return min(ROOM_BYTES, torch.float64.itemsize * max(sizes, default=0) // ROOM_SHARE)
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

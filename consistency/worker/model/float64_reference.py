@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -61,6 +62,8 @@ class Reference:
 
     path: Path
     tables: Tables
+    made: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Those of this process, which need not be read from the file."""
 
     @classmethod
     def of(cls, path: Path) -> Reference:
@@ -68,14 +71,16 @@ class Reference:
 
     def read(self, name: str) -> Readable | None:
         """Return an exact tensor on the CPU; None where the reference has none of that name."""
+        if name in self.made:
+            return self.made[name]
         return read_tensor(self.path, name) if name in self.tables.names else None
 
 
-def publish(scratch: Path, exact: dict[str, torch.Tensor], tables: Tables) -> Reference:
+def publish(scratch: Path, exact: dict[str, torch.Tensor], tables: Tables) -> None:
     """Write exact tensors and their tables, so that a worker that finds the file of the tensors can read both."""
     partial = scratch / f"{REFERENCE_FILE}.tmp"
     save_file({name: t.contiguous().clone() for name, t in exact.items()}, partial)
-    return publish_file(partial, scratch / REFERENCE_FILE, tables)
+    publish_file(partial, scratch / REFERENCE_FILE, tables)
 
 
 def publish_file(partial: Path, path: Path, tables: Tables) -> Reference:

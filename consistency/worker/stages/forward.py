@@ -47,7 +47,7 @@ from consistency.worker.model.running import (
     tokens_of,
 )
 from consistency.worker.precision import products_of
-from consistency.worker.protocol import DECISIONS_FILE
+from consistency.worker.protocol import DECISIONS_FILE, REFERENCE_FILE
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.flips import NOT_REPLAYED, ON_TRACK, record_flips
@@ -249,7 +249,9 @@ def _publish(context: Context, found: Passes, exact: Exact) -> Reference:
         failures=exact.failures, known=exact.outputs, computed_by=found.computed_by,
         others={title: tensors.get for title, tensors in exact.others.items()},
     )  # fmt: skip
-    return publish(context.scratch, exact.outputs, tables)
+    if context.job.others_wait:
+        publish(context.scratch, exact.outputs, tables)
+    return Reference(path=context.scratch / REFERENCE_FILE, tables=tables, made=exact.outputs)
 
 
 def _merge_effect(context: Context, model: torch.nn.Module, inputs: Activations, found: Passes, exact: Exact) -> None:
