@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Level, Stage
@@ -47,6 +49,16 @@ def test_plain_cpu_makes_the_reference_and_is_started_first() -> None:
     assert [plan.name for plan in wave if plan.makes_reference] == ["cpu@avx2"]
     (wave,) = plan_waves(CASE, devices("cuda:0"))
     assert wave[0].makes_reference
+
+
+def test_the_reference_is_not_written_where_no_other_worker_waits_for_it() -> None:
+    def waiting(*names: str) -> set[bool]:
+        return {plan.others_wait for wave in plan_waves(CASE, devices(*names)) for plan in wave}
+
+    assert waiting("cpu") == waiting("cuda:0") == {False}
+    assert waiting("cpu", "cuda:0") == {True}
+    twice = msgspec.structs.replace(CASE, load_paths=(LoadPath.ISOLATED, LoadPath.SHARED))
+    assert {plan.others_wait for wave in plan_waves(twice, devices("cuda:0")) for plan in wave} == {True}
 
 
 def test_labels_name_the_road_where_it_is_not_the_usual_one() -> None:

@@ -37,7 +37,7 @@ GRADIENT_LINES = 1 << 22
 ROOM_BYTES = 1 << 30
 """Of activations that a backward pass on the CPU keeps (`ROOM_BYTES` of `worker.model.blocks`)."""
 
-ROOM_SHARE = 3
+ROOM_SHARE = 4
 """Of the largest block in float64, one part in so many of which is kept (`ROOM_SHARE` of `worker.model.blocks`)."""
 
 GRADIENT_PASSES = 4
@@ -413,7 +413,9 @@ def _of_one_token(s: Setting) -> int:
 
 def _room(s: Setting, one_block: int, width: int) -> int:
     """Return the bytes of activations that a backward pass on the CPU keeps, where one block has so many elements."""
-    return min(s.shape.blocks * one_block * width, ROOM_BYTES, s.shape.block_elements * 8 // ROOM_SHARE)
+    room = min(ROOM_BYTES, s.shape.block_elements * 8 // ROOM_SHARE)
+    blocks = math.ceil(room / (one_block * width)) if one_block else 0  # the last one is kept whole
+    return min(s.shape.blocks, blocks) * one_block * width
 
 
 def _products_per_weight(s: Setting, one_block: int, kept: int, width: int) -> float:

@@ -24,10 +24,10 @@ from consistency.numerics.digest import digest
 from consistency.worker.model.running import is_of_the_model
 
 ROOM_BYTES = 1 << 30
-"""Of activations at most; less where a third of the largest block, in float64, is smaller. Half of the 2 GB of private
+"""Of activations at most; less where a quarter of the largest block, in float64, is smaller. Half of the 2 GB of private
 memory that a worker may take beside what grows with a layer."""
 
-ROOM_SHARE = 3
+ROOM_SHARE = 4
 """Of the largest block in float64 (one part in so many): the memory of a backward pass grows with a model's blocks by
 the activations that are kept and by those of one block that is computed again, and both together stay below a block."""
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from consistency.case.budget import costs
 from consistency.case.budget.costs import (
     GRADIENT_PASSES,
     LOAD_BYTES,
@@ -23,7 +24,8 @@ from consistency.case.budget.work import Products, Work, slower
 from consistency.case.case import Case
 from consistency.case.fit import Fit
 from consistency.case.stages import Level, Stage
-from tests.case.budget.shapes import LARGE, SMALL, deeper
+from consistency.worker.model import blocks
+from tests.case.budget.shapes import LARGE, SMALL, deeper, llama
 
 SPEED = Speed(float64_flop=1e9, float32_flop=2e9, half_flop=8e9, read_bytes=1e9, cores=4)
 
@@ -50,13 +52,18 @@ def test_gradient_grows_with_the_depth_by_the_states_between_blocks_once_the_roo
     assert twice.host_bytes - once.host_bytes == states
 
 
+def test_the_room_for_activations_is_the_one_that_blocks_have() -> None:
+    assert (costs.ROOM_BYTES, costs.ROOM_SHARE) == (blocks.ROOM_BYTES, blocks.ROOM_SHARE)
+
+
 def test_blocks_that_keep_their_activations_are_not_computed_again() -> None:
-    cost, deep = STAGE_COSTS[Stage.GRADIENT], deeper(LARGE, 20)
-    kept, mostly_again = cost(setting()), cost(setting(shape=deep))
-    forward = 2.0 * 128 * LARGE.matrix_elements
-    assert kept.work.float64.flop == pytest.approx(2 * forward, rel=0.01)
-    assert mostly_again.work.float64.flop == pytest.approx(3 * 20 * forward, rel=0.1)
-    assert cost(setting(on_device=True)).work.native.flop == pytest.approx(3 * forward, rel=0.01)
+    shallow = llama(4096, 14336, 4, 128256)
+    cost, deep = STAGE_COSTS[Stage.GRADIENT], deeper(shallow, 200)
+    kept, mostly_again = cost(setting(shape=shallow)), cost(setting(shape=deep))
+    of_kept, of_deep = (2.0 * 128 * shape.matrix_elements for shape in (shallow, deep))
+    assert kept.work.float64.flop == pytest.approx(2 * of_kept, rel=0.01)
+    assert mostly_again.work.float64.flop == pytest.approx(3 * of_deep, rel=0.1)
+    assert cost(setting(shape=shallow, on_device=True)).work.native.flop == pytest.approx(3 * of_kept, rel=0.01)
 
 
 def test_of_a_large_trained_tensor_one_gradient_is_in_memory() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+from consistency.numerics.real import Real
 from consistency.worker.model.float64_reference import Reference, Tables, give_up, publish, wait_for
 from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE, EventLog
 
@@ -18,3 +21,20 @@ def test_one_of_the_two_references_can_be_given_up(tmp_path: Path) -> None:
         assert isinstance(wait_for(tmp_path, events, REFERENCE_FILE), Reference)
         give_up(tmp_path, REFERENCE_FILE, "too late: it is there")
         assert isinstance(wait_for(tmp_path, events, REFERENCE_FILE), Reference)
+
+
+def test_its_maker_reads_from_memory_what_others_read_from_the_file(tmp_path: Path) -> None:
+    exact = {"on::logits": torch.rand(3, 4, dtype=torch.float64).t(), "on::hidden_states.0": torch.ones(2)}
+    tables = Tables(errors={"on::logits": Real(0.5)}, samples={}, failures={}, names=tuple(exact))
+    own = Reference(path=tmp_path / REFERENCE_FILE, tables=tables, made=exact)
+    assert own.read("on::logits") is exact["on::logits"]
+    assert own.read("off::logits") is None
+    publish(tmp_path, exact, tables)
+    with EventLog(tmp_path / "events.jsonl") as events:
+        found = wait_for(tmp_path, events)
+    assert isinstance(found, Reference)
+    assert found.tables == tables
+    for name, tensor in exact.items():
+        read = found.read(name)
+        assert isinstance(read, torch.Tensor)
+        assert torch.equal(read, tensor)
