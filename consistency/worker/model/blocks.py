@@ -24,8 +24,8 @@ from consistency.numerics.digest import digest
 from consistency.worker.model.running import is_of_the_model
 
 ROOM_BYTES = 1 << 30
-"""Of activations at most; less where a quarter of the largest block, in float64, is smaller. Half of the 2 GB of private
-memory that a worker may take beside what grows with a layer."""
+"""Of activations at most; less where a quarter of the largest block, in float64, is smaller. Half of the 2 GB of
+private memory that a worker may take beside what grows with a layer."""
 
 ROOM_SHARE = 4
 """Of the largest block in float64 (one part in so many): the memory of a backward pass grows with a model's blocks by
