@@ -19,6 +19,7 @@ from consistency.errors import ConsistencyError, InterruptedRunError
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "capture"),
     "inputs": ("inputs",),
+    "engine": ("engine",),
     "compare": ("compare",),
     "fleet": ("fleet",),
     "show": ("show",),

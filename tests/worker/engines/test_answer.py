@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from consistency.case.builtin import builtin_folder
+from consistency.case.case import Case
+from consistency.case.inference.outputs import read_outputs
+from consistency.errors import InputError
+from consistency.worker.engines.answer import answer, case_of, read_request
+from consistency.worker.engines.engine import Compiled, LogitsOf, make_engine
+from consistency.worker.model.engine_request import write_request
+from consistency.worker.model.loading import load_model
+
+
+class Eager:
+    """An engine that compiles nothing."""
+
+    name, version, device = "eager", str(torch.__version__), "cpu"
+    settings = {"kernels": "torch's"}
+
+    def compiled(self, model: LogitsOf, _inputs: dict[str, torch.Tensor]) -> Compiled:
+        return lambda inputs: model(*inputs.values())
+
+
+class Unable(Eager):
+    def compiled(self, _model: LogitsOf, _inputs: dict[str, torch.Tensor]) -> Compiled:
+        raise NotImplementedError("no kernel for this\nat all")
+
+
+def case(name: str = "llama") -> Case:
+    folder = builtin_folder(name)
+    return Case(name=name, base=str(folder / "base"), adapter=str(folder / "adapter"), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("request") / "inputs.safetensors"
+    write_request(case(), path)
+    return path
+
+
+def test_every_output_that_is_asked_for_is_what_the_model_computes(inputs: Path, tmp_path: Path) -> None:
+    answer(inputs, tmp_path / "outputs.safetensors", Eager())
+    found, tensors = read_outputs(tmp_path / "outputs.safetensors"), load_file(tmp_path / "outputs.safetensors")
+    request, given = read_request(inputs)
+    assert found.modes == request.modes
+    assert found.about.case == request.case
+    assert found.about.settings == Eager.settings
+    assert len(found.batches) == 2 * len(request.batches) - 1
+    model: Any = load_model(case(), "cpu")
+    with torch.no_grad():
+        assert torch.equal(model(**given).logits, tensors["adapter_on"])
+        with model.disable_adapter():
+            assert torch.equal(model(**given).logits, tensors["adapter_off"])
+        model.merge_adapter()
+        assert torch.equal(model(**given).logits, tensors["adapter_merged"])
+    assert not torch.equal(tensors["adapter_merged"], tensors["adapter_on"])
+
+
+def test_the_first_row_is_followed_through_the_batches(inputs: Path, tmp_path: Path) -> None:
+    answer(inputs, tmp_path / "outputs.safetensors", Eager())
+    tensors = load_file(tmp_path / "outputs.safetensors")
+    row, other = tensors["adapter_on"][0], tensors["adapter_on"][1]
+    for name in read_outputs(tmp_path / "outputs.safetensors").batches:
+        torch.testing.assert_close(tensors[name], row)
+    assert (row - other).abs().max() > 1
+
+
+def test_other_files_than_the_requests_are_refused(inputs: Path) -> None:
+    request, _ = read_request(inputs)
+    other = builtin_folder("gpt2")
+    with pytest.raises(InputError, match="this is not the base that the request is of"):
+        case_of(request, base=str(other / "base"))
+    with pytest.raises(InputError, match="this is not the adapter that the request is of"):
+        case_of(request, adapter=str(other / "adapter"))
+
+
+def test_what_an_engine_cannot_do_is_said_with_its_name(inputs: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"eager cannot run this model\n.*adapter_on.*\n.*no kernel for this"):
+        answer(inputs, tmp_path / "outputs.safetensors", Unable())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_asks_for_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no request to an engine"):
+        read_request(builtin_folder("llama") / "adapter" / "adapter_model.safetensors")
+
+
+def test_a_name_that_no_engine_has_is_refused() -> None:
+    with pytest.raises(InputError, match="there is no adapter for an engine 'onnxruntim'"):
+        make_engine("onnxruntim", "cpu")
