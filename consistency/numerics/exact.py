@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from consistency.numerics.grouped_products import GROUPED, grouped_product
+from consistency.numerics.identity import storage_of
 from consistency.numerics.operands import each_tensor
 from consistency.numerics.widening import Widening
 
@@ -79,7 +80,7 @@ class Float64Mode(TorchDispatchMode):
         for parameter in parameters:
             (large if HAS_GRAD_DTYPE and parameter.numel() >= _LARGE else small).append(parameter)
         kept = [(parameter, parameter.data) for parameter in small]
-        self._with_gradients = frozenset(p.untyped_storage().data_ptr() for p in large)
+        self._with_gradients = frozenset(storage_of(p) for p in large)
         of_torch = torch.nn.Parameter.__new__
 
         def without_gradient(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:  # noqa: ARG001 - torch's
@@ -148,7 +149,7 @@ class Float64Mode(TorchDispatchMode):
     def _has_gradient(self, value: Any) -> bool:
         if not self._with_gradients or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return False
-        return value.untyped_storage().data_ptr() in self._with_gradients
+        return storage_of(value) in self._with_gradients
 
     def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = args[0] if args else None

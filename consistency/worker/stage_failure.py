@@ -16,6 +16,7 @@ from consistency.capture.names import RAISED, WHOLE_MODEL
 from consistency.case.stages import StageSpec
 from consistency.errors import ConsistencyError, first_line
 from consistency.numerics.digest import TensorDigest, digest
+from consistency.numerics.identity import start_of
 from consistency.worker.model.structure import Structure
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.quantized.held import is_composite
@@ -77,7 +78,7 @@ class Unchanged:
             name: (tensor, digest(tensor).value)
             for name, tensor in chain(model.named_parameters(), model.named_buffers())
             if not tensor.is_meta and tensor.layout is torch.strided and not is_composite(tensor)
-            if tensor.data_ptr() not in known
+            if start_of(tensor) not in known
         }
 
     def restore(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,37 @@ def test_a_head_that_no_file_holds_has_the_same_numbers_everywhere(masked_bert: 
     assert (pooler.rule, pooler.reference_digest) == ("peer", None)
     assert not [r for r in found.values() if r.status in ("missing", "unexpected", "outside")]
     assert found["adapter", "classifier", "weight"].status == "equal"
+
+
+# a backend without addresses
+
+
+def test_nothing_depends_on_the_addresses_of_tensors(
+    tmp_path: Path, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {**SIZES, "tie_word_embeddings": True}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=64)
+    base = saved(transformers.LlamaForCausalLM(config), tmp_path / "llama")
+    adapter = on_llama(base, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    stages = (Stage.BASE, Stage.ADAPTER, Stage.MEMORY)
+
+    def rows() -> dict[Any, Any]:
+        found = look(base, adapter, stages=stages)
+        return {r.key: (r.status, r.digest, r.diagnosis) for r in found if r.stage != Stage.MEMORY}
+
+    with_addresses = rows()
+    real = torch.Tensor.data_ptr
+
+    def address(tensor: torch.Tensor) -> int:
+        caller = sys._getframe(1).f_globals["__name__"]
+        in_c = ("consistency.numerics.kernels", "consistency.numerics.distance", "consistency.worker.memory")
+        return 0 if caller.startswith("consistency.") and not caller.startswith(in_c) else real(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "data_ptr", address)
+    without = rows()
+    assert without == with_addresses
+    assert sum(key[0] == "adapter" for key in without) > 2
+    assert not [key for key, row in without.items() if row[0] in ("missing", "unexpected", "outside")]
 
 
 # memory

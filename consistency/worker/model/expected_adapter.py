@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from consistency.numerics.identity import start_of
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.weight_files import WeightFiles
 
@@ -26,16 +27,14 @@ def expected_adapter(
 
     given = dict(files.read_all())
     # converted tensors are new objects: unconverted ones are recognized by storage and shape
-    origin = {(t.data_ptr(), tuple(t.shape)): name for name, t in given.items() if t.numel()}
+    origin = {(start_of(t), tuple(t.shape)): name for name, t in given.items() if t.numel()}
     with (
         _prompt_on_the_host(model, adapter) as prompt,
         _recording_load_state_dict(model) as seen,
         _ranks_as_they_are(model),
     ):
         set_peft_model_state_dict(model, given, adapter_name=adapter)
-    found = {
-        name: (origin.get((tensor.data_ptr(), tuple(tensor.shape)), name), tensor) for name, tensor in seen.items()
-    }
+    found = {name: (origin.get((start_of(tensor), tuple(tensor.shape)), name), tensor) for name, tensor in seen.items()}
     prefix = f"prompt_encoder.{adapter}."
     if prompt is not None and not any(name.startswith(prefix) for name in found):
         # taken apart by the method itself: the parts are named after what they are parts of

@@ -22,6 +22,7 @@ from consistency.case.named_adapters import NamedAdapter
 from consistency.errors import InputError
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import name_of
+from consistency.numerics.identity import Start, start_of
 from consistency.worker.model.head_class import HEAD, auto_class, labels
 from consistency.worker.model.synthetic_head import is_synthetic, overwrite, synthetic
 from consistency.worker.model.weight_files import WeightFiles, file_names
@@ -100,10 +101,10 @@ class LoadedBase:
         """Hold every weight inside a module on the device for as long as a `with` block takes."""
         return nullcontext() if self.offload is None else self.offload.onload(module)
 
-    def addresses(self) -> set[int]:
+    def addresses(self) -> set[Start]:
         """Return where the tensors begin in memory."""
         there = () if self.offload is None else self.offload.buffers()
-        return {tensor.data_ptr() for tensor in chain(self.tensors.values(), there)}
+        return {start_of(tensor) for tensor in chain(self.tensors.values(), there)}
 
     def expected(self, name: str) -> torch.Tensor | None:
         """Return a tensor's value in the file, cast on the CPU to the dtype that it has in the model.
@@ -251,7 +252,7 @@ def _recording_initial_values(base: LoadedBase, initial: dict[str, str]) -> Iter
         for name, tensor in model.named_parameters():
             if tensor.is_meta or is_composite(tensor):
                 continue
-            if tensor.numel() and tensor.data_ptr() not in of_base:
+            if tensor.numel() and start_of(tensor) not in of_base:
                 initial.setdefault(name, digest(tensor).value)
         return real(model, *args, **options)
 
@@ -319,12 +320,12 @@ def _from_factory(text: str, device: str) -> torch.nn.Module:
 def _tensors(model: torch.nn.Module, files: WeightFiles | None) -> dict[str, torch.Tensor]:
     """Name every parameter and buffer once; of tied names, the one in the file."""
     in_file = set() if files is None else set(files.names())
-    chosen: dict[tuple[int, torch.Size, torch.dtype], str] = {}
+    chosen: dict[tuple[int | Start, torch.Size, torch.dtype], str] = {}
     found: dict[str, torch.Tensor] = {}
     named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     for name, tensor in chain.from_iterable(named):
         # a quantized weight may have no memory of its own
-        address = id(tensor) if is_composite(tensor) else tensor.data_ptr()
+        address = id(tensor) if is_composite(tensor) else start_of(tensor)
         identity = (address, tensor.shape, tensor.dtype)
         if tensor.numel() and identity in chosen:
             first = chosen[identity]

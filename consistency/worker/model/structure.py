@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from consistency.numerics.identity import storage_of
 from consistency.worker.quantized.held import is_composite
 
 _CONTAINERS = (dict, OrderedDict, list, set)  # these alone: a registry of a library is nobody's to empty
@@ -94,5 +95,5 @@ def _sharing(tensors: Iterable[torch.Tensor]) -> set[frozenset[int]]:
     together: defaultdict[tuple[torch.device, int], set[int]] = defaultdict(set)
     for tensor in tensors:
         if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta and not is_composite(tensor):
-            together[tensor.device, tensor.untyped_storage().data_ptr()].add(id(tensor))
+            together[tensor.device, storage_of(tensor)].add(id(tensor))
     return {frozenset(group) for group in together.values() if len(group) > 1}

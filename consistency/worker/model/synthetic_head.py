@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.identity import start_of
 
 STANDARD_DEVIATION = 0.02
 """transformers' usual `initializer_range`."""
@@ -38,12 +39,12 @@ def overwrite(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
     """
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     wanted = set(names)
-    done = {tensor.data_ptr() for name, tensor in named.items() if name not in wanted}
+    done = {start_of(tensor) for name, tensor in named.items() if name not in wanted}
     anew = set()
     with torch.no_grad():
         for name, tensor in named.items():
-            if name in wanted and tensor.data_ptr() not in done:
-                done.add(tensor.data_ptr())
+            if name in wanted and start_of(tensor) not in done:
+                done.add(start_of(tensor))
                 anew.add(name)
                 if is_synthetic(tensor):
                     tensor.copy_(synthetic(name, tensor))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from consistency.numerics.identity import start_of
 from consistency.worker.quantized.held import quantized_layers, weight_of_layer
 
 
@@ -76,7 +77,7 @@ def as_loaded(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for weight, data, attributes in kept:
-            if weight.data.data_ptr() != data.data_ptr() or weight.shape != data.shape:
+            if start_of(weight.data) != start_of(data) or weight.shape != data.shape:
                 weight.data = data
             for owner, before in attributes:
                 owner.clear()

@@ -16,6 +16,7 @@ from consistency.errors import first_line
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import digest
 from consistency.numerics.error import measure_against_exact
+from consistency.numerics.identity import start_of
 from consistency.numerics.quantized import QuantizedWeight
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
@@ -117,10 +118,10 @@ def from_file(base: LoadedBase, name: str, layer: Any) -> QuantizedWeight | None
     held = weight_of_layer(layer)
     if held is None:
         return None
-    names = {tensor.data_ptr(): stored for stored, _, tensor in stored_names(f"{name}.weight", layer.weight)}
+    names = {start_of(tensor): stored for stored, _, tensor in stored_names(f"{name}.weight", layer.weight)}
     parts = {}
     for part, tensor in held.parts.items():
-        stored = names.get(tensor.data_ptr())
+        stored = names.get(start_of(tensor))
         expected = None if stored is None or stored not in base.tensors else base.expected(stored)
         if expected is not None:
             parts[part] = expected

@@ -16,6 +16,7 @@ import torch
 
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
+from consistency.numerics.identity import storage_of
 
 _MACHINERY = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _DEPTH = 6  # nested containers; no weights are kept deeper
@@ -28,7 +29,7 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The plain tensors that a module keeps alive by name, and the names on each storage, by device and address.
+    """The plain tensors that a module keeps alive by name, and the names on each storage, by device and storage.
 
     A tensor of a subclass gives those that it is made of.
     """
@@ -44,7 +45,7 @@ class Held:
             if tensor.is_meta or tensor.layout is not torch.strided or name in tensors:
                 continue
             tensors[name] = tensor
-            place = (str(tensor.device), tensor.untyped_storage().data_ptr())
+            place = (str(tensor.device), storage_of(tensor))
             storages[place] = (*storages.get(place, ()), name)
         return cls(tensors=tensors, storages=storages)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from consistency.capture.wording import some
+from consistency.numerics.identity import Start, start_of
 from consistency.numerics.words import Word
 from consistency.worker.wrapper_check.report import WrapperFinding
 
@@ -43,8 +44,8 @@ def other_keys(wrapped: Mapping[str, Any], plain: Collection[str], prefix: str |
     if prefix is None:
         return
     expected = {prefix + key for key in plain}
-    addresses = {_address(wrapped[name]) for name in expected & names} - {None}
-    doubled = [name for name in wrapped if name not in expected and _address(wrapped[name]) in addresses]
+    starts = {_start(wrapped[name]) for name in expected & names} - {None}
+    doubled = [name for name in wrapped if name not in expected and _start(wrapped[name]) in starts]
     if doubled:
         what = f"{len(doubled)} keys of the model are in the wrapper's state dict a second time"
         wanted = f"{len(plain)} keys behind {prefix or 'no prefix'}"
@@ -57,6 +58,6 @@ def _finding(what: str, names: list[str], *, got: str, wanted: str) -> WrapperFi
     )
 
 
-def _address(value: Any) -> int | None:
+def _start(value: Any) -> Start | None:
     has_one = isinstance(value, torch.Tensor) and value.numel() > 0 and not value.is_meta
-    return value.data_ptr() or None if has_one else None
+    return start_of(value) if has_one else None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from consistency.numerics.identity import start_of
 from consistency.worker.wrapper_check.held import Held
 
 Layers = dict[str, tuple[str, tuple[tuple[int, ...], ...]]]
@@ -34,7 +35,7 @@ def untouched(*models: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for tensor, data, requires_grad, grad, attributes in kept:
-            if tensor.data is not data and tensor.data.data_ptr() != data.data_ptr():
+            if tensor.data is not data and start_of(tensor.data) != start_of(data):
                 tensor.data = data
             tensor.requires_grad_(requires_grad)
             tensor.grad = grad

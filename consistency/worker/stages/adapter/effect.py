@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from consistency.capture.records import Effect
+from consistency.numerics.identity import start_of
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.stages.context import Context
 
@@ -31,7 +32,7 @@ def effect_of(context: Context) -> tuple[Effect, dict[str, Any]]:
     if _is_of_some_tokens(config):
         return "some-tokens", {}
     known = context.base.addresses()
-    own = [name for name, tensor in model.named_parameters() if tensor.data_ptr() not in known]
+    own = [name for name, tensor in model.named_parameters() if start_of(tensor) not in known]
     if not own and not context.rewritten:
         return "no-layer", {}
     if context.rewritten or any(_is_changed(context, name) for name in context.expected if _SAVED in name):

@@ -17,6 +17,7 @@ from consistency.capture.names import RANK_AND_SCALING, SETTINGS_LAYER, adapter_
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
+from consistency.numerics.identity import start_of
 from consistency.numerics.words import Word
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.poison import POISON
@@ -91,11 +92,11 @@ def _missing(context: Context, state: dict[str, Any]) -> set[str]:
     config = model.peft_config[ADAPTER_NAME]
     prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
     parameters = dict(context.model.named_parameters())
-    shared = {state[name].data_ptr() for name in context.expected if name in state}
+    shared = {start_of(state[name]) for name in context.expected if name in state}
     found = set()
     for name, tensor in state.items():
         in_adapter = prefix and prefix in name and f".{ADAPTER_NAME}" in name and name in parameters
-        if not in_adapter or name in context.expected or tensor.data_ptr() in shared:
+        if not in_adapter or name in context.expected or start_of(tensor) in shared:
             continue
         found.add(name)
         layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
@@ -115,13 +116,13 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
     """
     model, record = context.model, context.record
     known = context.base.addresses()
-    known |= {state[name].data_ptr() for name in (*context.expected, *missing) if name in state}
+    known |= {start_of(state[name]) for name in (*context.expected, *missing) if name in state}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
         strided = tensor.layout is torch.strided and tensor.numel() > 0
         if tensor.is_meta and context.base.offload is not None:
             continue  # a weight of the base, which is on the host
-        if not strided or is_composite(tensor) or tensor.data_ptr() in known or not record.wants("adapter", layer):
+        if not strided or is_composite(tensor) or start_of(tensor) in known or not record.wants("adapter", layer):
             continue
         record.computed(
             "adapter",

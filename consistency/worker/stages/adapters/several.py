@@ -12,6 +12,7 @@ import torch
 from consistency.capture.names import module_place
 from consistency.capture.records import RecordStatus
 from consistency.numerics.digest import digest
+from consistency.numerics.identity import start_of
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.worker.model import half_kernels
@@ -148,7 +149,7 @@ class Several:
         of_base = self.context.base.addresses()
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         its = [(key, tensor) for key, tensor in named if name in key.split(".") and tensor.numel()]
-        left = [module_place(key) for key, tensor in its if tensor.data_ptr() not in of_base]
+        left = [module_place(key) for key, tensor in its if start_of(tensor) not in of_base]
         if name in self.model.peft_config:
             left.append(f"peft_config[{name}]")
         reason = f"delete_adapter leaves {_counted(left)} of {name} in the model" if left else None

@@ -13,6 +13,7 @@ import torch
 
 from consistency.case.case import Case
 from consistency.errors import InputError
+from consistency.numerics.identity import Start, start_of
 from consistency.worker.model.loading import load_adapter, load_base
 
 DeviceMap = dict[str, int | str]
@@ -69,7 +70,7 @@ def spread(model: torch.nn.Module, places: Sequence[int | str]) -> DeviceMap:
 
     Tied weights, and so the head with the embeddings, go where the first of them is.
     """
-    order: dict[str, list[tuple[int, ...]]] = {}
+    order: dict[str, list[tuple[Start, int]]] = {}
     tensors = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -77,11 +78,11 @@ def spread(model: torch.nn.Module, places: Sequence[int | str]) -> DeviceMap:
     for name, tensor in tensors:
         block = _BLOCK.match(name)
         unit = block["block"] if block else name.rpartition(".")[0]
-        order.setdefault(unit, []).append((tensor.data_ptr(), tensor.nbytes))
+        order.setdefault(unit, []).append((start_of(tensor), tensor.nbytes))
     units = sorted(order, key=_position(model))
     share = max(1, -(-len(units) // len(places)))
     found: DeviceMap = {}
-    owner: dict[tuple[int, ...], int | str] = {}
+    owner: dict[tuple[Start, int], int | str] = {}
     for number, unit in enumerate(units):
         tied = [owner[key] for key in order[unit] if key in owner and key[1]]
         found[unit] = tied[0] if tied else places[min(number // share, len(places) - 1)]
