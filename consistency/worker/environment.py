@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from consistency.devices.backends import CPU, kernel_variables, recorded_variables
-from consistency.numerics.kernels import triton_digest, trust
+from consistency.numerics.kernels import device_digest, triton_digest, trust
 from consistency.numerics.precision import Precision
 from consistency.worker.precision import products_of
 
@@ -54,10 +54,13 @@ def products(device: torch.device) -> dict[str, Any]:
 
 
 def digest_kernel(device: torch.device) -> dict[str, str]:
-    """Return the path of the digests on a CUDA device, as far as this process knows it; elsewhere nothing.
+    """Return the path of the digests on a CUDA device, and elsewhere the reason why they are computed on the host.
 
-    Both paths give the same digests, so it is not part of `kernel_key`.
+    As far as this process knows it. All paths give the same digests, so it is not part of `kernel_key`.
     """
+    on_device = device_digest.state(device)
+    if on_device not in ("", device_digest.PROVEN):
+        return {"digest_kernel": on_device}
     return {"digest_kernel": triton_digest.state(device)} if device.type == "cuda" else {}
 
 
