@@ -69,20 +69,20 @@ STAGE_S = 0.15
 PER_TENSOR_S = 0.001
 """Of Python for one record: a digest, its comparison, a line of JSON."""
 
-DIGEST_S = 0.19e-9
-MAP_S = 0.2e-9
+DIGEST_S = 0.22e-9
+MAP_S = 0.1e-9
 """Per byte: a digest, and a page of a mapped file that is read for the first time."""
 
-MERGE_S = 12.5e-9
+MERGE_S = 7.5e-9
 """Per element of a delta or merged weight: PEFT's merge, digests, its measure against the float64 bound."""
 
-MERGE_ALONE_S = 6e-9
+MERGE_ALONE_S = 4.5e-9
 """The same of PEFT's merge alone."""
 
 MERGE_IN_FLOAT64_S = 8e-9
 """The same of a merge for a pass in float64 (`MergeEffect`): 2.7 s of four, of 90 million adapted elements."""
 
-MEASURE_S = 0.42e-6
+MEASURE_S = 0.23e-6
 """Per element that is compared with its float64 value by the `relative` rule: errors of this worker and of the CPU."""
 
 

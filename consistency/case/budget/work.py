@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from consistency.case.budget.speed import Speed
 
-READ_BYTES = 2.41e10
+READ_BYTES = 2.0e10
 """Bytes per second that `Speed.read_bytes` gave there: `Work.memory_s` is scaled by it."""
 
 WEIGHT_S = {"half": 0.32e-9, "float32": 0.74e-9, "float64": 1.6e-9}
