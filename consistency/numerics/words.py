@@ -92,6 +92,7 @@ class Word(enum.StrEnum):
     LEFT_BEHIND = "left-behind", "tensors of a deleted adapter left in the model"
     OTHERS_INTERFERE = "others-interfere", "results that change with what else was loaded, set or deleted"
     DRIFT = "drift", "weights that merging and unmerging moves further than rounding can"
+    OTHER_DENSITY = "wrong-density", "another share of elements kept than chance explains"
     BYTES_CHANGED = "bytes-changed", "bytes that a step changed which should leave them alone"
 
     # memory

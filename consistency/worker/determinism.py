@@ -107,6 +107,14 @@ def deterministic(
 
 
 @contextmanager
+def seeded(seed: int = SEED) -> Iterator[None]:
+    """Seed every generator, and restore its state at the end."""
+    with _generators_kept():
+        seed_all(seed)
+        yield
+
+
+@contextmanager
 def switched(**overrides: Any) -> Iterator[None]:
     """Set some settings for a while, and those that torch changes together with them."""
     before = in_force()

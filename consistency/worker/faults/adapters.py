@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from consistency.worker.faults.planting import instead
+from consistency.worker.faults.planting import changing, instead
 
 _LAYER = "peft.tuners.tuners_utils:BaseTunerLayer"
 _HOLDERS = (torch.nn.ModuleDict, torch.nn.ParameterDict)
@@ -52,6 +52,18 @@ def wrong_weights(
     real: Callable[..., None], model: Any, adapters: list[str], weights: list[float], *args: Any, **options: Any
 ) -> None:
     real(model, adapters, [weight * 1.001 for weight in weights], *args, **options)
+
+
+@instead("torch:bernoulli")
+def wrong_density(real: Callable[..., torch.Tensor], probability: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Keep what should be left out."""
+    return real(1 - probability, **options)
+
+
+@changing("peft.tuners.lora.model:LoraModel._svd_generalized_task_arithmetic_weighted_adapter")
+def cut_short(factors: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Lose the smallest singular value that is kept."""
+    factors[1][:, -1] = 0
 
 
 @instead("peft.utils.hotswap:hotswap_adapter_from_state_dict")

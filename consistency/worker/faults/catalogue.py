@@ -259,6 +259,14 @@ _ROWS: tuple[Fault, ...] = (
         several=True, shows_in="linear.lora_", needs=(Need.LORA_LINEAR,),
     ),
     Fault(
+        name="combination-wrong-density", plant="adapters:wrong_density", expected="wrong-density", stages=_ADAPTERS,
+        several=True, shows_in=".density", needs=(Need.LORA_LINEAR,),
+    ),
+    Fault(
+        name="combination-cut-short", plant="adapters:cut_short", expected="unknown", stages=_ADAPTERS, several=True,
+        shows_in="svd.", needs=(Need.LORA_LINEAR, Need.TRAINED),
+    ),
+    Fault(
         name="hotswap-leaves-one", plant="adapters:leaves_one", expected="stale", stages=_ADAPTERS, several=True,
         shows_in=".hotswap.", needs=(Need.LORA_B,),
     ),

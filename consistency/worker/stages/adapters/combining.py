@@ -1,15 +1,14 @@
 """What `add_weighted_adapter` makes of the factors of several LoRAs, against its definition in float64.
 
 `linear` adds the factors, each with the root of its weight times its scaling; `cat` puts them side by side, weight and
-scaling in lora_A. `magnitude_prune` and `ties` leave out elements first (`pruned`). The other types cut singular
-values, whose vectors are not unique, or elements by chance: no exact value is derived for these.
+scaling in lora_A. `magnitude_prune` and `ties` leave out elements first (`pruned`), `dare_linear` and `dare_ties` do so
+by chance (`chance`). The `_svd` types combine the deltas and cut the decomposition of the result (`cut`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,64 +16,77 @@ import torch
 from consistency.capture.names import module_place
 from consistency.errors import first_line
 from consistency.numerics.digest import digest
-from consistency.numerics.dtype import UNIT_ROUNDOFF
-from consistency.numerics.rules import Rule
+from consistency.numerics.rules import Rule, passes
 from consistency.numerics.running_error import Arithmetic, Tracked
+from consistency.numerics.words import Word
 from consistency.worker.model.merging import adapted_layers
+from consistency.worker.stages.adapters.chance import BY_CHANCE, Draws, chosen, drawing, share_of_chance
+from consistency.worker.stages.adapters.cut import check_cut, layers_to_cut, only_in
+from consistency.worker.stages.adapters.layer_factors import LayerFactors, factors_of
 from consistency.worker.stages.adapters.pruned import DENSITY, PRUNED, pruned
 from consistency.worker.stages.adapters.several import STAGE, Several
+from consistency.worker.stages.adapters.truncated import TRUNCATED
+from consistency.worker.stages.adapters.weighing import weight_of
 from consistency.worker.stages.bound_rule import record_bounded
 
-TYPES = ("linear", "cat", *PRUNED)
+TYPES = ("linear", "cat", *PRUNED, *BY_CHANCE, *TRUNCATED)
 _STEP = "add_weighted_adapter"
-
-# (dictionary of a layer, suffix of its parameters' names) for the factors of linear and convolution layers, then of
-# embeddings; A first
-_FACTORS = ((("lora_A", ".weight"), ("lora_B", ".weight")), (("lora_embedding_A", ""), ("lora_embedding_B", "")))
+_WITHOUT_DENSITY = ("linear", "cat", "svd")
 
 
 def combine(several: Several) -> None:
-    """Combine all adapters in each type that has a closed form, record the factors, and delete the combination."""
+    """Combine all adapters in each type, record the factors, and delete the combination."""
     if not hasattr(several.model, "add_weighted_adapter"):
         method = several.model.peft_config[several.names[0]].peft_type.value
         several.skipped(_STEP, "everything", f"PEFT has no add_weighted_adapter for {method}")
         return
     weights = [1 - 0.25 * number / len(several.names) for number in range(len(several.names))]
-    for kind in TYPES:
-        name = _unused(f"combined_{kind}", several.names)
-        try:
-            several.model.add_weighted_adapter(
-                list(several.names), weights, name, combination_type=kind, density=DENSITY if kind in PRUNED else None
-            )
-        except ValueError as error:  # ranks, target modules or modules saved whole that PEFT does not combine
-            several.refused(f"{_STEP}({kind})", f"PEFT does not combine them: {first_line(error)}")
+    sample = layers_to_cut(several, weights)
+    for done, kind in enumerate(TYPES):
+        several.context.events.step(f"{_STEP}, {kind}", done, len(TYPES))
+        step, name = f"{_STEP}({kind})", _unused(f"combined_{kind}", several.names)
+        paths = sample.paths if kind in TRUNCATED else None
+        if paths is not None and not paths:
+            several.skipped(step, "everything", sample.reason)
             continue
-        several.done(f"{_STEP}({kind})")
-        _check(several, kind, name, weights)
+        try:
+            with only_in(several, paths), drawing() as draws:
+                several.model.add_weighted_adapter(
+                    list(several.names), weights, name, combination_type=kind,
+                    density=None if kind in _WITHOUT_DENSITY else DENSITY,
+                )  # fmt: skip
+        except ValueError as error:  # ranks, target modules or modules saved whole that PEFT does not combine
+            several.refused(step, f"PEFT does not combine them: {first_line(error)}")
+            continue
+        several.done(step)
+        _check(several, kind, name, weights, draws)
+        if paths is not None and sample.reason:
+            several.skipped(step, "further layers", sample.reason)
         several.model.delete_adapter(name)
-        several.check_deleted(f"{_STEP}({kind})", name)
+        several.check_deleted(step, name)
         several.model.set_adapter(several.names[0])
     several.check_bytes(_STEP)
 
 
-def _check(several: Several, kind: str, name: str, weights: Sequence[float]) -> None:
+def _check(several: Several, kind: str, name: str, weights: Sequence[float], draws: Draws) -> None:
     scalings = set()
+    by_chance = _Chance(several, f"{_STEP}({kind})", draws)
     for path, layer in adapted_layers(several.model):
         if name in getattr(layer, "scaling", {}):
             scalings.add(float(layer.scaling[name]))
         place = module_place(path)
-        if several.context.record.wants(STAGE, place):
-            for part, actual, exact in _factors(several, kind, path, layer, name, weights):
-                if exact is None:
-                    several.context.record.absent(
-                        STAGE, place, f"{kind}.{part}", status="skipped", rule=Rule.BOUND,
-                        reason="elements of equal magnitude in too many adapters: any of them may be left out",
-                    )  # fmt: skip
-                    continue
-                record_bounded(
-                    several.context.record, STAGE, place, f"{kind}.{part}", actual=actual.to("cpu"), exact=exact,
-                    digests=[digest(actual)],
-                )  # fmt: skip
+        for factors in factors_of(several, path, layer, weights, combined=name):
+            if kind in TRUNCATED:
+                drawn = by_chance.take([factors.delta_shape], factors) if "dare" in kind else [[]]
+                if drawn is not None and several.context.record.wants(STAGE, place):
+                    check_cut(several, kind, place, factors, drawn[0], rank=several.model.peft_config[name].r)
+                continue
+            masks = by_chance.take([factors.a[0].shape, factors.b[0].shape], factors) if kind in BY_CHANCE else None
+            if kind in BY_CHANCE and masks is None:
+                continue
+            if several.context.record.wants(STAGE, place):
+                _check_factors(several, kind, place, factors, masks)
+    by_chance.done(expected="dare" in kind)
     if scalings - {1.0}:
         # the factors hold weights and scalings already; rank-stabilized LoRA divides by the root of the rank alone
         several.skipped(
@@ -86,45 +98,99 @@ def _check(several: Several, kind: str, name: str, weights: Sequence[float]) -> 
         several.fact(f"{_STEP}({kind})", "scaling")
 
 
-def _factors(
-    several: Several, kind: str, path: str, layer: Any, name: str, weights: Sequence[float]
-) -> Iterator[tuple[str, torch.Tensor, Tracked | None]]:
-    """Yield name, actual and exact value of the factors of one layer, as far as the combination has them."""
-    for pair in _FACTORS:
-        if name not in getattr(layer, pair[0][0], {}):
+class _Chance:
+    """The draws of one combination, dealt out to layers in PEFT's order, and how many elements they kept.
+
+    PEFT draws layer by layer, for A and then B, for each adapter in turn. Draws of other shapes are another order.
+    """
+
+    def __init__(self, several: Several, step: str, draws: Draws) -> None:
+        self._several, self._step = several, step
+        self._left = list(draws.kept)
+        self._is_known = True
+        self._kept = self._drawn = self._same = self._pairs = 0
+
+    def take(self, shapes: Sequence[tuple[int, ...]], factors: LayerFactors) -> list[list[np.ndarray]] | None:
+        """Return what was kept of the tensors of these shapes, for each adapter; None where it is not known."""
+        count, found = len(factors.names), []
+        for shape in shapes:
+            here, self._left = self._left[:count], self._left[count:]
+            self._is_known = self._is_known and [mask.numel() for mask in here] == [math.prod(shape)] * count
+            if not self._is_known:
+                return None
+            found.append([mask.reshape(shape).numpy() for mask in here])
+            self._kept += sum(int(mask.sum()) for mask in here)
+            self._drawn += sum(mask.numel() for mask in here)
+            if count > 1:
+                self._same += int((here[0] == here[1]).sum())
+                self._pairs += here[0].numel()
+        return found
+
+    def done(self, *, expected: bool) -> None:
+        """Record whether the share of the elements that were kept is one that chance explains."""
+        if not expected:
+            return
+        if not self._is_known or self._left:
+            self._several.skipped(self._step, "values", "this PEFT draws what it leaves out in another order")
+            return
+        for what, kept, drawn, wanted, sentence in (
+            ("density", self._kept, self._drawn, DENSITY, "{} of {} elements are kept, with a density of {:g}"),
+            (
+                "independence", self._same, self._pairs, DENSITY**2 + (1 - DENSITY) ** 2,
+                "{} of {} elements are kept or left out of two adapters alike; independent draws have a share of {:g}",
+            ),
+        ):  # fmt: skip
+            share = share_of_chance(kept, drawn, wanted)
+            right = passes(share)
+            if self._several.context.record.wants(STAGE, self._step):
+                self._several.context.record.fact(
+                    STAGE, self._step, what, status="within" if right else "outside", share=share,
+                    diagnosis=None if right else Word.OTHER_DENSITY,
+                    reason=None if right else sentence.format(kept, drawn, wanted),
+                    evidence={"elements": drawn, "kept": kept, "probability": wanted},
+                )  # fmt: skip
+
+
+def _check_factors(
+    several: Several, kind: str, place: str, factors: LayerFactors, masks: Sequence[Sequence[np.ndarray]] | None
+) -> None:
+    record = several.context.record
+    for part, actual, exact in _exact(kind, factors, masks):
+        if exact is None:
+            record.absent(
+                STAGE, place, f"{kind}.{part}", status="skipped", rule=Rule.BOUND,
+                reason="elements of equal magnitude in too many adapters: any of them may be left out",
+            )  # fmt: skip
             continue
-        present = [
-            (one, weight)
-            for one, weight in zip(several.names, weights, strict=True)
-            if f"{path}.{pair[0][0]}.{one}{pair[0][1]}" in several.expected[one]
-        ]
-        for side, (part, suffix) in enumerate(pair):
-            held = getattr(layer, part)[name]
-            actual = (held.weight if suffix else held).detach()
-            if actual.dtype not in UNIT_ROUNDOFF or not present:
-                continue
-            by = Arithmetic.of(actual.dtype)
-            files = [
-                several.expected[one][f"{path}.{part}.{one}{suffix}"][1].to(actual.dtype).to(torch.float64).numpy()
-                for one, _ in present
-            ]
-            scales = [weight * float(layer.scaling[one]) for one, weight in present]
-            if kind == "linear":
-                yield part, actual, _sum(by, files, scales, signed=side == 0)
-            elif kind in PRUNED:
-                roots = _roots(scales, signed=side == 0)
-                yield part, actual, pruned(kind, by, files, roots, actual.to("cpu", torch.float64).numpy())
-            else:
-                scaled = [(weight, float(layer.scaling[one])) for one, weight in present]
-                yield part, actual, _side_by_side(by, files, scaled if side == 0 else None, actual.shape, axis=side)
+        record_bounded(
+            record, STAGE, place, f"{kind}.{part}", actual=actual.to("cpu"), exact=exact, digests=[digest(actual)]
+        )
 
 
-def _sum(by: Arithmetic, files: Sequence[np.ndarray], scales: Sequence[float], *, signed: bool) -> Tracked:
-    terms = [
-        (by.known(tensor) * by.constant(root)).store()
-        for tensor, root in zip(files, _roots(scales, signed=signed), strict=True)
+def _exact(
+    kind: str, factors: LayerFactors, masks: Sequence[Sequence[np.ndarray]] | None
+) -> Iterator[tuple[str, torch.Tensor, Tracked | None]]:
+    """Yield name, actual and exact value of the factors of one layer."""
+    scales = [weight * scaling for weight, scaling in zip(factors.weights, factors.scalings, strict=True)]
+    for side, (part, actual, files) in enumerate(
+        zip(factors.parts, factors.combined, (factors.a, factors.b), strict=True)
+    ):
+        by, roots = Arithmetic.of(actual.dtype), _roots(scales, signed=side == 0)
+        if kind == "linear":
+            yield part, actual, _sum(by, files, roots)
+        elif kind in PRUNED:
+            yield part, actual, pruned(kind, by, files, roots, actual.to("cpu", torch.float64).numpy())
+        elif masks is not None:
+            yield part, actual, chosen(kind, by, files, masks[side], roots)
+        else:
+            scaled = list(zip(factors.weights, factors.scalings, strict=True))
+            yield part, actual, _side_by_side(by, files, scaled if side == 0 else None, actual.shape, axis=side)
+
+
+def _sum(by: Arithmetic, files: Sequence[np.ndarray], roots: Sequence[float]) -> Tracked:
+    total, *others = [
+        (by.known(tensor) * weight_of(by, root)).store() for tensor, root in zip(files, roots, strict=True)
     ]
-    total, *others = terms
     for term in others:
         total = total + term
     return total.store()

@@ -16,11 +16,12 @@ import numpy as np
 
 from consistency.numerics.bound import gamma
 from consistency.numerics.running_error import Arithmetic, Tracked
+from consistency.worker.stages.adapters.weighing import weight_of
 
 PRUNED = ("magnitude_prune", "ties")
 
-DENSITY = 0.5
-"""Share of the elements that are kept."""
+DENSITY = 0.7
+"""Share of the elements that are kept: not a half, which could not be told from the share of those left out."""
 
 MOST_TIED = 4
 """Factors with equal magnitudes at the limit: twice as many choices with each."""
@@ -72,7 +73,7 @@ def _largest(tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _added(by: Arithmetic, kept: Sequence[np.ndarray], weights: Sequence[float]) -> Tracked:
     total, *others = [
-        (by.known(tensor) * by.constant(weight)).store() for tensor, weight in zip(kept, weights, strict=True)
+        (by.known(tensor) * weight_of(by, weight)).store() for tensor, weight in zip(kept, weights, strict=True)
     ]
     for term in others:
         total = total + term

@@ -59,6 +59,6 @@ def test_a_sign_by_the_number_of_adapters_is_another() -> None:
 
 
 def test_too_many_ties_are_not_judged() -> None:
-    tensors = [tensor.double().numpy() for tensor in made(MOST_TIED + 1, torch.float32, digits=0)]
+    tensors = [tensor.sign().double().numpy() for tensor in made(MOST_TIED + 1, torch.float32)]
     by = Arithmetic.of(torch.float32)
     assert pruned("ties", by, tensors, [1.0] * len(tensors), np.zeros((8, 40))) is None

@@ -10,12 +10,15 @@ import peft
 import pytest
 import torch
 import transformers
+from peft.tuners.lora.model import LoraModel
 
 from consistency.capture.records import TensorRecord
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.stages import Stage
+from consistency.worker.stages.adapters import chance, cut
+from consistency.worker.stages.adapters.combining import TYPES
 from tests.worker.conftest import Look
-from tests.worker.model.made_models import adapter_on
+from tests.worker.model.made_models import SIZES, adapter_on
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
@@ -62,6 +65,10 @@ def test_every_step_of_two_loras(several: Several) -> None:
     assert {
         f"{place}.one.lora_A", f"{place}.two.lora_B", f"{place}.hotswap.lora_A", f"{place}.linear.lora_B",
         f"{place}.cat.lora_A", f"{place}.ties.lora_B", f"{place}.magnitude_prune.lora_A",
+        f"{place}.dare_linear.lora_A", f"{place}.dare_ties.lora_B", f"{place}.svd.lora_A", f"{place}.ties_svd.lora_B",
+        f"{place}.magnitude_prune_svd.singular values", f"{place}.dare_linear_svd.orthonormal",
+        f"{place}.dare_ties_svd.lora_B", "add_weighted_adapter(dare_linear).density",
+        "add_weighted_adapter(dare_ties_svd).independence",
         f"{place}.merged_at_once", f"{place}.merged_in_turn", f"{place}.drift",
         "set_adapter(two).results of two", "all active.active adapters", "disable_adapter.results of the base",
         "hotswap(two over one).results of two", "hotswap(one back).bytes of one", "delete_adapter(one).deleted",
@@ -87,9 +94,54 @@ def test_another_rank_and_other_layers(several: Several) -> None:
     found = several(one=lora(), two=lora(r=2, target_modules=["q_proj"]), three=lora(r=8))
     assert wrong(found) == []
     refused = skipped(found)
-    assert refused.keys() == {f"add_weighted_adapter({kind}).done" for kind in ("linear", "magnitude_prune", "ties")}
+    assert refused.keys() == {
+        f"add_weighted_adapter({kind}).done"
+        for kind in ("linear", "magnitude_prune", "ties", "dare_linear", "dare_ties")
+    }
     assert all("same r value" in reason for reason in refused.values())
     assert len([one for one in found if one.tensor == "merged_in_turn"]) == 2
+
+
+def swapped_weights(real: Callable[..., Any], model: Any, kind: str, names: Any, weights: Any, *args: Any) -> Any:
+    return real(model, kind, names, weights[::-1], *args)
+
+
+def one_layer_left_out(real: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
+    a, b = real(model, *args, **options)
+    return (a, b * 0) if a.shape[1] == SIZES["intermediate_size"] else (a, b)
+
+
+@pytest.mark.parametrize("fault", [swapped_weights, one_layer_left_out])
+def test_a_wrong_combination_is_outside(
+    several: Several, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "_generalized_task_arithmetic_weighted_adapter"
+    real = getattr(LoraModel, name)
+    monkeypatch.setattr(LoraModel, name, lambda *args, **options: fault(real, *args, **options))
+    found = several(one=lora(), two=lora())
+    assert {kind for kind in TYPES if any(f".{kind}.lora_" in name for name in wrong(found))} == {
+        "linear", "magnitude_prune", "ties", "dare_linear", "dare_ties",
+    }  # fmt: skip
+
+
+def test_a_large_model_is_cut_in_its_first_layers(several: Several, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut, "_MOST_WORK", 1)
+    found = several(one=lora(), two=lora())
+    assert wrong(found) == []
+    place = "model.layers.0.self_attn.q_proj"
+    assert [one.layer for one in found if one.tensor == "svd.lora_A"] == [place]
+    reason = skipped(found)["add_weighted_adapter(svd).further layers"]
+    assert reason == "not cut in 1 further layers: level thorough cuts all"
+
+
+def test_draws_in_another_order_are_not_judged(several: Several, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chance, "_DRAWS", frozenset())
+    found = several(one=lora(), two=lora())
+    assert wrong(found) == []
+    assert not [one for one in found if one.tensor.startswith("dare")]
+    assert {name for name in skipped(found) if "dare" in name} == {
+        f"add_weighted_adapter({kind}).values" for kind in TYPES if "dare" in kind
+    }
 
 
 def test_a_method_without_these_steps(several: Several) -> None:
