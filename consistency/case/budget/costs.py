@@ -82,6 +82,16 @@ MERGE_ALONE_S = 4.5e-9
 MERGE_IN_FLOAT64_S = 8e-9
 """The same of a merge for a pass in float64 (`MergeEffect`): 2.7 s of four, of 90 million adapted elements."""
 
+CUT_STEPS = 1 << 31
+"""Steps of the decompositions of one type of combination but at level thorough: the longer side of a delta squared, as
+PEFT asks for full matrices, times the shorter one."""
+
+CUT_ELEMENTS = 1 << 24
+"""Elements of the largest delta that is cut: some ten float64 arrays of them are held, 128 MiB each."""
+
+CUT_S = 1.1e-9
+"""Per step, of a square matrix of 1024 or 2048 on two cores."""
+
 MEASURE_S = 0.23e-6
 """Per element that is compared with its float64 value by the `relative` rule: errors of this worker and of the CPU."""
 
@@ -342,7 +352,9 @@ def adapters(s: Setting) -> Cost:
     """Load every adapter alone and then all of them, run each, combine them, and merge them ten times by layer.
 
     A further adapter is taken to be as large as the first. The base is digested some eight times. The exact value of a
-    merged weight is made piece by piece; the drift takes the weight before, after and in float64 by parts.
+    merged weight is made piece by piece; the drift takes the weight before, after and in float64 by parts. Of five
+    types of combinations the deltas are cut, in the first layers but at level thorough: a square matrix of n elements
+    takes n to the power of 1.5 steps, and some ten float64 arrays.
     """
     count = len(s.case.adapters)
     passes = 3 * count + 2
@@ -350,11 +362,16 @@ def adapters(s: Setting) -> Cost:
     states = rows * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + (s.shape.vocabulary or 0))
     of_layer = s.shape.largest_layer_elements * (4 * s.shape.width + (count + 1) * 4)
     flop = count * sum(2.0 * (layer.rank or 0) * layer.elements for layer in s.shape.layers)
+    cut = [layer.elements for layer in s.shape.layers if layer.rank and layer.elements <= CUT_ELEMENTS]
+    steps = sum(elements**1.5 for elements in cut)
+    if s.case.level is not Level.THOROUGH:
+        steps = min(steps, CUT_STEPS)
+        cut = [elements for elements in cut if elements**1.5 <= CUT_STEPS]
     return Cost(
-        host_bytes=max(of_layer, states * s.shape.width) + 4 * count * s.shape.adapter_bytes,
+        host_bytes=max(of_layer, states * s.shape.width, 80 * max(cut, default=0)) + 4 * count * s.shape.adapter_bytes,
         device_bytes=max(of_layer, states * s.shape.width) + 4 * count * s.shape.adapter_bytes,
         work=Work(
-            fixed_s=count * LOAD_S + 12 * count * PER_TENSOR_S * s.shape.adapter_tensors,
+            fixed_s=count * LOAD_S + 12 * count * PER_TENSOR_S * s.shape.adapter_tensors + 5 * CUT_S * steps,
             memory_s=8 * DIGEST_S * s.shape.loaded_bytes + (1 + count) * MERGE_S * s.shape.adapted_elements,
             native=_products(s, rows, parts=1).times(passes),
             float64=Products(flop=2 * flop),

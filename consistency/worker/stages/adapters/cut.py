@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
+from consistency.case.budget.costs import CUT_ELEMENTS, CUT_STEPS
 from consistency.case.stages import Level
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import digest
@@ -30,11 +31,6 @@ from consistency.worker.stages.adapters.layer_factors import LayerFactors, facto
 from consistency.worker.stages.adapters.several import STAGE, Several
 from consistency.worker.stages.adapters.truncated import combined_delta, judge
 
-_MOST_WORK = 1 << 31
-"""Work of the layers of one type but at level thorough, in units of the longer side squared times the shorter one: some
-3 s on two cores (1.1 to 1.5 s for each 2**30 were measured)."""
-_MOST_ELEMENTS = 1 << 24
-"""Elements of a delta: some ten float64 arrays of them are held, 128 MiB each."""
 _LONGEST = 1 << 14
 """Longer side of a delta: PEFT asks for full matrices, 1 GiB at this length."""
 
@@ -58,7 +54,7 @@ def layers_to_cut(several: Several, weights: Sequence[float]) -> Sample:
             shorter, longer = sorted((factors.rows, factors.columns))
             if not isinstance(layer, (lora.Linear, lora.Embedding, lora.Conv2d, lora.MultiheadAttention)):
                 others += 1
-            elif shorter * longer > _MOST_ELEMENTS or longer > _LONGEST:
+            elif shorter * longer > CUT_ELEMENTS or longer > _LONGEST:
                 large += 1
             else:
                 work[path] = longer**2 * shorter
@@ -66,7 +62,7 @@ def layers_to_cut(several: Several, weights: Sequence[float]) -> Sample:
     if several.context.job.case.level is not Level.THOROUGH:
         chosen, total = [], 0
         for path, here in work.items():
-            if total + here <= _MOST_WORK:
+            if total + here <= CUT_STEPS:
                 chosen.append(path)
                 total += here
         if work and not chosen:

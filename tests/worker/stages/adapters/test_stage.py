@@ -125,7 +125,7 @@ def test_a_wrong_combination_is_outside(
 
 
 def test_a_large_model_is_cut_in_its_first_layers(several: Several, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut, "_MOST_WORK", 1)
+    monkeypatch.setattr(cut, "CUT_STEPS", 1)
     found = several(one=lora(), two=lora())
     assert wrong(found) == []
     place = "model.layers.0.self_attn.q_proj"
