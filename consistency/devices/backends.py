@@ -85,6 +85,8 @@ class Backend:
         Variable that lists the devices a process may see; None where a process cannot be confined to one device.
     empty_hides_all : bool
         Whether an empty list there hides every device; for some backends it shows every device.
+    mask_is_ordered : bool
+        Whether that variable numbers the devices in its own order.
     builds : tuple of str
         Names in torch's `version.py`, or a `sys.platform`, that show that the installed torch supports this backend.
         Backends that plug in through the entry point `torch.backends` need none.
@@ -112,6 +114,7 @@ class Backend:
     has_index: bool = True
     visibility: str | None = None
     empty_hides_all: bool = True
+    mask_is_ordered: bool = True
     builds: tuple[str, ...] = ()
     by_nvml: bool = False
     shows_contexts: bool = False
@@ -167,7 +170,7 @@ BACKENDS: dict[str, Backend] = {
         ),
         Backend(
             type="cuda",  # ROCm too: torch gives AMD's devices this name
-            visibility="CUDA_VISIBLE_DEVICES",
+            visibility="CUDA_VISIBLE_DEVICES",  # with ROCm as `consistency.devices.visibility` says
             builds=("cuda", "hip"),
             by_nvml=True,
             shows_contexts=True,
@@ -178,6 +181,7 @@ BACKENDS: dict[str, Backend] = {
             recorded=(
                 "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCH_BLAS_PREFER_CUBLASLT",
                 "TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_LINALG_PREFER_CUSOLVER",
+                "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION", "HSA_XNACK",
             ),
             variants=_CUDA_VARIANTS,
             alternatives={
@@ -188,7 +192,14 @@ BACKENDS: dict[str, Backend] = {
                 "cudnn_enabled": (False, "cuDNN off"),
             },
         ),
-        Backend(type="xpu", visibility="ZE_AFFINITY_MASK", empty_hides_all=False, builds=("xpu",)),
+        Backend(
+            type="xpu",
+            visibility="ZE_AFFINITY_MASK",
+            empty_hides_all=False,
+            mask_is_ordered=False,  # Level Zero, Programming Guide, "Affinity Mask"
+            builds=("xpu",),
+            recorded=("ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER", "ONEAPI_DEVICE_SELECTOR"),
+        ),
         Backend(type="npu", visibility="ASCEND_RT_VISIBLE_DEVICES"),
         Backend(type="mps", builds=("darwin",), synchronizes_one=False),
     )

@@ -258,6 +258,11 @@ def _probed() -> tuple[DeviceInfo, ...]:
     )
 
 
+def is_rocm() -> bool:
+    """Report whether the installed torch is built for ROCm, where devices of AMD have the type `cuda`."""
+    return "hip" in _torch_build()
+
+
 @functools.cache
 def _torch_build() -> frozenset[str]:
     """Return which of `Backend.builds` the installed torch has, from its `version.py`, without importing it."""

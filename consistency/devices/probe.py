@@ -6,6 +6,8 @@ import json
 import sys
 from typing import Any
 
+from consistency.devices.vendors import described
+
 
 def describe() -> list[dict[str, Any]]:
     """Return one row per accelerator: type, index, architecture, model, and identity where the backend reports it."""
@@ -18,17 +20,11 @@ def describe() -> list[dict[str, Any]]:
     rows = []
     for index in range(torch.accelerator.device_count()):
         properties = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
-        model = str(getattr(properties, "name", accelerator.type))
-        uuid = getattr(properties, "uuid", None)
-        architecture = getattr(properties, "gcnArchName", None) or getattr(properties, "architecture", None)
         rows.append(
             {
                 "type": accelerator.type,
                 "index": index,
-                "architecture": f"{accelerator.type} {architecture or model}",
-                "model": model,
-                "uuid": None if uuid is None else str(uuid),
-                "memory_bytes": getattr(properties, "total_memory", None),
+                **described(accelerator.type, properties),
                 "simulated": bool(getattr(module, "simulated", False)),
             }
         )

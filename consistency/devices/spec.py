@@ -87,13 +87,16 @@ class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
     visible_id : str or None
         The entry of the backend's visibility variable that shows this device alone.
     not_reported : dict of str to str
-        What the management library did not report, with its reason.
+        What the library that was asked did not report, with its reason.
+    asked : str
+        That library.
     """
 
     spec: DeviceSpec
     memory_bytes: int | None = None
     visible_id: str | None = None
     not_reported: dict[str, str] = {}
+    asked: str = "NVML"
 
 
 def parse_device(text: str, *, where: str = "--devices") -> DeviceSpec:

@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 
 from consistency.case.load_path import LoadPath
-from consistency.devices.backends import BACKENDS, backend_of, kernel_variables, worker_variables
+from consistency.devices.backends import BACKENDS, kernel_variables, worker_variables
 from consistency.devices.interpreter import python_path
 from consistency.devices.spec import DeviceInfo
+from consistency.devices.visibility import Visibility, visibility_of
 
 _KEPT_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 31)}
 """Let glibc keep what is freed. By default each buffer above 32 MiB is mapped anew, and every page of it zeroed by the
@@ -62,14 +63,8 @@ def worker_environment(
             found = {**_KEPT_PAGES, **found}
     if threads is not None:
         found.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
-    mask = _mask(info, load_path)
-    if mask is not None:
-        found[mask] = _visible_id(info, os.environ.get(mask, ""))
-    elif info.spec.is_cpu:
-        # PEFT asks for the accelerator by itself and would send the adapter through it
-        found.update((b.visibility, "") for b in BACKENDS.values() if b.visibility and b.empty_hides_all)
     variant = info.spec.numerical_variant()
-    changes: dict[str, str | None] = {**({} if variant is None else variant.environment), **(change or {})}
+    changes = {**_shown(info, load_path), **({} if variant is None else variant.environment), **(change or {})}
     for name, value in changes.items():
         found.pop(name, None)
         if value is not None:
@@ -77,18 +72,23 @@ def worker_environment(
     return found
 
 
-def _mask(info: DeviceInfo, load_path: LoadPath) -> str | None:
-    """Return the variable that confines a worker to its device, None where it is not to be or cannot be confined."""
-    return backend_of(info.spec.type).visibility if load_path is LoadPath.ISOLATED else None
+def _mask(info: DeviceInfo, load_path: LoadPath) -> Visibility | None:
+    """Return what confines a worker to its device, None where it is not to be or cannot be confined."""
+    return visibility_of(info.spec.type) if load_path is LoadPath.ISOLATED else None
 
 
-def _visible_id(info: DeviceInfo, shown: str) -> str:
-    """Return what shows this device alone: its identity, or its place among the devices that the user shows."""
-    if info.visible_id is not None:
-        return info.visible_id
-    index = info.spec.index or 0
-    entries = [entry.strip() for entry in shown.split(",") if entry.strip()]
-    return entries[index] if index < len(entries) else str(index)
+def _shown(info: DeviceInfo, load_path: LoadPath) -> dict[str, str | None]:
+    """Return the variables that confine a worker to its device, or hide every accelerator from one of the CPU."""
+    mask = _mask(info, load_path)
+    if mask is not None:
+        return mask.applied(info.visible_id or mask.alone(info.spec.index or 0))
+    changes: dict[str, str | None] = {}
+    if info.spec.is_cpu:  # PEFT asks for the accelerator by itself and would send the adapter through it
+        for kind in BACKENDS:
+            hidden = visibility_of(kind)
+            if hidden is not None and hidden.hides_all is not None:
+                changes |= hidden.applied(hidden.hides_all)
+    return changes
 
 
 def worker_threads(asked: int | None, share: int, *, pinned: bool = True) -> int | None:

@@ -14,6 +14,7 @@ from consistency.devices import discovery
 from consistency.devices.discovery import accelerators, cpu_info, discover, select
 from consistency.devices.spec import parse_device
 from consistency.errors import UsageError
+from tests.devices.amd_and_intel import a770, mi300x
 
 
 @pytest.fixture(autouse=True)
@@ -218,3 +219,45 @@ def test_simulated_device_says_so_in_its_architecture(monkeypatch: pytest.Monkey
     double, real = accelerators()
     assert (double.architecture, double.simulated) == ("npu A (simulated)", True)
     assert (real.architecture, real.simulated) == ("npu A", False)
+
+
+def double_torch(monkeypatch: pytest.MonkeyPatch, kind: str, *properties: Any) -> None:
+    """Stand in for a torch that has these devices: the probe runs in this process, on properties of its own."""
+    import subprocess
+
+    import torch
+
+    from consistency.devices import probe
+
+    module = types.SimpleNamespace(get_device_properties=lambda index: properties[index])
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(properties))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(discovery, "_torch_build", lambda: frozenset({"hip" if kind == "cuda" else kind}))
+    answer = subprocess.CompletedProcess([], 0, stdout=json.dumps(probe.describe()))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+
+
+def test_gpus_of_amd_by_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    other = mi300x(gcnArchName="gfx90a:sramecc+:xnack-", name="AMD Instinct MI210", pci_bus_id=0xC9)
+    del other.uuid
+    double_torch(monkeypatch, "cuda", mi300x(), other)
+    found = select(["auto"])[1:]
+    assert [(info.spec.name, info.architecture, info.pci_bus_id) for info in found] == [
+        ("cuda:0", "CDNA 3 gfx942", "0000:05:00.0"),
+        ("cuda:1", "CDNA 2 gfx90a", "0000:c9:00.0"),
+    ]
+    assert (found[0].uuid, found[0].visible_id, found[0].memory_bytes) == ("GPU-e044801689257fb4", None, 196592 << 20)
+    main(["devices"])
+    shown = capsys.readouterr().out
+    assert "cuda:1: torch does not report UUID: not among the properties of the device" in shown
+    assert "NVML" not in shown
+
+
+def test_gpus_of_intel_by_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    double_torch(monkeypatch, "xpu", a770())
+    (found,) = select(["xpu"])
+    assert (found.architecture, found.pci_bus_id, found.driver) == ("Xe-HPG 12.55.8", "0000:03:00.0", "23.35.27191.42")
+    main(["devices", "--json"])
+    assert json.loads(capsys.readouterr().out)[-1]["not_reported"] == {}

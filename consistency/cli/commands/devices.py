@@ -44,5 +44,5 @@ def _devices(parsed: argparse.Namespace) -> int:
             print_table(console, ("device", "architecture", "model", "memory", "uuid", "PCI bus id", "driver"), rows)
             for info in found:
                 for what, reason in info.not_reported.items():
-                    console.print(f"{info.spec.name}: NVML does not report {what}: {reason}", markup=False)
+                    console.print(f"{info.spec.name}: {info.asked} does not report {what}: {reason}", markup=False)
     return 0

@@ -1,0 +1,149 @@
+"""What torch reports of the devices of AMD and Intel, in the terms of their vendors. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+
+class Vendor(StrEnum):
+    """Who made a device, as far as the tools of the vendors matter."""
+
+    NVIDIA = "NVIDIA"
+    AMD = "AMD"
+    INTEL = "Intel"
+
+
+# LLVM, "User Guide for AMDGPU Backend", Processors; names as in AMD's "GPU hardware specifications"
+_AMD = {
+    "gfx900": "GCN 5.0", "gfx906": "GCN 5.1", "gfx908": "CDNA", "gfx90a": "CDNA 2", "gfx94": "CDNA 3",
+    "gfx950": "CDNA 4", "gfx101": "RDNA", "gfx103": "RDNA 2", "gfx110": "RDNA 3", "gfx115": "RDNA 3.5",
+    "gfx120": "RDNA 4",
+}  # fmt: skip
+
+# Linux, drivers/gpu/drm/xe/xe_pci.c, by major and minor version; 12.56 and 12.57 are smaller chips of 12.55's family
+_INTEL = {
+    (12, 0): "Xe-LP", (12, 10): "Xe-LP", (12, 55): "Xe-HPG", (12, 56): "Xe-HPG", (12, 57): "Xe-HPG",
+    (12, 60): "Xe-HPC", (12, 61): "Xe-HPC", (12, 70): "Xe-LPG", (12, 71): "Xe-LPG", (12, 74): "Xe-LPG",
+    (20, 1): "Xe2-HPG", (20, 2): "Xe2-HPG", (20, 4): "Xe2-LPG", (30, 0): "Xe3-LPG", (30, 1): "Xe3-LPG",
+}  # fmt: skip
+
+_INTEL_PCI = 0x8086
+
+
+def amd_architecture(gcn: str) -> str:
+    """Name an AMD architecture: `gfx942:sramecc+:xnack-` gives `CDNA 3 gfx942`."""
+    name = gcn.partition(":")[0]
+    family = next((family for prefix, family in _AMD.items() if name.startswith(prefix)), Vendor.AMD)
+    return f"{family} {name}"
+
+
+def intel_version(architecture: int) -> str | None:
+    """Return the version of Intel's graphics IP, `12.60.7`, of a device's number in SYCL.
+
+    Bits 8 and up are the register GMD_ID of Intel's GPUs: 10 bits of the major version, 8 of the minor one, 8 reserved,
+    6 of the revision. SYCL numbers other vendors, and what it does not know, from 2**56 on.
+    """
+    if not 0 < architecture < 1 << 56:
+        return None
+    version = architecture >> 8
+    return f"{version >> 22}.{version >> 14 & 0xFF}.{version & 0x3F}"
+
+
+def intel_architecture(version: str) -> str:
+    """Name an Intel architecture: `12.60.7` gives `Xe-HPC 12.60.7`."""
+    major, minor, _ = (int(part) for part in version.split("."))
+    return f"{_INTEL.get((major, minor), Vendor.INTEL)} {version}"
+
+
+def amd_uuid(raw: Sequence[int]) -> str | None:
+    """Return the UUID as ROCm's tools and variables write it, `GPU-` and 16 digits: HIP has these digits as text."""
+    text = bytes(raw).decode("ascii", errors="replace").rstrip("\0").lower()
+    return f"GPU-{text}" if re.fullmatch(r"[0-9a-f]{16}", text) else None
+
+
+def intel_pci_bus_id(raw: Sequence[int]) -> str | None:
+    """Return the PCI bus id that the UUID of an Intel GPU contains; None where it has another form.
+
+    Vendor, device, revision and domain in two bytes each, little-endian, then bus, device and function
+    (`Device::generateUuidFromPciBusInfo` of Intel's compute-runtime).
+    """
+    data = bytes(raw)
+    if len(data) != 16 or int.from_bytes(data[:2], "little") != _INTEL_PCI:
+        return None
+    return f"{int.from_bytes(data[6:8], 'little'):04x}:{data[8]:02x}:{data[9]:02x}.{data[10]:x}"
+
+
+def described(kind: str, properties: Any) -> dict[str, Any]:
+    """Return what torch's properties of a device say of it, and under `not_reported` what they do not.
+
+    Parameters
+    ----------
+    kind : str
+        Type of the device in torch; AMD's is `cuda`.
+    properties : object
+        Of `get_device_properties`; None where the backend has no such function.
+    """
+    gcn = getattr(properties, "gcnArchName", "") or ""
+    if kind == "cuda" and gcn.startswith("gfx"):
+        found = _amd(properties, gcn)
+    elif kind == "xpu":
+        found = _intel(properties)
+    else:
+        return _any(kind, properties)
+    found["memory_bytes"] = getattr(properties, "total_memory", None)
+    asked = {"uuid": "UUID", "pci_bus_id": "PCI bus id", "memory_bytes": "memory", "capability": "architecture"}
+    missing = {name: "not among the properties of the device" for key, name in asked.items() if not found.get(key)}
+    return {**found, "not_reported": missing, "asked": "torch"}
+
+
+def _amd(properties: Any, gcn: str) -> dict[str, Any]:
+    raw = _bytes(getattr(properties, "uuid", None))
+    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    domain, bus, device = (part if isinstance(part, int) else None for part in place)
+    known = domain is not None and bus is not None and device is not None
+    return {
+        "architecture": amd_architecture(gcn),
+        "model": getattr(properties, "name", "") or amd_architecture(gcn),  # some drivers report an empty name
+        "capability": gcn,
+        "uuid": None if raw is None else amd_uuid(raw) or str(properties.uuid),
+        "pci_bus_id": f"{domain:04x}:{bus:02x}:{device:02x}.0" if known else None,
+    }
+
+
+def _intel(properties: Any) -> dict[str, Any]:
+    raw = _bytes(getattr(properties, "uuid", None))
+    number = getattr(properties, "architecture", None)
+    version = intel_version(number) if isinstance(number, int) else None
+    model = str(getattr(properties, "name", "") or Vendor.INTEL)
+    return {
+        "architecture": f"xpu {model}" if version is None else intel_architecture(version),
+        "model": model,
+        "capability": version,
+        "uuid": None if raw is None else str(properties.uuid),
+        "pci_bus_id": None if raw is None else intel_pci_bus_id(raw),
+        "driver": getattr(properties, "driver_version", None),
+    }
+
+
+def _any(kind: str, properties: Any) -> dict[str, Any]:
+    model = str(getattr(properties, "name", kind))
+    uuid = getattr(properties, "uuid", None)
+    architecture = getattr(properties, "gcnArchName", None) or getattr(properties, "architecture", None)
+    return {
+        "architecture": f"{kind} {architecture or model}",
+        "model": model,
+        "uuid": None if uuid is None else str(uuid),
+        "memory_bytes": getattr(properties, "total_memory", None),
+    }
+
+
+def _bytes(uuid: Any) -> bytes | None:
+    """Return the 16 bytes of a UUID of torch, which has them as `bytes` or only as text."""
+    raw = getattr(uuid, "bytes", None)
+    if raw is not None:
+        return bytes(raw)
+    digits = re.sub(r"-", "", str(uuid))
+    return bytes.fromhex(digits) if re.fullmatch(r"[0-9a-fA-F]{32}", digits) else None
