@@ -184,7 +184,8 @@ def _exact(
             yield part, actual, chosen(kind, by, files, masks[side], roots)
         else:
             scaled = list(zip(factors.weights, factors.scalings, strict=True))
-            yield part, actual, _side_by_side(by, files, scaled if side == 0 else None, actual.shape, axis=side)
+            scaled_here = scaled if side == 0 else None
+            yield part, actual, _side_by_side(by, files, scaled_here, actual.shape, actual.dtype, axis=side)
 
 
 def _sum(by: Arithmetic, files: Sequence[np.ndarray], roots: Sequence[float]) -> Tracked:
@@ -206,15 +207,21 @@ def _side_by_side(
     files: Sequence[np.ndarray],
     scales: Sequence[tuple[float, float]] | None,
     shape: torch.Size,
+    dtype: torch.dtype,
     *,
     axis: int,
 ) -> Tracked:
-    """Return the factors one after the other, and zeros up to the shape that PEFT allocates."""
-    terms = [by.known(tensor) for tensor in files]
-    if scales is not None:
+    """Return the factors one after the other, and zeros up to the shape that PEFT allocates, in its dtype.
+
+    That may be narrower than the adapters' own: PEFT loads adapters in float32, and makes a combination in the dtype of
+    the base. What is not scaled is rounded once, which has one result.
+    """
+    if scales is None:
+        terms = [by.known(torch.from_numpy(tensor).to(dtype).to(torch.float64).numpy()) for tensor in files]
+    else:
         terms = [
-            ((term * by.constant(weight)).store() * by.constant(scaling)).store()
-            for term, (weight, scaling) in zip(terms, scales, strict=True)
+            ((by.known(tensor) * by.constant(weight)).store() * by.constant(scaling)).store()
+            for tensor, (weight, scaling) in zip(files, scales, strict=True)
         ]
     size = sum(term.value.shape[axis] for term in terms)
     rest = [(0, 0)] * len(shape)

@@ -29,13 +29,15 @@ Several = Callable[..., list[TensorRecord]]
 def several(llama: Path, look: Look, tmp_path: Path) -> Several:
     """Return the records of the stage for adapters with these configs, and of the stage `merged` after it."""
 
-    def run(*, stages: tuple[Stage, ...] = (Stage.ADAPTERS,), **configs: Any) -> list[TensorRecord]:
+    def run(
+        *, stages: tuple[Stage, ...] = (Stage.ADAPTERS,), dtype: str = "float32", **configs: Any
+    ) -> list[TensorRecord]:
         named = []
         for number, (name, config) in enumerate(configs.items()):
             torch.manual_seed(number)
             model = transformers.LlamaForCausalLM.from_pretrained(llama)
             named.append(NamedAdapter(name=name, path=str(adapter_on(model, config, tmp_path / f"adapter-{name}"))))
-        return look(llama, Path(named[0].path), adapters=tuple(named), stages=stages)
+        return look(llama, Path(named[0].path), adapters=tuple(named), stages=stages, dtype=dtype)
 
     return run
 
@@ -57,8 +59,10 @@ def skipped(found: list[TensorRecord]) -> dict[str, str]:
     return {f"{one.layer}.{one.tensor}": one.reason or "" for one in found if one.status == "skipped"}
 
 
-def test_every_step_of_two_loras(several: Several) -> None:
-    found = several(one=lora(), two=lora(lora_alpha=16))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_step_of_two_loras(several: Several, dtype: str) -> None:
+    """PEFT makes combinations in the dtype of the base, and loads adapters in float32."""
+    found = several(dtype=dtype, one=lora(), two=lora(lora_alpha=16))
     assert (wrong(found), skipped(found)) == ([], {})
     names = {f"{one.layer}.{one.tensor}" for one in found}
     place = "model.layers.0.self_attn.q_proj"
