@@ -2,6 +2,7 @@
 
     python -m benchmarks.shapes DIR tinyllama
     python -m benchmarks.large DIR                      # adapter DIR/linear, level standard, on the CPU
+    python -m benchmarks.large DIR --rounds 3           # the same three times: ratios of medians
     python -m benchmarks.large DIR --adapter whole --stages gradient
 
 Bare is one process that does, by hand and with as many threads, what a check cannot do without:
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -130,8 +132,22 @@ def main() -> None:
     parser.add_argument("--adapter", default="linear")
     parser.add_argument("--stages", help="default: those of the level standard")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--no-bare", action="store_true", help="the check alone")
     arguments = parser.parse_args()
+    rounds = [_one(arguments) for _ in range(arguments.rounds)]
+    if len(rounds) > 1 and not arguments.no_bare:
+        for what in rounds[0]:
+            wall, cpu = (
+                statistics.median(taken[what][0][i] for taken in rounds)
+                / statistics.median(taken[what][1][i] for taken in rounds)
+                for i in range(2)
+            )
+            print(f"{what} / bare, medians of {len(rounds)} rounds: {wall:.2f} wall, {cpu:.2f} cpu")
+
+
+def _one(arguments: argparse.Namespace) -> dict[str, tuple[list[float], list[float]]]:
+    """Run both sides once, show them, and return the seconds of the check and of the bare work by what they are for."""
     base, adapter = arguments.folder / "base", arguments.folder / arguments.adapter
     bare: dict[str, dict[str, list[float]]] = {}
     if not arguments.no_bare:
@@ -148,8 +164,15 @@ def main() -> None:
     size = sum(path.stat().st_size for path in base.glob("*.safetensors"))
     print(f"{arguments.folder.name} + {arguments.adapter}: {report['verdict']}, base {size / 1e6:.0f} MB")
     _show_stages(worker["stage_memory"])
-    _show_ratios(worker["stage_memory"], bare)
+    taken = _totals(worker["stage_memory"], bare)
+    for what, steps in bare.items():
+        print(
+            f"bare, {what}: " + ", ".join(f"{name} {wall:.1f} s ({cpu:.1f} cpu)" for name, (wall, cpu) in steps.items())
+        )
+        wall, cpu = (mine / by_hand for mine, by_hand in zip(*taken[what], strict=True))
+        print(f"{what} / bare: {wall:.2f} wall, {cpu:.2f} cpu (wanted: at most 1.5)")
     print(f"peak resident {worker['peak_bytes'] / 1e6:.0f} MB, {worker['peak_bytes'] / size:.2f} of the base")
+    return taken
 
 
 def _read(folder: Path) -> None:
@@ -175,17 +198,15 @@ def _show_stages(stages: list[dict[str, Any]]) -> None:
         print(f"{stage['stage']:26}{stage['elapsed_s']:>10.1f}{stage['processor_s']:>10.1f}{memory}")
 
 
-def _show_ratios(stages: list[dict[str, Any]], bare: dict[str, dict[str, list[float]]]) -> None:
+def _totals(
+    stages: list[dict[str, Any]], bare: dict[str, dict[str, list[float]]]
+) -> dict[str, tuple[list[float], list[float]]]:
+    found = {}
     for what, steps in bare.items():
-        print(
-            f"bare, {what}: " + ", ".join(f"{name} {wall:.1f} s ({cpu:.1f} cpu)" for name, (wall, cpu) in steps.items())
-        )
         mine = [stage for stage in stages if (stage["stage"] == "gradient") == (what == "gradient")]
-        ratios = [
-            sum(stage[key] for stage in mine) / sum(step[i] for step in steps.values())
-            for i, key in enumerate(("elapsed_s", "processor_s"))
-        ]
-        print(f"{what} / bare: {ratios[0]:.2f} wall, {ratios[1]:.2f} cpu (wanted: at most 1.5)")
+        checked = [sum(stage[key] for stage in mine) for key in ("elapsed_s", "processor_s")]
+        found[what] = checked, [sum(step[i] for step in steps.values()) for i in range(2)]
+    return found
 
 
 if __name__ == "__main__":
