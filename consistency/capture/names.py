@@ -55,6 +55,9 @@ HOST_STAGED, CHAIN, OVERLAPPED = "host_staged", "chain", "overlapped"
 FILLING, READING = "filling", "reading"
 """Where a device could not be filled with what it was to send, and where its own values cannot be read back."""
 
+DIGEST_FAULT = "digest_fault"
+"""In a worker's environment: what its device got wrong of the test words of the digest."""
+
 HOST = "cpu"
 """Name of the host at either end of a copy, whichever kernels its processor runs."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from consistency.capture.names import DIGEST_FAULT
 from consistency.devices.backends import CPU, kernel_variables, recorded_variables
 from consistency.numerics.kernels import device_digest, triton_digest, trust
 from consistency.numerics.precision import Precision
@@ -60,7 +61,8 @@ def digest_kernel(device: torch.device) -> dict[str, str]:
     """
     on_device = device_digest.state(device)
     if on_device not in ("", device_digest.PROVEN):
-        return {"digest_kernel": on_device}
+        fault = device_digest.fault(device)
+        return {"digest_kernel": on_device} | ({DIGEST_FAULT: fault} if fault else {})
     return {"digest_kernel": triton_digest.state(device)} if device.type == "cuda" else {}
 
 

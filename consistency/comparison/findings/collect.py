@@ -15,6 +15,7 @@ from consistency.case.builtin import builtin_name
 from consistency.case.duration import duration_text
 from consistency.case.stages import MOVES_WEIGHTS, Level, Stage, requested
 from consistency.comparison.findings.causes import find_causes
+from consistency.comparison.findings.device_digests import find_wrong_digests
 from consistency.comparison.findings.failed_stages import find_failed_stages
 from consistency.comparison.findings.host import find_host_problems
 from consistency.comparison.findings.in_common import find_unknown_hosts
@@ -66,6 +67,7 @@ def find(
         *find_nothing_compared(compared, tensors),
         *_software(compared),
         *_inputs(compared),
+        *find_wrong_digests(compared),
         *find_transfer(compared, tensors),
         *find_causes(
             [t for t in tensors if t.stage != Stage.TRANSFER],

@@ -3,7 +3,7 @@
 A wrong digest is a false alarm or a miss, and integer operations of a backend can be wrong: torch_xla 2.9 has −1 >> 32
 = 0. So before a process first digests anything on a device, it digests test words there and compares the sums with
 NumPy's. If they differ, or if the device lacks an operation, bytes are digested on the host from then on, and `state`
-gives the reason. Test words and weights are copied to the device for that: where such a copy is wrong, the reason says
+gives the reason; a device that gets them wrong is reported for it (`fault`). Test words and weights are copied to the device for that: where such a copy is wrong, the reason says
 so.
 """
 
@@ -22,11 +22,17 @@ PROVEN = "proven"
 _ROWS = 5
 
 _states: dict[torch.device, str] = {}
+_faults: dict[torch.device, str] = {}
 
 
 def state(device: torch.device) -> str:
     """Return `proven`, or `host: ` and the reason; empty before this process has digested anything there."""
     return _states.get(device, "")
+
+
+def fault(device: torch.device) -> str:
+    """Return what a device got wrong; empty for one that is right, untried, or without an operation."""
+    return _faults.get(device, "")
 
 
 def is_proven(w: torch.Tensor, v: torch.Tensor) -> bool:
@@ -60,9 +66,14 @@ def _check(w: torch.Tensor, v: torch.Tensor) -> str:
         there = torch.from_numpy(words.view(np.uint8)).to(w.device)  # bytes, as tensors come
         sent = zip((there.view(torch.int64), w, v), (words, *weights_of_row()), strict=True)
         if not all(np.array_equal(tensor.cpu().numpy(), right) for tensor, right in sent):
-            return "host: test words do not come back from the device as they were sent"
+            return _faulty(w.device, "test words do not come back from the device as they were sent")
         actual = sums(there.view(torch.int64), w, v).cpu().numpy()
     except (RuntimeError, TypeError) as error:
         return f"host: the device cannot digest: {first_line(error)}"
     wrong = int((actual != expected).sum())
-    return f"host: the device's sums are wrong in {wrong} of {_ROWS} test rows" if wrong else PROVEN
+    return _faulty(w.device, f"the device's sums are wrong in {wrong} of {_ROWS} test rows") if wrong else PROVEN
+
+
+def _faulty(device: torch.device, reason: str) -> str:
+    _faults[device] = reason
+    return f"host: {reason}"

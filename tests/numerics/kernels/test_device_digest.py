@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from consistency.capture.names import DIGEST_FAULT
 from consistency.numerics import digest as digest_module
 from consistency.numerics.digest import _rows_on_cpu, _rows_on_device
 from consistency.numerics.kernels import device_digest
@@ -22,12 +23,11 @@ SHIFT, ADDCMUL = torch.bitwise_right_shift, torch.addcmul
 
 
 @pytest.fixture(autouse=True)
-def _untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU be a device that has to prove itself."""
     monkeypatch.setattr(digest_module, "_GPU_CHUNK_ROWS", 2)
-    device_digest._states.pop(CPU, None)
-    yield
-    device_digest._states.pop(CPU, None)
+    monkeypatch.setattr(device_digest, "_states", {})
+    monkeypatch.setattr(device_digest, "_faults", {})
 
 
 def as_xla_has_it(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -50,23 +50,26 @@ def test_a_device_that_is_right_is_believed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "instead", "reason"),
+    ("name", "instead", "reason", "is_fault"),
     [
-        ("bitwise_right_shift", as_xla_has_it, "host: the device's sums are wrong in 5 of 5 test rows"),
-        ("addcmul", saturating, "host: the device's sums are wrong in "),
-        ("bitwise_right_shift", missing, "host: the device cannot digest: NotImplementedError: could not run"),
+        ("bitwise_right_shift", as_xla_has_it, "host: the device's sums are wrong in 5 of 5 test rows", True),
+        ("addcmul", saturating, "host: the device's sums are wrong in ", True),
+        ("bitwise_right_shift", missing, "host: the device cannot digest: NotImplementedError: could not run", False),
     ],
 )
 def test_one_that_is_wrong_is_not(
-    name: str, instead: Callable[..., torch.Tensor], reason: str, monkeypatch: pytest.MonkeyPatch
+    name: str, instead: Callable[..., torch.Tensor], reason: str, is_fault: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, name, instead)
     assert (_rows_on_device(RAW) == _rows_on_cpu(RAW.numpy())).all()
     assert device_digest.state(CPU).startswith(reason)
-    assert environment.digest_kernel(CPU) == {"digest_kernel": device_digest.state(CPU)}
+    found = environment.digest_kernel(CPU)
+    assert found.pop("digest_kernel") == device_digest.state(CPU)
+    assert found == ({DIGEST_FAULT: device_digest.state(CPU).removeprefix("host: ")} if is_fault else {})
 
 
 def test_one_whose_weights_did_not_arrive_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest_module, "_weights_on", lambda _: (torch.zeros(ROW_BYTES // 8, dtype=torch.int64),) * 2)
     assert (_rows_on_device(RAW) == _rows_on_cpu(RAW.numpy())).all()
     assert device_digest.state(CPU) == "host: test words do not come back from the device as they were sent"
+    assert device_digest.fault(CPU)
