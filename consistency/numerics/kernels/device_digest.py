@@ -3,8 +3,8 @@
 A wrong digest is a false alarm or a miss, and integer operations of a backend can be wrong: torch_xla 2.9 has −1 >> 32
 = 0. So before a process first digests anything on a device, it digests test words there and compares the sums with
 NumPy's. If they differ, or if the device lacks an operation, bytes are digested on the host from then on, and `state`
-gives the reason; a device that gets them wrong is reported for it (`fault`). Test words and weights are copied to the device for that: where such a copy is wrong, the reason says
-so.
+gives the reason; a device that gets them wrong is reported for it (`fault`). Test words and weights are copied to the
+device for that: where such a copy is wrong, the reason says so.
 """
 
 from __future__ import annotations
