@@ -34,6 +34,11 @@ def decode_json(raw: bytes | str, kind: type[T]) -> T:
     return msgspec.json.decode(raw, type=kind, dec_hook=_decode_hook)
 
 
+def convert_plain(value: object, kind: type[T]) -> T:
+    """Convert decoded JSON, or what another reader made of a file, as `decode_json` does."""
+    return msgspec.convert(value, type=kind, dec_hook=_decode_hook)
+
+
 def by_json_name(struct: msgspec.Struct) -> dict[str, Any]:
     """Return a struct's fields by the names that they have in JSON."""
     names = zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)

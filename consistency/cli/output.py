@@ -12,6 +12,7 @@ from consistency.report.formats import Chosen, Subject, View, formats
 
 if TYPE_CHECKING:
     from consistency.comparison.history.baseline import Baseline
+    from consistency.comparison.history.store import History
     from consistency.comparison.result import Comparison
     from consistency.comparison.site_groups import SiteGroups
     from consistency.comparison.suite import SuiteResult
@@ -44,6 +45,18 @@ def add_schema_option(parser: argparse.ArgumentParser) -> None:
     """Add the choice of the schema of `report.json`."""
     parser.add_argument("--schema", type=int, choices=(1, 2), help="schema of report.json: 1 has a row per worker, "
                         "2 groups of workers (default: 2 for more than 64 workers)")  # fmt: skip
+
+
+def add_history_option(parser: argparse.ArgumentParser) -> None:
+    """Add the history."""
+    parser.add_argument("--history", metavar="URL", help="history of runs to compare with and append to")
+
+
+def read_history(parsed: argparse.Namespace) -> History | None:
+    """Return the history of `--history`, where it is given."""
+    from consistency.comparison.history.store import History
+
+    return None if parsed.history is None else History(parsed.history)
 
 
 def add_groups_option(add: Callable[..., object]) -> None:

@@ -7,13 +7,16 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from consistency.capture.wording import counted, some
-from consistency.comparison.history.store import History, WorkerRecord
+from consistency.capture.wording import and_more, counted, some
+from consistency.comparison.history.records import RunRecord, WorkerRecord, device_count
+from consistency.comparison.history.store import History
 from consistency.errors import UsageError
 from consistency.report.console import plain_cells, print_table, without_trailing_blanks
 from consistency.report.text import clean
 
 _MOST_FINDING = 100  # characters of a finding in a line
+_MOST_DRIFTED = 6  # names in a line
+_MOST_DEVICES, _RECENT = 64, 30  # named where one is not known, and of how many runs
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +24,8 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes
     ----------
+    drifted : tuple of str
+        Names of workers; of a fleet the first ones. `drifted_devices` is the number of all such devices.
     cases : dict of str to str
         Verdict of each case of a suite; empty for a run of one case.
     """
@@ -35,6 +40,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, Any]
     findings: tuple[str, ...]
     cases: dict[str, str] = {}
+    drifted_devices: int = 0
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
@@ -62,21 +68,26 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": 
 def run_rows(history: History, last: int) -> list[RunRow]:
     """Return the last runs, the latest first; all of them where `last` is 0."""
     names = history.names()
-    return [
-        RunRow(
-            at=run.at,
-            host=run.host,
-            case=run.case,
-            verdict=run.verdict,
-            devices=len({worker.device for worker in run.workers}),
-            lost=sum(worker.status != "ok" for worker in run.workers),
-            drifted=tuple(dict.fromkeys(worker.name for worker in run.workers if worker.drift)),
-            versions=run.versions,
-            findings=run.findings,
-            cases=run.cases,
-        )
-        for run in history.runs(names[:last] if last else names)
-    ]
+    return [_run_row(run) for run in history.runs(names[:last] if last else names)]
+
+
+def _run_row(run: RunRecord) -> RunRow:
+    """Return the row of a run; that of a fleet needs no look at its workers."""
+    lost = sum(worker.status != "ok" for worker in run.workers)
+    drifted = {worker.device: worker.name for worker in run.workers if worker.drift}
+    return RunRow(
+        at=run.at,
+        host=run.host,
+        case=run.case,
+        verdict=run.verdict,
+        devices=device_count(run),
+        lost=lost if run.fleet is None else run.fleet.lost,
+        drifted=tuple(dict.fromkeys(drifted.values())) if run.fleet is None else run.fleet.drifted,
+        versions=run.versions,
+        findings=run.findings,
+        cases=run.cases,
+        drifted_devices=len(drifted) if run.fleet is None else run.fleet.drifted_devices,
+    )
 
 
 def device_rows(history: History, device: str, last: int, case: str | None = None) -> list[DeviceRow]:
@@ -90,14 +101,11 @@ def device_rows(history: History, device: str, last: int, case: str | None = Non
     rows: list[DeviceRow] = []
     before: dict[tuple[str, ...], WorkerRecord] = {}
     letters: dict[tuple[str, ...], dict[str, str]] = {}
-    known: set[str] = set()
     cases: set[str] = set()
-    for run in reversed(list(history.runs())):
-        for worker in run.workers:
-            known.add(worker.device)
+    runs = list(history.runs())
+    for run in reversed(runs):
+        for worker in history.workers(run, {device}):
             name = worker.case or run.case
-            if device not in (worker.device, worker.name):
-                continue
             cases.add(name)
             if case not in (None, name):
                 continue
@@ -115,8 +123,9 @@ def device_rows(history: History, device: str, last: int, case: str | None = Non
     if cases and not rows:
         raise UsageError("no run has this case on the device", where="--case", got=case, wanted=some(sorted(cases)))
     if not rows:
+        known = {state[0] for run in runs[:_RECENT] for state in history.states(run)}
         raise UsageError(
-            "no run has this device", where="--device", got=device, wanted=", ".join(sorted(known)) or "none"
+            "no run has this device", where="--device", got=device, wanted=some(sorted(known), _MOST_DEVICES) or "none"
         )
     return rows[-last:] if last else rows
 
@@ -128,7 +137,7 @@ def print_runs(rows: list[RunRow], console: Console) -> None:
         plain_cells(
             row.at[:16].replace("T", " "), row.host,
             row.case + (f" ({counted(len(row.cases), 'case')})" if row.cases else ""), row.verdict,
-            f"{row.devices}" + (f" ({row.lost} lost)" if row.lost else ""), ", ".join(row.drifted),
+            f"{row.devices}" + (f" ({row.lost} lost)" if row.lost else ""), _drifted(row),
             row.versions.get("torch"), row.findings[0][:_MOST_FINDING] if row.findings else "",
         )
         for row in rows
@@ -152,6 +161,11 @@ def print_device(rows: list[DeviceRow], device: str, console: Console) -> None:
     with without_trailing_blanks(console):
         console.print(clean(f"{device}: equal letters are bitwise equal results\n"))
         print_table(console, titles, cells)
+
+
+def _drifted(row: RunRow) -> str:
+    more = row.drifted_devices - _MOST_DRIFTED
+    return f"{', '.join(row.drifted[:_MOST_DRIFTED])} {and_more(more)}" if more > 0 else ", ".join(row.drifted)
 
 
 def _change(before: WorkerRecord | None, now: WorkerRecord) -> str:

@@ -10,17 +10,23 @@ import os
 import urllib.parse
 from pathlib import Path
 
+import msgspec
 from markupsafe import Markup
 
 from consistency.capture.version import __version__
 from consistency.capture.wording import counted, some
-from consistency.comparison.history.store import History, RunRecord
+from consistency.comparison.history.changes import changes
+from consistency.comparison.history.records import RunRecord, is_simulated
+from consistency.comparison.history.store import History
 from consistency.errors import UsageError
+from consistency.report.history_changes import ChangeRow
+from consistency.report.history_classes import class_lines
 from consistency.report.history_table import Night, Trend, lines, nights
 from consistency.report.page.rendering import VERDICT_MARKS, page_environment, part
 
 _PAGES = ("report.html", "suite.html")
 _MOST_FINDINGS = 5  # of a run; its report has all
+_MOST_CHANGES = 50  # the latest; `consistency history --changes` prints all
 _CLASSES = 7  # colours of the style sheet
 
 
@@ -35,27 +41,36 @@ def history_as_html(
         No run has this device or this case.
     """
     found = nights(history.runs(), last)
-    rows = lines(found, device, case)
+    runs = [run for night in found for run in night.runs]
+    classes = class_lines(history, found, case) if device is None else None
+    if classes is None:
+        found = [Night(runs=tuple(_with_workers(history, run, device) for run in night.runs)) for night in found]
+        rows = lines(found, device, case)
+    else:
+        rows = classes.lines
     if not rows and (device or case):
-        devices = sorted({worker.device for night in found for run in night.runs for worker in run.workers})
+        devices = sorted({state[0] for run in runs for state in history.states(run)})
         got = ", ".join(name for name in (device, case) if name)
         raise UsageError("no run has this device or this case", got=got, wanted=f"one of the devices {some(devices)}")
-    runs = [run for night in found for run in night.runs]
+    since = [] if device or case else changes(history, runs)
     environment = page_environment()
     environment.filters["link"] = lambda run: _link(run, place)
     environment.filters["night_link"] = lambda night: _night_link(night, place)
     environment.filters["colour"] = lambda group: "none" if group is None else group % _CLASSES
     return environment.from_string(part("history.html")).render(
         damage=history.damage,
+        changes=[ChangeRow.of(change) for change in since[:_MOST_CHANGES]],
+        changes_left_out=len(since[_MOST_CHANGES:]),
         devices=rows,
-        facts=_facts(found, runs, len(rows)),
+        facts=_facts(found, runs, len(rows) if classes is None else classes.devices),
+        left_out="" if classes is None else classes.left_out,
         failed=[run for run in reversed(runs) if run.findings],
         marks={**VERDICT_MARKS, "unknown": "?"},
         most_findings=_MOST_FINDINGS,
         name=history.url,
         nights=found,
         planted=[run.at[:16].replace("T", " ") for run in runs if run.planted],
-        simulated=any(worker.simulated for run in runs for worker in run.workers),
+        simulated=any(is_simulated(run) for run in runs),
         style=Markup(part("style.css") + part("history.css")),
         tool=__version__,
         trend=Trend,
@@ -63,8 +78,17 @@ def history_as_html(
     )
 
 
+def _with_workers(history: History, run: RunRecord, device: str | None) -> RunRecord:
+    """Return a run of a fleet with its workers, or one of them."""
+    if run.fleet is None:
+        return run
+    return msgspec.structs.replace(run, workers=history.workers(run, None if device is None else {device}), fleet=None)
+
+
 def _facts(found: list[Night], runs: list[RunRecord], devices: int) -> list[str]:
-    facts = [counted(len(runs), "run"), counted(devices, "device"), counted(len({run.host for run in runs}), "host")]
+    alone = {worker.host or run.host for run in runs for worker in run.workers}
+    hosts = max([len(alone), *(run.fleet.hosts for run in runs if run.fleet is not None)])
+    facts = [counted(len(runs), "run"), counted(devices, "device"), counted(hosts, "host")]
     return [*facts, f"{found[0].began} to {found[-1].began} UTC"] if found else facts
 
 

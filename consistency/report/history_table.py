@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from consistency.comparison.by_worker import worse
-from consistency.comparison.history.store import RunRecord, WorkerRecord
+from consistency.comparison.history.records import RunRecord, WorkerRecord
 
 _NIGHT = datetime.timedelta(hours=12)
 """Runs of several hosts, or of several cases of one host, are of the same night where they began within this time."""
@@ -110,13 +110,21 @@ class Trend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One device from night to night; None in nights without it."""
+    """One device from night to night; None in nights without it.
+
+    Attributes
+    ----------
+    count : int
+        Devices that the line stands for, which were alike in every run; their `names` where they are several.
+    """
 
     device: str
     latest: WorkerRecord
     host: str
     cells: tuple[Cell | None, ...]
     trend: Trend
+    count: int = 1
+    names: str = ""
 
 
 @dataclass(slots=True)
@@ -164,7 +172,8 @@ def lines(found: Sequence[Night], device: str | None = None, case: str | None = 
                     of.setdefault(worker.device, []).append((run, worker))
         for name, those in of.items():
             cells.setdefault(name, {})[number] = _cell(those, known.setdefault(name, _Known()))
-            latest[name] = those[-1][1], those[-1][0].host
+            run, worker = those[-1]
+            latest[name] = worker, worker.host or run.host
     made = [
         Line(
             device=name, latest=latest[name][0], host=latest[name][1],
@@ -173,7 +182,12 @@ def lines(found: Sequence[Night], device: str | None = None, case: str | None = 
         )
         for name, of in cells.items()
     ]  # fmt: skip
-    return sorted(made, key=lambda line: (_place(next(c for c in reversed(line.cells) if c).verdict), line.host))
+    return sorted(made, key=lambda line: (worst_first(line), line.host))
+
+
+def worst_first(line: Line) -> int:
+    """Return the place of a line among others: those that are worse in their last run come first."""
+    return _place(next(cell for cell in reversed(line.cells) if cell).verdict)
 
 
 def trend(ratios: Sequence[float | None]) -> Trend:

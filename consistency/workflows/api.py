@@ -138,13 +138,25 @@ def run_suite(
     )
 
 
-def compare(captures: Iterable[Capture | str | Path], *, groups: str | Path | None = None) -> Comparison:
+def compare(
+    captures: Iterable[Capture | str | Path],
+    *,
+    groups: str | Path | None = None,
+    history: str | Path | None = None,
+    baseline: str | Path | None = None,
+) -> Comparison:
     """Compare captures (folders, ZIP files, URLs, or read ones); the first one's reference worker is the reference.
 
-    `groups` is a file that maps hosts to what the site groups them by.
+    `groups` is a file that maps hosts to what the site groups them by; `history` and `baseline` are as for `run`.
     """
     found = NO_GROUPS if groups is None else read_site_groups(Path(groups))
-    return pipeline.compare_folders(list(captures), None, groups=found)
+    return pipeline.compare_folders(
+        list(captures),
+        None,
+        groups=found,
+        history=None if history is None else History(str(history)),
+        baseline=None if baseline is None else read_baseline(Path(baseline)),
+    )
 
 
 def assert_consistent(report: Report | Comparison | SuiteResult) -> None:

@@ -168,12 +168,7 @@ def run(
         left = capture(plan, folder / CAPTURES, watch=watch, replace=replace)
         captures, unread = read_captures(left.captures)
         comparison = compare_captures(captures, unread=[*left.lost, *unread])
-        if history is not None:
-            comparison = add_run(
-                history, captures, comparison, baseline, report="" if out is None else str(out.resolve())
-            )
-        elif baseline is not None:
-            comparison = apply(baseline, comparison)
+        comparison = judged(captures, comparison, out, history=history, baseline=baseline)
         elapsed_s = time.monotonic() - started
         comparison = made(comparison, elapsed_s)
         write_reports(comparison, out)
@@ -188,15 +183,18 @@ def compare_folders(
     baseline: Baseline | None = None,
     schema: int | None = None,
     groups: SiteGroups = NO_GROUPS,
+    history: History | None = None,
 ) -> Comparison:
     """Compare captures that were made apart; write the report to `out`.
 
-    They are given read, or as folders, ZIP files or URLs of captures or of the `--out` folders of runs.
+    They are given read, or as folders, ZIP files or URLs of captures or of the `--out` folders of runs. The result is
+    compared with, and added to, a history.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
         sources = [one if isinstance(one, Capture) else fetch(str(one), Path(scratch)) for one in given]
-        comparison = _compared(sources, given, baseline, groups)
+        captures, comparison = _compared(sources, given, groups)
+        comparison = judged(captures, comparison, out, history=history, baseline=baseline)
         comparison = made(comparison, time.monotonic() - started)
         folders = [one.folder if isinstance(one, Capture) else one for one in sources]
         with output(out, replace=replace, reads=folders):
@@ -204,22 +202,35 @@ def compare_folders(
     return comparison
 
 
-def compare_read(
-    folders: Sequence[Path], baseline: Baseline | None = None, groups: SiteGroups = NO_GROUPS
-) -> Comparison:
-    """Compare captures in folders of this host, and write nothing."""
-    return _compared(folders, folders, baseline, groups)
+def compare_read(folders: Sequence[Path], groups: SiteGroups = NO_GROUPS) -> tuple[list[Capture], Comparison]:
+    """Compare captures in folders of this host, and write nothing; return them with their comparison."""
+    return _compared(folders, folders, groups)
 
 
 def _compared(
     sources: Sequence[Capture | Path],
     given: Sequence[Capture | str | Path],
-    baseline: Baseline | None,
     groups: SiteGroups,
-) -> Comparison:
+) -> tuple[list[Capture], Comparison]:
     captures, unread = read_captures(sources)
     comparison = compare_captures(captures, unread=unread, groups=groups)
-    comparison = msgspec.structs.replace(comparison, captures=tuple(map(_place, given)))
+    return captures, msgspec.structs.replace(comparison, captures=tuple(map(_place, given)))
+
+
+def judged(
+    captures: Sequence[Capture],
+    comparison: Comparison,
+    out: Path | None,
+    *,
+    history: History | None,
+    baseline: Baseline | None,
+) -> Comparison:
+    """Return a comparison with what a history and a baseline say of it; it is added to the history.
+
+    `out` is the folder that its report will be in.
+    """
+    if history is not None:
+        return add_run(history, captures, comparison, baseline, report="" if out is None else str(out.resolve()))
     return comparison if baseline is None else apply(baseline, comparison)
 
 

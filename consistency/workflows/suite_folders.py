@@ -13,7 +13,9 @@ from consistency.capture.folder import CASES, holds_capture
 from consistency.capture.transport import travels
 from consistency.capture.wording import some
 from consistency.case.suite import folder_name
-from consistency.comparison.history.baseline import Baseline
+from consistency.comparison.history.baseline import Baseline, apply
+from consistency.comparison.history.store import History
+from consistency.comparison.history.suite import SuiteEntry
 from consistency.comparison.result import made
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.suite import CaseResult, SuiteResult
@@ -62,19 +64,23 @@ def compare_suites(
     replace: bool = False,
     baseline: Baseline | None = None,
     groups: SiteGroups = NO_GROUPS,
+    history: History | None = None,
 ) -> SuiteResult:
     """Compare the cases of the same name in folders of suites, made by `run` or `capture`; write the report to `out`.
 
     A case that fewer than two of several folders hold is not compared, and its result says so. One that some folders
-    lack is compared without them, and that is among what was not checked.
+    lack is compared without them, and that is among what was not checked. A history gets one entry for all cases.
     """
     started = time.monotonic()
     folders = [Path(one) for one in given]
     cases = _cases(folders)
     results: list[CaseResult] = []
+    entry = None if history is None else SuiteEntry(history, baseline)
     with suite_output(out, replace=replace, reads=folders) as target:
         for place, name in cases.items():
-            result = _compare(place, name, folders, target, keep=out is not None, baseline=baseline, groups=groups)
+            result = _compare(
+                place, name, folders, target, keep=out is not None, baseline=baseline, groups=groups, entry=entry
+            )
             results.append(result)
         suite = SuiteResult(
             host=origin.host(),
@@ -84,6 +90,8 @@ def compare_suites(
             elapsed_s=time.monotonic() - started,
         )
         write_suite(suite, out)
+        if entry is not None:
+            entry.commit(suite, report="" if out is None else str(out.resolve()))
     return suite
 
 
@@ -96,6 +104,7 @@ def _compare(
     keep: bool,
     baseline: Baseline | None,
     groups: SiteGroups,
+    entry: SuiteEntry | None,
 ) -> CaseResult:
     """Compare one case, and write its report; `place` is its folder in that of each suite."""
     having = [folder for folder in folders if holds_capture(folder / place)]
@@ -103,10 +112,14 @@ def _compare(
     try:
         if len(having) < min(2, len(folders)):
             raise _not_comparable(place, having, folders)
-        comparison = pipeline.compare_read([folder / place for folder in having], baseline, groups)
+        captures, comparison = pipeline.compare_read([folder / place for folder in having], groups)
     except ConsistencyError as error:
         return CaseResult.of_error(name or Path(place).name, place, error)
     name = name or comparison.case
+    if entry is not None:
+        comparison = entry.add(name, captures, comparison)
+    elif baseline is not None:
+        comparison = apply(baseline, comparison)
     if lacking:
         text = f"case {name} in {some(lacking)}, without a capture of it"
         comparison = msgspec.structs.replace(comparison, not_looked_at=(*comparison.not_looked_at, text))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from consistency.comparison.history.store import RunRecord
+from consistency.comparison.history.records import RunRecord
 from consistency.report.history_table import Line, Trend, lines, nights, trend
 from tests.report.made_histories import month, run, worker
 

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from consistency.cli.output import (
     add_format_options,
     add_groups_option,
+    add_history_option,
     add_report_options,
     add_schema_option,
     read_baseline,
     read_groups,
+    read_history,
     show,
 )
 from consistency.report.formats import Subject
@@ -38,6 +40,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     add_format_options(parser)
     add_schema_option(parser)
     add_groups_option(parser.add_argument)
+    add_history_option(parser)
 
 
 def _compare(parsed: argparse.Namespace) -> int:
@@ -45,15 +48,18 @@ def _compare(parsed: argparse.Namespace) -> int:
     from consistency.workflows.pipeline import compare_folders
     from consistency.workflows.suite_folders import are_suites, compare_suites
 
-    baseline, groups = read_baseline(parsed), read_groups(parsed)
+    baseline, groups, history = read_baseline(parsed), read_groups(parsed), read_history(parsed)
     if are_suites(parsed.captures):
         if parsed.schema is not None:
             raise UsageError("--schema is for one case", hint="consistency show DIR/cases/NAME --schema 1 --out OTHER")
-        suite = compare_suites(parsed.captures, parsed.out, replace=parsed.force, baseline=baseline, groups=groups)
+        suite = compare_suites(
+            parsed.captures, parsed.out, replace=parsed.force, baseline=baseline, groups=groups, history=history
+        )
         show(parsed, suite, parsed.out, subject=Subject.SUITE, elapsed_s=suite.elapsed_s)
         return suite.exit_status
     comparison = compare_folders(
-        parsed.captures, parsed.out, replace=parsed.force, baseline=baseline, schema=parsed.schema, groups=groups
-    )
+        parsed.captures, parsed.out, replace=parsed.force, baseline=baseline, schema=parsed.schema, groups=groups,
+        history=history,
+    )  # fmt: skip
     show(parsed, comparison, parsed.out)
     return comparison.exit_status

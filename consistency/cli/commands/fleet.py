@@ -13,9 +13,11 @@ from consistency.cli.commands.run import read_case, read_suite
 from consistency.cli.output import (
     add_format_options,
     add_groups_option,
+    add_history_option,
     add_report_options,
     read_baseline,
     read_groups,
+    read_history,
     show,
 )
 from consistency.errors import UsageError
@@ -50,6 +52,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     add_options(group, Edge.COMMAND_LINE)
     add_report_options(parser, "folder for the reports (JSON, HTML, Markdown), captures/ and the output of the nodes")
     add_format_options(parser)
+    add_history_option(parser)
 
 
 def _fleet(parsed: argparse.Namespace) -> int:
@@ -64,10 +67,14 @@ def _fleet(parsed: argparse.Namespace) -> int:
     words = [] if parsed.config is None else [str(parsed.config.resolve())]
     words += words_of({option.name: getattr(parsed, option.name) for option in OPTIONS if hasattr(parsed, option.name)})
     command = [] if options.command is None else shlex.split(options.command)
-    baseline, groups = read_baseline(parsed), read_groups(parsed)  # before any node starts
+    # before any node starts
+    baseline, groups, history = read_baseline(parsed), read_groups(parsed), read_history(parsed)
     plan = prepare_fleet(read_case(parsed), words, options, command=command)
     with fleet_progress(len(plan.nodes)) as watch:
-        comparison = run_fleet(plan, parsed.out, watch=watch, replace=parsed.force, baseline=baseline, groups=groups)
+        comparison = run_fleet(
+            plan, parsed.out, watch=watch, replace=parsed.force, baseline=baseline, groups=groups,
+            history=history,
+        )  # fmt: skip
     show(parsed, comparison, parsed.out)
     return comparison.exit_status
 

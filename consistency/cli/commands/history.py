@@ -9,15 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from consistency.capture.wording import counted
 from consistency.cli.output import print_json
+from consistency.errors import UsageError
 
 if TYPE_CHECKING:
     from consistency.comparison.history.store import History
+
+_LAST = 30
 
 EXAMPLES = (
     ("the last thirty runs", "consistency history ./history"),
     ("a page of the last thirty runs", "consistency history ./history --html history.html"),
     ("one device over time", "consistency history ./history --device cuda:0"),
+    ("what changed, and since when", "consistency history ./history --changes"),
+    ("remove what is older than a year", "consistency history ./history --keep-days 365"),
 )
 
 
@@ -27,11 +33,18 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     history.add_argument("history", metavar="URL", help="as given to `consistency run --history`")
     history.add_argument("--device", metavar="NAME", help="one device over time: its UUID, or its name")
     history.add_argument("--case", metavar="NAME", help="one case of suites, with --device or --html")
-    history.add_argument("--last", type=int, default=30, metavar="N", help="runs to show (default: 30; 0: all)")
+    history.add_argument("--changes", action="store_true", help="what changed, and since when: drift, software, "
+                         "inputs, lost workers, missing devices")  # fmt: skip
+    history.add_argument("--last", type=int, metavar="N", help="runs to show (default: 30, all with --changes; 0: all)")
     history.add_argument("--sql", metavar="QUERY", help="query by DuckDB (pip install 'peft-consistency[history]'), "
                          "of the tables nights and workers")  # fmt: skip
     history.add_argument("--html", type=Path, metavar="FILE",
                          help="write a page: one row per device, one column per run")  # fmt: skip
+    keep = history.add_argument_group("remove old runs (nothing is removed without these)").add_argument
+    keep("--keep-runs", type=int, metavar="N", help="remove all but the last N runs of each host and case")
+    keep("--keep-days", type=float, metavar="N", help="remove runs older than N days; with --keep-runs, "
+         "those that both remove")  # fmt: skip
+    keep("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     history.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -39,9 +52,14 @@ def _history(parsed: argparse.Namespace) -> int:
     from consistency.comparison.history.store import History
     from consistency.report.console import make_console
     from consistency.report.history import DeviceRow, RunRow, device_rows, print_device, print_runs, run_rows
+    from consistency.report.history_changes import ChangeRow, change_rows, print_changes
 
     history = History(parsed.history)
     history.require()
+    if parsed.keep_runs is not None or parsed.keep_days is not None:
+        return _remove(parsed, history)
+    if parsed.dry_run:
+        raise UsageError("nothing is removed", where="--dry-run", wanted="--keep-runs or --keep-days")
     if parsed.html is not None:
         return _page(parsed, history)
     if parsed.sql:
@@ -50,19 +68,41 @@ def _history(parsed: argparse.Namespace) -> int:
         print_json(query(history, parsed.sql))
         return 0
     console = make_console()
-    rows: list[RunRow] | list[DeviceRow]
-    if parsed.device is None:
-        rows = runs = run_rows(history, parsed.last)
+    last = _LAST if parsed.last is None else parsed.last
+    rows: list[RunRow] | list[DeviceRow] | list[ChangeRow]
+    if parsed.changes:
+        if parsed.device is not None:
+            raise UsageError("--changes is of all devices", where="--device", got=parsed.device)
+        rows = found = change_rows(history, parsed.last or 0)
+        show = functools.partial(print_changes, found, console)
+    elif parsed.device is None:
+        rows = runs = run_rows(history, last)
         show = functools.partial(print_runs, runs, console)
     else:
-        rows = devices = device_rows(history, parsed.device, parsed.last, parsed.case)
+        rows = devices = device_rows(history, parsed.device, last, parsed.case)
         show = functools.partial(print_device, devices, parsed.device, console)
     if parsed.json:
-        print_json({"rows": rows, "damaged": history.damage})
+        print_json({"changes" if parsed.changes else "rows": rows, "damaged": history.damage})
         return 0
     show()
-    for text in history.damage:
-        print(f"damaged, left out: {text}", file=sys.stderr)
+    _name_damage(history)
+    return 0
+
+
+def _remove(parsed: argparse.Namespace, history: History) -> int:
+    from consistency.comparison.history.retention import remove_old
+
+    found = remove_old(history, keep_runs=parsed.keep_runs, keep_days=parsed.keep_days, dry_run=parsed.dry_run)
+    if parsed.json:
+        names = [run.at for run in found.runs], [run.at for run in found.kept_for_drift]
+        print_json({"removed": names[0], "kept_for_drift": names[1], "kept": found.kept, "files": found.files})
+        return 0
+    word = "would remove" if parsed.dry_run else "removed"
+    span = f", {found.runs[0].at[:10]} to {found.runs[-1].at[:10]}" if found.runs else ""
+    print(f"{word} {counted(len(found.runs), 'run')}{span}, and {counted(found.files, 'file')} that no run names")
+    for run in found.kept_for_drift:
+        print(f"kept: the run of {run.at[:16].replace('T', ' ')}, with which a device that drifts is compared")
+    print(f"{counted(found.kept, 'run')} left")
     return 0
 
 
@@ -70,9 +110,14 @@ def _page(parsed: argparse.Namespace, history: History) -> int:
     from consistency.capture.whole_file import write_whole
     from consistency.report.history_page import history_as_html
 
-    page = history_as_html(history, parsed.last, place=parsed.html.parent, device=parsed.device, case=parsed.case)
+    last = _LAST if parsed.last is None else parsed.last
+    page = history_as_html(history, last, place=parsed.html.parent, device=parsed.device, case=parsed.case)
     write_whole(parsed.html, [page.encode()])
-    for text in history.damage:
-        print(f"damaged, left out: {text}", file=sys.stderr)
+    _name_damage(history)
     print(f"page: {parsed.html}")
     return 0
+
+
+def _name_damage(history: History) -> None:
+    for text in history.damage:
+        print(f"damaged, left out: {text}", file=sys.stderr)

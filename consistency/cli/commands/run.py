@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from consistency.case.options import OPTIONS, Edge, Options, add_options
-from consistency.cli.output import add_format_options, add_report_options, print_json, read_baseline, show
+from consistency.cli.output import (
+    add_format_options,
+    add_history_option,
+    add_report_options,
+    print_json,
+    read_baseline,
+    read_history,
+    show,
+)
 from consistency.errors import ConsistencyError, UsageError
 from consistency.report.formats import Subject
 from consistency.report.runs import dated
@@ -49,7 +57,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     add_format_options(run)
     run.add_argument("--plan", action="store_true", help="print what the run will take of memory and time, and stop; a "
                      "suite with a case that cannot be checked is planned without it")  # fmt: skip
-    run.add_argument("--history", metavar="URL", help="history of runs to compare with and append to")
+    add_history_option(run)
     run.add_argument("--dated", action=argparse.BooleanOptionalAction,
                      help="leave each run in a folder of --out by date and time, OUT/2026-11-22T02-00-00Z (UTC), and a "
                      "link to the last one, OUT/latest (default: with --history and without --force)")  # fmt: skip
@@ -95,13 +103,11 @@ def _add_case(parser: argparse.ArgumentParser) -> None:
 
 def _run(parsed: argparse.Namespace) -> int:
     from consistency.cli.progress import progress
-    from consistency.comparison.history.store import History
     from consistency.workflows import pipeline
 
     if parsed.plan:
         return _plan(parsed)
-    history = None if parsed.history is None else History(parsed.history)
-    baseline = read_baseline(parsed)
+    history, baseline = read_history(parsed), read_baseline(parsed)
     suite = read_suite(parsed)
     if suite is not None:
         from consistency.workflows.suite import expected, prepare_suite, run_suite

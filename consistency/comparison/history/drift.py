@@ -17,7 +17,9 @@ from consistency.case.stages import MOVES_WEIGHTS
 from consistency.comparison.by_worker import verdicts
 from consistency.comparison.findings.collect import AS_DEPLOYED
 from consistency.comparison.history.baseline import Baseline, apply
-from consistency.comparison.history.store import History, RunRecord, Table, WorkerRecord, digest_of, record_of
+from consistency.comparison.history.recording import record_of
+from consistency.comparison.history.records import RunRecord, Table, WorkerRecord, device_count, digest_of
+from consistency.comparison.history.store import MOST_IN_RECORD, History
 from consistency.comparison.result import Comparison, Finding, with_findings
 
 DRIFT = "drift"
@@ -28,14 +30,23 @@ _MOST_DETAILS = 5
 
 @dataclass(slots=True, kw_only=True)
 class _Earlier:
-    """What earlier runs recorded of a device, with the same inputs; `software` and `versions` are the latest run's.
+    """What earlier runs recorded of a device, with the same inputs; `latest` and `versions` are of the latest run.
 
     `good` has, by stage, the latest record with the same software in which it had not drifted, and its time.
     """
 
-    software: str
+    latest: WorkerRecord
     versions: Mapping[str, object]
     good: dict[str, tuple[WorkerRecord, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drift:
+    """How a worker drifted: the name of its table, the run that it is compared with, and tensors by stage."""
+
+    table: str
+    since: str
+    differing: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def add_run(
@@ -51,6 +62,7 @@ def add_run(
     `report` is the folder that its report will be in.
     """
     record, tables = record_of(captures, comparison)
+    history.require_room(device_count(record))
     record = msgspec.structs.replace(record, report=report)
     comparison, record = judge_drift(history, record, tables, comparison, baseline)
     history.append(record, tables)
@@ -95,34 +107,46 @@ def find_drift(
 
     Where the settings are not `pinned`, what was computed may change: a note.
     """
-    findings: list[Finding] = []
     stages: dict[tuple[str, str], tuple[str, ...]] = {}
     changed: dict[str, list[str]] = {}
+    drifted: dict[object, tuple[_Drift, list[WorkerRecord]]] = {}
     known = _find_earlier(history, run)
+    tensors = _Tensors(history, tables)
+    is_fleet = device_count(run) > MOST_IN_RECORD
     for worker in run.workers:
         earlier = known.get((worker.device, worker.load_path))
         if earlier is None:
             continue
-        if not earlier.good and earlier.software != worker.software:
-            changed.setdefault(_versions(earlier.versions, run.versions), []).append(worker.name)
-        others = {stage: good for stage, good in earlier.good.items() if good[0].bits[stage] != worker.bits[stage]}
-        table = msgspec.json.decode(tables[worker.table], type=Table) if others else {}
+        if not earlier.good and earlier.latest.software != worker.software:
+            changed.setdefault(_changes(earlier, run, worker), []).append(worker.name)
         differing = {
             stage: found
-            for stage, (before, _) in others.items()
-            if (found := _differing(history.table(before.table), table, stage))
+            for stage, (before, _) in earlier.good.items()
+            if before.bits[stage] != worker.bits[stage]
+            and (found := tensors.differing(before.table, worker.table, stage))
         }
         if differing:
             stages[worker.device, worker.load_path] = tuple(differing)
-            drift = _finding(worker, max(others[stage][1] for stage in differing), differing, table)
-            if not pinned and not any(stage in MOVES_WEIGHTS for stage in differing):
-                message = drift.message + AS_DEPLOYED
-                drift = msgspec.structs.replace(drift, severity="note", message=message, next=None)
-            findings.append(drift)
-    for versions, labels in changed.items():
-        message = f"{some(labels)}: software or settings changed since the previous run{versions}; bits not compared"
+            since = max(earlier.good[stage][1] for stage in differing)
+            drift = _Drift(table=worker.table, since=since, differing=tuple(differing.items()))
+            drifted.setdefault(drift if is_fleet else worker.key, (drift, []))[1].append(worker)
+    findings = []
+    for drift, workers in drifted.values():
+        finding = _finding(workers, drift, tensors.now(drift.table))
+        if not pinned and not any(stage in MOVES_WEIGHTS for stage, _ in drift.differing):
+            message = finding.message + AS_DEPLOYED
+            finding = msgspec.structs.replace(finding, severity="note", message=message, next=None)
+        findings.append(finding)
+    for text, labels in changed.items():
+        message = f"{some(labels)}: software or settings changed since the previous run{text}; bits not compared"
         findings.append(Finding(kind="software", severity="note", message=message, workers=tuple(labels)))
     return findings, stages
+
+
+def compared_with(history: History, run: RunRecord) -> set[str]:
+    """Return the times of the runs that the workers of a run are compared with."""
+    known = _find_earlier(history, run).values()
+    return {at for earlier in known for _, at in earlier.good.values()}
 
 
 def _find_earlier(history: History, now: RunRecord) -> dict[tuple[str, str], _Earlier]:
@@ -130,20 +154,22 @@ def _find_earlier(history: History, now: RunRecord) -> dict[tuple[str, str], _Ea
     current = {(w.device, w.load_path): w for w in now.workers if w.status == "ok"}
     wanted = {key: set(worker.bits) for key, worker in current.items()}
     found: dict[tuple[str, str], _Earlier] = {}
-    for run in history.earlier():
-        for before in run.workers:
+    devices = {device for device, _ in current}
+    for run in history.earlier() if devices else ():
+        for before in history.workers(run, devices):
             key = (before.device, before.load_path)
             if not wanted.get(key) or before.status != "ok" or before.inputs != current[key].inputs:
                 continue
             if not _is_same_case(run, before, now, current[key]):
                 continue
-            known = found.setdefault(key, _Earlier(software=before.software, versions=run.versions))
+            known = found.setdefault(key, _Earlier(latest=before, versions=run.versions))
             if before.software != current[key].software:
                 continue
             for stage in wanted[key] & before.bits.keys() - set(before.drift):
                 known.good[stage] = (before, run.at)
                 wanted[key].discard(stage)
-        if not any(wanted.values()):
+        devices = {device for (device, _), stages in wanted.items() if stages}
+        if not devices:
             break
     return found
 
@@ -158,31 +184,51 @@ def _is_same_case(run: RunRecord, before: WorkerRecord, now: RunRecord, worker: 
     return (before.case or run.case) == (worker.case or now.case)
 
 
-def _differing(before: Table | None, now: Table, stage: str) -> list[str]:
-    """Return the tensors of a stage whose bits differ; a tensor that only one of two runs checked is no drift."""
-    here = [name for name in now if name.startswith(f"{stage}::")]
-    if before is None:  # without the table it is known that they differ, but not where
-        return here
-    return [name for name in here if name in before and before[name] != now[name]]
+class _Tensors:
+    """The tables of a run and of earlier ones, each read once: thousands of workers share a few."""
+
+    def __init__(self, history: History, tables: Mapping[str, bytes]) -> None:
+        self._history, self._tables = history, tables
+        self._now: dict[str, Table] = {}
+        self._before: dict[str, Table | None] = {}
+        self._differing: dict[tuple[str, str, str], tuple[str, ...]] = {}
+
+    def now(self, name: str) -> Table:
+        if name not in self._now:
+            self._now[name] = msgspec.json.decode(self._tables[name], type=Table)
+        return self._now[name]
+
+    def differing(self, before: str, now: str, stage: str) -> tuple[str, ...]:
+        """Return the tensors of a stage whose bits differ; a tensor that only one of two runs checked is no drift."""
+        pair = (before, now, stage)
+        if pair not in self._differing:
+            if before not in self._before:
+                self._before[before] = self._history.table(before)
+            earlier, table = self._before[before], self.now(now)
+            here = tuple(name for name in table if name.startswith(f"{stage}::"))
+            if earlier is not None:  # without the table it is known that they differ, but not where
+                here = tuple(name for name in here if name in earlier and earlier[name] != table[name])
+            self._differing[pair] = here
+        return self._differing[pair]
 
 
-def _finding(worker: WorkerRecord, since: str, differing: Mapping[str, Sequence[str]], table: Table) -> Finding:
-    tensors = [name for found in differing.values() for name in found]
+def _finding(workers: Sequence[WorkerRecord], drift: _Drift, table: Table) -> Finding:
+    """Return the finding of workers that drifted alike."""
+    tensors = [name for _, found in drift.differing for name in found]
     where = ", ".join(
         f"{len(found)} of {sum(name.startswith(f'{stage}::') for name in table)} {stage}"
-        for stage, found in differing.items()
+        for stage, found in drift.differing
     )
-    device = worker.name if worker.device.endswith(f"/{worker.name}") else f"{worker.name} ({worker.device})"
     return Finding(
         kind=DRIFT,
         severity="error",
         message=(
-            f"drift · {device} · {where} tensors differ bitwise from the run of {since[:16].replace('T', ' ')}: "
-            "same inputs, same software"
+            f"drift · {_devices(workers)} · {where} tensors differ bitwise from the run of "
+            f"{drift.since[:16].replace('T', ' ')}: same inputs, same software"
         ),
-        general=f"drift · {device} · {', '.join(differing)} tensors differ bitwise from an earlier run: same inputs, "
-        "same software",
-        workers=(worker.name,),
+        general=f"drift · {_devices(workers)} · {', '.join(stage for stage, _ in drift.differing)} tensors differ "
+        "bitwise from an earlier run: same inputs, same software",
+        workers=tuple(worker.name for worker in workers),
         tensors=tuple(tensors),
         detail=tuple(tensors[:_MOST_DETAILS]),
         next="run again: a device whose results change between runs is failing; check its ECC error counters",
@@ -190,6 +236,17 @@ def _finding(worker: WorkerRecord, since: str, differing: Mapping[str, Sequence[
     )
 
 
-def _versions(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+def _devices(workers: Sequence[WorkerRecord]) -> str:
+    if len(workers) > 1:
+        return some([worker.name for worker in workers])
+    (worker,) = workers
+    return worker.name if worker.device.endswith(f"/{worker.name}") else f"{worker.name} ({worker.device})"
+
+
+def _changes(earlier: _Earlier, run: RunRecord, worker: WorkerRecord) -> str:
+    """Return what is known of a change of software."""
+    before, now = earlier.versions, run.versions
     texts = [f"{name} {before.get(name)} -> {now.get(name)}" for name in now if before.get(name) != now.get(name)]
+    if earlier.latest.driver and worker.driver and earlier.latest.driver != worker.driver:
+        texts.append(f"driver {earlier.latest.driver} -> {worker.driver}")
     return f" ({', '.join(texts)})" if texts else ""

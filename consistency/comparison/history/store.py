@@ -3,113 +3,52 @@
 ::
 
     nights/<time>-<id>.json    one run: verdict, devices, a digest per device and stage; written last, the commit mark
+    workers/<sha256>.parquet   the devices of a run with more than 64: fleets that saw the same share one
     tables/<sha256>.json       the digest of every tensor of a worker; runs with equal digests share one
 
 A history is a folder, on disk or at any URL that fsspec knows. A run is one file, which a disk renames into place and
-an object store writes whole, so a reader sees all of it or nothing. Tables are named by their content and written
-first.
+an object store writes whole, so a reader sees all of it or nothing. Tables and workers are named by their content and
+written first. Each run writes them anew even where they exist: `retention.py` removes none that was just written.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
+import os
+import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
-from consistency.capture.folder import Capture
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.transport import open_store, remote_errors
-from consistency.capture.whole_file import write_whole
-from consistency.comparison.by_worker import worst_ratios
-from consistency.comparison.result import PLANTED, Comparison, tensor_name
-from consistency.comparison.workers import ComparedWorker, gather
+from consistency.comparison.history.parquet import WorkerFiles
+from consistency.comparison.history.records import (
+    FLEET_SCHEMA,
+    SCHEMA,
+    FleetWorkers,
+    RunRecord,
+    Table,
+    WorkerRecord,
+    WorkerState,
+    device_count,
+    state_of,
+)
 from consistency.errors import UsageError
-from consistency.numerics.real import Real
 
-SCHEMA = "consistency.history/1"
-RUNS, TABLES = "nights", "tables"
+RUNS, TABLES, WORKERS = "nights", "tables", "workers"
 
+MOST_IN_RECORD = 64
+"""Devices of a run whose workers are in its own record: more than any one host has."""
 
-class WorkerRecord(
-    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, rename={"load_path": "road"}
-):
-    """One worker of a run.
+_MOST_NAMES = 16  # of workers that drifted, in a list of runs
+_MOST_FINDINGS = 64  # of a fleet, in its record: its report has all
 
-    Attributes
-    ----------
-    device : str
-        Identity that outlives the run: the device's UUID, or host and name, with the kernel variant.
-    software : str
-        Digest of versions, kernels and settings: bits are compared only between equal software.
-    inputs : str
-        Digest of the bytes in the files, the dtype and the inputs.
-    bits : dict of str to str
-        Digest of all tensors, by stage.
-    table : str
-        Name of the table with the digest of every tensor.
-    drift : tuple of str
-        Stages that differ bitwise from the earlier runs, where this has not been accepted.
-    case : str
-        The case of a suite; empty where the run has one case.
-    verdict : str
-        Of the device, as in `by_worker`; empty in runs of versions that did not record it.
-    bound_ratio : float or None
-        Worst error/tolerance on the device.
-    """
-
-    name: str
-    load_path: str
-    device: str
-    architecture: str
-    model: str
-    status: str
-    software: str
-    inputs: str
-    bits: dict[str, str] = {}
-    table: str = ""
-    drift: tuple[str, ...] = ()
-    simulated: bool = False
-    case: str = ""
-    verdict: str = ""
-    bound_ratio: Real | None = None
-
-
-class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One run.
-
-    Attributes
-    ----------
-    case : str
-        Name of the case, or of the suite.
-    cases : dict of str to str
-        Verdict of each case of a suite; its `workers` are those of all cases.
-    report : str
-        Folder of the run's report, on its host; empty where none was kept.
-    planted : bool
-        A fault was planted on purpose.
-    """
-
-    schema: str
-    at: str
-    host: str
-    case: str
-    verdict: str
-    tool: str
-    versions: dict[str, Any] = {}
-    findings: tuple[str, ...] = ()
-    workers: tuple[WorkerRecord, ...] = ()
-    cases: dict[str, str] = {}
-    report: str = ""
-    planted: bool = False
-
-
-Table = dict[str, str]
-"""Digest of each tensor by `stage::layer.tensor`."""
+T = TypeVar("T")
 
 
 class History:
@@ -118,18 +57,27 @@ class History:
     def __init__(self, url: str) -> None:
         self.url = url
         self._fs, self._root = open_store(url, "cannot open the history")
+        protocol = self._fs.protocol
+        self._is_local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
         self.damage: list[str] = []
         self._read: list[RunRecord] = []
         self._unread: Iterator[RunRecord] | None = None
+        self._worker_files: WorkerFiles | None = None
+        self._last_states: tuple[str, list[WorkerState]] = ("", [])
+        self._last_tables: tuple[str, set[str]] = ("", set())
 
     def names(self) -> list[str]:
         """Return the names of the runs, the latest first."""
+        return sorted((name for name in self.files_of(RUNS) if name.endswith(".json")), reverse=True)
+
+    def files_of(self, folder: str) -> list[str]:
+        """Return the files of a folder of the history, with their paths."""
         with remote_errors("cannot read the history", self.url):
+            self._fs.invalidate_cache()  # a listing from before another run was added
             try:
-                found = self._fs.ls(f"{self._root}/{RUNS}", detail=False)
+                return [str(name) for name in self._fs.ls(f"{self._root}/{folder}", detail=False)]
             except FileNotFoundError:
                 return []
-        return sorted((name for name in found if str(name).endswith(".json")), reverse=True)
 
     def require(self) -> None:
         """Raise UsageError where there is no history: a folder without runs is a mistake in the command."""
@@ -138,17 +86,28 @@ class History:
         if not exists:
             raise UsageError(f"there is no history at {self.url}: `consistency run --history` starts one")
 
+    def require_room(self, devices: int) -> None:
+        """Raise UsageError where a run of so many devices cannot be added for want of a package."""
+        if devices > MOST_IN_RECORD:
+            self._parquet()
+
     def runs(self, names: Sequence[str] | None = None) -> Iterator[RunRecord]:
-        """Yield runs, the latest first; a damaged one is left out and named in `damage`."""
+        """Yield runs, the latest first; a damaged one is left out and named in `damage`.
+
+        The workers of a fleet are read by `workers` and `states`.
+        """
         for name in self.names() if names is None else names:
             with remote_errors("cannot read the history", name):
-                raw = self._fs.cat_file(name)
+                try:
+                    raw = self._fs.cat_file(name)
+                except FileNotFoundError:
+                    continue  # removed since it was listed
             try:
                 run = decode_json(raw, RunRecord)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self.damage.append(f"{Path(name).name}: {error}")
                 continue
-            if run.schema == SCHEMA:
+            if run.schema in (SCHEMA, FLEET_SCHEMA):
                 yield run
             else:
                 self.damage.append(f"{Path(name).name}: unsupported schema {run.schema}")
@@ -161,6 +120,37 @@ class History:
         for run in self._unread:
             self._read.append(run)
             yield run
+
+    def workers(self, run: RunRecord, devices: Collection[str] | None = None) -> tuple[WorkerRecord, ...]:
+        """Return the workers of a run, or those of some devices, given by identity or name.
+
+        A run whose workers cannot be read has none, and is named in `damage`.
+
+        Raises
+        ------
+        UsageError
+            They are in a file that needs a package which is not installed.
+        """
+        if run.fleet is None:
+            return tuple(w for w in run.workers if devices is None or w.device in devices or w.name in devices)
+        files = self._parquet()
+        return self._of_file(run, lambda path: files.workers(path, devices), ())
+
+    def states(self, run: RunRecord) -> list[WorkerState]:
+        """Return the states of a run's workers: the same list for runs that follow each other and saw the same."""
+        if run.fleet is None:
+            return [(*worker.key, worker.name, state_of(worker)) for worker in run.workers]
+        if self._last_states[0] != run.fleet.file:
+            self._last_states = run.fleet.file, self._of_file(run, self._parquet().states, [])
+        return self._last_states[1]
+
+    def tables_of(self, run: RunRecord) -> set[str]:
+        """Return the names of the tables of a run."""
+        if run.fleet is None:
+            return {worker.table for worker in run.workers}
+        if self._last_tables[0] != run.fleet.file:
+            self._last_tables = run.fleet.file, self._of_file(run, self._parquet().tables, set())
+        return self._last_tables[1]
 
     def table(self, name: str) -> Table | None:
         """Return a table by its name, None if it is gone or damaged."""
@@ -179,101 +169,107 @@ class History:
         ------
         CaptureError
             It cannot be written; then the history has no such run.
+        UsageError
+            It has more devices than a record holds, and DuckDB is not installed.
         """
         self.put_tables(tables)
+        if device_count(run) > MOST_IN_RECORD:
+            run = self._with_workers_apart(run)
         stamp = run.at.replace("-", "").replace(":", "").replace(".", "").partition("+")[0]
-        with remote_errors("cannot write the history", self.url):
-            self._fs.makedirs(f"{self._root}/{RUNS}", exist_ok=True)
-            self._put(f"{self._root}/{RUNS}/{stamp}-{uuid.uuid4().hex[:8]}.json", encode_json(run) + b"\n")
+        self._put(RUNS, f"{stamp}-{uuid.uuid4().hex[:8]}.json", encode_json(run) + b"\n")
         self._read, self._unread = [], None
 
     def put_tables(self, tables: dict[str, bytes]) -> None:
         """Write tables by their names; without a run that names them they change nothing."""
-        with remote_errors("cannot write the history", self.url):
-            self._fs.makedirs(f"{self._root}/{TABLES}", exist_ok=True)
-            for name, raw in tables.items():
-                place = f"{self._root}/{TABLES}/{name}.json"
-                if not self._fs.exists(place):
-                    self._put(place, raw)
+        for name, raw in tables.items():
+            self._put(TABLES, f"{name}.json", raw)
 
-    def _put(self, place: str, raw: bytes) -> None:
-        protocol = self._fs.protocol
-        if "file" in ((protocol,) if isinstance(protocol, str) else protocol):
-            write_whole(Path(place), [raw])
-        else:
-            self._fs.pipe_file(place, raw)
+    def modified(self, place: str) -> float | None:
+        """Return when a file was written, in seconds since 1970; None where that is unknown."""
+        with suppress(Exception):  # not every store knows, and each raises kinds of its own
+            return float(self._fs.modified(place).timestamp())
+        return None
 
+    def remove(self, place: str) -> None:
+        """Remove a file, if it is there."""
+        with remote_errors("cannot remove a run of the history", place), suppress(FileNotFoundError):
+            self._fs.rm_file(place)
 
-def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunRecord, dict[str, bytes]]:
-    """Return what a run leaves in a history: its record, and its tables by name."""
-    tables: dict[str, bytes] = {}
-    workers = []
-    ratios = worst_ratios(comparison)
-    for participant in gather(captures):
-        records = sorted(participant.records.items())
-        raw = encode_json({tensor_name(*key): record.digest for key, record in records if record.digest is not None})
+    def _parquet(self) -> WorkerFiles:
+        if self._worker_files is None:
+            self._worker_files = WorkerFiles(self.url)
+        return self._worker_files
+
+    def _with_workers_apart(self, run: RunRecord) -> RunRecord:
+        """Write the workers of a run to their own file, and return the record that names it."""
+        workers = sorted(run.workers, key=lambda worker: (worker.host, worker.name, worker.key))
+        raw = self._parquet().render(workers)
         name = hashlib.sha256(raw).hexdigest()
-        tables[name] = raw
-        ratio = ratios.get(participant.label)
-        workers.append(_worker(participant, name, None if ratio is None else Real(ratio)))
-    environment = comparison.workers[0].environment if comparison.workers else {}
-    run = RunRecord(
-        schema=SCHEMA,
-        at=datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"),
-        host=captures[0].manifest.host,
-        case=comparison.case,
-        verdict=comparison.verdict,
-        tool=captures[0].manifest.tool,
-        versions={k: environment[k] for k in ("torch", "cuda", "transformers", "peft") if environment.get(k)},
-        findings=tuple(f.message for f in comparison.findings if f.severity == "error"),
-        workers=tuple(workers),
-        planted=any(f.kind == PLANTED for f in comparison.findings),
-    )
-    return run, tables
+        self._put(WORKERS, f"{name}.parquet", raw)
+        drifted = {worker.device: worker.name for worker in workers if worker.drift}
+        more = len(run.findings) - _MOST_FINDINGS
+        findings = run.findings if more <= 0 else (*run.findings[:_MOST_FINDINGS], f"and {more} more findings")
+        fleet = FleetWorkers(
+            file=name,
+            devices=device_count(run),
+            hosts=len({worker.host or run.host for worker in workers}),
+            lost=sum(worker.status != "ok" for worker in workers),
+            drifted=tuple(drifted.values())[:_MOST_NAMES],
+            drifted_devices=len(drifted),
+            simulated=any(worker.simulated for worker in workers),
+        )
+        return msgspec.structs.replace(run, schema=FLEET_SCHEMA, findings=findings, workers=(), fleet=fleet)
 
+    def _of_file(self, run: RunRecord, read: Callable[[Path], T], nothing: T) -> T:
+        """Read the workers of a fleet's run from their file."""
+        with ExitStack() as stack:
+            path = self.workers_apart(run, stack)
+            if path is None:
+                return nothing
+            try:
+                return read(path)
+            except ValueError as error:
+                self._leave_out(run, error)
+                return nothing
 
-def _worker(participant: ComparedWorker, table: str, ratio: Real | None) -> WorkerRecord:
-    info = participant.info
-    bits: dict[str, Any] = {}
-    for key, record in participant.records.items():
-        if record.digest is not None:
-            bits.setdefault(key[0], hashlib.blake2b(digest_size=8)).update(f"{key}{record.digest}".encode())
-    return WorkerRecord(
-        name=participant.label,
-        load_path=participant.load_path,
-        device=participant.device,
-        architecture=info.architecture,
-        model=info.model,
-        status=info.status,
-        software=digest_of([info.kernel_key, info.driver, sorted(info.in_force.items(), key=str)]),
-        inputs=_inputs(participant),
-        bits={stage: h.hexdigest() for stage, h in bits.items()},
-        table=table,
-        simulated=info.simulated,
-        bound_ratio=ratio,
-    )
+    def workers_apart(self, run: RunRecord, stack: ExitStack) -> Path | None:
+        """Return the file with the workers of a fleet's run, on this host as long as the stack is open.
 
+        Where it is gone, or is not what its name says, the run is named in `damage`.
+        """
+        name = "" if run.fleet is None else run.fleet.file
+        place = f"{self._root}/{WORKERS}/{name}.parquet"
+        try:
+            raw = self._fs.cat_file(place)
+        except Exception as error:  # the stores of fsspec raise kinds of their own
+            self._leave_out(run, error)
+            return None
+        if hashlib.sha256(raw).hexdigest() != name:
+            self._leave_out(run, "the file was changed")
+            return None
+        if self._is_local:
+            return Path(place)
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="consistency-history-"))
+        path = Path(scratch, f"{name}.parquet")
+        path.write_bytes(raw)
+        return path
 
-def _inputs(participant: ComparedWorker) -> str:
-    """Return a digest of a worker's inputs: the files' bytes as it read them, or else name, size and time of each."""
-    case = participant.case
-    records = sorted(participant.records.items())
-    parts: list[Any] = [case.dtype, case.level, participant.info.inputs_digest]
-    for stage, folder in (("base", case.base), ("adapter", case.adapter)):
-        read = [record.reference_digest for key, record in records if key[0] == stage and record.reference_digest]
-        parts.append(read or _marks(folder))
-    parts += [[one.name, _marks(one.path)] for one in case.adapters]
-    return digest_of(parts)
+    def _leave_out(self, run: RunRecord, error: object) -> None:
+        text = f"the workers of the run of {run.at[:16].replace('T', ' ')} cannot be read: {error}"
+        if text not in self.damage:
+            self.damage.append(text)
 
-
-def _marks(folder: str | None) -> list[Any]:
-    """Identify the files of a folder that no stage read completely."""
-    if not folder or not Path(folder).is_dir():
-        return [folder]
-    files = sorted(file for file in Path(folder).iterdir() if file.suffix in (".safetensors", ".bin", ".json"))
-    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-
-
-def digest_of(value: Any) -> str:
-    """Return a short digest of a JSON value."""
-    return hashlib.blake2b(encode_json(value), digest_size=8).hexdigest()
+    def _put(self, folder: str, name: str, raw: bytes) -> None:
+        """Write a file whole or not at all; others may write the same one at the same time."""
+        place = f"{self._root}/{folder}/{name}"
+        with remote_errors("cannot write the history", self.url):
+            self._fs.makedirs(f"{self._root}/{folder}", exist_ok=True)
+            if not self._is_local:
+                self._fs.pipe_file(place, raw)
+                return
+            partial = Path(f"{place}.{uuid.uuid4().hex[:8]}.tmp")
+            try:
+                partial.write_bytes(raw)
+                os.replace(partial, place)
+            finally:
+                partial.unlink(missing_ok=True)

@@ -11,7 +11,9 @@ from consistency.capture.folder import Capture
 from consistency.capture.version import __version__
 from consistency.comparison.history.baseline import Baseline
 from consistency.comparison.history.drift import judge_drift
-from consistency.comparison.history.store import SCHEMA, History, RunRecord, WorkerRecord, record_of
+from consistency.comparison.history.recording import record_of
+from consistency.comparison.history.records import SCHEMA, RunRecord, WorkerRecord, device_count
+from consistency.comparison.history.store import History
 from consistency.comparison.result import PLANTED, Comparison
 from consistency.comparison.suite import SuiteResult, common_findings
 
@@ -28,6 +30,7 @@ class SuiteEntry:
     def add(self, name: str, captures: Sequence[Capture], comparison: Comparison) -> Comparison:
         """Add a case; return its comparison with a finding for each device that has drifted in this case."""
         record, tables = record_of(captures, comparison)
+        self._history.require_room(device_count(record))
         workers = tuple(msgspec.structs.replace(worker, case=name) for worker in record.workers)
         record = msgspec.structs.replace(record, workers=workers)
         comparison, record = judge_drift(self._history, record, tables, comparison, self._baseline)

@@ -18,7 +18,8 @@ from consistency.capture.wording import counted, some
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.requirements import Requirements, requirements_of
-from consistency.comparison.history.baseline import Baseline, apply
+from consistency.comparison.history.baseline import Baseline
+from consistency.comparison.history.store import History
 from consistency.comparison.result import ENVIRONMENT, LOST_NODE, Comparison, Finding, made, with_findings
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.devices.interpreter import python_command
@@ -101,11 +102,12 @@ def run_fleet(
     replace: bool = False,
     baseline: Baseline | None = None,
     groups: SiteGroups = NO_GROUPS,
+    history: History | None = None,
 ) -> Comparison:
     """Have every node make its capture, and compare those that arrive.
 
     A node that delivers none is an error of the report, and its verdict is then `incomplete`. If the run is stopped,
-    what was started is cancelled, and what was delivered is kept.
+    what was started is cancelled, and what was delivered is kept. The result is added to a history.
 
     Raises
     ------
@@ -113,6 +115,8 @@ def run_fleet(
         No node has delivered a capture that can be compared.
     """
     started = time.monotonic()
+    if history is not None:
+        history.require_room(len(plan.nodes) * (plan.options.gpus or 1))  # while nothing runs yet
     folder = FleetFolder(out=out, store=(plan.options.store or str(out.resolve() / pipeline.CAPTURES)).rstrip("/"))
     resume = plan.options.resume
     with pipeline.output(out, replace=replace or resume, keeps=lambda path: (path / PLAN).exists()):
@@ -125,7 +129,7 @@ def run_fleet(
         found = _captured(plan, folder, record, missing, watch=watch)
         gathered = _gather(plan, folder, found)
         try:
-            comparison = _compare(gathered, folder, baseline, groups)
+            comparison = _compare(gathered, folder, out, baseline, groups, history)
         except LostFleetError:
             folder.save(msgspec.structs.replace(record, nodes=_outcomes(gathered)))
             raise
@@ -193,18 +197,25 @@ def _gather(plan: FleetPlan, folder: FleetFolder, found: Mapping[str, Progress])
     return _Gathered(places=places, lost={**lost, **bare}, odd=odd)
 
 
-def _compare(gathered: _Gathered, folder: FleetFolder, baseline: Baseline | None, groups: SiteGroups) -> Comparison:
+def _compare(
+    gathered: _Gathered,
+    folder: FleetFolder,
+    out: Path,
+    baseline: Baseline | None,
+    groups: SiteGroups,
+    history: History | None,
+) -> Comparison:
     with tempfile.TemporaryDirectory(prefix="consistency-fleet-") as scratch:
         captures = _read(gathered, Path(scratch))
         if not captures:
             raise _nothing(gathered, folder)
         comparison = pipeline.compare_captures(captures, groups=groups)
-    comparison = msgspec.structs.replace(comparison, captures=tuple(gathered.places.values()))
-    findings = _findings(gathered)
-    if findings:
-        comparison = msgspec.structs.replace(comparison, verdict="incomplete")
-        comparison = with_findings(comparison, [*findings, *comparison.findings])
-    return comparison if baseline is None else apply(baseline, comparison)
+        comparison = msgspec.structs.replace(comparison, captures=tuple(gathered.places.values()))
+        findings = _findings(gathered)
+        if findings:
+            comparison = msgspec.structs.replace(comparison, verdict="incomplete")
+            comparison = with_findings(comparison, [*findings, *comparison.findings])
+        return pipeline.judged(captures, comparison, out, history=history, baseline=baseline)
 
 
 def _read(gathered: _Gathered, scratch: Path) -> list[Capture]:

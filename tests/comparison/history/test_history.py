@@ -16,8 +16,9 @@ from consistency.capture.records import TensorRecord
 from consistency.cli.main import main
 from consistency.comparison.history.baseline import Baseline, accept, apply, read_baseline
 from consistency.comparison.history.drift import add_run
+from consistency.comparison.history.records import WorkerRecord
 from consistency.comparison.history.sql import query
-from consistency.comparison.history.store import History, WorkerRecord
+from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison, Finding
 from consistency.errors import CaptureError, UsageError
 from consistency.report.history import device_rows, run_rows

@@ -1,0 +1,262 @@
+"""Since when: what changed in a history, by device: drift, software, inputs, lost workers, devices that are gone.
+
+Runs are gone through once, the earliest first. Of a run only the states of its workers are read, which say whether
+anything is other than before; the records themselves are read of workers in which something is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from consistency.comparison.history.records import RunRecord, WorkerRecord, WorkerState
+from consistency.comparison.history.store import History
+
+_MOST_STATES = 20_000  # kept of earlier runs: more than a run has, unless no two workers are alike
+
+
+class ChangeKind(StrEnum):
+    """What a change is about."""
+
+    DRIFT = "drift"
+    SOFTWARE = "software"
+    INPUTS = "inputs"
+    LOST = "lost"
+    INCONSISTENT = "inconsistent"
+    GONE = "gone"
+    NEW = "new"
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """What changed, in the same run, for some workers.
+
+    Attributes
+    ----------
+    since : str
+        The first run with it.
+    before : str or None
+        The last run of these workers without it; None where it was so in their first.
+    until : str or None
+        The first run without it again; None where it lasts, and for what has no end.
+    detail : str
+        The stage that drifted; what changed, as far as it is known.
+    devices : int
+        Number of devices.
+    workers : tuple of str
+        Names as of that run; of what is gone, as of the last run that had it.
+    """
+
+    kind: ChangeKind
+    since: str
+    before: str | None
+    until: str | None
+    detail: str
+    devices: int
+    workers: tuple[str, ...]
+
+
+def changes(history: History, runs: Iterable[RunRecord]) -> list[Change]:
+    """Return what changed over these runs, given the earliest first: the latest change comes first.
+
+    A device is missing from a run of its case that shares at least half of its devices with an earlier one: a run
+    that shares fewer is of other devices.
+    """
+    finder = _Finder(history)
+    for run in runs:
+        finder.take(run)
+    return finder.found()
+
+
+Key = tuple[str, str, str]
+"""Device, load path and case."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    """What a change is about, and its detail."""
+
+    kind: ChangeKind
+    detail: str = ""
+
+
+_GONE = _Condition(ChangeKind.GONE)
+
+
+@dataclass(slots=True)
+class _Opened:
+    """A condition that has begun: in which run, the last run of the worker before it, and its name."""
+
+    since: int
+    before: int | None
+    name: str
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker in its latest run; `ended_well` is its state in the latest one in which it was not lost."""
+
+    streak: int
+    state: int
+    ended_well: int | None
+
+
+@dataclass(slots=True)
+class _Series:
+    """Runs of one case and mostly the same devices: the devices of the latest one, with their names."""
+
+    case: str
+    streak: int
+    present: dict[str, str]
+
+
+class _Finder:
+    """Finds changes run by run.
+
+    Runs that follow each other and saw the same are a streak, of which only the first one is gone through.
+    """
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._runs: list[RunRecord] = []
+        self._streaks: list[int] = []  # the last run of each
+        self._states: list[WorkerState] | None = None
+        self._workers: dict[Key, _Worker] = {}
+        self._facts: dict[int, WorkerRecord] = {}
+        self._versions: dict[int, Mapping[str, object]] = {}  # by streak
+        self._devices: set[str] = set()
+        self._series: list[_Series] = []
+        self._open: dict[tuple[Key, _Condition], _Opened] = {}
+        self._found: dict[tuple[_Condition, int, int | None, int | None], dict[tuple[str, str], None]] = {}
+
+    def take(self, run: RunRecord) -> None:
+        """Take the next run."""
+        states = self._history.states(run)
+        if not states:
+            return
+        number = len(self._runs)
+        self._runs.append(run)
+        before = self._runs[number - 1] if number else None
+        if states is self._states and before is not None and (before.case, before.versions) == (run.case, run.versions):
+            self._streaks[-1] = number
+            return
+        self._states = states
+        self._streaks.append(number)
+        self._versions[len(self._streaks) - 1] = run.versions
+        self._take_devices(run.case, {device: name for device, _, _, name, _ in reversed(states)})
+        streak, changed = len(self._streaks) - 1, []
+        for device, load_path, case, name, state in states:
+            worker = self._workers.get((device, load_path, case))
+            if worker is not None and worker.state == state and worker.ended_well == state:
+                worker.streak = streak
+            else:
+                changed.append(((device, load_path, case), name, state))
+        self._read(run, changed)
+        for key, name, state in changed:
+            self._take_worker(key, name, state)
+
+    def found(self) -> list[Change]:
+        """Return all changes."""
+        for (key, condition), opened in self._open.items():
+            self._add(condition, opened, None, key[0])
+        self._open = {}
+        made = []
+        for (condition, since, before, until), names in self._found.items():
+            change = Change(
+                kind=condition.kind,
+                since=self._runs[since].at,
+                before=None if before is None else self._runs[before].at,
+                until=None if until is None else self._runs[until].at,
+                detail=condition.detail,
+                devices=len({device for device, _ in names}),
+                workers=tuple(dict.fromkeys(name for _, name in names)),
+            )
+            made.append(change)
+        return sorted(made, key=lambda change: change.since, reverse=True)
+
+    def _take_devices(self, case: str, present: dict[str, str]) -> None:
+        """Find the devices that are gone, back and new."""
+        number = self._streaks[-1]
+        alike = [one for one in self._series if one.case == case and _is_half(one.present, present)]
+        if not alike:
+            self._series.append(_Series(case, len(self._streaks) - 1, present))
+            self._devices |= present.keys()
+            return
+        series = max(alike, key=lambda one: (len(one.present.keys() & present.keys()), one.streak))
+        for device in series.present.keys() - present.keys():
+            gone = _Opened(number, self._streaks[series.streak], series.present[device])
+            self._open[(device, "", case), _GONE] = gone
+        for device in present.keys() - series.present.keys():
+            missed = self._open.pop(((device, "", case), _GONE), None)
+            if missed is not None:
+                self._add(_GONE, missed, number, device)
+            elif device not in self._devices:
+                new = _Opened(number, self._streaks[series.streak], present[device])
+                self._add(_Condition(ChangeKind.NEW), new, None, device)
+        self._devices |= present.keys()
+        series.present, series.streak = present, len(self._streaks) - 1
+
+    def _read(self, run: RunRecord, changed: Sequence[tuple[Key, str, int]]) -> None:
+        """Read one worker of each state that was not seen before."""
+        if len(self._facts) > _MOST_STATES:
+            kept = {one for worker in self._workers.values() for one in (worker.state, worker.ended_well)}
+            self._facts = {state: facts for state, facts in self._facts.items() if state in kept}
+        wanted = {state: key for key, _, state in changed if state not in self._facts}
+        if wanted:
+            by_key = {worker.key: worker for worker in self._history.workers(run, {key[0] for key in wanted.values()})}
+            self._facts |= {state: by_key[key] for state, key in wanted.items() if key in by_key}
+
+    def _take_worker(self, key: Key, name: str, state: int) -> None:
+        facts = self._facts.get(state)
+        if facts is None:  # the file was removed meanwhile
+            return
+        streak, number = len(self._streaks) - 1, self._streaks[-1]
+        last = self._workers.get(key)
+        before = None if last is None else self._streaks[last.streak]
+        earlier = None if last is None else self._facts[last.state]
+        now, then = _conditions(facts), () if earlier is None else _conditions(earlier)
+        for condition in then:
+            if condition not in now:
+                self._add(condition, self._open.pop((key, condition)), number, key[0])
+        for condition in now:
+            if condition not in then:
+                self._open[key, condition] = _Opened(number, before, name)
+        is_well = facts.status == "ok"
+        if is_well and last is not None and last.ended_well is not None:
+            known, opened = self._facts[last.ended_well], _Opened(number, before, name)
+            if known.software != facts.software:
+                detail = self._of_software(last.streak, known, facts)
+                self._add(_Condition(ChangeKind.SOFTWARE, detail), opened, None, key[0])
+            if known.inputs != facts.inputs:
+                self._add(_Condition(ChangeKind.INPUTS), opened, None, key[0])
+        self._workers[key] = _Worker(streak, state, state if is_well else None if last is None else last.ended_well)
+
+    def _of_software(self, streak: int, before: WorkerRecord, now: WorkerRecord) -> str:
+        then, versions = self._versions[streak], self._runs[self._streaks[-1]].versions
+        texts = [
+            f"{name} {then[name]} -> {version}"
+            for name, version in versions.items()
+            if then.get(name, version) != version
+        ]
+        if before.driver and now.driver and before.driver != now.driver:
+            texts.append(f"driver {before.driver} -> {now.driver}")
+        return ", ".join(texts)
+
+    def _add(self, condition: _Condition, opened: _Opened, until: int | None, device: str) -> None:
+        same = (condition, opened.since, opened.before, until)
+        self._found.setdefault(same, {})[device, opened.name] = None
+
+
+def _conditions(worker: WorkerRecord) -> tuple[_Condition, ...]:
+    """Return what is the matter with a worker in a run."""
+    if worker.status != "ok":
+        return (_Condition(ChangeKind.LOST),)
+    if worker.drift:
+        return tuple(_Condition(ChangeKind.DRIFT, stage) for stage in worker.drift)
+    return (_Condition(ChangeKind.INCONSISTENT),) if worker.verdict == "inconsistent" else ()
+
+
+def _is_half(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    return 2 * len(before.keys() & now.keys()) >= max(len(before), len(now))

@@ -1,0 +1,152 @@
+"""A run -> what it leaves in a history: its record, and tables of digests.
+
+A fleet has thousands of workers, and of each stage a few different tables of records: what is done per tensor is done
+once per table.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from consistency.capture import origin
+from consistency.capture.folder import Capture
+from consistency.capture.json_codec import encode_json
+from consistency.capture.records import TensorRecord
+from consistency.comparison.by_worker import worst_ratios
+from consistency.comparison.history.records import SCHEMA, RunRecord, WorkerRecord, digest_of
+from consistency.comparison.records import Key
+from consistency.comparison.result import PLANTED, Comparison, tensor_name
+from consistency.comparison.workers import ComparedWorker, gather
+from consistency.numerics.real import Real
+
+
+def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunRecord, dict[str, bytes]]:
+    """Return what a run leaves in a history: its record, and its tables by name."""
+    recorder = _Recorder(worst_ratios(comparison))
+    hosts = {capture.manifest.host for capture in captures}
+    run_host = captures[0].manifest.host if len(hosts) == 1 else origin.host()
+    workers = tuple(recorder.worker(one, run_host) for one in gather(captures))
+    environment = comparison.workers[0].environment if comparison.workers else {}
+    run = RunRecord(
+        schema=SCHEMA,
+        at=datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"),
+        host=run_host,
+        case=comparison.case,
+        verdict=comparison.verdict,
+        tool=captures[0].manifest.tool,
+        versions={k: environment[k] for k in ("torch", "cuda", "transformers", "peft") if environment.get(k)},
+        findings=tuple(f.message for f in comparison.findings if f.severity == "error"),
+        workers=workers,
+        planted=any(f.kind == PLANTED for f in comparison.findings),
+    )
+    return run, recorder.tables
+
+
+@dataclass(frozen=True, slots=True)
+class _StageDigests:
+    """What a history keeps of a table of records.
+
+    Attributes
+    ----------
+    bits : str
+        Digest of all tensors; empty where none has one.
+    number : int
+        Equal for tables with the same digest of every tensor.
+    digests : tuple of (Key, str)
+        Of each tensor, sorted.
+    read : tuple of str
+        Digests of what was in the files.
+    """
+
+    bits: str
+    number: int
+    digests: tuple[tuple[Key, str], ...]
+    read: tuple[str, ...]
+
+
+class _Recorder:
+    def __init__(self, ratios: Mapping[str, float]) -> None:
+        self.tables: dict[str, bytes] = {}
+        self._ratios = ratios
+        self._stages: dict[int, tuple[Mapping[Key, TensorRecord], _StageDigests]] = {}  # with the table, for its id
+        self._numbers: dict[tuple[tuple[Key, str], ...], int] = {}
+        self._names: dict[tuple[int, ...], str] = {}
+        self._files: dict[tuple[object, ...], str] = {}
+
+    def worker(self, worker: ComparedWorker, run_host: str) -> WorkerRecord:
+        """Return the record of a worker; its table is in `tables`."""
+        info, host = worker.info, worker.capture.manifest.host
+        stages = {name: self._stage(table) for name, table in worker.records.stages.items()}
+        ratio = self._ratios.get(worker.label)
+        return WorkerRecord(
+            name=worker.label,
+            load_path=worker.load_path,
+            device=worker.device,
+            architecture=info.architecture,
+            model=info.model,
+            status=info.status,
+            software=digest_of([info.kernel_key, info.driver, sorted(info.in_force.items(), key=str)]),
+            inputs=self._inputs(worker, stages),
+            bits={name: stage.bits for name, stage in stages.items() if stage.bits},
+            table=self._table(tuple(stages.values())),
+            simulated=info.simulated,
+            bound_ratio=None if ratio is None else Real(ratio),
+            host="" if host == run_host else host,
+            driver=info.driver or "",
+        )
+
+    def _stage(self, table: Mapping[Key, TensorRecord]) -> _StageDigests:
+        known = self._stages.get(id(table))
+        if known is not None:
+            return known[1]
+        bits = hashlib.blake2b(digest_size=8)
+        digests = [(key, record.digest) for key, record in table.items() if record.digest is not None]
+        for key, digest in digests:
+            bits.update(f"{key}{digest}".encode())
+        ordered = tuple(sorted(digests))
+        found = _StageDigests(
+            bits=bits.hexdigest() if digests else "",
+            number=self._numbers.setdefault(ordered, len(self._numbers)),
+            digests=ordered,
+            read=tuple(record.reference_digest for _, record in sorted(table.items()) if record.reference_digest),
+        )
+        self._stages[id(table)] = table, found
+        return found
+
+    def _table(self, stages: Sequence[_StageDigests]) -> str:
+        """Return the name of the table of a worker's digests, which workers with the same ones share."""
+        same = tuple(stage.number for stage in stages if stage.digests)
+        if same not in self._names:
+            digests = sorted(one for stage in stages for one in stage.digests)
+            raw = encode_json({tensor_name(*key): digest for key, digest in digests})
+            self._names[same] = hashlib.sha256(raw).hexdigest()
+            self.tables[self._names[same]] = raw
+        return self._names[same]
+
+    def _inputs(self, worker: ComparedWorker, stages: Mapping[str, _StageDigests]) -> str:
+        """Return a digest of a worker's inputs: the bytes that it read, else name, size and time of each file."""
+        case = worker.case
+        read = [stages[name].read if name in stages else () for name in ("base", "adapter")]
+        adapters = tuple((one.name, one.path) for one in case.adapters)
+        same = (case.dtype, case.level, worker.info.inputs_digest, case.base, case.adapter, *read, adapters)
+        if same not in self._files:
+            parts: list[Any] = [case.dtype, case.level, worker.info.inputs_digest]
+            parts += [
+                digests or _marks(folder) for digests, folder in zip(read, (case.base, case.adapter), strict=True)
+            ]
+            parts += [[one.name, _marks(one.path)] for one in case.adapters]
+            self._files[same] = digest_of(parts)
+        return self._files[same]
+
+
+def _marks(folder: str | None) -> list[Any]:
+    """Identify the files of a folder that no stage read completely."""
+    if not folder or not Path(folder).is_dir():
+        return [folder]
+    files = sorted(file for file in Path(folder).iterdir() if file.suffix in (".safetensors", ".bin", ".json"))
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]

@@ -1,0 +1,128 @@
+"""Remove old runs of a history: only when asked to, and never those that the drift of a device is judged by.
+
+A run disappears with its one file. Files that no run names any more go afterwards, so whoever stops this in the middle
+leaves a history that is whole, and some files for the next time. A file of the last day stays: the run that names it
+may not be written yet.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import msgspec
+
+from consistency.comparison.history.drift import compared_with
+from consistency.comparison.history.records import RunRecord
+from consistency.comparison.history.store import RUNS, TABLES, WORKERS, History
+from consistency.errors import UsageError
+
+_GRACE_S = 86_400.0
+"""A day: longer than a suite of thousands of cases takes between its first table and its entry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removal:
+    """What is removed of a history.
+
+    Attributes
+    ----------
+    runs : tuple of RunRecord
+        The earliest first.
+    kept_for_drift : tuple of RunRecord
+        Old runs that stay, as a device that drifts is compared with them.
+    files : int
+        Tables and files of workers that nothing names any more.
+    """
+
+    runs: tuple[RunRecord, ...]
+    kept_for_drift: tuple[RunRecord, ...]
+    files: int
+    kept: int
+
+
+def remove_old(
+    history: History, *, keep_runs: int | None = None, keep_days: float | None = None, dry_run: bool = False
+) -> Removal:
+    """Remove all but the latest `keep_runs` runs of each host and case, and those older than `keep_days`.
+
+    With both, a run stays that either of them keeps.
+
+    Raises
+    ------
+    UsageError
+        Nothing would be kept, or a run cannot be read: what it needs is unknown.
+    """
+    if (keep_runs is None or keep_runs < 1) and (keep_days is None or keep_days <= 0):
+        raise UsageError("what is to be kept?", where="--keep-runs or --keep-days", wanted="more than 0")
+    places = history.names()
+    runs = list(history.runs(places))
+    if history.damage or len(runs) != len(places):
+        raise UsageError(
+            "no run is removed from a damaged history", where=history.url, got="; ".join(history.damage[:3]),
+            hint="remove or restore these files first",
+        )  # fmt: skip
+    kept = _kept(runs, keep_runs, keep_days)
+    times = set(_needed(history, [run for run, is_kept in zip(runs, kept, strict=True) if is_kept]))
+    needed = [run.at in times and not is_kept for run, is_kept in zip(runs, kept, strict=True)]
+    stay = [is_kept or is_needed for is_kept, is_needed in zip(kept, needed, strict=True)]
+    old = [(place, run) for place, run, stays in zip(places, runs, stay, strict=True) if not stays]
+    remaining = list(itertools.compress(runs, stay))
+    if history.damage:
+        raise UsageError("no run is removed from a damaged history", where=history.url, got=history.damage[0])
+    unused = list(_unused(history, remaining))
+    if not dry_run:
+        for place, _ in reversed(old):
+            history.remove(place)
+        for place in unused:
+            history.remove(place)
+    return Removal(
+        runs=tuple(run for _, run in reversed(old)),
+        kept_for_drift=tuple(reversed(list(itertools.compress(runs, needed)))),
+        files=len(unused),
+        kept=len(remaining),
+    )
+
+
+def _kept(runs: Sequence[RunRecord], keep_runs: int | None, keep_days: float | None) -> list[bool]:
+    """Return for each run, given from the latest on, whether the user wants it kept."""
+    kept: list[bool] = []
+    counts: dict[tuple[str, str], int] = {}
+    now = datetime.datetime.now(datetime.UTC)
+    for run in runs:
+        series = (run.host, run.case)
+        counts[series] = counts.get(series, 0) + 1
+        age = now - datetime.datetime.fromisoformat(run.at)
+        is_new = keep_days is not None and age <= datetime.timedelta(days=keep_days)
+        kept.append(is_new or (keep_runs is not None and counts[series] <= keep_runs))
+    return kept
+
+
+def _needed(history: History, kept: Sequence[RunRecord]) -> Iterator[str]:
+    """Yield the times of the runs with which devices are compared that drifted in their latest run."""
+    seen: set[tuple[str, ...]] = set()
+    for run in kept:
+        here = {state[:3] for state in history.states(run)} - seen
+        seen |= here
+        if run.fleet is None or run.fleet.drifted_devices:
+            found = history.workers(run, {device for device, _, _ in here})
+            drifted = tuple(worker for worker in found if worker.drift and worker.key in here)
+            yield from compared_with(history, msgspec.structs.replace(run, workers=drifted, fleet=None))
+
+
+def _unused(history: History, runs: Sequence[RunRecord]) -> Iterator[str]:
+    """Yield files of tables and workers that these runs do not name, and what a killed writer left."""
+    named = {run.fleet.file for run in runs if run.fleet is not None}
+    for run in runs:
+        named |= history.tables_of(run)
+    for folder in (TABLES, WORKERS, RUNS):
+        for place in history.files_of(folder):
+            name = PurePosixPath(place)
+            is_left = name.suffix == ".tmp" or (folder != RUNS and name.stem not in named)
+            written = history.modified(place) if is_left else None
+            if written is not None and time.time() - written > _GRACE_S:
+                yield place

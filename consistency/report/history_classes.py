@@ -1,0 +1,128 @@
+"""The devices of a fleet by what its runs saw of them: one row for all that were alike in every run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from consistency.capture.wording import counted, some
+from consistency.comparison.history.records import RunRecord, WorkerState
+from consistency.comparison.history.store import MOST_IN_RECORD, History
+from consistency.report.fleet.ranges import folded
+from consistency.report.history_table import Line, Night, lines, worst_first
+
+MOST_CLASSES = 32
+"""Rows of the page: a screen or two."""
+
+MOST_ODD = 24
+"""Of these rows, for devices that are not consistent: the largest others have the rest."""
+
+_MOST_PATTERNS = 4
+_NUMBER = re.compile(r"([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classes:
+    """The rows of a page, what they leave out, and the number of all devices."""
+
+    lines: list[Line]
+    left_out: str
+    devices: int
+
+
+def folded_names(names: Iterable[str], most: int = _MOST_PATTERNS) -> str:
+    """Write names in their natural order as few patterns: `gpu-[0001-0128]:cuda:[0-7]`."""
+    return some(patterns(names), most)
+
+
+def patterns(names: Iterable[str]) -> list[str]:
+    """Return patterns that stand for these names, in their natural order."""
+    return folded(sorted(names, key=lambda name: [int(p) if p.isdigit() else p for p in _NUMBER.split(name)]))
+
+
+def class_lines(history: History, found: Sequence[Night], case: str | None = None) -> Classes | None:
+    """Return a row for each class of devices; None where the devices are few enough for a row of each."""
+    runs = [run for night in found for run in night.runs]
+    classes = _Classes(case)
+    for number, run in enumerate(runs):
+        classes.take(number, run, history.states(run))
+    if len(classes.names) <= MOST_IN_RECORD:
+        return None
+    members = classes.members()
+    bad = _bad(history, runs, case)
+    last = len(runs) - 1
+
+    def is_odd(devices: Sequence[str]) -> bool:
+        return devices[0] in bad or not any(run == last for run, _ in classes.seen[devices[0]])
+
+    odd = sorted((devices for devices in members if is_odd(devices)), key=len)
+    others = sorted((devices for devices in members if not is_odd(devices)), key=len, reverse=True)
+    shown = odd[:MOST_ODD]
+    shown += others[: MOST_CLASSES - len(shown)]
+    first = {devices[0]: devices for devices in shown}
+    of_classes = [
+        Night(
+            runs=tuple(
+                msgspec.structs.replace(run, workers=history.workers(run, first), fleet=None) for run in night.runs
+            )
+        )
+        for night in found
+    ]
+    names = {device: folded_names(classes.names[one] for one in devices) for device, devices in first.items()}
+    rows = [
+        replace(line, count=len(first[line.device]), names=names[line.device])
+        for line in lines(of_classes, None, case)
+        if line.device in first
+    ]
+    order = {devices[0]: place for place, devices in enumerate(shown)}
+    rows.sort(key=lambda line: (worst_first(line), order[line.device]))
+    left = [*odd[MOST_ODD:], *others[MOST_CLASSES - min(len(odd), MOST_ODD) :]]
+    return Classes(lines=rows, left_out=_left_out(left, len(odd) - MOST_ODD), devices=len(classes.names))
+
+
+class _Classes:
+    """What each device was like, run by run: numbers that are equal for what is alike."""
+
+    def __init__(self, case: str | None) -> None:
+        self.names: dict[str, str] = {}
+        self.seen: dict[str, list[tuple[int, int]]] = {}
+        self._case = case
+        self._numbers: dict[tuple[tuple[str, str, int], ...], int] = {}
+
+    def take(self, number: int, run: RunRecord, states: Iterable[WorkerState]) -> None:
+        """Take the states of a run."""
+        of: dict[str, list[tuple[str, str, int]]] = {}
+        for device, load_path, case, name, state in states:
+            if self._case in (None, case or run.case):
+                of.setdefault(device, []).append((load_path, case, state))
+                self.names[device] = name
+        for device, found in of.items():
+            alike = self._numbers.setdefault(tuple(sorted(found)), len(self._numbers))
+            self.seen.setdefault(device, []).append((number, alike))
+
+    def members(self) -> list[list[str]]:
+        """Return the devices of each class."""
+        found: dict[tuple[tuple[int, int], ...], list[str]] = {}
+        for device, seen in self.seen.items():
+            found.setdefault(tuple(seen), []).append(device)
+        return list(found.values())
+
+
+def _bad(history: History, runs: Sequence[RunRecord], case: str | None) -> set[str]:
+    """Return the devices that were not consistent in the last run."""
+    return {
+        worker.device
+        for worker in (history.workers(runs[-1]) if runs else ())
+        if case in (None, worker.case or runs[-1].case) and (worker.status != "ok" or worker.verdict == "inconsistent")
+    }
+
+
+def _left_out(classes: Sequence[Sequence[str]], odd: int) -> str:
+    if not classes:
+        return ""
+    devices = counted(sum(map(len, classes)), "device")
+    text = f"{devices} in {len(classes)} further classes are not shown"
+    return f"{text}; in {odd} of these classes they are inconsistent, lost or missing" if odd > 0 else text

@@ -1,0 +1,100 @@
+"""What a run leaves in a history: the same for a fleet as for each of its workers alone, and no more work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consistency.capture.folder import SCHEMA, Capture, CaptureManifest, WorkerCapture
+from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.records import TensorRecord, WorkerInfo
+from consistency.case.case import Case
+from consistency.comparison.compare import compare
+from consistency.comparison.history.drift import add_run
+from consistency.comparison.history.recording import record_of
+from consistency.comparison.history.store import History
+from consistency.comparison.result import Finding, tensor_name
+from tests.comparison.made_records import computed, moved
+
+Parts = tuple[tuple[TensorRecord, ...], ...]
+
+
+def captures(parts: dict[int, Parts], nodes: int = 9, **fields: Any) -> list[Capture]:
+    """Return captures of nodes with eight GPUs; workers without parts of their own share those of 0."""
+    return [
+        Capture(
+            folder=Path(f"/nowhere/gpu-{node:04}"),
+            manifest=CaptureManifest(
+                schema=SCHEMA, tool="0", created="2026-01-01", host=f"gpu-{node:04}", workers=(),
+                case=Case(name="made-up", base="base", adapter="adapter"),
+            ),
+            workers=tuple(
+                WorkerCapture(
+                    info=WorkerInfo(
+                        name=f"cuda:{gpu}", load_path="isolated", architecture="Hopper sm_90", model="H100",
+                        status="ok", uuid=f"GPU-{node}-{gpu}", kernel_key="k", **fields,
+                    ),
+                    parts=parts.get(node * 8 + gpu, parts[0]),
+                )
+                for gpu in range(8)
+            ),
+        )
+        for node in range(nodes)
+    ]  # fmt: skip
+
+
+HEALTHY: Parts = ((moved(), moved(tensor="lora_A")), (computed(), computed(layer="layers.1.q")))
+OTHER: Parts = (HEALTHY[0], (computed("x"), computed(layer="layers.1.q")))
+
+
+def alone(parts: Parts) -> Parts:
+    """Return parts that no other worker shares."""
+    return tuple(tuple(decode_json(encode_json(record), TensorRecord) for record in part) for part in parts)
+
+
+def test_workers_that_share_their_records_are_recorded_like_each_alone() -> None:
+    shared = captures({0: HEALTHY, 13: OTHER})
+    apart = captures({number: alone(OTHER if number == 13 else HEALTHY) for number in range(72)})
+    (one, tables), (other, same_tables) = (record_of(found, compare(found)) for found in (shared, apart))
+    assert one.workers == other.workers
+    assert tables == same_tables
+    assert len(tables) == 2
+    assert {worker.bits["adapter"] for worker in one.workers} == {one.workers[0].bits["adapter"]}
+    assert [worker.name for worker in one.workers if worker.bits != one.workers[0].bits] == ["gpu-0001:cuda:5"]
+    assert (one.workers[13].host, one.workers[13].device) == ("gpu-0001", "GPU-1-5")
+
+
+def test_no_tensor_is_gone_through_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[str] = []
+
+    def count(*parts: str) -> str:
+        named.append(parts[-1])
+        return tensor_name(*parts)
+
+    found = captures({0: HEALTHY})
+    comparison = compare(found)
+    monkeypatch.setattr("consistency.comparison.history.recording.tensor_name", count)
+    record_of(found, comparison)
+    assert len(named) == 4
+
+
+def test_a_fleet_drifts_through_the_real_way(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb", reason="duckdb is not installed: pip install 'peft-consistency[history]'")
+
+    def night(parts: dict[int, Parts], **fields: Any) -> list[Finding]:
+        found = captures(parts, **fields)
+        judged = add_run(History(str(tmp_path)), found, compare(found), None)
+        return [finding for finding in judged.findings if finding.kind != "same-model"]
+
+    assert night({0: HEALTHY}) == []
+    assert night({0: HEALTHY}) == []
+    (drift,) = night({0: HEALTHY, 13: OTHER})
+    assert (drift.kind, drift.workers, drift.tensors) == ("drift", ("gpu-0001:cuda:5",), ("merged::layers.0.q.weight",))
+    (again,) = night({0: HEALTHY, 13: OTHER})
+    assert again.message == drift.message, "until the earlier bits return"
+    (note,) = night({0: OTHER}, driver="580.2")
+    assert (note.kind, len(note.workers)) == ("software", 72)
+    last = next(History(str(tmp_path)).runs())
+    assert (last.verdict, last.fleet and last.fleet.devices, last.fleet and last.fleet.hosts) == ("consistent", 72, 9)

@@ -1,0 +1,38 @@
+"""Since when, as the command prints it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from consistency.cli.main import main
+from tests.comparison.history.made_fleets import at, fleet_history, incidents
+
+
+def test_the_command_prints_what_changed_and_since_when(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("duckdb", reason="duckdb is not installed: pip install 'peft-consistency[history]'")
+    fleet_history(tmp_path, 9, 12, incidents)
+    assert main(["history", str(tmp_path), "--changes"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "since until change devices",
+        "2026-01-10 02:00 now missing 8 devices: gpu-0008:cuda:[0-7]",
+        "2026-01-09 02:00 other software or settings: driver 570.1 -> 580.2 16 devices: gpu-[0002-0003]:cuda:[0-7]",
+        "2026-01-07 02:00 now drift in merged gpu-0004:cuda:3",
+        "",
+        "3 changes",
+    ]
+    assert main(["history", str(tmp_path), "--changes", "--last", "2"]) == 0
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()][1:2] == [
+        "2026-01-11 02:00 or earlier now drift in merged gpu-0004:cuda:3"
+    ]
+    assert main(["history", str(tmp_path), "--changes", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["changes"][0] == {
+        "kind": "gone", "since": at(9), "before": at(8), "until": None, "detail": "", "devices": 8,
+        "workers": ["gpu-0008:cuda:[0-7]"],
+    }  # fmt: skip
+    assert found["damaged"] == []
+    assert main(["history", str(tmp_path), "--changes", "--device", "cpu"]) == 2

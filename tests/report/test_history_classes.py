@@ -1,0 +1,81 @@
+"""The page of a fleet: rows are classes of devices, with those that are odd first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from consistency.comparison.history.records import WorkerRecord
+from consistency.report.history_classes import MOST_CLASSES, Classes, class_lines, folded_names
+from consistency.report.history_page import history_as_html
+from consistency.report.history_table import nights
+from tests.comparison.history.made_fleets import BITS, GPUS, Happens, drifted, fleet_history, incidents, name
+
+
+@pytest.fixture(autouse=True)
+def _with_duckdb() -> None:
+    pytest.importorskip("duckdb", reason="duckdb is not installed: pip install 'peft-consistency[history]'")
+
+
+def classes(tmp_path: Path, nodes: int, runs: int, happens: Happens = lambda _, w: w) -> Classes | None:
+    history = fleet_history(tmp_path / "history", nodes, runs, happens)
+    return class_lines(history, nights(history.runs(), 0))
+
+
+def test_devices_that_were_alike_are_one_row_and_odd_ones_come_first(tmp_path: Path) -> None:
+    found = classes(tmp_path, 9, 12, incidents)
+    assert found is not None
+    rows = [(row.count, row.names, "".join(c.letter if c else "." for c in row.cells)) for row in found.lines]
+    assert rows == [
+        (1, "gpu-0004:cuda:3", "AAAAAABBBBBB"),
+        (8, "gpu-0008:cuda:[0-7]", "AAAAAAAAA..."),
+        (47, "gpu-[0000-0001]:cuda:[0-7], gpu-0004:cuda:[0-2,4-7], gpu-[0005-0007]:cuda:[0-7]", "A" * 12),
+        (16, "gpu-[0002-0003]:cuda:[0-7]", "AAAAAAAABBBB"),
+    ]
+    assert (found.devices, found.left_out) == (72, "")
+
+
+def test_few_devices_have_a_row_each(tmp_path: Path) -> None:
+    assert classes(tmp_path, 8, 2) is None
+
+
+def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
+    def happens(_: int, worker: WorkerRecord) -> WorkerRecord:
+        apart = msgspec.structs.replace(worker, bits={**BITS, "merged": worker.device})
+        return drifted(apart, worker.device) if worker.host < "gpu-0004" else apart
+
+    found = classes(tmp_path, 9, 1, happens)
+    assert found is not None
+    verdicts = [cell.verdict for row in found.lines for cell in row.cells if cell]
+    assert verdicts == ["inconsistent"] * 24 + ["consistent"] * 8
+    assert len(found.lines) == MOST_CLASSES
+    assert found.left_out == (
+        "40 devices in 40 further classes are not shown; in 8 of these classes they are inconsistent, lost or missing"
+    )
+
+
+def test_the_page_does_not_grow_with_the_fleet(tmp_path: Path) -> None:
+    sizes = []
+    for nodes in (9, 36):
+        history = fleet_history(tmp_path / str(nodes), nodes, 12, incidents)
+        page = history_as_html(history, 0, place=tmp_path)
+        assert "47 devices" in page or nodes > 9
+        assert f"12 runs · {nodes * GPUS} devices · {nodes} hosts" in page
+        assert "since 2026-01-07 02:00 · drift in merged · gpu-0004:cuda:3" in page
+        assert "2026-01-09 02:00 · other software or settings: driver 570.1 -&gt; 580.2 · 16 devices" in page
+        assert "since 2026-01-10 02:00 · missing · 8 devices: gpu-0008:cuda:[0-7]" in page
+        sizes.append(len(page))
+    assert abs(sizes[1] - sizes[0]) < 100
+
+
+def test_one_device_of_a_fleet_has_its_own_row(tmp_path: Path) -> None:
+    history = fleet_history(tmp_path, 9, 12, incidents)
+    page = history_as_html(history, 0, place=tmp_path, device=name(4, 3))
+    assert page.count('<th scope="row">') == 1
+    assert "drift in merged" in page
+
+
+def test_names_are_folded_in_their_natural_order() -> None:
+    assert folded_names(["n10:cuda:1", "n9:cuda:1", "n9:cuda:0", "n10:cuda:0"]) == "n[9-10]:cuda:[0-1]"
