@@ -76,6 +76,13 @@ def intel_pci_bus_id(raw: Sequence[int]) -> str | None:
     return f"{int.from_bytes(data[6:8], 'little'):04x}:{data[8]:02x}:{data[9]:02x}.{data[10]:x}"
 
 
+def vendor_of(kind: str, capability: str | None) -> Vendor:
+    """Return who made a device, by its type in torch and its capability; NVIDIA where nothing says otherwise."""
+    if kind == "xpu":
+        return Vendor.INTEL
+    return Vendor.AMD if (capability or "").startswith("gfx") else Vendor.NVIDIA
+
+
 def described(kind: str, properties: Any) -> dict[str, Any]:
     """Return what torch's properties of a device say of it, and under `not_reported` what they do not.
 

@@ -15,7 +15,8 @@ from consistency.comparison.findings.transfers import Matrix, matrices
 from consistency.comparison.result import Comparison
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
-from consistency.devices.host.nvml import REMAP_FAILED, REMAP_PENDING
+from consistency.devices.host.nvml import ECC_UNCORRECTED, REMAP_FAILED, REMAP_PENDING
+from consistency.devices.vendors import Vendor
 
 MOST_ADVICE = 8
 
@@ -92,16 +93,20 @@ def as_table(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+_TESTED_BY = {Vendor.NVIDIA: "dcgmi diag -r 3", Vendor.AMD: "rvs", Vendor.INTEL: "xpu-smi diag -l 3"}
+"""The vendors' own tests: NVIDIA's DCGM, AMD's ROCm Validation Suite, Intel's XPU Manager."""
+
+
 def _of_host(host_facts: HostFacts, comparison: Comparison) -> Iterator[Advice]:
     for gpu in host_facts.gpus:
         if gpu.counters.get(REMAP_FAILED):
             yield Advice(what=f"{gpu.name} has bad memory rows and no spare rows left", mend="replace it")
         elif gpu.counters.get(REMAP_PENDING):
             yield Advice(what=f"{gpu.name} waits for a reset to remap bad memory rows", mend="reset it")
-        lost = gpu.counters.get("ecc uncorrected, since boot", 0)
+        lost = gpu.counters.get(ECC_UNCORRECTED, 0)
         if lost and not gpu.after:  # a counter that rose during the run is a finding
             what = f"{gpu.name} has lost data {lost} times since boot (uncorrected ECC errors)"
-            yield Advice(what=what, mend="test it: dcgmi diag -r 3")
+            yield Advice(what=what, mend=f"test it: {_TESTED_BY[gpu.vendor]}")
         if gpu.lanes_lost is not None:
             has, supported = gpu.lanes_lost
             what = f"{gpu.name} has {has} PCIe lanes; it and its slot support {supported}"

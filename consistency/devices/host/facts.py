@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from consistency.devices.vendors import Vendor
+
 TRANSLATING: frozenset[str] = frozenset({"DMA", "DMA-FQ"})
 """Types of an IOMMU group under which a device's addresses are translated: Linux, `sysfs-kernel-iommu_groups`. Under
 `identity` they are not, which is what `iommu=pt` asks for."""
@@ -33,6 +35,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Number of links that are up.
     vbios, board : str or None
         Version of the firmware, and part number of the board.
+    vendor : Vendor
+        Decides which tool was asked.
     """
 
     name: str
@@ -50,6 +54,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     nvlinks: int | None = None
     vbios: str | None = None
     board: str | None = None
+    vendor: Vendor = Vendor.NVIDIA
 
     @property
     def lanes_lost(self) -> tuple[int, int] | None:

@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 WORTH = re.compile(
-    r"NVRM: Xid|IO_PAGE_FAULT|DMAR: .*\bfault\b|PCIe Bus Error|AER: .*\berror\b|\bGPU has fallen off the bus\b",
+    r"NVRM: Xid|IO_PAGE_FAULT|DMAR: .*\bfault\b|PCIe Bus Error|AER: .*\berror\b|\bGPU has fallen off the bus\b"
+    r"|amdgpu.*(?:page fault|ring \S+ timeout|GPU reset begin|uncorrectable|device lost from bus)"
+    r"|(?:i915|xe) .*(?:GPU HANG|Timedout job|Engine reset|wedged)",
     re.IGNORECASE,
 )
-"""Xid is what NVIDIA's driver calls an error; the other words are those of AMD's and Intel's IOMMU and of the bus."""
+"""Xid is what NVIDIA's driver calls an error; then the words of AMD's and Intel's IOMMU and of the bus, of AMD's driver
+(amdgpu) and of Intel's (i915, xe)."""
 
 LOGGED = "Xid, page faults or bus errors"
 """The subject of such lines, for people."""

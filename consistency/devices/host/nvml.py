@@ -20,9 +20,10 @@ _PEER = {
 _READ_WRITE = (0, 1)
 """nvml.h: nvmlGpuP2PCapsIndex_t. In `pynvml` a stray comma makes the first of the two a tuple, so not by its names."""
 
+ECC_CORRECTED, ECC_UNCORRECTED = "ecc corrected, since boot", "ecc uncorrected, since boot"
 _COUNTERS: dict[str, tuple[str, str]] = {
-    "ecc corrected, since boot": ("CORRECTED", "VOLATILE"),
-    "ecc uncorrected, since boot": ("UNCORRECTED", "VOLATILE"),
+    ECC_CORRECTED: ("CORRECTED", "VOLATILE"),
+    ECC_UNCORRECTED: ("UNCORRECTED", "VOLATILE"),
     "ecc corrected, ever": ("CORRECTED", "AGGREGATE"),
     "ecc uncorrected, ever": ("UNCORRECTED", "AGGREGATE"),
 }

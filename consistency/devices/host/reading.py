@@ -10,14 +10,17 @@ from typing import Any
 
 import msgspec
 
+from consistency.devices.host import amd, intel, pci, tools
 from consistency.devices.host import nvml as management
-from consistency.devices.host import pci
 from consistency.devices.host.facts import Gpu, HostFacts, Link
 from consistency.devices.host.kernel_log import Run, read_log
 from consistency.devices.spec import DeviceInfo
+from consistency.devices.vendors import Vendor, vendor_of
 
 HOST_BRIDGE = "host bridge"
 _OPTIONS = ("iommu", "intel_iommu", "amd_iommu", "iommu.passthrough", "iommu.strict")
+
+_TOOLS = {Vendor.AMD: amd.read, Vendor.INTEL: intel.read}
 
 Library = Callable[[], AbstractContextManager[Any]]
 
@@ -28,10 +31,12 @@ def read_host(
     root: Path = Path("/"),
     library: Library = management.library,
     run: Run | None = None,
+    tool: Run = tools.run,
 ) -> HostFacts:
     """Read what can be read of this host; nothing is raised, and no device itself is queried.
 
-    A device without a PCI bus id is left out. `root` holds `sys`, `proc` and `dev`; `run` returns a command's output.
+    A device without a PCI bus id is left out. `root` holds `sys`, `proc` and `dev`; `run` returns a command's output,
+    and `tool` that of a vendor's.
     """
     unread: dict[str, str] = {}
     log, why = read_log(root, run)
@@ -45,12 +50,18 @@ def read_host(
     }
     gpus = [_gpu(root, name, address, info, unread) for name, address, info in known.values()]
     links = [_link(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :]]
-    if gpus:
+    if any(gpu.vendor is Vendor.NVIDIA for gpu in gpus):
         with library() as nvml:
             if nvml is None:
                 unread["nvml"] = "NVIDIA's management library does not answer"
             else:
                 gpus, links = _ask_nvml(nvml, gpus, links)
+    for vendor, read in _TOOLS.items():
+        if any(gpu.vendor is vendor for gpu in gpus):
+            cards, why = read(tool)
+            if why is not None:
+                unread[vendor] = why
+            gpus = [_with_card(gpu, cards, unread) if gpu.vendor is vendor else gpu for gpu in gpus]
     options = (pci.read_text(root / "proc/cmdline") or "").split()
     uptime = (pci.read_text(root / "proc/uptime") or "").split()
     return HostFacts(
@@ -110,6 +121,20 @@ def _gpu(root: Path, name: str, address: str, info: DeviceInfo, unread: dict[str
         path=path,
         acs=acs,
         link=pci.link_of(device, home / path[-2] if len(path) > 1 else None),
+        vendor=vendor_of(info.spec.type, info.capability),
+    )
+
+
+def _with_card(gpu: Gpu, cards: tools.Cards, unread: dict[str, str]) -> Gpu:
+    """Add what the vendor's tool reports of a GPU, and note what it does not."""
+    card = cards.get(gpu.pci_bus_id)
+    if card is None:
+        if cards:
+            unread[f"{gpu.name}: {gpu.vendor}"] = "its tool does not list the device"
+        return gpu
+    unread |= {f"{gpu.name}: {what}": why for what, why in card.unread.items()}
+    return msgspec.structs.replace(
+        gpu, driver=card.driver or gpu.driver, vbios=card.vbios, board=card.board, counters=dict(card.counters)
     )
 
 

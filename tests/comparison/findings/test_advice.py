@@ -10,6 +10,7 @@ from consistency.comparison.findings.advice import Advice, about, advise
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host import Gpu, HostFacts, Link
 from consistency.devices.host.nvml import REMAP_FAILED, REMAP_PENDING
+from consistency.devices.vendors import Vendor
 
 XID = "[5.1] NVRM: Xid (PCI:0000:17:00): 79"
 
@@ -36,6 +37,7 @@ def host(*gpus: Gpu, **fields: Any) -> HostFacts:
         (host(gpu(counters={REMAP_FAILED: 1, REMAP_PENDING: 1})), "cuda:0 has bad memory rows", "replace it", True),
         (host(gpu(counters={REMAP_PENDING: 1})), "cuda:0 waits for a reset", "reset it", True),
         (host(gpu(counters={"ecc uncorrected, since boot": 3})), "data 3 times since boot", "dcgmi diag -r 3", True),
+        (host(gpu(counters={"ecc uncorrected, since boot": 3}, vendor=Vendor.AMD)), "data 3 times", "rvs", True),
         (host(gpu(link={"width": 4, "max_width": 16, "slot_width": 8})), "cuda:0 has 4 PCIe lanes", "reseat it", False),
         (host(log=(XID,)), "1 line", XID, False),
         (host(gpu(iommu_type="DMA"), gpu(1, iommu_type="DMA-FQ")), "IOMMU translates", "iommu=pt", False),
