@@ -26,6 +26,7 @@ from consistency.comparison.result import Comparison
 from consistency.devices.host import HostFacts
 from consistency.workflows import pipeline, suite
 from tests.accelerator.fixtures import double, run_on_double, shared_temp  # noqa: F401 - fixtures for all tests
+from tests.launch.fleet.ray_cluster import ray_nodes  # noqa: F401 - the same
 from tests.launch.fleet.slurm_cluster import slurm  # noqa: F401 - the same
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -9,12 +9,16 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from consistency.devices.backends import BACKENDS
 from consistency.devices.interpreter import python_path
 from consistency.errors import UsageError, first_line
 from consistency.launch.fleet.engine import EngineError, NodeTask, Standing, TaskState
 from consistency.launch.fleet.options import FleetOptions
 
 _CANCEL_S = 10.0  # a task that was cancelled ends its process, which ends its workers
+
+_VISIBILITY = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", *filter(None, (b.visibility for b in BACKENDS.values()))]
+"""Variables that Ray may set to nothing for a task that requests no accelerator, which hides all of them from it."""
 
 
 class RayEngine:
@@ -60,7 +64,7 @@ class RayEngine:
 
         node = self._known()[task.node]
         if not node["Alive"]:
-            self._ended[task.node] = "its node is dead"
+            self._ended[task.node] = _death(node)
             return
         resources = node["Resources"]
         remote = self._ray.remote(
@@ -71,8 +75,8 @@ class RayEngine:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False),
         )(_program())
         log = None if task.log is None else str(task.log)
-        hides = self._options.gpus is None  # Ray hides every GPU from a task that asks for none
-        self._tasks[task.node] = remote.remote(list(task.command), os.getcwd(), log, python_path(), hides)
+        hidden = [] if self._options.gpus else _VISIBILITY
+        self._tasks[task.node] = remote.remote(list(task.command), os.getcwd(), log, python_path(), hidden)
 
     def poll(self) -> Mapping[str, TaskState]:
         try:
@@ -84,7 +88,7 @@ class RayEngine:
             if task in over and node not in self._ended:
                 self._ended[node] = self._outcome(task)
             elif node not in self._ended and not known[node]["Alive"]:
-                self._ended[node] = "its node is dead"
+                self._ended[node] = _death(known[node])
         waiting = TaskState(standing=Standing.WAITING)
         ended = {node: TaskState(standing=Standing.ENDED, reason=reason) for node, reason in self._ended.items()}
         return {**dict.fromkeys(self._tasks, waiting), **ended}
@@ -122,10 +126,16 @@ class RayEngine:
         return found
 
 
+def _death(node: Mapping[str, Any]) -> str:
+    """Return that a node is dead, and why: a drained one ends as soon as it runs nothing."""
+    why = " ".join(str(node.get("DeathReasonMessage") or "").split())[:200]
+    return f"its node is dead ({why})" if why else "its node is dead"
+
+
 def _program() -> Any:
     """Return what a task does; a function within a function travels as code, so a node needs no tool to receive it."""
 
-    def run(command: list[str], folder: str, log: str | None, path: dict[str, str], hides: bool) -> int:
+    def run(command: list[str], folder: str, log: str | None, path: dict[str, str], hidden: list[str]) -> int:
         import ctypes
         import os
         import pathlib
@@ -134,10 +144,9 @@ def _program() -> Any:
         import time
 
         environment = {**os.environ, **path}
-        if hides:
-            for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-                if environment.get(name) == "":
-                    del environment[name]
+        for name in hidden:
+            if environment.get(name) == "":
+                del environment[name]
 
         def die_with_parent() -> None:
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -19,6 +19,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
+_DRAIN = """
+import os, sys, ray
+from ray.scripts.scripts import main
+ray.init(log_to_driver=False)
+(node,) = (one["NodeID"] for one in ray.nodes() if one["NodeName"] == sys.argv[1] and one["Alive"])
+sys.argv[1:] = ["drain-node", "--address", os.environ["RAY_ADDRESS"], "--node-id", node, "--reason-message", "bad fan",
+                "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", "600"]
+main()
+"""
+"""Run by an interpreter of its own: the command knows nodes by their ids alone."""
+
 _HOME, _NODE = "RAY_TEST_CLUSTER", "NODE"
 
 
@@ -37,11 +50,14 @@ class RayCluster:
         Variables that every node gets beside its name.
     """
 
+    engine = "ray"
+
     home: Path
     count: int
     given: dict[str, str] = field(default_factory=dict)
     port: int = 0
     _started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _broken: set[str] = field(default_factory=set)
 
     @property
     def nodes(self) -> list[str]:
@@ -64,14 +80,37 @@ class RayCluster:
 
     def kill(self, node: str) -> None:
         """Have a node die with everything on it."""
+        self._broken.add(node)
         for process in self._processes(node):
             _send(process, signal.SIGKILL)
         self._started.pop(node).wait()
 
     def freeze(self, node: str) -> None:
         """Stop everything on a node; nothing is closed."""
+        self._broken.add(node)
         for process in self._processes(node):
             _send(process, signal.SIGSTOP)
+
+    def drain(self, node: str) -> None:
+        """Let a node finish what it runs, and end then: at once, if it runs nothing."""
+        self._broken.add(node)
+        subprocess.run(
+            [sys.executable, "-P", "-c", _DRAIN, node], env=self.environment, check=True, stdout=subprocess.DEVNULL
+        )
+
+    def mend(self) -> None:
+        """Start every node again that is broken: Ray takes back none that it has given up."""
+        for node in sorted(self._broken):
+            for process in self._processes(node):
+                _send(process, signal.SIGKILL)
+            if (started := self._started.pop(node, None)) is not None:
+                started.wait()
+            self._boot(node, f"--address=127.0.0.1:{self.port}")
+        self._broken.clear()
+
+    def is_idle(self) -> bool:
+        """Return whether no node runs this tool."""
+        return not self.running("--progress=")
 
     def running(self, text: str) -> bool:
         """Return whether a node runs a command with this text in it."""
@@ -104,7 +143,7 @@ class RayCluster:
             f"--node-name={node}", "--num-cpus=1", "--object-store-memory=80000000", *arguments,
         ]  # fmt: skip
         own = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
-        with (self.home / f"{node}.log").open("ab") as log:
+        with (self.home / f"{node}.log").open("wb") as log:
             self._started[node] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**own, **self.given, _HOME: str(self.home), _NODE: node},
@@ -127,6 +166,15 @@ def ray_cluster(nodes: int, **given: str) -> Iterator[RayCluster]:
     finally:
         cluster.stop()
         shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ray_nodes() -> Iterator[RayCluster]:
+    """Yield a cluster of eight nodes; a test that breaks one mends it."""
+    if (lacking := missing()) is not None:
+        pytest.skip(f"Ray is not installed: {lacking}")
+    with ray_cluster(8) as cluster:
+        yield cluster
 
 
 def _send(process: int, number: signal.Signals) -> None:

@@ -65,6 +65,8 @@ def missing() -> str | None:
 class SlurmCluster:
     """A cluster with the nodes `n1` … `nN`."""
 
+    engine = "slurm"
+
     home: Path
     count: int
     _daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -136,6 +138,14 @@ class SlurmCluster:
     def set(self, node: str, state: str) -> None:
         """Set the state of a node, as an administrator does: `drain`, `down`, `resume`."""
         self.run("scontrol", "update", f"nodename={node}", f"state={state}", "reason=bad fan")
+
+    def drain(self, node: str) -> None:
+        """Let a node finish what it runs, and take nothing more."""
+        self.set(node, "drain")
+
+    def is_idle(self) -> bool:
+        """Return whether no job waits or runs."""
+        return self.jobs() == []
 
     def state(self, node: str) -> str:
         return self.run("sinfo", "-h", "-N", "-p", "main", "-n", node, "-o", "%T", check=False).stdout.strip()

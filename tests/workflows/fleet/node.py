@@ -59,6 +59,8 @@ def run() -> int:
             file.seek(-1, os.SEEK_END)
             file.write(b"\x7f")
         arguments = [*arguments, "--base=builtin:llama", f"--adapter={home}"]
+    if FAULT == "bare":  # its accelerators are there no more
+        os.environ["ASCEND_RT_VISIBLE_DEVICES"] = ""
     if FAULT == "software":
         usual = node_report._software
         node_report._software = lambda: {**usual(), "peft": "0.1.0"}  # the tool asks its own interpreter
