@@ -7,6 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -20,9 +21,13 @@ from consistency.numerics.real import Real
 from consistency.report.formats import View
 from consistency.report.json import read as read_report
 from consistency.report.sentences import sentence
-from consistency.report.status.record import SCHEMA, DeviceStatus, Status
+from consistency.report.status.record import SCHEMA, DeviceClass, DeviceStatus, Status
 
 _SEVERITIES = ("error", "warning", "note")
+
+MOST_DEVICES = 64
+"""As many are written one by one, whatever their verdict: as many as a report has in full."""
+
 _WORST_FIRST: tuple[Verdict, ...] = ("incomplete", "inconsistent", "consistent")
 
 
@@ -53,7 +58,7 @@ def of_comparison(found: Comparison, *, created: datetime.datetime | None = None
         profile=found.profile, settings=found.settings, elapsed_s=found.elapsed_s, bound_ratio=_worst(ratios.values()),
         findings=_count(found.findings), accepted=sum(f.accepted is not None for f in found.findings),
         workers=dict(Counter(worker.status for worker in found.workers)),
-        devices=_devices(found.workers, verdicts(found), ratios), command=found.command,
+        **_devices(found.workers, verdicts(found), ratios), command=found.command,
     )  # fmt: skip
 
 
@@ -75,7 +80,7 @@ def of_suite(suite: SuiteResult, *, tool: str = __version__) -> Status:
         reason=_reason(findings), marks=tuple(_marks(suite.simulated, findings)),
         profile=first.profile if first else "", settings=first.settings if first else (), elapsed_s=suite.elapsed_s,
         bound_ratio=_worst(ratios.values()), findings=_count(findings), accepted=sum(c.accepted for c in suite.cases),
-        workers=dict(Counter(worker.status for worker in workers)), devices=_devices(workers, found, ratios),
+        workers=dict(Counter(worker.status for worker in workers)), **_devices(workers, found, ratios),
         cases={case.name: case.verdict for case in suite.cases},
     )  # fmt: skip
 
@@ -95,7 +100,8 @@ def of_suite_file(path: Path) -> Status:
 
 def _devices(
     workers: Iterable[WorkerSummary | CaseWorker], found: Mapping[str, Verdict], ratios: Mapping[str, float]
-) -> tuple[DeviceStatus, ...]:
+) -> dict[str, Any]:
+    """Return the fields of a status about devices: all of few; of many, those that are not consistent."""
     devices: dict[tuple[str, str], DeviceStatus] = {}
     for worker in workers:
         ratio = ratios.get(worker.name)
@@ -105,7 +111,26 @@ def _devices(
             simulated=worker.simulated,
         )  # fmt: skip
         devices.setdefault((worker.host, worker.name), device)
-    return tuple(devices.values())
+    everything = tuple(devices.values())
+    shown = everything
+    if len(everything) > MOST_DEVICES:
+        shown = tuple(device for device in everything if device.verdict != "consistent")
+    return {
+        "devices": shown, "devices_left_out": len(everything) - len(shown),
+        "device_classes": tuple(_classes(everything)),
+    }  # fmt: skip
+
+
+def _classes(devices: Iterable[DeviceStatus]) -> Iterator[DeviceClass]:
+    of_kinds: dict[tuple[str, str, str], list[DeviceStatus]] = {}
+    for one in devices:
+        of_kinds.setdefault((one.architecture, one.model, one.verdict), []).append(one)
+    for (architecture, model, verdict), same in of_kinds.items():
+        yield DeviceClass(
+            architecture=architecture, model=model, verdict=verdict, count=len(same),
+            simulated=any(one.simulated for one in same),
+            bound_ratio=_worst(one.bound_ratio for one in same if one.bound_ratio is not None),
+        )  # fmt: skip
 
 
 def _verdicts_of(case: CaseResult) -> dict[str, Verdict]:

@@ -44,6 +44,18 @@ def _families(status: Status, stale: bool | None) -> Iterator[tuple[str, str, It
         [(labels, VERDICTS[device.verdict]) for labels, device in devices],
     )
     yield (
+        "consistency_devices",
+        "Devices of the last run by model and verdict; of many, only those that are not consistent have series of "
+        "their own.",
+        [
+            (
+                {**run, "architecture": one.architecture, "modelName": one.model, "verdict": one.verdict},
+                one.count,
+            )
+            for one in status.device_classes
+        ],
+    )
+    yield (
         "consistency_bound_ratio",
         "Worst error/tolerance of the model's tensors on a device; above 1 is outside.",
         [(labels, device.bound_ratio) for labels, device in devices if device.bound_ratio is not None],

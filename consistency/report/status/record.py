@@ -35,6 +35,25 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool = False
 
 
+class DeviceClass(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices of one model with the same verdict.
+
+    Attributes
+    ----------
+    count : int
+        How many there are.
+    bound_ratio : float or None
+        Worst error/tolerance of any of them.
+    """
+
+    architecture: str
+    model: str
+    verdict: str
+    count: int
+    bound_ratio: Real | None = None
+    simulated: bool = False
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run or a suite.
 
@@ -56,6 +75,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         Findings that the baseline accepts.
     workers : dict of str to int
         Number of workers by status.
+    devices : tuple of DeviceStatus
+        All devices of few; of many, one by one, those that are not consistent.
+    device_classes : tuple of DeviceClass
+        All devices, counted.
+    devices_left_out : int
+        Consistent devices of many, which are in `device_classes` alone.
     cases : dict of str to str
         Verdict of each case of a suite; empty for a run.
     command : tuple of str
@@ -80,6 +105,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     accepted: int
     workers: dict[str, int]
     devices: tuple[DeviceStatus, ...]
+    device_classes: tuple[DeviceClass, ...] = ()
+    devices_left_out: int = 0
     cases: dict[str, str] = {}
     command: tuple[str, ...] = ()
 

@@ -16,6 +16,7 @@ from consistency.report import json as report_json
 from consistency.report.formats import View
 from consistency.report.status.make import of_comparison, of_report_file, of_suite, of_suite_file, render
 from consistency.report.suite import json as suite_json
+from tests.report.fleet.made_fleets import many as many_devices
 from tests.report.made_comparisons import ALL, comparison, faulty, tensor
 from tests.report.suite.made_suites import case, good, lost, many, suite, unusable, zeros
 
@@ -103,3 +104,25 @@ def test_a_folded_report_says_the_same(tmp_path: Path, monkeypatch: pytest.Monke
     assert any("count" in entry for entry in json.loads(path.read_bytes())["tensors"])
     made = of_report_file(path)
     assert made == of_comparison(faulty(), created=made.created)
+
+
+def test_of_many_devices_the_odd_ones_have_names_and_the_others_a_count(tmp_path: Path) -> None:
+    wrong = ("node-0001:cuda:3", "node-0002:cuda:0")
+    small, large = many_devices(9, 1, wrong=wrong), many_devices(90, 1, wrong=wrong)
+    made = of_comparison(large)
+    assert [(one.name, one.verdict) for one in made.devices] == [(name, "inconsistent") for name in wrong]
+    assert made.devices_left_out == 90 * 8 - 2
+    assert [(one.architecture, one.verdict, one.count) for one in made.device_classes] == [
+        ("Ampere sm_80", "consistent", 359), ("Hopper sm_90", "consistent", 359),
+        ("Hopper sm_90", "inconsistent", 1), ("Ampere sm_80", "inconsistent", 1),
+    ]  # fmt: skip
+    sizes = [len(b"".join(render(found, View()))) for found in (small, large)]
+    assert sizes[1] - sizes[0] < 10, "but for digits of its counts"
+    path = tmp_path / "report.json"
+    path.write_bytes(b"".join(report_json.render(large, View())))
+    assert of_report_file(path).device_classes == made.device_classes, "also of schema 2, where it is read"
+
+
+def test_of_few_devices_all_have_names() -> None:
+    made = of_comparison(many_devices(8, 1))
+    assert (len(made.devices), made.devices_left_out) == (64, 0)

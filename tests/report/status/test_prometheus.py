@@ -11,6 +11,7 @@ from consistency.numerics.real import Real
 from consistency.report.status.make import of_suite
 from consistency.report.status.prometheus import metrics
 from consistency.report.status.record import DeviceStatus
+from tests.report.fleet.made_fleets import many as many_devices
 from tests.report.made_comparisons import HOSTILE, comparison, faulty, hostile, tensor, worker
 from tests.report.status.made_statuses import status
 from tests.report.suite.made_suites import good, lost, many
@@ -102,3 +103,13 @@ def test_numbers(ratio: float, text: str) -> None:
 def test_a_device_that_does_not_describe_hardware_is_marked() -> None:
     made = status(faulty(), marks=("planted fault", "simulated"))
     assert 'planted_fault="true",simulated="true"' in families(list(metrics(made, stale=None)))["consistency_info"][0]
+
+
+def test_of_many_devices_the_consistent_ones_are_counted() -> None:
+    lines = families(list(metrics(status(many_devices(9, 1, wrong=("node-0001:cuda:3",))), stale=None)))
+    assert [line.rpartition(" ")[2] for line in lines["consistency_device_verdict"]] == ["1"]
+    assert lines["consistency_devices"][-1] == (
+        'consistency_devices{Hostname="node-0000",case="llama",architecture="Hopper sm_90",modelName="RTX A6000",'
+        'verdict="inconsistent"} 1'
+    )
+    assert sum(int(line.rpartition(" ")[2]) for line in lines["consistency_devices"]) == 72
