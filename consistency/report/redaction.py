@@ -23,6 +23,7 @@ from consistency.case.builtin import builtin_name
 from consistency.case.stages import Level, Stage
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
+from consistency.report.replacing import Replacements
 
 _HOME = re.compile(r"(?:/(?:export/)?(?:home|Users)/|[A-Za-z]:\\Users\\)([^\s/\\:'\"<>|,;)]+)")
 
@@ -83,23 +84,30 @@ class Redaction:
     exact: dict[str, str] = field(default_factory=dict)
     _paths: dict[str, str] = field(default_factory=dict)
     _uuids: dict[str, str] = field(default_factory=dict)
+    _done: dict[str, str] = field(default_factory=dict)
+    _folders: Replacements = field(init=False)
+    _names: Replacements = field(init=False)
+    _exact: Replacements = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._folders = Replacements(self.folders, r"(?<![\w./~-])", r"(?![\w-])")
+        self._names = Replacements(self.names, "(?<![A-Za-z0-9])", "(?![A-Za-z0-9])")
+        self._exact = Replacements(self.exact, r"(?<![\w./-])", r"(?![\w/-]|\.\w)")
 
     def text(self, text: str) -> str:
         """Return a text without what is to be taken out."""
-        for folder, placeholder in self.folders.items():
-            if folder in text:
-                text = re.sub(rf"(?<![\w./~-]){re.escape(folder)}(?![\w-])", placeholder, text)
+        done = self._done.get(text)  # most texts of a report are in it many times
+        if done is None:
+            done = self._done[text] = self._redacted(text)
+        return done
+
+    def _redacted(self, text: str) -> str:
+        text = self._folders(text)
         for home in self.homes:
             if home in text:  # it may contain spaces, which otherwise end a path
                 text = re.sub(rf"(?<![\w.-]){re.escape(home)}(?![\w-])", "/\0home", text)
         text = _PATH.sub(self._path, text).replace("/\0home", "<home>")
-        for name, placeholder in self.names.items():
-            if name in text:
-                text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", placeholder, text)
-        for whole, placeholder in self.exact.items():
-            if whole in text:
-                text = re.sub(rf"(?<![\w./-]){re.escape(whole)}(?![\w/-]|\.\w)", placeholder, text)
-        return _UUID.sub(self._uuid, text)
+        return _UUID.sub(self._uuid, self._exact(self._names(text)))
 
     def value(self, value: Any) -> Any:
         """Return a value of JSON, all its texts replaced, keys among them that are no names of fields."""
@@ -153,9 +161,11 @@ def redaction_of(report: Mapping[str, Any], *, more: Iterable[str] = ()) -> Reda
     folders |= {text: f"<capture-{number}>" for number, text in enumerate(captures, start=1) if len(text) >= _SHORTEST}
     given = [word for one in _commands(report) for word in _paths_given(one)]
     relative = [word for word in dict.fromkeys(given) if word not in folders]
+    by_name: dict[str, str] = {}
+    for folder, placeholder in folders.items():
+        by_name.setdefault(Path(folder).name, placeholder)
     for word in relative:
-        same = [placeholder for folder, placeholder in folders.items() if Path(folder).name == Path(word).name]
-        folders[word] = same[0] if same else f"<given-{len(folders) + 1}>"
+        folders[word] = by_name.setdefault(Path(word).name, f"<given-{len(folders) + 1}>")
     texts = [*_texts(report), *more, str(Path.home())]
     found = [match for text in texts for match in _HOME.finditer(text)]
     homes = dict.fromkeys([str(Path.home()), *(match.group() for match in found), "/root"])
