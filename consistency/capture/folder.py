@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from consistency.capture.archive import take_out
 from consistency.capture.merge_effect import MergeEffect
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.case.case import Case
@@ -85,15 +86,26 @@ class WorkerCapture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
-    """A capture, read: its folder, its manifest and its workers."""
+    """A capture, read: its folder, its manifest and its workers.
+
+    Attributes
+    ----------
+    archive : Path or None
+        The ZIP file that its tensors are in, until they are asked for.
+    """
 
     folder: Path
     manifest: CaptureManifest
     workers: tuple[WorkerCapture, ...]
     damage: tuple[str, ...] = ()
+    archive: Path | None = None
 
     def blob_path(self, name: str) -> Path:
-        return self.folder / "blobs" / f"{blob_name(name)}.safetensors"
+        """Return the file of a kept tensor, which a damaged capture lacks."""
+        path = self.folder / "blobs" / f"{blob_name(name)}.safetensors"
+        if self.archive is not None and not path.exists():
+            take_out(self.archive, path)
+        return path
 
 
 def blob_name(name: str) -> str:

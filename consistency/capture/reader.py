@@ -11,7 +11,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from consistency.capture.folder import MANIFEST, SCHEMA, Capture, CaptureManifest, WorkerCapture, capture_name
+from consistency.capture.folder import (
+    MANIFEST,
+    SCHEMA,
+    Capture,
+    CaptureManifest,
+    WorkerCapture,
+    capture_name,
+    holds_capture,
+)
 from consistency.capture.json_codec import decode_json
 from consistency.capture.records import TensorRecord, WorkerInfo, read_record
 from consistency.errors import CaptureError
@@ -76,6 +84,10 @@ class RecordPool:
         return record
 
 
+class NoCaptureError(CaptureError):
+    """There is nothing of a capture in a place: a mistake in the command, and no damage."""
+
+
 class DamagedLineError(ValueError):
     """A line is no record; `args` is its place among the lines of its part, and the error is the cause."""
 
@@ -93,9 +105,8 @@ def read_capture(folder: Path, pool: RecordPool | None = None) -> Capture:
     """
     root = folder if (folder / MANIFEST).exists() else folder / "captures"
     if not (root / MANIFEST).exists():
-        raise CaptureError(
-            "no capture here", where=folder, wanted=f"a folder with {MANIFEST}, or the --out folder of a run"
-        )
+        kind = CaptureError if holds_capture(folder) else NoCaptureError
+        raise kind("no capture here", where=folder, wanted=f"a folder with {MANIFEST}, or the --out folder of a run")
     manifest = _read(root / MANIFEST, CaptureManifest, schema=True)
     pool = pool or RecordPool()
     workers: list[WorkerCapture] = []

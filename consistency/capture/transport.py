@@ -1,14 +1,12 @@
 """Captures as one file (`host-a.zip`), or at any URL that fsspec supports: fetched from there and delivered there.
 
-A ZIP file holds a capture's files under their names and nothing else. What has another name is not unpacked, so a
-stranger's archive can write nowhere but into the folder that is made for it.
+One file is seen whole or not at all under its name, whoever looks for it and whatever ends the delivery.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import uuid
 import zipfile
 from collections.abc import Iterator
@@ -16,17 +14,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from consistency.capture.archive import is_member, unpack
 from consistency.capture.folder import MANIFEST
+from consistency.capture.reader import NoCaptureError
 from consistency.capture.writer import cannot_write, in_the_way
 from consistency.errors import CaptureError
 
 ARCHIVE = ".zip"
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+://|^[A-Za-z0-9]+::")
-_MEMBER = re.compile(
-    r"^(?:captures/)?(?:capture\.json|workers/[A-Za-z0-9][\w.@+-]{0,120}/[\w.-]+\.(?:json|jsonl|txt)"
-    r"|blobs/[0-9a-f]{64}\.safetensors)$"
-)
-_SPARE_BYTES = 2**28  # what unpacking has to leave free on the disk
+
+_RENAMING = frozenset({"file", "local", "sftp", "ssh", "smb", "hdfs", "arrow_hdfs"})
+"""Protocols of file systems, where a file that is being written is seen, and is renamed at once; an object of the
+others appears when it is complete, and is copied to be renamed."""
 
 
 def is_remote(text: str) -> bool:
@@ -44,24 +43,41 @@ def fetch(text: str, scratch: Path) -> Path:
 
     A folder is returned as it is; a ZIP file, or a URL of either, is unpacked or fetched into `scratch`.
     """
+    place = bring(text, scratch)
+    if not is_archive(place):
+        return place
+    home = home_for(place, scratch)
+    unpack(place, home, tensors=True)
+    return home
+
+
+def is_archive(place: Path) -> bool:
+    """Tell whether a local path is a capture in one file."""
+    return place.is_file() and (place.name.endswith(ARCHIVE) or zipfile.is_zipfile(place))
+
+
+def home_for(archive: Path, scratch: Path) -> Path:
+    """Return where an archive is to be unpacked: the name of that folder is the name of the capture."""
+    return _new_folder(scratch) / archive.name.removesuffix(ARCHIVE)
+
+
+def bring(text: str, scratch: Path) -> Path:
+    """Return a capture as a local folder or ZIP file; one at a URL is fetched into `scratch`."""
     if not is_remote(text):
-        path = Path(text)
-        return _unpacked(path, scratch) if path.is_file() and zipfile.is_zipfile(path) else path
+        return Path(text)
     home = _new_folder(scratch) / (PurePosixPath(text.rstrip("/")).name or "capture")
     fs, place = open_store(text, "cannot open the place of the capture")
-    with remote_errors("cannot fetch the capture", text):
+    with remote_errors("cannot fetch the capture", text), suppress(FileNotFoundError):
         if home.name.endswith(ARCHIVE):
             fs.get_file(place, str(home))
         else:
             for file in fs.find(place):
                 relative = PurePosixPath(file).relative_to(PurePosixPath(place)).as_posix()
-                if _MEMBER.fullmatch(relative):
+                if is_member(relative):
                     (home / relative).parent.mkdir(parents=True, exist_ok=True)
                     fs.get_file(file, str(home / relative))
-    if home.name.endswith(ARCHIVE):
-        return _unpacked(home, scratch)
     if not home.exists():
-        raise CaptureError("no capture here", where=text, wanted=f"a folder with {MANIFEST}")
+        raise NoCaptureError("no capture here", where=text, wanted=f"a folder with {MANIFEST}, or a ZIP file")
     return home
 
 
@@ -88,7 +104,7 @@ def deliver(folder: Path, target: str) -> None:
         with remote_errors("cannot deliver the capture", target):
             if target.endswith(ARCHIVE):
                 _pack(folder, packed)
-                fs.put_file(str(packed), place)
+                _put(fs, packed, place)
                 return
             if fs.exists(place):
                 fs.rm(place, recursive=True)
@@ -138,6 +154,23 @@ def remote_errors(what: str, where: str) -> Iterator[None]:
         raise CaptureError(what, where=where, got=error) from None
 
 
+def _put(fs: Any, packed: Path, place: str) -> None:
+    protocols = {fs.protocol} if isinstance(fs.protocol, str) else {*fs.protocol}
+    if not protocols & _RENAMING:
+        fs.put_file(str(packed), place)
+        return
+    parent, _, name = place.rpartition("/")
+    partial = f"{parent}/.{name}.partial-{uuid.uuid4().hex[:8]}"
+    fs.makedirs(parent, exist_ok=True)
+    try:
+        fs.put_file(str(packed), partial)
+        fs.mv(partial, place)
+    except BaseException:
+        with suppress(Exception):  # each store has its own, and the first one counts
+            fs.rm_file(partial)
+        raise
+
+
 def _files(folder: Path) -> list[Path]:
     """Return the files of a capture, its commit mark last."""
     return sorted((f for f in folder.rglob("*") if f.is_file()), key=lambda f: (f.name == MANIFEST, f))
@@ -158,22 +191,6 @@ def _pack(folder: Path, target: Path) -> None:
     finally:
         with suppress(OSError):
             partial.unlink()
-
-
-def _unpacked(path: Path, scratch: Path) -> Path:
-    home = _new_folder(scratch) / path.name.removesuffix(ARCHIVE)
-    try:
-        home.mkdir()
-        with zipfile.ZipFile(path) as archive:
-            members = [member for member in archive.infolist() if _MEMBER.fullmatch(member.filename)]
-            size = sum(member.file_size for member in members)
-            if size > shutil.disk_usage(home).free - _SPARE_BYTES:
-                raise CaptureError("no room to unpack the capture", where=path, got=f"{size / 2**30:.1f} GiB")
-            for member in members:
-                archive.extract(member, home)
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
-        raise CaptureError("cannot unpack the capture", where=path, got=error) from None
-    return home
 
 
 def _new_folder(scratch: Path) -> Path:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from consistency.capture.folder import Capture, capture_name, holds_capture
-from consistency.capture.reader import RecordPool, brief, read_capture
-from consistency.capture.transport import deliver, fetch, is_remote, refuse_to_replace, travels
+from consistency.capture.folder import Capture, capture_name
+from consistency.capture.reader import NoCaptureError, RecordPool, brief, read_capture
+from consistency.capture.sent import read_sent
+from consistency.capture.transport import ARCHIVE, deliver, is_remote, refuse_to_replace, travels
 from consistency.capture.whole_file import write_whole
 from consistency.case.budget.fit import Budget
 from consistency.case.case import Case
@@ -192,11 +193,10 @@ def compare_folders(
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
-        sources = [one if isinstance(one, Capture) else fetch(str(one), Path(scratch)) for one in given]
-        captures, comparison = _compared(sources, given, groups)
+        captures, comparison = _compared(given, groups, scratch=Path(scratch))
         comparison = judged(captures, comparison, out, history=history, baseline=baseline)
         comparison = made(comparison, time.monotonic() - started)
-        folders = [one.folder if isinstance(one, Capture) else one for one in sources]
+        folders = [one.folder if isinstance(one, Capture) else Path(one) for one in given if _is_local(one)]
         with output(out, replace=replace, reads=folders):
             write_reports(comparison, out, schema=schema)
     return comparison
@@ -204,15 +204,16 @@ def compare_folders(
 
 def compare_read(folders: Sequence[Path], groups: SiteGroups = NO_GROUPS) -> tuple[list[Capture], Comparison]:
     """Compare captures in folders of this host, and write nothing; return them with their comparison."""
-    return _compared(folders, folders, groups)
+    return _compared(folders, groups)
 
 
 def _compared(
-    sources: Sequence[Capture | Path],
     given: Sequence[Capture | str | Path],
     groups: SiteGroups,
+    *,
+    scratch: Path | None = None,
 ) -> tuple[list[Capture], Comparison]:
-    captures, unread = read_captures(sources)
+    captures, unread = read_captures(given, scratch)
     comparison = compare_captures(captures, unread=unread, groups=groups)
     return captures, msgspec.structs.replace(comparison, captures=tuple(map(_place, given)))
 
@@ -240,11 +241,22 @@ def _place(one: Capture | str | Path) -> str:
     return str(one) if is_remote(str(one)) else str(Path(one).resolve())
 
 
-def read_captures(sources: Sequence[Capture | Path]) -> tuple[list[Capture], list[str]]:
+def _is_local(one: Capture | str | Path) -> bool:
+    return isinstance(one, Capture) or not travels(str(one))
+
+
+def read_captures(
+    sources: Sequence[Capture | str | Path], scratch: Path | None = None
+) -> tuple[list[Capture], list[str]]:
     """Return the captures that can be read, and one sentence for each of the others.
 
     One damaged capture, or one of another version, does not keep a thousand others from being compared. A path that
     leads nowhere is a mistake in the command, not a damaged capture.
+
+    Parameters
+    ----------
+    scratch : Path or None
+        Where those that are no folders are unpacked, as long as the captures are used; None if all are folders.
 
     Raises
     ------
@@ -257,12 +269,15 @@ def read_captures(sources: Sequence[Capture | Path]) -> tuple[list[Capture], lis
     unread: list[str] = []
     for one in sources:
         try:
-            found.append(one if isinstance(one, Capture) else read_capture(one, pool))
+            if isinstance(one, Capture):
+                found.append(one)
+            else:
+                found.append(read_capture(Path(one), pool) if scratch is None else read_sent(str(one), scratch, pool))
+        except NoCaptureError:
+            raise
         except CaptureError as error:
-            if isinstance(one, Capture) or not holds_capture(one):
-                raise
             errors.append(error)
-            unread.append(f"{capture_name(one)}: left out: {brief(error)}")
+            unread.append(f"{capture_name(Path(str(one))).removesuffix(ARCHIVE)}: left out: {brief(error)}")
     if errors and not found:
         raise errors[0]
     return found, unread

@@ -6,6 +6,7 @@ import json
 import zipfile
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from consistency.capture.folder import MANIFEST
@@ -94,6 +95,13 @@ def test_archive_of_a_stranger_writes_nowhere_else(folder: Path, tmp_path: Path)
     assert read_capture(back).workers
 
 
+def _inside(path: Path, name: str) -> int:
+    """Return the place of a byte of a member's content in an archive."""
+    with zipfile.ZipFile(path) as archive:
+        member = archive.getinfo(name)
+    return member.header_offset + 30 + len(member.filename) + 4  # a local file header has 30 bytes and the name
+
+
 @pytest.mark.parametrize("damage", ["cut", "rubbish", "flipped"])
 def test_damaged_archive(folder: Path, tmp_path: Path, damage: str) -> None:
     path = tmp_path / "box.zip"
@@ -104,7 +112,7 @@ def test_damaged_archive(folder: Path, tmp_path: Path, damage: str) -> None:
     elif damage == "rubbish":
         raw = bytearray(b"rubbish")
     else:
-        raw[60] ^= 0xFF
+        raw[_inside(path, "workers/cpu.isolated/records.jsonl")] ^= 0xFF
     path.write_bytes(raw)
     with pytest.raises(CaptureError):
         pipeline.compare_folders([path], None)
@@ -112,7 +120,7 @@ def test_damaged_archive(folder: Path, tmp_path: Path, damage: str) -> None:
 
 def test_more_than_the_disk_holds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deliver(folder, str(tmp_path / "box.zip"))
-    monkeypatch.setattr("consistency.capture.transport._SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr("consistency.capture.archive._SPARE_BYTES", 1 << 60)
     with pytest.raises(CaptureError, match="no room"):
         fetch(str(tmp_path / "box.zip"), tmp_path / "scratch")
 
@@ -130,3 +138,23 @@ def test_command_writes_one_file_and_compares_it(cli: Cli, tmp_path: Path) -> No
     done = cli("compare", tmp_path / "a.zip")
     assert done.returncode == 0, done.stderr
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.zip"]
+
+
+def test_delivery_that_is_cut_short_leaves_nothing_under_the_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system shows a file while it is written: what has the name of a capture must be one."""
+    target = tmp_path / "store" / "box.zip"
+
+    def put(self: object, source: str, to: str) -> None:
+        Path(to).write_bytes(Path(source).read_bytes()[:100])
+        assert not target.exists()
+        raise OSError("the connection is gone")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("file"), "put_file", put)
+    with pytest.raises(CaptureError, match="connection is gone"):
+        deliver(folder, target.as_uri())
+    assert list(target.parent.iterdir()) == []
+    monkeypatch.undo()
+    deliver(folder, target.as_uri())
+    assert [file.name for file in target.parent.iterdir()] == ["box.zip"]

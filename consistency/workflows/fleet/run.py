@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from consistency.capture.folder import Capture, holds_capture
+from consistency.capture.folder import Capture
 from consistency.capture.node_status import NodeStatus
-from consistency.capture.reader import RecordPool, brief, read_capture
-from consistency.capture.transport import fetch
+from consistency.capture.reader import RecordPool, brief
+from consistency.capture.sent import read_sent
 from consistency.capture.wording import counted, some
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
@@ -224,10 +224,7 @@ def _read(gathered: _Gathered, scratch: Path) -> list[Capture]:
     found = []
     for node, place in list(gathered.places.items()):
         try:
-            fetched = fetch(place, scratch)
-            if not holds_capture(fetched):
-                raise CaptureError("it holds no capture")
-            found.append(read_capture(fetched, pool))
+            found.append(read_sent(place, scratch, pool))
         except CaptureError as error:
             gathered.lost[node] = f"its capture cannot be read: {one_line(brief(error))}"
             del gathered.places[node]

@@ -12,8 +12,9 @@ import msgspec
 from consistency.capture.folder import MANIFEST, Capture
 from consistency.capture.reader import RecordPool, read_capture
 from consistency.capture.records import TensorRecord
+from consistency.capture.sent import read_sent
 from consistency.capture.soak import ChangedTensor
-from consistency.capture.transport import fetch, is_remote
+from consistency.capture.transport import is_remote
 from consistency.case.stages import MOVES_WEIGHTS, Stage
 from consistency.comparison.judge import judge
 from consistency.comparison.records import Key
@@ -149,7 +150,7 @@ def _captures(head: ReportHead, folder: Path, scratch: Path) -> list[Capture]:
             raise CaptureError(
                 "a capture of this report is not on this machine", where=text, hint="copy it here and compare again"
             )
-    return [read_capture(fetch(text, scratch), pool) for text in head.captures]
+    return [read_sent(text, scratch, pool) for text in head.captures]
 
 
 def _seen(finding: Finding, participants: tuple[ComparedWorker, ...]) -> list[tuple[ComparedWorker, TensorRecord]]:

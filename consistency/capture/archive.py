@@ -1,0 +1,74 @@
+"""A capture as one ZIP file, which may be a stranger's: its records are unpacked, its tensors when they are asked for.
+
+It holds a capture's files under their names and nothing else. What has another name is not unpacked, so a stranger's
+archive can write nowhere but into the folder that is made for it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import zipfile
+import zlib
+from pathlib import Path
+
+from consistency.errors import CaptureError
+
+_RECORDS = re.compile(
+    r"^(?:captures/)?(?:capture\.json|workers/[A-Za-z0-9][\w.@+-]{0,120}/[\w.-]+\.(?:json|jsonl|txt))$"
+)
+_TENSOR = re.compile(r"^(?:captures/)?blobs/[0-9a-f]{64}\.safetensors$")
+
+_SPARE_BYTES = 2**28  # what unpacking has to leave free on the disk
+
+_DAMAGE = (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error)
+"""What the reading of an archive raises: it is cut short, changed, encrypted, or packed in a way that is not known."""
+
+
+def is_member(name: str) -> bool:
+    """Tell whether a file of a capture can have this name."""
+    return _RECORDS.match(name) is not None or _TENSOR.match(name) is not None
+
+
+def unpack(path: Path, home: Path, *, tensors: bool) -> None:
+    """Unpack a capture into a new folder, with or without its tensors.
+
+    Raises
+    ------
+    CaptureError
+        It is damaged, or the disk has no room for it.
+    """
+    try:
+        home.mkdir()
+        with zipfile.ZipFile(path) as archive:
+            members = [
+                member for member in archive.infolist()
+                if _RECORDS.match(member.filename) or (tensors and _TENSOR.match(member.filename))
+            ]  # fmt: skip
+            _check_room(path, home, sum(member.file_size for member in members))
+            for member in members:
+                archive.extract(member, home)
+    except _DAMAGE as error:
+        raise CaptureError("cannot unpack the capture", where=path, got=error) from None
+
+
+def take_out(path: Path, tensor: Path) -> None:
+    """Unpack one tensor to a file that is named as in the archive; without such a tensor there is no file then."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            own = f"{tensor.parent.name}/{tensor.name}"
+            name = next((name for name in (own, f"captures/{own}") if name in archive.NameToInfo), None)
+            if name is None or not _TENSOR.match(name):
+                return
+            tensor.parent.mkdir(parents=True, exist_ok=True)
+            _check_room(path, tensor.parent, archive.getinfo(name).file_size)
+            with archive.open(name) as source, tensor.open("wb") as target:
+                shutil.copyfileobj(source, target)
+    except _DAMAGE as error:
+        tensor.unlink(missing_ok=True)
+        raise CaptureError("cannot unpack a stored tensor", where=path, got=error) from None
+
+
+def _check_room(path: Path, folder: Path, size: int) -> None:
+    if size > shutil.disk_usage(folder).free - _SPARE_BYTES:
+        raise CaptureError("no room to unpack the capture", where=path, got=f"{size / 2**30:.1f} GiB")
