@@ -211,6 +211,8 @@ class WorkerFacts(DeviceIdentity, frozen=True, kw_only=True, rename={"load_path"
         In the order of the stages.
     soak : Soak or None
         None where none was requested, or the worker was lost before it.
+    engine : str or None
+        Name and version of the inference engine whose outputs it stands for; None of a device.
     """
 
     name: str
@@ -226,6 +228,7 @@ class WorkerFacts(DeviceIdentity, frozen=True, kw_only=True, rename={"load_path"
     peak_bytes: int | None = None
     stage_memory: tuple[StageMemory, ...] = ()
     soak: Soak | None = None
+    engine: str | None = None
 
 
 class WorkerInfo(WorkerFacts, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from consistency.case.engine_file import EngineFile
 from consistency.case.fit import Fit
 from consistency.case.load_path import LoadPath
 from consistency.case.named_adapters import NamedAdapter
@@ -42,6 +43,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         accelerators, each with the level's alternatives. An alternative includes its default path.
     inputs : str or None
         None generates them from the model's config.
+    engine_outputs : tuple of EngineFile
+        Outputs of inference engines that are checked as those of a device are.
     repeat : int
         Runs of each computed stage on each device.
     soak_s : float or None
@@ -77,6 +80,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     load_paths: tuple[LoadPath, ...] | None = None
     level: Level = Level.STANDARD
     inputs: str | None = None
+    engine_outputs: tuple[EngineFile, ...] = ()
     repeat: int = 1
     soak_s: float | None = None
     load: bool = False

@@ -18,6 +18,7 @@ from consistency.case.stages import Level, Stage
 from consistency.errors import ConsistencyError
 
 if TYPE_CHECKING:
+    from consistency.case.engine_file import EngineFile
     from consistency.case.named_adapters import NamedAdapter
     from consistency.case.profile import Switch
     from consistency.case.tolerance import Override
@@ -167,6 +168,14 @@ class Options:
     )
     wrapper: str | None = declare(
         None, "python:package.module:function that wraps the base, for the stage wrapping", "FACTORY"
+    )
+    engine_outputs: tuple[EngineFile, ...] | None = declare(
+        None,
+        "outputs of another inference engine on the inputs of `consistency inputs`, checked like those of a device in "
+        "the stage forward; may be repeated",
+        "NAME=FILE",
+        repeatable=True,
+        absent=dict.fromkeys((Edge.PYTEST, Edge.PYTEST_INI), "an engine's file is of one case and one moment"),
     )
     repeat: int | None = declare(
         None, "runs per device, to check that results repeat bitwise (default: by level)", "N", type=int

@@ -14,6 +14,8 @@ from consistency.case.adapter_fit import check_files
 from consistency.case.builtin import resolve
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_header, read_json
+from consistency.case.engine_file import EngineFile
+from consistency.case.inference.outputs import check_files_of, read_outputs
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Edge, Options
 from consistency.case.stages import LEVELS, SPECS, Stage, requested
@@ -60,7 +62,7 @@ def _prepared(options: Options) -> Case:
     adapter_folder = None if adapter is None else _local_folder(adapter, what="adapter", options=options)
     check_files(base_folder, adapter_folder, allow_pickle=options.allow_pickle)
     adapters = _named_folders(options, base_folder)
-    return Case(
+    case = Case(
         name=options.name or _case_name(base, *(one.path for one in adapters) if adapters else (adapter,)),
         base=base if base_folder is None else str(base_folder),
         adapter=None if adapter_folder is None else str(adapter_folder),
@@ -73,6 +75,7 @@ def _prepared(options: Options) -> Case:
         load_paths=options.load_paths,
         level=options.level,
         inputs=None if options.inputs is None else _inputs_file(options.inputs),
+        engine_outputs=_engine_files(options),
         repeat=options.repeat or LEVELS[options.level].repeat,
         soak_s=options.soak,
         load=options.load,
@@ -84,6 +87,14 @@ def _prepared(options: Options) -> Case:
         allow_pickle=options.allow_pickle,
         trust_remote_code=options.trust_remote_code,
     )
+    for one in case.engine_outputs:
+        check_files_of(case, read_outputs(Path(one.path)))
+    return case
+
+
+def _engine_files(options: Options) -> tuple[EngineFile, ...]:
+    files = options.engine_outputs or ()
+    return tuple(EngineFile(name=one.name, path=str(Path(one.path).expanduser().resolve())) for one in files)
 
 
 def _named_folders(options: Options, base: Path | None) -> tuple[NamedAdapter, ...]:
@@ -232,7 +243,7 @@ def _stages(options: Options) -> tuple[Stage, ...]:
         value = getattr(options, spec.option) if spec.option else None
         if asked is not None and value is not None and stage not in asked:
             option = "--adapter NAME=PATH" if stage is Stage.ADAPTERS else Edge.COMMAND_LINE.spell(spec.option)
-            value = ", ".join(map(str, value)) if stage is Stage.ADAPTERS else value
+            value = ", ".join(map(str, value)) if isinstance(value, tuple) else value
             raise UsageError(f"{option} is for the stage {stage}, which is not in --stages", where=option, got=value)
     return requested(options.level, options) if asked is None else asked
 

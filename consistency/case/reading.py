@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 import msgspec
 
 from consistency.case.duration import parse_duration
+from consistency.case.engine_file import EngineFile, as_engine_files, files_from
 from consistency.case.load_path import GRAMMAR, LoadPath
 from consistency.case.named_adapters import NamedAdapter, as_named_adapters, paths_from, with_named_adapters
 from consistency.case.options import OPTIONS, Edge, Option, Options, Source
@@ -23,7 +24,7 @@ from consistency.errors import UsageError, meant
 
 E = TypeVar("E", bound=enum.StrEnum)
 
-_TYPES = get_type_hints(Options, localns={"NamedAdapter": NamedAdapter, "Override": Override, "Switch": Switch})
+_TYPES = get_type_hints(Options, localns={kind.__name__: kind for kind in (EngineFile, NamedAdapter, Override, Switch)})
 _BY_NAME = {name: option for option in OPTIONS for name in (option.name, option.attribute, *option.aliases)}
 
 
@@ -79,6 +80,9 @@ def options_of(table: Mapping[str, object], path: Path, *, part: str = "") -> di
         if name == "adapters":
             values[name] = paths_from(value, path.parent)
             continue
+        if name == "engine_outputs":
+            values[name] = files_from(value, path.parent)
+            continue
         is_path = _BY_NAME[name].is_path and not value.startswith(("python:", "builtin:"))
         if is_path and (path.parent / value).exists():
             values[name] = str(path.parent / value)
@@ -109,6 +113,8 @@ def _value(option: Option, given: object, where: str) -> object:
             return as_switches(given, where=where)
         case "adapters":
             return as_named_adapters(given, where=where)
+        case "engine_outputs":
+            return as_engine_files(given, where=where)
         case "devices":
             given = parse_devices(_names(option, given, where), where=where)
         case "stages":

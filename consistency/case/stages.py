@@ -149,7 +149,7 @@ SPECS: dict[Stage, StageSpec] = {
             stage=Stage.FORWARD, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.forward:run",
             short="fwd",
             again=f"{_SOAK}.computed:forward",
-            items=f"{_ITEMS}:forward_items", levels=_FROM_STANDARD, feeds_inputs=True,
+            items=f"{_ITEMS}:forward_items", levels=_FROM_STANDARD, feeds_inputs=True, option="engine_outputs",
         ),
         StageSpec(
             stage=Stage.GRADIENT, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.gradient.stage:run",

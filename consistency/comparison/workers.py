@@ -115,9 +115,14 @@ class ComparedWorker:
         record = self.records.get(("adapter", SETTINGS_LAYER, LOADED_AGAIN))
         return is_alternative(self.load_path) and record is not None and record.status == "skipped"
 
+    @property
+    def is_engine(self) -> bool:
+        """Return whether it stands for the outputs of an inference engine, and not for a device."""
+        return self.info.engine is not None
+
     def could_have(self, stage: str) -> bool:
         """Return whether this worker's own case requested what it has no record of in a stage."""
-        return stage in self.case.stages and not self.case.only and not self.gave_up
+        return not self.is_engine and stage in self.case.stages and not self.case.only and not self.gave_up
 
 
 def gather(captures: Sequence[Capture]) -> tuple[ComparedWorker, ...]:
@@ -193,7 +198,7 @@ def in_order_of(workers: Sequence[ComparedWorker], names: Container[str]) -> lis
 
 def choose_reference(workers: Sequence[ComparedWorker]) -> ComparedWorker | None:
     """Return the first capture's plain CPU, else its first CPU, else its first worker with records."""
-    useful = [p for p in workers if p.records]
+    useful = [p for p in workers if p.records and not p.is_engine]
     if not useful:
         return None
     ended_well = [p for p in useful if p.info.status == "ok"] or useful

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from consistency.capture import origin
-from consistency.capture.folder import SCHEMA, CaptureManifest
+from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
+from consistency.capture.records import WorkerInfo
 from consistency.capture.version import __version__
 from consistency.capture.writer import CaptureWriter
+from consistency.case.engine_file import EngineFile
+from consistency.case.load_path import LoadPath
 from consistency.devices.cores import threads_per_worker
 from consistency.devices.host import HostFacts, read_host, since
 from consistency.errors import CaptureError, ConsistencyError
@@ -75,11 +78,25 @@ class _OpenCase:
             text = f"{one.plan.name}, which computes it, is lost: {ended.reason or 'it computed none'}"
             (self.scratch / REFERENCE_LOST).write_text(text, encoding="utf-8")
 
+    def _engine(self, one: EngineFile) -> str:
+        """Return the folder of an inference engine whose outputs a worker has judged; say so where none has."""
+        slug = worker_slug(one.name, LoadPath.ISOLATED)
+        if not (self.writer.worker_folder(slug) / "worker.json").exists():
+            maker = next((plan.name for plan in self.plans if plan.makes_reference), "the reference worker")
+            reason = f"its outputs were not judged: {maker}, which computes the float64 reference, ended before it"
+            (self.writer.worker_folder(slug) / "records.jsonl").touch()
+            self.writer.write_worker(slug, WorkerInfo(
+                architecture=one.name, model="", name=one.name, load_path=LoadPath.ISOLATED, status="lost",
+                reason=reason, engine=one.name,
+            ))  # fmt: skip
+        return slug
+
     def close(self, after: HostFacts) -> Captured:
         """Commit the capture when the last worker has ended."""
         shutil.rmtree(self.scratch)
         if self.error is not None:
             return Captured(task=self.task, error=self.error)
+        engines = [self._engine(one) for one in self.task.case.engine_outputs]
         manifest = CaptureManifest(
             schema=SCHEMA,
             tool=__version__,
@@ -87,7 +104,7 @@ class _OpenCase:
             host=origin.host(),
             command=origin.command(),
             case=self.task.case,
-            workers=tuple(plan.slug for plan in self.plans),
+            workers=(*(plan.slug for plan in self.plans), *engines),
             host_facts=since(self.before or after, after),
         )
         return Captured(task=self.task, captures=(self.writer.commit(manifest),))

@@ -263,6 +263,7 @@ class Recorder:
         reason: str | None = None,
         exact: torch.Tensor | None = None,
         ingredients: Mapping[str, torch.Tensor] | None = None,
+        dtype: str = "",
         buffer: bool = False,
         effect: Effect = "",
     ) -> None:
@@ -292,6 +293,8 @@ class Recorder:
             Why it is skipped, or has no exact value.
         exact, ingredients
             On the CPU; kept where the tensor is outside its rule, for a reproducer.
+        dtype : str, optional
+            That it was computed in, where it is stored in a wider one.
         """
         cause = None if diagnosis is None else Diagnosis(word=diagnosis)
         more: Mapping[str, Any] = {}
@@ -321,7 +324,7 @@ class Recorder:
                 layer=layer,
                 tensor=tensor,
                 shape=tuple(actual.shape),
-                dtype=name_of(actual.dtype),
+                dtype=dtype or name_of(actual.dtype),
                 rule=rule,
                 status=status,
                 digest=digests[0].value,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import msgspec
 from safetensors import safe_open
 
+from consistency.case.case import Case
 from consistency.case.checkpoint import TensorHeader, read_header
-from consistency.case.inference.identity import CaseKey
+from consistency.case.inference.identity import CaseKey, adapter_digest, base_digest
 from consistency.case.inference.request import METADATA, MODES, Mode
 from consistency.errors import InputError, meant
 
@@ -192,3 +193,58 @@ def _is_batch(name: str) -> bool:
         len(parts) == 3 and parts[0] == "batch" and parts[1].isdecimal() and int(parts[1]) > 1
         and parts[2] in ("first", "last")
     )  # fmt: skip
+
+
+def check_files_of(case: Case, outputs: Outputs) -> None:
+    """Refuse outputs of another base or adapter, or of another dtype where the case names one.
+
+    Raises
+    ------
+    InputError
+    """
+    about = outputs.about
+    parts = (
+        ("base", about.case.base, base_digest(case), case.base),
+        ("adapter", about.case.adapter, adapter_digest(case), case.adapter),
+    )
+    for part, got, wanted, place in parts:
+        if got != wanted:
+            refuse(
+                outputs,
+                f"the engine's outputs are of another {part}",
+                got=f"{about.case.name}, {got or 'none'}",
+                wanted=f"{place or 'none'}, {wanted}",
+            )
+    check_dtype(outputs, None if case.dtype == "auto" else case.dtype)
+
+
+def check_dtype(outputs: Outputs, dtype: str | None) -> None:
+    """Refuse outputs of an engine that computed in another dtype than the case; None is one not known yet."""
+    about = outputs.about
+    if about.dtype != about.case.dtype:
+        refuse(
+            outputs,
+            "the engine computed in another dtype than its inputs are for",
+            got=about.dtype,
+            wanted=about.case.dtype,
+            hint=f"write the inputs with --dtype {about.dtype}",
+        )
+    if dtype is not None and about.dtype != dtype:
+        refuse(
+            outputs,
+            "the engine computed in another dtype than the case",
+            got=about.dtype,
+            wanted=dtype,
+            hint=f"run with --dtype {about.dtype}",
+        )
+
+
+def refuse(outputs: Outputs, what: str, *, got: object, wanted: object, hint: str | None = None) -> NoReturn:
+    """Raise an error about a file of outputs."""
+    raise InputError(
+        what,
+        where=outputs.path,
+        got=got,
+        wanted=wanted,
+        hint=hint or "let the engine answer the inputs of this very case again",
+    )

@@ -16,6 +16,7 @@ from consistency.case.duration import duration_text
 from consistency.case.stages import MOVES_WEIGHTS, Level, Stage, requested
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.device_digests import find_wrong_digests
+from consistency.comparison.findings.engines import find_engines, of_devices
 from consistency.comparison.findings.failed_stages import find_failed_stages
 from consistency.comparison.findings.host import find_host_problems
 from consistency.comparison.findings.in_common import find_unknown_hosts
@@ -70,9 +71,10 @@ def find(
         *find_wrong_digests(compared),
         *find_transfer(compared, tensors),
         *find_causes(
-            [t for t in tensors if t.stage != Stage.TRANSFER],
+            [t for t in of_devices(tensors, compared) if t.stage != Stage.TRANSFER],
             next_step=functools.partial(_next, compared, reference),
         ),
+        *find_engines(compared, tensors),
         *find_device_use(tensors),
         *find_casts(tensors),
         *_not_repeatable(compared, tensors),

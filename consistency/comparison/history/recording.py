@@ -30,7 +30,9 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
     recorder = _Recorder(worst_ratios(comparison))
     hosts = {capture.manifest.host for capture in captures}
     run_host = captures[0].manifest.host if len(hosts) == 1 else origin.host()
-    workers = tuple(recorder.worker(one, run_host) for one in gather(captures))
+    # an inference engine's file is of the moment when it was written, and need not have the bits of an earlier one
+    devices = (one for one in gather(captures) if not one.is_engine)
+    workers = tuple(recorder.worker(one, run_host) for one in devices)
     environment = comparison.workers[0].environment if comparison.workers else {}
     run = RunRecord(
         schema=SCHEMA,

@@ -21,6 +21,7 @@ from consistency.capture.names import ADAPTER_OFF as OFF
 from consistency.capture.names import ADAPTER_ON as ON
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import RecordStatus
+from consistency.case.inference.request import OUTPUT
 from consistency.devices.backends import CPU
 from consistency.errors import first_line
 from consistency.numerics.decisions import Watch
@@ -50,6 +51,7 @@ from consistency.worker.precision import products_of
 from consistency.worker.protocol import DECISIONS_FILE, REFERENCE_FILE
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.engine_outputs.judging import Forward, judge_engines
 from consistency.worker.stages.flips import NOT_REPLAYED, ON_TRACK, record_flips
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.merge_effect import record_merge_effect
@@ -118,6 +120,7 @@ def run(context: Context) -> None:
         found = _pass(context, context.model, inputs, exact=exact)
         answer = _publish(context, found, exact)
         _merge_effect(context, context.model, inputs, found, exact)
+        _engines(context, context.model, inputs, found, exact)
         record_flips(context, "forward", exact.track.flips)
     else:
         found = _pass(context, context.model, inputs, exact=None)
@@ -127,6 +130,7 @@ def run(context: Context) -> None:
             on_cpu = _pass(context, twin, inputs, exact=exact)
             answer = _publish(context, on_cpu, exact)
             _merge_effect(context, twin, inputs, on_cpu, exact)
+            _engines(context, twin, inputs, on_cpu, exact)
             del twin
     for mode, reason in found.refused.items():
         _not_run(context, [mode], "skipped", reason)
@@ -258,6 +262,17 @@ def _merge_effect(context: Context, model: torch.nn.Module, inputs: Activations,
     record_merge_effect(
         context, model, inputs, computed=found.outputs, refused=found.refused, exact=exact.outputs, track=exact.track
     )
+
+
+def _engines(context: Context, model: torch.nn.Module, inputs: Activations, found: Passes, exact: Exact) -> None:
+    own = {mode: found.judged(mode)[OUTPUT] for mode in found.outputs if OUTPUT in found.judged(mode)}
+    judge_engines(
+        context,
+        Forward(
+            model=model, inputs=inputs, own=own, failures=exact.failures, track=exact.track,
+            exact={mode: t for mode in (ON, OFF) if (t := exact.outputs.get(f"{mode}::{OUTPUT}")) is not None},
+        ),
+    )  # fmt: skip
 
 
 def _modes(context: Context) -> list[str]:

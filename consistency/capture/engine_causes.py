@@ -1,0 +1,82 @@
+"""What explains the numbers of an inference engine, in words. No torch here.
+
+Each is tested by computing, in float64, what the engine would answer if it were so (`worker/stages/engine_outputs/`).
+"""
+
+from __future__ import annotations
+
+import enum
+
+CAUSE, PLACES = "cause", "cause_places"
+"""Evidence of a row: one of these words, and what it is about."""
+
+
+class Cause(enum.StrEnum):
+    """A mistake that an engine can make with an adapter.
+
+    Attributes
+    ----------
+    phrase : str
+        Continues "this engine answers …"; `{}` marks the layers or modules.
+    todo : str
+        What to do next.
+    """
+
+    phrase: str
+    todo: str
+
+    def __new__(cls, word: str, phrase: str, todo: str) -> Cause:
+        member = str.__new__(cls, word)
+        member._value_ = word
+        member.phrase = phrase
+        member.todo = todo
+        return member
+
+    IGNORED = (
+        "adapter-ignored", "as the base alone: the adapter is not applied",
+        "name the adapter in every request, and look in the engine's log for modules that it skipped",
+    )  # fmt: skip
+    LEFT_ON = (
+        "adapter-left-on", "with the adapter applied where it was to be off",
+        "unload the adapter, or load the base alone, for the outputs without it",
+    )  # fmt: skip
+    SCALING_ONE = (
+        "scaling-ignored", "as if scaling were 1",
+        "check that the engine reads lora_alpha and r of adapter_config.json",
+    )  # fmt: skip
+    RSLORA_IGNORED = (
+        "rslora-ignored", "as if scaling were lora_alpha / r: use_rslora is ignored",
+        "set lora_alpha to lora_alpha * sqrt(r), and use_rslora to false, in a copy of the adapter for this engine",
+    )  # fmt: skip
+    RSLORA_ASSUMED = (
+        "rslora-assumed", "as if scaling were lora_alpha / sqrt(r), although use_rslora is false",
+        "check the engine's option for rank-stabilized LoRA",
+    )  # fmt: skip
+    PATTERNS_IGNORED = (
+        "patterns-ignored", "as if every layer had the same scaling: alpha_pattern and rank_pattern are ignored",
+        "use an adapter with one lora_alpha and one r for this engine, or merge it",
+    )  # fmt: skip
+    TWICE = (
+        "adapter-twice", "as if the adapter were applied twice",
+        "check whether the engine was given a merged base together with the adapter",
+    )  # fmt: skip
+    LAYERS = (
+        "layers-ignored", "as if {} had no adapter",
+        "look in the engine's log for modules that it skipped, and compare its names of layers with the adapter's",
+    )  # fmt: skip
+    SAVED_MODULES = (
+        "saved-modules-ignored", "as if {} were the base's: what the adapter saves whole is not loaded",
+        "merge the adapter, which takes its saved modules along",
+    )  # fmt: skip
+    MERGED_BFLOAT16 = (
+        "merged-in-bfloat16", "as if the adapter were merged in bfloat16",
+        "merge in float32 and convert after it, or leave the adapter unmerged",
+    )  # fmt: skip
+    MERGED_FLOAT16 = (
+        "merged-in-float16", "as if the adapter were merged in float16",
+        "merge in float32 and convert after it, or leave the adapter unmerged",
+    )  # fmt: skip
+
+    def sentence(self, places: str = "") -> str:
+        """Return what the engine does."""
+        return f"this engine answers {self.phrase.replace('{}', places)}"

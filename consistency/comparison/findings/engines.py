@@ -1,0 +1,164 @@
+"""What inference engines answered: a cause where one explains the numbers, and what was compared of them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from consistency.capture.engine_causes import CAUSE, PLACES, Cause
+from consistency.capture.names import BATCHES
+from consistency.capture.wording import listed, some
+from consistency.case.inference.request import OUTPUT
+from consistency.case.stages import Stage
+from consistency.comparison.findings.details import describe
+from consistency.comparison.result import BAD, Finding, Row, TensorComparison
+from consistency.comparison.rows import Rows, grouped
+from consistency.comparison.workers import ComparedWorker
+from consistency.numerics.words import Word
+
+BATCH_VARIANT = "batch-variant"
+"""Kind of the finding that an engine's answer depends on the batch: an error where it promises that it does not."""
+
+PART_COMPARED = "part-compared"
+"""Kind of the note on what an engine's file has no outputs of."""
+
+_Wrong = list[tuple[TensorComparison, Row]]
+
+
+def find_engines(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+    """Report what is wrong with the outputs of inference engines, by cause, and what was compared of them."""
+    for engine in (p for p in compared if p.is_engine and p.info.status == "ok"):
+        rows = [(t, row) for t in tensors if t.stage == Stage.FORWARD and (row := t.row(engine.label)) is not None]
+        yield from _wrong(engine, [(t, row) for t, row in rows if t.layer == OUTPUT and row.status in BAD])
+        yield from _batches(engine, [(t, row) for t, row in rows if t.layer == BATCHES])
+        yield from _part(engine, rows)
+
+
+def of_devices(tensors: Sequence[TensorComparison], compared: Sequence[ComparedWorker]) -> list[TensorComparison]:
+    """Return tensors without the rows of inference engines, which the causes of devices do not explain."""
+    engines = {p.label for p in compared if p.is_engine}
+    if not engines:
+        return list(tensors)
+    found = []
+    for tensor in tensors:
+        if not engines.intersection(tensor.workers):
+            found.append(tensor)
+            continue
+        kept = [(row, left) for row, names in grouped(tensor.rows) if (left := _without(names, engines))]
+        if kept:
+            rows = Rows(
+                tuple(row.of(left[0]) for row, left in kept), tuple(left for _, left in kept),
+                _without(tensor.workers, engines),
+            )  # fmt: skip
+            classes = tuple(left for names in tensor.classes if (left := _without(names, engines)))
+            found.append(msgspec.structs.replace(tensor, rows=rows, classes=classes))
+    return found
+
+
+def _without(names: Iterable[str], engines: set[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in engines)
+
+
+def _wrong(engine: ComparedWorker, wrong: _Wrong) -> Iterator[Finding]:
+    """Yield a finding per cause; rows without one are together by the word of their difference."""
+    same: dict[tuple[Cause | Word, str], _Wrong] = {}
+    for tensor, row in wrong:
+        found = _cause(row) or row.diagnosis or Word(row.status)
+        same.setdefault((found, str(row.evidence.get(PLACES, ""))), []).append((tensor, row))
+    for (cause, places), rows in same.items():
+        opening = f"{Stage.FORWARD} · {engine.label} · {listed([t.tensor for t, _ in rows])}: "
+        yield Finding(
+            kind=cause.value,
+            severity="error",
+            message=opening + _sentence(cause, places, rows),
+            general=f"{Stage.FORWARD} · {engine.label}: {_sentence(cause, places, rows[:1])}",
+            workers=(engine.label,),
+            tensors=tuple(t.name for t, _ in rows),
+            detail=tuple(line for t, row in rows for line in (describe(t, row), *_tried(row))),
+            next=cause.todo if isinstance(cause, Cause) else _again(engine),
+            load_paths=(engine.load_path,),
+        )
+
+
+def _cause(row: Row) -> Cause | None:
+    return next((cause for cause in Cause if cause == row.evidence.get(CAUSE)), None)
+
+
+def _sentence(cause: Cause | Word, places: str, rows: _Wrong) -> str:
+    if isinstance(cause, Cause):
+        return cause.sentence(places)
+    if cause == Word.MISSING:
+        return "; ".join(dict.fromkeys(row.reason or "missing" for _, row in rows))
+    worst = max((float(row.bound_ratio) for _, row in rows if row.bound_ratio is not None), default=None)
+    far = "" if worst is None else f", {worst:.3g} times as far from float64 as the rule allows"
+    return f"{cause.about(OUTPUT, computed=True)}{far}; no mistake with an adapter that is known here explains it"
+
+
+def _tried(row: Row) -> Iterator[str]:
+    """Yield what is known of the cause besides its name."""
+    share = row.evidence.get("cause_bound_ratio")
+    if share is not None:
+        yield f"the explanation is within the rule: {float(share):.2g} of what is allowed"
+    if several := row.evidence.get("causes"):
+        yield f"several explain it equally: {', '.join(map(str, several))}"
+    if left := row.evidence.get("not_tried"):
+        yield f"not tried on a model of this size: {', '.join(map(str, left))}"
+
+
+def _batches(engine: ComparedWorker, rows: _Wrong) -> Iterator[Finding]:
+    wrong = [(t, row) for t, row in rows if row.status in BAD]
+    moved = [(t, row) for t, row in rows if not row.evidence.get("same_bits", True)]
+    if wrong:
+        reasons = list(dict.fromkeys(row.reason or "" for _, row in wrong))
+        yield Finding(
+            kind=BATCH_VARIANT,
+            severity="error",
+            message=f"{Stage.FORWARD} · {engine.label} · {some(reasons, 2)}",
+            general=f"{Stage.FORWARD} · {engine.label} · the answer depends on the batch",
+            workers=(engine.label,),
+            tensors=tuple(t.name for t, _ in wrong),
+            detail=tuple(reasons),
+            load_paths=(engine.load_path,),
+        )
+    elif moved:
+        largest = max(float(row.evidence["max_abs"]) for _, row in moved)
+        opening = f"{Stage.FORWARD} · {engine.label} · row 0 has other bits"
+        yield Finding(
+            kind=BATCH_VARIANT,
+            severity="note",
+            message=(
+                f"{opening} in {len(moved)} of {len(rows)} batches than alone, by at most {largest:.3g}, which the "
+                "rule allows; the engine promises no batch invariance"
+            ),
+            general=f"{opening} in some batches than alone",
+            workers=(engine.label,),
+            tensors=tuple(t.name for t, _ in moved),
+            load_paths=(engine.load_path,),
+        )
+
+
+def _part(engine: ComparedWorker, rows: _Wrong) -> Iterator[Finding]:
+    """Report what of the outputs was not compared."""
+    shown = next((row.evidence for t, row in rows if t.layer == OUTPUT and "places" in row.evidence), None)
+    if shown is None:
+        return
+    parts = []
+    if shown["places"] < shown["places_wanted"]:
+        parts.append(f"{shown['places']} of {shown['places_wanted']} places")
+    if "top_k" in shown:
+        parts.append(f"the {shown['top_k']} largest of {shown['vocabulary']} values of each place")
+    if parts:
+        text = f"{Stage.FORWARD} · {engine.label} · compared in {' and '.join(parts)}: the engine's file has no others"
+        yield Finding(kind=PART_COMPARED, severity="note", message=text, workers=(engine.label,))
+
+
+def _again(engine: ComparedWorker) -> str | None:
+    case = engine.case
+    path = next((one.path for one in case.engine_outputs if one.name == engine.info.name), None)
+    if path is None:
+        return None
+    adapter = f" --adapter {shlex.quote(case.adapter)}" if case.adapter else ""
+    inputs = f"consistency inputs --base {shlex.quote(case.base)}{adapter} --out inputs.safetensors"
+    return f"{inputs}, and let the engine write {path} again"

@@ -1,0 +1,197 @@
+"""Try what could explain outputs that are outside their rule, and name it where exactly one thing does.
+
+An explanation is a pass of the model in float64 with a mistake in it. It holds if the engine's outputs are within the
+rule of *that* pass, by the tolerance that they exceed beside the right one. Nothing is concluded from a resemblance.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from consistency.capture.engine_causes import CAUSE, PLACES, Cause
+from consistency.capture.names import ADAPTER_OFF
+from consistency.capture.wording import some
+from consistency.numerics.rules import UNIT_ROUNDOFF, error_factor
+from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.model.merging import MergeRefusedError, adapted_layers
+from consistency.worker.stages.engine_outputs.layer_search import by_block, by_kind, named, search
+from consistency.worker.stages.engine_outputs.passes import (
+    Passes,
+    Rounded,
+    saved_modules,
+    scalable,
+    scaled,
+    scalings_of,
+    without,
+)
+
+_MOST_WORK = 1 << 35
+"""Elements of the model's matrices times passes of a search: some 7 ns each for one sequence on one core, 4 minutes."""
+
+_MOST_MERGED = 1 << 30
+"""Elements of the model's matrices up to which merges are tried, which hold a second copy of what they convert."""
+
+_NAMES = {
+    "one": Cause.SCALING_ONE, "twice": Cause.TWICE, "rslora ignored": Cause.RSLORA_IGNORED,
+    "rslora assumed": Cause.RSLORA_ASSUMED, "patterns ignored": Cause.PATTERNS_IGNORED,
+}  # fmt: skip
+_MERGED = {torch.bfloat16: Cause.MERGED_BFLOAT16, torch.float16: Cause.MERGED_FLOAT16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """The outputs of an engine in one mode that are outside their rule.
+
+    Attributes
+    ----------
+    wanted : torch.Tensor
+        The engine's values in the rows that are outside, float64.
+    seen : callable
+        Bring float64 logits of these rows into the form of the engine's values.
+    share : callable
+        Return the largest error of the engine's values from others over what is allowed, which a second argument adds
+        to.
+    samples : int
+        Of independent errors behind what is allowed.
+    passes, first : Passes
+        Of these rows, and of the first of them alone.
+    first_places : slice
+        The places of that row among those of `wanted`.
+    on, off : torch.Tensor or None
+        Float64 logits of these rows with and without the adapter.
+    """
+
+    mode: str
+    wanted: torch.Tensor
+    seen: Callable[[torch.Tensor], torch.Tensor]
+    share: Callable[[torch.Tensor, float], float]
+    samples: int
+    passes: Passes
+    first: Passes
+    first_seen: Callable[[torch.Tensor], torch.Tensor]
+    first_share: Callable[[torch.Tensor], float]
+    first_wanted: torch.Tensor
+    on: torch.Tensor | None
+    off: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What explains the outputs; several, where no one alone does, and what was not tried."""
+
+    fits: dict[Cause, tuple[str, float]] = field(default_factory=dict)
+    not_tried: tuple[str, ...] = ()
+
+    def evidence(self) -> dict[str, Any]:
+        """Return the answer as evidence of a row."""
+        found: dict[str, Any] = {"not_tried": list(self.not_tried)} if self.not_tried else {}
+        if len(self.fits) == 1:
+            ((cause, (places, share)),) = self.fits.items()
+            return {CAUSE: cause.value, "cause_bound_ratio": share, **({PLACES: places} if places else {}), **found}
+        return {"causes": [cause.value for cause in self.fits], **found} if self.fits else found
+
+
+def explain(question: Question) -> Answer:
+    """Return what explains outputs that are outside their rule."""
+    if not bool(torch.isfinite(question.wanted).all()):
+        return Answer()  # no finite outputs are near
+    if question.mode == ADAPTER_OFF:
+        left_on = None if question.on is None else question.share(question.seen(question.on), 0.0)
+        return Answer(fits={Cause.LEFT_ON: ("", left_on)} if left_on is not None and left_on <= 1 else {})
+    model = question.passes.model
+    size = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
+    fits: dict[Cause, tuple[str, float]] = {}
+    not_tried = []
+    for cause, places, share in _simple(question):
+        if share <= 1:
+            fits[cause] = places, share
+    if size <= _MOST_MERGED:
+        fits |= {cause: ("", share) for cause, share in _merged(question) if share <= 1}
+    else:
+        not_tried.append("merges in a narrower dtype")
+    if not fits:
+        for groups in (by_block, by_kind):
+            found = groups(list(adapted_layers(model)))
+            if len(found) * size > _MOST_WORK:
+                not_tried.append("layers without the adapter")
+                break
+            places, share = _without(question, found)
+            if share <= 1:
+                fits[Cause.LAYERS] = places, share
+                break
+    return Answer(fits=fits, not_tried=tuple(not_tried))
+
+
+def _simple(question: Question) -> Iterator[tuple[Cause, str, float]]:
+    """Yield mistakes of the adapter as a whole, each with its share of the bound."""
+    model, passes = question.passes.model, question.passes
+    if question.off is not None:
+        yield Cause.IGNORED, "", question.share(question.seen(question.off), 0.0)
+    layers = scalable(model)
+    for name, scalings in scalings_of(layers, model.peft_config[ADAPTER_NAME]).items() if layers else ():
+        logits = passes.of(f"scaling, {name}", functools.partial(scaled, scalings, layers))
+        yield _NAMES[name], "", question.share(question.seen(logits), 0.0)
+    saved = saved_modules(model)
+    if saved:
+        logits = passes.of("saved modules", lambda: without([module for _, module in saved]))
+        yield Cause.SAVED_MODULES, some([_short(name) for name, _ in saved]), question.share(question.seen(logits), 0.0)
+
+
+def _merged(question: Question) -> Iterator[tuple[Cause, float]]:
+    """Yield merges in narrower dtypes, each with its smallest share of the bound."""
+    own = {p.dtype for _, layer in adapted_layers(question.passes.model) for p in layer.get_base_layer().parameters()}
+    widest = min((UNIT_ROUNDOFF[str(one).removeprefix("torch.")] for one in own if one.is_floating_point), default=0.0)
+    for dtype, cause in _MERGED.items():
+        if UNIT_ROUNDOFF[str(dtype).removeprefix("torch.")] < widest:
+            continue
+        ways = [Rounded(dtype=dtype), Rounded(dtype=dtype, delta_first=True)]
+        if dtype not in own:
+            ways = [
+                *ways, Rounded(dtype=dtype, whole=True), Rounded(dtype=dtype, whole=True, base_first=True),
+                Rounded(dtype=dtype, whole=True, base_first=True, delta_first=True),
+            ]  # fmt: skip
+        try:
+            yield cause, min(_share_of_merge(question, way) for way in ways)
+        except MergeRefusedError:
+            return
+
+
+def _share_of_merge(question: Question, way: Rounded) -> float:
+    """Return the share of the bound, with what the order of float32 sums may do to a merge added to the bound."""
+    merged = question.seen(question.passes.merged(f"{way}", way))
+    share = question.share(merged, 0.0)
+    if share <= 1:
+        return share
+    shaken = Rounded(
+        dtype=way.dtype, base_first=way.base_first, delta_first=way.delta_first, whole=way.whole, shaken=True
+    )
+    other = question.seen(question.passes.merged(f"{shaken}", shaken))
+    return question.share(merged, error_factor(question.samples) * float((merged - other).abs().max()))
+
+
+def _without(question: Question, groups: dict[str, list[Any]]) -> tuple[str, float]:
+    """Search for groups of layers without adapter by the first row, and prove the answer by all; return its share."""
+    if len(groups) < 2:
+        return "", float("inf")
+
+    def change(names: frozenset[str]) -> Any:
+        return without([layer for name in groups if name in names for layer in groups[name]])
+
+    def outputs(names: frozenset[str]) -> torch.Tensor:
+        name = f"without {', '.join(sorted(names)) or 'nothing'}"
+        return question.first_seen(question.first.of(name, lambda: change(names)))
+
+    found = search(question.first_wanted, groups, outputs, lambda logits: question.first_share(logits) <= 1)
+    if found is None or len(found) == len(groups):
+        return "", float("inf")
+    logits = question.passes.of(f"without {', '.join(sorted(found))}", lambda: change(found))
+    return named([name for name in groups if name in found]), question.share(question.seen(logits), 0.0)
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("base_model.model.")

@@ -1,0 +1,268 @@
+"""Judge the outputs of inference engines by the float64 passes of the stage `forward`, each as a worker of its own."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from consistency.capture.folder import worker_slug
+from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON
+from consistency.capture.records import WorkerInfo
+from consistency.capture.writer import write_json
+from consistency.case.engine_file import EngineFile
+from consistency.case.inference.outputs import Outputs, check_dtype, read_outputs, refuse
+from consistency.case.inference.request import MODES, OUTPUT
+from consistency.case.load_path import LoadPath
+from consistency.case.stages import Stage
+from consistency.errors import InputError
+from consistency.numerics.bound import UserAllowance
+from consistency.numerics.chunks import exact_chunks
+from consistency.numerics.digest import digest
+from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
+from consistency.numerics.error import measure_against_exact
+from consistency.numerics.independent_errors import independent_rows
+from consistency.numerics.measure import Measure
+from consistency.numerics.rules import Rule, judge_relative, passes, relative_allowance
+from consistency.worker.decisions.track import Track
+from consistency.worker.model.inputs import digest_of
+from consistency.worker.model.running import Activations
+from consistency.worker.recorder import Recorder
+from consistency.worker.stages.context import Context
+from consistency.worker.stages.engine_outputs.batches import record_batches
+from consistency.worker.stages.engine_outputs.explanations import Answer, Question, explain
+from consistency.worker.stages.engine_outputs.passes import Passes
+from consistency.worker.stages.engine_outputs.view import View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """What the stage `forward` has computed on the CPU.
+
+    Attributes
+    ----------
+    own : mapping of str to torch.Tensor
+        The CPU's logits in the tested dtype, by mode.
+    exact : mapping of str to torch.Tensor
+        Those in float64; a merged adapter has those of one that is not.
+    failures : mapping of str to str
+        Why a mode has none.
+    """
+
+    model: torch.nn.Module
+    inputs: Activations
+    own: Mapping[str, torch.Tensor]
+    exact: Mapping[str, torch.Tensor]
+    failures: Mapping[str, str]
+    track: Track
+
+
+def judge_engines(context: Context, forward: Forward) -> None:
+    """Judge the files of the case, and leave a worker's records of each.
+
+    Raises
+    ------
+    InputError
+        A file is not of this case, or does not fit the model.
+    """
+    for one in context.job.case.engine_outputs:
+        context.events.step(one.name, 0, 1)
+        started = time.monotonic()
+        outputs = read_outputs(Path(one.path))
+        folder = Path(context.job.folder).parent / worker_slug(one.name, LoadPath.ISOLATED)
+        folder.mkdir(exist_ok=True)
+        case = context.job.case
+        with Recorder(
+            folder, Path(context.job.blobs), only=case.only, keep=case.keep, tolerance=case.tolerance
+        ) as record:  # fmt: skip
+            _judge(context, forward, outputs, record)
+        write_json(folder / "worker.json", _info(one, outputs, time.monotonic() - started))
+
+
+def _info(one: EngineFile, outputs: Outputs, elapsed_s: float) -> WorkerInfo:
+    about = outputs.about
+    engine = f"{about.engine} {about.version}".strip()
+    return WorkerInfo(
+        architecture=engine,
+        model=about.device,
+        name=one.name,
+        load_path=LoadPath.ISOLATED,
+        status="ok",
+        engine=engine,
+        environment={"dtype": about.dtype, "batch_invariant": about.batch_invariant, "engine_settings": about.settings},
+        stages_done=(Stage.FORWARD,),
+        inputs_digest=about.case.inputs,
+        elapsed_s=round(elapsed_s, 3),
+    )
+
+
+def _judge(context: Context, forward: Forward, outputs: Outputs, record: Recorder) -> None:
+    if outputs.about.case.inputs != digest_of(forward.inputs):
+        refuse(
+            outputs,
+            "the engine's outputs are of other inputs",
+            got=outputs.about.case.inputs,
+            wanted=digest_of(forward.inputs),
+            hint="give the file of `consistency inputs` as --inputs, or let the engine answer these inputs",
+        )
+    check_dtype(outputs, context.base.dtype)
+    known = next(iter(forward.exact.values()), None)
+    if known is None:
+        why = next(iter(forward.failures.values()), f"the model has no {OUTPUT}")
+        raise InputError(f"there is nothing to compare an engine's {OUTPUT} with", where=outputs.path, got=why)
+    view = View(outputs, known.shape, forward.inputs.get("attention_mask"))
+    judge = _Engine(context=context, forward=forward, view=view, record=record)
+    for mode in MODES if context.job.case.adapter is not None else (ADAPTER_OFF,):
+        if record.wants(Stage.FORWARD, OUTPUT):
+            judge.mode(mode)
+    if record.wants(Stage.FORWARD, OUTPUT):
+        record_batches(
+            view,
+            record,
+            own=forward.own.get(ADAPTER_ON),
+            exact=forward.exact.get(ADAPTER_ON),
+            dtype=outputs.about.dtype,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Engine:
+    """One engine, mode by mode."""
+
+    context: Context
+    forward: Forward
+    view: View
+    record: Recorder
+
+    def mode(self, mode: str) -> None:
+        """Record the outputs of a mode."""
+        about = self.view.outputs.about
+        exact, own = self.forward.exact.get(_exact(mode)), self.forward.own.get(mode)
+        if own is None and mode == ADAPTER_MERGED:  # PEFT does not merge this adapter, but the engine does
+            own = self.forward.own.get(ADAPTER_ON)
+        if mode not in self.view.outputs.modes or exact is None or own is None:
+            why = "the engine's file has none" if exact is not None else self.forward.failures.get(_exact(mode), "")
+            self.record.absent(
+                Stage.FORWARD,
+                OUTPUT,
+                mode,
+                status="skipped",
+                rule=Rule.RELATIVE,
+                reason=why or "the model does not run in this mode",
+                unsupported=True,
+            )
+            return
+        missing = self.view.rows_missing
+        if missing:
+            rows = f"{'row' if len(missing) == 1 else 'rows'} {', '.join(map(str, missing))}"
+            self.record.absent(
+                Stage.FORWARD,
+                OUTPUT,
+                f"{mode} of {rows}",
+                status="missing",
+                rule=Rule.LIMIT,
+                reason=f"the engine gave no outputs of {rows} of {self.view.shape[0]}",
+            )
+        actual, truth = self.view.actual(mode), self.view.model(mode, exact)
+        mine = self.view.own(mode, own, truth)
+        error = measure_against_exact(mine, truth).max_abs
+        samples = independent_rows(mine, truth)
+        tolerance = self.record.tolerance(stage=Stage.FORWARD, layer=OUTPUT, dtype=_dtype(about.dtype))
+        bound = _Bound(dtype=about.dtype, error=float(error), samples=samples, tolerance=tolerance)
+        found = measure_against_exact(actual, truth, tolerance)
+        share = bound.share(found)
+        evidence: dict[str, Any] = {"values": about.values, **self.view.coverage}
+        reason = None
+        if not passes(share):
+            evidence |= self._why(mode, actual, truth, bound).evidence()
+            if self.forward.track.again(ADAPTER_ON) is not None and "cause" not in evidence:
+                reason = (
+                    "the model decides (a router, a selection), and rounding may have an engine decide otherwise, "
+                    "which cannot be replayed there"
+                )
+        limit = tolerance if tolerance is not None else bound.allowed(float(found.magnitude))
+        self.record.computed(
+            Stage.FORWARD, OUTPUT, mode, actual=actual, digests=[digest(actual)],
+            found=None if reason else found, rule=Rule.RELATIVE, tolerance=tolerance,
+            bound_ratio=None if tolerance is not None else share,
+            chunks=None if reason else lambda: exact_chunks(actual, truth, limit),
+            reference_error=float(error), reference_samples=samples, exact=truth, evidence=evidence, reason=reason,
+            dtype=about.dtype,
+        )  # fmt: skip
+
+    def _why(self, mode: str, actual: torch.Tensor, truth: torch.Tensor, bound: _Bound) -> Answer:
+        """Return what explains the rows that are outside."""
+        numbers = self.view.rows_of(mode)
+        allowed = bound.allowed(float(truth.abs().max()))
+        errors = (actual.to(torch.float64) - truth).abs().amax(-1)
+        rows = sorted({int(row) for row in numbers[~(errors <= allowed)]})  # NaN is outside too
+        on, off = self.forward.exact.get(ADAPTER_ON), self.forward.exact.get(ADAPTER_OFF)
+        inputs, watch = self.forward.inputs, functools.partial(self.forward.track.again, ADAPTER_ON)
+        sizes = {tensor.shape[:1] for tensor in inputs.values()}
+        if not rows or watch() is not None or sizes != {torch.Size([self.view.shape[0]])}:
+            rows = list(range(self.view.shape[0]))  # decisions are those of a whole batch
+        chosen = torch.isin(numbers, torch.tensor(rows))
+        first = numbers[chosen] == rows[0]
+        wanted = actual[chosen].to(torch.float64)
+
+        def seen(logits: torch.Tensor) -> torch.Tensor:
+            whole = torch.zeros(self.view.shape, dtype=torch.float64)
+            whole[rows] = logits
+            return self.view.model(mode, whole)[chosen]
+
+        def first_seen(logits: torch.Tensor) -> torch.Tensor:
+            whole = torch.zeros(self.view.shape, dtype=torch.float64)
+            whole[rows[:1]] = logits[:1]
+            return self.view.model(mode, whole)[chosen][first]
+
+        def share(explained: torch.Tensor, more: float = 0.0) -> float:
+            return bound.share(measure_against_exact(wanted, explained, bound.tolerance), more=more)
+
+        step = functools.partial(self.context.events.step, done=0, total=1)
+        batch = {name: tensor[rows] for name, tensor in inputs.items()} if len(rows) < self.view.shape[0] else inputs
+        one = batch if watch() is not None else {name: tensor[:1] for name, tensor in batch.items()}
+        return explain(Question(
+            mode=mode, wanted=wanted, seen=seen, share=share, samples=bound.samples,
+            passes=Passes(model=self.forward.model, inputs=batch, watch=watch, step=step),
+            first=Passes(model=self.forward.model, inputs=one, watch=watch, step=step),
+            first_seen=first_seen, first_wanted=wanted[first],
+            first_share=lambda explained: bound.share(measure_against_exact(wanted[first], explained, bound.tolerance)),
+            on=None if on is None else on[rows], off=None if off is None else off[rows],
+        ))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bound:
+    """What the `relative` rule, or the user's tolerance, allows an engine's values."""
+
+    dtype: str
+    error: float
+    samples: int
+    tolerance: UserAllowance | None
+
+    def allowed(self, magnitude: float) -> float:
+        return relative_allowance(self.error, magnitude, self.dtype, samples=self.samples)
+
+    def share(self, found: Measure, *, more: float = 0.0) -> float:
+        """Return the largest error over what is allowed, which `more` adds to."""
+        if self.tolerance is not None:
+            assert found.bound_ratio is not None
+            return float(found.bound_ratio)
+        if more:
+            return float(found.max_abs) / (self.allowed(float(found.magnitude)) + more)
+        return judge_relative(found, self.dtype, reference_error=self.error, samples=self.samples).ratio
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = next(one for one in UNIT_ROUNDOFF if name_of(one) == name)
+    return found
+
+
+def _exact(mode: str) -> str:
+    """Return the mode whose float64 pass serves it."""
+    return ADAPTER_ON if mode == ADAPTER_MERGED else mode

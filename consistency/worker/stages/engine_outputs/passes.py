@@ -1,0 +1,194 @@
+"""Passes in float64 of the model as an engine may have computed it: what would explain the engine's numbers."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from consistency.case.inference.request import OUTPUT
+from consistency.numerics.decisions import Watch
+from consistency.numerics.exact import Float64Mode
+from consistency.numerics.rules import UNIT_ROUNDOFF
+from consistency.worker.decisions.replay import deciding
+from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.model.merging import adapted_layers, in_merged, merged_into, restored
+from consistency.worker.model.running import Activations, activations
+from consistency.worker.quantized.exact import exact_layers
+
+Change = AbstractContextManager[Any]
+SEED = 2520
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """The model on the CPU, the inputs of some rows, and what makes a pass decide as the first one did.
+
+    Attributes
+    ----------
+    step : callable
+        Called with the name of a pass before it begins.
+    """
+
+    model: Any
+    inputs: Activations
+    watch: Callable[[], Watch | None]
+    step: Callable[[str], None]
+    _known: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def of(self, name: str, change: Callable[[], Change]) -> torch.Tensor:
+        """Return the float64 logits of the model with a change; a name that was computed before is kept."""
+        if name not in self._known:
+            self.step(name)
+            same = deciding(self.watch(), gradient=False)
+            with torch.no_grad(), exact_layers(self.model), change(), Float64Mode(), same:
+                self._known[name] = activations(self.model, self.inputs)[OUTPUT].to(torch.float64)
+        return self._known[name]
+
+    def merged(self, name: str, merge: Rounded) -> torch.Tensor:
+        """Return the float64 logits of the model with its adapter merged and rounded to a narrower dtype."""
+        if name not in self._known:
+            self.step(name)
+            same = deciding(self.watch(), gradient=False)
+            with torch.no_grad(), merge.of_the_rest(self.model), Float64Mode() as mode, same:
+                run = functools.partial(activations, self.model, self.inputs)
+                found = in_merged(self.model, run, merge=functools.partial(merge.of_layer, mode))
+            self._known[name] = found[OUTPUT].to(torch.float64)
+        return self._known[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounded:
+    """How a merge rounds, where it does so to a narrower dtype than that of the case.
+
+    Attributes
+    ----------
+    base_first : bool
+        The base is converted before the adapter is added, and not after it.
+    delta_first : bool
+        The delta is rounded before it is added.
+    whole : bool
+        All of the model is converted, and not the adapted layers alone.
+    shaken : bool
+        Add errors of float32 sums, which an engine makes in an order of its own: they move some sums across the middle
+        between two numbers of the narrower dtype.
+    """
+
+    dtype: torch.dtype
+    base_first: bool = False
+    delta_first: bool = False
+    whole: bool = False
+    shaken: bool = False
+
+    @contextmanager
+    def of_layer(self, mode: Float64Mode, layer: Any) -> Iterator[None]:
+        """Merge one layer."""
+        with ExitStack() as stack:
+            with mode.paused():
+                stack.enter_context(restored(layer))
+                parameters = [p for p in merged_into(layer) if p.is_floating_point()]
+                for parameter in parameters:
+                    first = parameter.data.to(self.dtype) if self.base_first else parameter.data
+                    parameter.data = first.to(torch.float64)
+                before = [parameter.data.clone() for parameter in parameters]
+            layer.merge(safe_merge=False, adapter_names=[ADAPTER_NAME])
+            with mode.paused():
+                for parameter, base in zip(merged_into(layer) if parameters else (), before, strict=False):
+                    parameter.data = self._sum(base, parameter.data - base)
+            yield
+
+    def _sum(self, base: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        if self.shaken:
+            delta = delta + _errors(delta, delta.abs())
+        if self.delta_first:
+            delta = delta.to(self.dtype).to(torch.float64)
+        found = base + delta
+        if self.shaken:
+            found = found + _errors(found, base.abs() + delta.abs())
+        return found.to(self.dtype)
+
+    @contextmanager
+    def of_the_rest(self, model: torch.nn.Module) -> Iterator[None]:
+        """Convert what no merge writes."""
+        layers = [layer for _, layer in adapted_layers(model)]
+        adapted = {id(p) for layer in layers for p in layer.parameters()}
+        rest = [p for p in model.parameters() if id(p) not in adapted and p.is_floating_point()] if self.whole else []
+        kept = [(parameter, parameter.data) for parameter in rest]
+        try:
+            for parameter, data in kept:
+                parameter.data = data.to(self.dtype)
+            yield
+        finally:
+            for parameter, data in kept:
+                parameter.data = data
+
+
+def _errors(like: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
+    """Return what rounding to float32 twice may add, of either sign by chance."""
+    signs = torch.randint(0, 2, like.shape, generator=torch.Generator().manual_seed(SEED)) * 2 - 1
+    return 2 * UNIT_ROUNDOFF["float32"] * magnitude * signs
+
+
+@contextmanager
+def scaled(scalings: Mapping[int, float], layers: Sequence[Any]) -> Iterator[None]:
+    """Give layers other scalings, by their place."""
+    kept = [(layer.scaling, layer.scaling[ADAPTER_NAME]) for layer in layers]
+    try:
+        for place, (held, _) in enumerate(kept):
+            held[ADAPTER_NAME] = scalings[place]
+        yield
+    finally:
+        for held, value in kept:
+            held[ADAPTER_NAME] = value
+
+
+@contextmanager
+def without(modules: Sequence[Any]) -> Iterator[None]:
+    """Disable the adapter in some modules: adapted layers, or modules that it saves whole."""
+    kept = [module._disable_adapters for module in modules]
+    try:
+        for module in modules:
+            module._disable_adapters = True
+        yield
+    finally:
+        for module, value in zip(modules, kept, strict=True):
+            module._disable_adapters = value
+
+
+def scalable(model: torch.nn.Module) -> list[Any]:
+    """Return the adapted layers that have a scaling."""
+    return [
+        layer for _, layer in adapted_layers(model)
+        if isinstance(getattr(layer, "scaling", None), dict)
+        and isinstance(layer.scaling.get(ADAPTER_NAME), (int, float))
+    ]  # fmt: skip
+
+
+def saved_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Return name and wrapper of each module that the adapter saves whole."""
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+
+
+def scalings_of(layers: Sequence[Any], config: Any) -> dict[str, dict[int, float]]:
+    """Return other scalings of LoRA, by the name of the mistake; those that are no mistake here are left out."""
+    now = {place: float(layer.scaling[ADAPTER_NAME]) for place, layer in enumerate(layers)}
+    ranks = [float(getattr(layer, "r", {}).get(ADAPTER_NAME) or 0) for layer in layers]
+    alphas = [float(getattr(layer, "lora_alpha", {}).get(ADAPTER_NAME) or 0) for layer in layers]
+    found = {"one": dict.fromkeys(now, 1.0), "twice": {place: 2 * value for place, value in now.items()}}
+    if all(ranks) and all(alphas) and hasattr(config, "lora_alpha"):
+        root = getattr(config, "use_rslora", False)
+        swapped = [alpha / (rank if root else math.sqrt(rank)) for alpha, rank in zip(alphas, ranks, strict=True)]
+        found["rslora ignored" if root else "rslora assumed"] = dict(enumerate(swapped))
+        same = config.lora_alpha / (math.sqrt(config.r) if root else config.r)
+        found["patterns ignored"] = dict.fromkeys(now, same)
+    different: dict[tuple[float, ...], str] = {tuple(now.values()): ""}
+    for name, scalings in found.items():  # of two that are the same here, the first
+        different.setdefault(tuple(scalings.values()), name)
+    return {name: found[name] for name in different.values() if name}
