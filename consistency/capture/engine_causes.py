@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import enum
 
-CAUSE, PLACES = "cause", "cause_places"
-"""Evidence of a row: one of these words, and what it is about."""
+CAUSE, PLACES, ROWS = "cause", "cause_places", "rows_outside"
+"""Evidence of a row: one of these words, what it is about, and the rows of the batch, where they are not all."""
 
 
 class Cause(enum.StrEnum):

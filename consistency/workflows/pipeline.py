@@ -19,6 +19,7 @@ from consistency.capture.transport import ARCHIVE, deliver, is_remote, refuse_to
 from consistency.capture.whole_file import write_whole
 from consistency.case.budget.fit import Budget
 from consistency.case.case import Case
+from consistency.case.engine_file import EngineFile
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.comparison.compare import compare
@@ -35,6 +36,7 @@ from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Watcher
 from consistency.launch.plan import plan_waves
 from consistency.report.formats import Chosen, View, formats
 from consistency.report.summary import all_groups
+from consistency.workflows.engine_capture import case_of_engines, engines_alone, on_the_cpu
 from consistency.workflows.planning import budget_of
 
 CAPTURES = "captures"
@@ -185,15 +187,21 @@ def compare_folders(
     schema: int | None = None,
     groups: SiteGroups = NO_GROUPS,
     history: History | None = None,
+    engines: Sequence[EngineFile] = (),
+    watch: Watcher = lambda *_: None,
 ) -> Comparison:
     """Compare captures that were made apart; write the report to `out`.
 
-    They are given read, or as folders, ZIP files or URLs of captures or of the `--out` folders of runs. The result is
-    compared with, and added to, a history.
+    They are given read, or as folders, ZIP files or URLs of captures or of the `--out` folders of runs. `engines` are
+    outputs of inference engines, which are judged for the case of the first capture. The result is compared with, and
+    added to, a history.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
-        captures, comparison = _compared(given, groups, scratch=Path(scratch))
+        captures, unread = read_captures(given, Path(scratch))
+        if engines:
+            captures.append(_engines(captures[0], engines, Path(scratch), watch))
+        comparison = _compared(captures, unread, given, groups)
         comparison = judged(captures, comparison, out, history=history, baseline=baseline)
         comparison = made(comparison, time.monotonic() - started)
         folders = [one.folder if isinstance(one, Capture) else Path(one) for one in given if _is_local(one)]
@@ -204,18 +212,18 @@ def compare_folders(
 
 def compare_read(folders: Sequence[Path], groups: SiteGroups = NO_GROUPS) -> tuple[list[Capture], Comparison]:
     """Compare captures in folders of this host, and write nothing; return them with their comparison."""
-    return _compared(folders, groups)
+    captures, unread = read_captures(folders)
+    return captures, _compared(captures, unread, folders, groups)
 
 
 def _compared(
+    captures: Sequence[Capture],
+    unread: Sequence[str],
     given: Sequence[Capture | str | Path],
     groups: SiteGroups,
-    *,
-    scratch: Path | None = None,
-) -> tuple[list[Capture], Comparison]:
-    captures, unread = read_captures(given, scratch)
+) -> Comparison:
     comparison = compare_captures(captures, unread=unread, groups=groups)
-    return captures, msgspec.structs.replace(comparison, captures=tuple(map(_place, given)))
+    return msgspec.structs.replace(comparison, captures=tuple(map(_place, given)))
 
 
 def judged(
@@ -233,6 +241,14 @@ def judged(
     if history is not None:
         return add_run(history, captures, comparison, baseline, report="" if out is None else str(out.resolve()))
     return comparison if baseline is None else apply(baseline, comparison)
+
+
+def _engines(first: Capture, files: Sequence[EngineFile], scratch: Path, watch: Watcher) -> Capture:
+    """Judge the outputs of inference engines for the case of a capture; its float64 reference is computed again."""
+    plan = plan_of(case_of_engines(first, files), on_the_cpu())
+    target = scratch / "engines"
+    capture(plan, target, watch=watch)
+    return engines_alone(read_capture(target))
 
 
 def _place(one: Capture | str | Path) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import nullcontext
 
+from consistency.case.options import Edge, add_options
 from consistency.cli.output import (
     add_format_options,
     add_groups_option,
@@ -21,6 +23,7 @@ from consistency.report.formats import Subject
 EXAMPLES = (
     ("captures of two hosts, on either or on a third", "consistency compare host-a host-b --out both"),
     ("captures that were sent as files", "consistency compare host-a.zip host-b.zip"),
+    ("with an inference engine's outputs", "consistency compare run-1 --engine-outputs vllm=outputs.safetensors"),
     ("all cases of a suite on two hosts", "consistency compare host-a/night host-b/night --out both"),
     ("the table of an earlier run again, with every layer", "consistency compare run-1 --verbose"),
 )
@@ -41,25 +44,32 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     add_schema_option(parser)
     add_groups_option(parser.add_argument)
     add_history_option(parser)
+    add_options(parser.add_argument, Edge.COMMAND_LINE, only=("engine_outputs",))
 
 
 def _compare(parsed: argparse.Namespace) -> int:
+    from consistency.case.engine_file import as_engine_files
+    from consistency.cli.progress import progress
     from consistency.errors import UsageError
     from consistency.workflows.pipeline import compare_folders
     from consistency.workflows.suite_folders import are_suites, compare_suites
 
     baseline, groups, history = read_baseline(parsed), read_groups(parsed), read_history(parsed)
+    engines = as_engine_files(parsed.engine_outputs or (), where="--engine-outputs")
     if are_suites(parsed.captures):
         if parsed.schema is not None:
             raise UsageError("--schema is for one case", hint="consistency show DIR/cases/NAME --schema 1 --out OTHER")
+        if engines:
+            raise UsageError("an engine's outputs are of one case", where="--engine-outputs", got="folders of suites")
         suite = compare_suites(
             parsed.captures, parsed.out, replace=parsed.force, baseline=baseline, groups=groups, history=history
         )
         show(parsed, suite, parsed.out, subject=Subject.SUITE, elapsed_s=suite.elapsed_s)
         return suite.exit_status
-    comparison = compare_folders(
-        parsed.captures, parsed.out, replace=parsed.force, baseline=baseline, schema=parsed.schema, groups=groups,
-        history=history,
-    )  # fmt: skip
+    with progress() if engines else nullcontext(lambda *_: None) as watch:
+        comparison = compare_folders(
+            parsed.captures, parsed.out, replace=parsed.force, baseline=baseline, schema=parsed.schema, groups=groups,
+            history=history, engines=engines, watch=watch,
+        )  # fmt: skip
     show(parsed, comparison, parsed.out)
     return comparison.exit_status

@@ -40,6 +40,10 @@ RUN_EXAMPLES = (
         "a tolerance of your own for some layers",
         'consistency run --tolerance "stage=merged,layer=*.q_proj,dtype=bfloat16,atol=1e-3,rtol=1e-2"',
     ),
+    (
+        "with an inference engine's outputs (see `consistency inputs --help`)",
+        "consistency run --base ./llama --adapter ./my-lora --engine-outputs vllm=outputs.safetensors",
+    ),
     ("every adapter of a folder", 'consistency run --base ./llama --adapter "adapters/*" --out suite-1'),
 )
 CAPTURE_EXAMPLES = (

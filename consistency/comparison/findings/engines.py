@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from consistency.capture.engine_causes import CAUSE, PLACES, Cause
+from consistency.capture.engine_causes import CAUSE, PLACES, ROWS, Cause
 from consistency.capture.names import BATCHES
 from consistency.capture.wording import listed, some
 from consistency.case.inference.request import OUTPUT
@@ -63,12 +64,12 @@ def _without(names: Iterable[str], engines: set[str]) -> tuple[str, ...]:
 
 def _wrong(engine: ComparedWorker, wrong: _Wrong) -> Iterator[Finding]:
     """Yield a finding per cause; rows without one are together by the word of their difference."""
-    same: dict[tuple[Cause | Word, str], _Wrong] = {}
+    same: dict[tuple[Cause | Word, str, str], _Wrong] = {}
     for tensor, row in wrong:
         found = _cause(row) or row.diagnosis or Word(row.status)
-        same.setdefault((found, str(row.evidence.get(PLACES, ""))), []).append((tensor, row))
-    for (cause, places), rows in same.items():
-        opening = f"{Stage.FORWARD} · {engine.label} · {listed([t.tensor for t, _ in rows])}: "
+        same.setdefault((found, str(row.evidence.get(PLACES, "")), _rows_of(row)), []).append((tensor, row))
+    for (cause, places, of_rows), rows in same.items():
+        opening = f"{Stage.FORWARD} · {engine.label} · {listed([t.tensor for t, _ in rows])}{of_rows}: "
         yield Finding(
             kind=cause.value,
             severity="error",
@@ -86,14 +87,25 @@ def _cause(row: Row) -> Cause | None:
     return next((cause for cause in Cause if cause == row.evidence.get(CAUSE)), None)
 
 
+def _rows_of(row: Row) -> str:
+    """Return the rows of the batch that are wrong, where others are right."""
+    rows = [str(number) for number in row.evidence.get(ROWS, ())]
+    return f" in {'row' if len(rows) == 1 else 'rows'} {some(rows)}" if rows else ""
+
+
 def _sentence(cause: Cause | Word, places: str, rows: _Wrong) -> str:
     if isinstance(cause, Cause):
         return cause.sentence(places)
     if cause == Word.MISSING:
         return "; ".join(dict.fromkeys(row.reason or "missing" for _, row in rows))
-    worst = max((float(row.bound_ratio) for _, row in rows if row.bound_ratio is not None), default=None)
-    far = "" if worst is None else f", {worst:.3g} times as far from float64 as the rule allows"
-    return f"{cause.about(OUTPUT, computed=True)}{far}; no mistake with an adapter that is known here explains it"
+    found = cause.about(OUTPUT, computed=True)
+    worst = max((float(row.bound_ratio) for _, row in rows if row.bound_ratio is not None), default=math.nan)
+    if not math.isfinite(worst):
+        return found
+    return (
+        f"{found}, {worst:.3g} times as far from float64 as the rule allows; no mistake with an adapter that is known "
+        "here explains it"
+    )
 
 
 def _tried(row: Row) -> Iterator[str]:

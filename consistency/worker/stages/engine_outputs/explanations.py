@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from consistency.capture.engine_causes import CAUSE, PLACES, Cause
+from consistency.capture.engine_causes import CAUSE, PLACES, ROWS, Cause
 from consistency.capture.names import ADAPTER_OFF
 from consistency.capture.wording import some
 from consistency.numerics.rules import UNIT_ROUNDOFF, error_factor
@@ -63,7 +63,7 @@ class Question:
     first_places : slice
         The places of that row among those of `wanted`.
     on, off : torch.Tensor or None
-        Float64 logits of these rows with and without the adapter.
+        Float64 logits of these rows with and without the adapter; `off` is None where PEFT cannot disable it.
     """
 
     mode: str
@@ -76,20 +76,22 @@ class Question:
     first_seen: Callable[[torch.Tensor], torch.Tensor]
     first_share: Callable[[torch.Tensor], float]
     first_wanted: torch.Tensor
-    on: torch.Tensor | None
+    on: torch.Tensor
     off: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What explains the outputs; several, where no one alone does, and what was not tried."""
+    """What explains the outputs; several, where no one alone does, and what was not tried; `rows` are those outside."""
 
     fits: dict[Cause, tuple[str, float]] = field(default_factory=dict)
     not_tried: tuple[str, ...] = ()
+    rows: tuple[int, ...] = ()
 
     def evidence(self) -> dict[str, Any]:
         """Return the answer as evidence of a row."""
         found: dict[str, Any] = {"not_tried": list(self.not_tried)} if self.not_tried else {}
+        found |= {ROWS: list(self.rows)} if self.rows else {}
         if len(self.fits) == 1:
             ((cause, (places, share)),) = self.fits.items()
             return {CAUSE: cause.value, "cause_bound_ratio": share, **({PLACES: places} if places else {}), **found}
@@ -101,8 +103,8 @@ def explain(question: Question) -> Answer:
     if not bool(torch.isfinite(question.wanted).all()):
         return Answer()  # no finite outputs are near
     if question.mode == ADAPTER_OFF:
-        left_on = None if question.on is None else question.share(question.seen(question.on), 0.0)
-        return Answer(fits={Cause.LEFT_ON: ("", left_on)} if left_on is not None and left_on <= 1 else {})
+        left_on = question.share(question.seen(question.on), 0.0)
+        return Answer(fits={Cause.LEFT_ON: ("", left_on)} if left_on <= 1 else {})
     model = question.passes.model
     size = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
     fits: dict[Cause, tuple[str, float]] = {}
@@ -165,13 +167,16 @@ def _share_of_merge(question: Question, way: Rounded) -> float:
     """Return the share of the bound, with what the order of float32 sums may do to a merge added to the bound."""
     merged = question.seen(question.passes.merged(f"{way}", way))
     share = question.share(merged, 0.0)
-    if share <= 1:
-        return share
+    if share <= 1 or not share < question.share(question.seen(question.on), 0.0) / 2:
+        return share  # what is hardly nearer than the right outputs explains nothing, whatever the order of the sums
     shaken = Rounded(
         dtype=way.dtype, base_first=way.base_first, delta_first=way.delta_first, whole=way.whole, shaken=True
     )
     other = question.seen(question.passes.merged(f"{shaken}", shaken))
-    return question.share(merged, error_factor(question.samples) * float((merged - other).abs().max()))
+    more = error_factor(question.samples) * float((merged - other).abs().max())
+    if question.share(question.seen(question.on), more) <= 1:  # so wide that the right outputs would be explained too
+        return share
+    return question.share(merged, more)
 
 
 def _without(question: Question, groups: dict[str, list[Any]]) -> tuple[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ def judge_engines(context: Context, forward: Forward) -> None:
     InputError
         A file is not of this case, or does not fit the model.
     """
+    known: dict[tuple[int, ...], Passes] = {}
     for one in context.job.case.engine_outputs:
         context.events.step(one.name, 0, 1)
         started = time.monotonic()
@@ -80,7 +81,7 @@ def judge_engines(context: Context, forward: Forward) -> None:
         with Recorder(
             folder, Path(context.job.blobs), only=case.only, keep=case.keep, tolerance=case.tolerance
         ) as record:  # fmt: skip
-            _judge(context, forward, outputs, record)
+            _judge(context, forward, outputs, record, known)
         write_json(folder / "worker.json", _info(one, outputs, time.monotonic() - started))
 
 
@@ -101,7 +102,9 @@ def _info(one: EngineFile, outputs: Outputs, elapsed_s: float) -> WorkerInfo:
     )
 
 
-def _judge(context: Context, forward: Forward, outputs: Outputs, record: Recorder) -> None:
+def _judge(
+    context: Context, forward: Forward, outputs: Outputs, record: Recorder, passes: dict[tuple[int, ...], Passes]
+) -> None:
     if outputs.about.case.inputs != digest_of(forward.inputs):
         refuse(
             outputs,
@@ -116,7 +119,7 @@ def _judge(context: Context, forward: Forward, outputs: Outputs, record: Recorde
         why = next(iter(forward.failures.values()), f"the model has no {OUTPUT}")
         raise InputError(f"there is nothing to compare an engine's {OUTPUT} with", where=outputs.path, got=why)
     view = View(outputs, known.shape, forward.inputs.get("attention_mask"))
-    judge = _Engine(context=context, forward=forward, view=view, record=record)
+    judge = _Engine(context=context, forward=forward, view=view, record=record, passes=passes)
     for mode in MODES if context.job.case.adapter is not None else (ADAPTER_OFF,):
         if record.wants(Stage.FORWARD, OUTPUT):
             judge.mode(mode)
@@ -132,12 +135,13 @@ def _judge(context: Context, forward: Forward, outputs: Outputs, record: Recorde
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Engine:
-    """One engine, mode by mode."""
+    """One engine, mode by mode; `passes` are those of all engines, by the rows of their inputs."""
 
     context: Context
     forward: Forward
     view: View
     record: Recorder
+    passes: dict[tuple[int, ...], Passes]
 
     def mode(self, mode: str) -> None:
         """Record the outputs of a mode."""
@@ -204,6 +208,8 @@ class _Engine:
         on, off = self.forward.exact.get(ADAPTER_ON), self.forward.exact.get(ADAPTER_OFF)
         inputs, watch = self.forward.inputs, functools.partial(self.forward.track.again, ADAPTER_ON)
         sizes = {tensor.shape[:1] for tensor in inputs.values()}
+        if on is None:  # a case without an adapter
+            return Answer()
         if not rows or watch() is not None or sizes != {torch.Size([self.view.shape[0]])}:
             rows = list(range(self.view.shape[0]))  # decisions are those of a whole batch
         chosen = torch.isin(numbers, torch.tensor(rows))
@@ -223,17 +229,28 @@ class _Engine:
         def share(explained: torch.Tensor, more: float = 0.0) -> float:
             return bound.share(measure_against_exact(wanted, explained, bound.tolerance), more=more)
 
-        step = functools.partial(self.context.events.step, done=0, total=1)
-        batch = {name: tensor[rows] for name, tensor in inputs.items()} if len(rows) < self.view.shape[0] else inputs
-        one = batch if watch() is not None else {name: tensor[:1] for name, tensor in batch.items()}
-        return explain(Question(
+        batch = self._passes(rows)
+        one = batch if watch() is not None else self._passes(rows[:1])
+        found = explain(Question(
             mode=mode, wanted=wanted, seen=seen, share=share, samples=bound.samples,
-            passes=Passes(model=self.forward.model, inputs=batch, watch=watch, step=step),
-            first=Passes(model=self.forward.model, inputs=one, watch=watch, step=step),
+            passes=batch, first=one,
             first_seen=first_seen, first_wanted=wanted[first],
             first_share=lambda explained: bound.share(measure_against_exact(wanted[first], explained, bound.tolerance)),
-            on=None if on is None else on[rows], off=None if off is None else off[rows],
+            on=on[rows], off=None if off is None else off[rows],
         ))  # fmt: skip
+        return replace(found, rows=tuple(rows) if len(rows) < self.view.shape[0] else ())
+
+    def _passes(self, rows: list[int]) -> Passes:
+        """Return passes of some rows of the inputs."""
+        if tuple(rows) not in self.passes:
+            whole = len(rows) == self.view.shape[0]
+            inputs = {name: one if whole else one[rows] for name, one in self.forward.inputs.items()}
+            self.passes[tuple(rows)] = Passes(
+                model=self.forward.model, inputs=inputs,
+                watch=functools.partial(self.forward.track.again, ADAPTER_ON),
+                step=functools.partial(self.context.events.step, done=0, total=1),
+            )  # fmt: skip
+        return self.passes[tuple(rows)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,9 @@ import torch
 _ROUNDS = 3
 """Of the search: a set that the outputs of three others do not lead to is not found."""
 
+_EQUATIONS = 1 << 16
+"""Values of the outputs at most that the weights are found from: far more than there are groups."""
+
 _BLOCK = re.compile(r"^(?P<block>.*?\.(?P<number>\d+))(?:\.|$)")
 
 
@@ -75,8 +78,8 @@ def search(
     for _ in range(_ROUNDS):
         here = outputs(chosen)
         names = list(groups)
-        moves = torch.stack([(outputs(chosen ^ {name}) - here).reshape(-1) for name in names], dim=-1)
-        weights = torch.linalg.lstsq(moves, (wanted - here).reshape(-1, 1), driver="gelsd").solution.reshape(-1)
+        moves = torch.stack([_some(outputs(chosen ^ {name}) - here) for name in names], dim=-1)
+        weights = torch.linalg.lstsq(moves, _some(wanted - here).unsqueeze(-1), driver="gelsd").solution.reshape(-1)
         tried.add(chosen)
         chosen = chosen ^ frozenset(name for name, weight in zip(names, weights, strict=True) if float(weight) > 0.5)
         if chosen in tried:
@@ -84,3 +87,7 @@ def search(
         if chosen and fits(outputs(chosen)):
             return chosen
     return None
+
+
+def _some(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1)[:: max(1, values.numel() // _EQUATIONS)]

@@ -24,6 +24,9 @@ from consistency.worker.quantized.exact import exact_layers
 Change = AbstractContextManager[Any]
 SEED = 2520
 
+_KEPT_BYTES = 1 << 28
+"""Of logits that are kept for other modes and engines: a 32nd of the 8 GB of the smallest host that is supported."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
@@ -42,24 +45,30 @@ class Passes:
     _known: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def of(self, name: str, change: Callable[[], Change]) -> torch.Tensor:
-        """Return the float64 logits of the model with a change; a name that was computed before is kept."""
-        if name not in self._known:
-            self.step(name)
-            same = deciding(self.watch(), gradient=False)
-            with torch.no_grad(), exact_layers(self.model), change(), Float64Mode(), same:
-                self._known[name] = activations(self.model, self.inputs)[OUTPUT].to(torch.float64)
-        return self._known[name]
+        """Return the float64 logits of the model with a change; `name` tells passes apart."""
+        if name in self._known:
+            return self._known[name]
+        self.step(name)
+        same = deciding(self.watch(), gradient=False)
+        with torch.no_grad(), exact_layers(self.model), change(), Float64Mode(), same:
+            return self._keep(name, activations(self.model, self.inputs)[OUTPUT])
 
     def merged(self, name: str, merge: Rounded) -> torch.Tensor:
         """Return the float64 logits of the model with its adapter merged and rounded to a narrower dtype."""
-        if name not in self._known:
-            self.step(name)
-            same = deciding(self.watch(), gradient=False)
-            with torch.no_grad(), merge.of_the_rest(self.model), Float64Mode() as mode, same:
-                run = functools.partial(activations, self.model, self.inputs)
-                found = in_merged(self.model, run, merge=functools.partial(merge.of_layer, mode))
-            self._known[name] = found[OUTPUT].to(torch.float64)
-        return self._known[name]
+        if name in self._known:
+            return self._known[name]
+        self.step(name)
+        same = deciding(self.watch(), gradient=False)
+        with torch.no_grad(), merge.of_the_rest(self.model), Float64Mode() as mode, same:
+            run = functools.partial(activations, self.model, self.inputs)
+            found = in_merged(self.model, run, merge=functools.partial(merge.of_layer, mode))
+        return self._keep(name, found[OUTPUT])
+
+    def _keep(self, name: str, logits: torch.Tensor) -> torch.Tensor:
+        found = logits.to(torch.float64)
+        if sum(one.nbytes for one in self._known.values()) + found.nbytes <= _KEPT_BYTES:
+            self._known[name] = found
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,66 @@
+"""`consistency compare --engine-outputs`: judge an engine's outputs for captures that were made before.
+
+A capture has no float64 logits, so the base and the adapter have to be on this host, where the CPU computes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from consistency.capture.folder import Capture
+from consistency.case.case import Case
+from consistency.case.checkpoint import read_header
+from consistency.case.engine_file import EngineFile
+from consistency.case.inference.outputs import check_files_of, read_outputs
+from consistency.case.options import Options
+from consistency.case.stages import Stage
+from consistency.errors import InputError
+
+
+def case_of_engines(capture: Capture, files: Sequence[EngineFile]) -> Case:
+    """Return the case that judges an engine's outputs beside a capture.
+
+    What a capture names may be a stranger's: no code of the model or of a function is run, and no pickle is read.
+
+    Raises
+    ------
+    InputError
+        The files of the case are not on this host, a function makes the base, or outputs are of another case.
+    """
+    case = capture.manifest.case
+    where = capture.folder
+    if case.factory is not None or not case.base:
+        got = case.base or "no base"
+        raise InputError("an engine's outputs are compared with a base in a folder", where=where, got=got,
+                         hint="consistency run --engine-outputs NAME=FILE")  # fmt: skip
+    for path in (case.base, case.adapter):
+        if path is not None and not Path(path).is_dir():
+            raise InputError("the files of the capture are not on this host", where=where, got=path,
+                             hint="compare where they are: the float64 reference is computed from them")  # fmt: skip
+    if case.inputs is not None:
+        read_header(Path(case.inputs))
+    paths = tuple(EngineFile(name=one.name, path=str(Path(one.path).expanduser().resolve())) for one in files)
+    found = msgspec.structs.replace(
+        case, engine_outputs=paths, stages=(Stage.FORWARD,), soak_s=None, load=False, only=(), wrapper=None,
+        adapters=(), device_map=None, allow_pickle=False, trust_remote_code=False, load_paths=None, repeat=1,
+    )  # fmt: skip
+    for one in paths:
+        check_files_of(found, read_outputs(Path(one.path)))
+    return found
+
+
+def on_the_cpu() -> Options:
+    """Return where the reference is computed."""
+    return Options(devices=("cpu",))
+
+
+def engines_alone(capture: Capture) -> Capture:
+    """Return a capture without the worker that has computed the reference."""
+    return msgspec.structs.replace(
+        capture,
+        manifest=msgspec.structs.replace(capture.manifest, host_facts=None),
+        workers=tuple(worker for worker in capture.workers if worker.info.engine is not None),
+    )

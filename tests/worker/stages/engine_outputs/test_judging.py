@@ -1,0 +1,249 @@
+"""Mistakes of engines with an adapter are named by what explains their numbers, and healthy engines are left alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+
+from consistency.case.builtin import BUILTIN_CASES, builtin_folder
+from consistency.comparison.result import Comparison, Finding
+from consistency.errors import InputError
+from consistency.worker.stages.engine_outputs import explanations, judging
+from tests.worker.model.made_models import on_llama
+from tests.worker.stages.engine_outputs.made_engines import (
+    MERGED,
+    OFF,
+    ON,
+    MadeEngine,
+    Tensors,
+    judged,
+    merged,
+    request,
+    with_scalings,
+    without,
+)
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while merging
+
+
+def in_upper_half(engine: MadeEngine) -> Any:
+    blocks = [int(found[1]) for name, _ in engine.layers if (found := re.search(r"\.(\d+)\.", name))]
+    return lambda name: bool(found := re.search(r"\.(\d+)\.", name)) and int(found[1]) > max(blocks) // 2
+
+
+def planted(engine: MadeEngine) -> dict[str, tuple[Tensors, str, str]]:
+    """Return outputs with a mistake, the kind of the finding, and its sentence."""
+    return {
+        "ignored": (
+            {ON: engine.logits(off=True), MERGED: engine.logits(off=True)},
+            "adapter-ignored", "answers as the base alone: the adapter is not applied",
+        ),
+        "scaling": ({ON: with_scalings(engine, lambda _: 1.0)}, "scaling-ignored", "answers as if scaling were 1"),
+        "half": (
+            {ON: without(engine, in_upper_half(engine))},
+            "layers-ignored", "answers as if layers 2–3 had no adapter",
+        ),
+        "bfloat16": (
+            {ON: merged(engine, first="bfloat16"), MERGED: merged(engine, then=torch.bfloat16)},
+            "merged-in-bfloat16", "answers as if the adapter were merged in bfloat16",
+        ),
+    }  # fmt: skip
+
+
+def healthy(engine: MadeEngine) -> Tensors:
+    return {ON: engine.logits(), OFF: engine.logits(off=True), MERGED: merged(engine)}
+
+
+def errors(found: Comparison) -> dict[str, list[Finding]]:
+    by_engine: dict[str, list[Finding]] = {}
+    for finding in found.findings:
+        if finding.severity != "note":
+            for worker in finding.workers:
+                by_engine.setdefault(worker, []).append(finding)
+    return by_engine
+
+
+def written(engine: MadeEngine, home: Path, outputs: Mapping[str, Tensors]) -> dict[str, Path]:
+    return {name: engine.write(home / f"{name}.safetensors", one) for name, one in outputs.items()}
+
+
+@pytest.mark.parametrize("name", BUILTIN_CASES)
+def test_planted_mistakes_are_named_on_the_built_in_cases(name: str, tmp_path: Path) -> None:
+    folder = builtin_folder(name)
+    places = folder / "base", folder / "adapter"
+    engine = request(*places, tmp_path / "in.safetensors")
+    mistakes = planted(engine)
+    files = written(
+        engine, tmp_path, {name: one for name, (one, *_) in mistakes.items()} | {"healthy": healthy(engine)}
+    )
+    found = errors(judged(*places, tmp_path, files))
+    assert sorted(found) == sorted(mistakes), "and neither the healthy engine nor the CPU"
+    for name, (_, kind, sentence) in mistakes.items():
+        assert [finding.kind for finding in found[name]] == [kind]
+        assert sentence in found[name][0].message
+
+
+def test_of_a_model_that_nothing_was_built_against(llama: Path, tmp_path: Path) -> None:
+    """In bfloat16, with scalings of their own per layer, a head that is saved whole, and weights of other spreads."""
+    adapter = on_llama(
+        llama,
+        peft.LoraConfig(
+            r=4, lora_alpha=12, alpha_pattern={"v_proj": 40}, use_rslora=True, modules_to_save=["lm_head"],
+            target_modules=["q_proj", "v_proj", "down_proj"],
+        ),
+    )  # fmt: skip
+    for dtype in ("float32", "bfloat16"):
+        engine = request(llama, adapter, tmp_path / "in.safetensors", dtype=dtype)
+        head = [module for name, module in engine.model.named_modules() if name.endswith("lm_head")]
+        outputs = {"healthy": healthy(engine), "ignored": {ON: engine.logits(off=True)}}
+        if dtype == "float32":
+            outputs |= {
+                "kind": {ON: without(engine, lambda name: name.endswith("down_proj"))},
+                "rslora": {ON: with_scalings(engine, lambda scaling: scaling / 2)},
+            }
+            head[0]._disable_adapters = True
+            outputs["head"] = {ON: engine.logits()}
+            head[0]._disable_adapters = False
+        found = errors(judged(llama, adapter, tmp_path, written(engine, tmp_path, outputs), dtype=dtype))
+        kinds = {name: [finding.kind for finding in those] for name, those in found.items()}
+        wanted = {"ignored": ["adapter-ignored"]}
+        if dtype == "float32":
+            wanted |= {"kind": ["layers-ignored"], "rslora": ["rslora-ignored"], "head": ["saved-modules-ignored"]}
+            assert "as if down_proj had no adapter" in found["kind"][0].message
+        assert kinds == wanted
+
+
+def small(llama: Path, tmp_path: Path) -> tuple[Path, MadeEngine]:
+    adapter = on_llama(llama, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    return adapter, request(llama, adapter, tmp_path / "in.safetensors")
+
+
+def top(logits: np.ndarray, count: int, *, skipped: int = 0) -> Tensors:
+    found = torch.from_numpy(logits).log_softmax(-1).topk(count + skipped)
+    return {ON: found.values[..., skipped:].numpy(), f"{ON}.ids": found.indices[..., skipped:].numpy()}
+
+
+def test_the_largest_values_are_enough(llama: Path, tmp_path: Path) -> None:
+    adapter, engine = small(llama, tmp_path)
+    on, off = engine.logits(), engine.logits(off=True)
+    some = np.ones(on.shape[:2], bool)
+    some[:, -1] = False
+    given = {"right": top(on, 6), "ignored": top(off, 6), "no-first": top(on, 6, skipped=1)}
+    files = {
+        name: engine.write(
+            tmp_path / f"{name}.safetensors", {**one, "tokens": some}, values="log_probabilities", top_k=5
+        )
+        for name, one in given.items()
+    }
+    found = judged(llama, adapter, tmp_path, files)
+    kinds = {name: [finding.kind for finding in those] for name, those in errors(found).items()}
+    assert kinds == {"ignored": ["adapter-ignored"], "no-first": ["unknown"]}, "the largest of all must be among them"
+    notes = [finding.message for finding in found.findings if finding.kind == "part-compared"]
+    assert any("120 of 128 places and the 5 largest of 64 values" in note for note in notes)
+
+
+def test_rows_are_told_apart(llama: Path, tmp_path: Path) -> None:
+    adapter, engine = small(llama, tmp_path)
+    mixed, broken, computed = engine.logits(), engine.logits(), np.ones((8, 16), bool)
+    mixed[[2, 5]] = engine.logits(off=True)[[2, 5]]
+    broken[1, 2, 3] = np.nan
+    computed[[3, 6]] = False
+    outputs = {"mixed": {ON: mixed}, "broken": {ON: broken}, "partial": {ON: engine.logits(), "tokens": computed}}
+    found = errors(judged(llama, adapter, tmp_path, written(engine, tmp_path, outputs)))
+    messages = {name: [finding.message for finding in those] for name, those in found.items()}
+    sentence = "this engine answers as the base alone: the adapter is not applied"
+    assert messages["mixed"] == [f"forward · mixed · adapter_on in rows 2, 5: {sentence}"]
+    assert messages["broken"] == [
+        "forward · broken · adapter_on in row 1: NaN or infinity where the exact value is finite in logits"
+    ]
+    assert messages["partial"] == [
+        "forward · partial · adapter_on of rows 3, 6: the engine gave no outputs of rows 3, 6 of 8"
+    ]
+
+
+def test_a_resemblance_is_no_cause(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is named that does not explain the numbers within the rule, nor what is one of several explanations."""
+    adapter, engine = small(llama, tmp_path)
+    on, off = engine.logits(), engine.logits(off=True)
+    outputs = {"nearly": {ON: off + (on - off) * 0.01}, "scaled": {ON: on * 1.01}}
+    files = written(engine, tmp_path, outputs)
+    found = errors(judged(llama, adapter, tmp_path, files))
+    assert {name: [finding.kind for finding in those] for name, those in found.items()} == {
+        "nearly": ["unknown"], "scaled": ["wrong-scale"],
+    }  # fmt: skip
+    assert "no mistake with an adapter that is known here explains it" in found["nearly"][0].message
+    monkeypatch.setattr(explanations, "_without", lambda *_: ("", 0.5))
+    real = explanations._simple
+    monkeypatch.setattr(explanations, "_simple", lambda q: ((cause, place, 0.5) for cause, place, _ in real(q)))
+    (finding,) = errors(judged(llama, adapter, tmp_path, {"nearly": files["nearly"]}))["nearly"]
+    assert finding.kind == "unknown"
+    assert any("several explain it equally" in line for line in finding.detail)
+
+
+def test_a_promise_of_batch_invariance(llama: Path, tmp_path: Path) -> None:
+    adapter, engine = small(llama, tmp_path)
+    row = engine.logits(rows=[0])[0]
+    nudged, wrong = row.copy(), row.copy()
+    nudged[3, 4] = np.nextafter(nudged[3, 4], np.float32(9))
+    wrong[3, 4] += 0.01
+    given = {
+        "kept": (row, True), "broken": (nudged, True), "unpromised": (nudged, False), "wrong": (wrong, False),
+    }  # fmt: skip
+    files = {
+        name: engine.write(
+            tmp_path / f"{name}.safetensors",
+            {ON: engine.logits(), "batch.1": row, "batch.3.first": row, "batch.3.last": last},
+            batch_invariant=promised,
+        )
+        for name, (last, promised) in given.items()
+    }
+    found = judged(llama, adapter, tmp_path, files)
+    about = {f.workers[0]: (f.severity, f.message) for f in found.findings if f.kind == "batch-variant"}
+    assert "kept" not in about
+    assert about["broken"][0] == "error"
+    assert "row 0 last in a batch of 3 differs in 1 of 1024 values from row 0 alone" in about["broken"][1]
+    assert about["unpromised"][0] == "note"
+    assert "in 1 of 3 batches than alone" in about["unpromised"][1]
+    assert about["wrong"][0] == "error"
+    assert "times as far from float64 as the rule allows" in about["wrong"][1]
+
+
+RUBBISH: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "rows": (lambda on: {ON: on[:5]}, {}, "other rows or tokens than the inputs"),
+    "vocabulary": (lambda on: {ON: np.pad(on, [(0, 0), (0, 0), (0, 8)])}, {}, "another vocabulary"),
+    "no place": (lambda on: {ON: on, "tokens": np.zeros(on.shape[:2], bool)}, {}, "of no place"),
+    "an id twice": (lambda on: {ON: on, f"{ON}.ids": np.zeros(on.shape, int)}, {"top_k": 2}, "given twice"),
+    "an id past the end": (
+        lambda on: {ON: on, f"{ON}.ids": np.broadcast_to(np.arange(64) + 1, on.shape)}, {"top_k": 2},
+        "past the vocabulary",
+    ),
+    "a batch": (lambda on: {ON: on, "batch.1": on[0, :4]}, {}, "other rows or tokens than the inputs"),
+}  # fmt: skip
+
+
+def test_rubbish_is_refused_in_one_sentence(llama: Path, tmp_path: Path) -> None:
+    adapter, engine = small(llama, tmp_path)
+    on = engine.logits()
+    other = {**dict.fromkeys(("name", "inputs"), "x"), "base": "", "adapter": "", "dtype": "float32"}
+    for name, (make, about, sentence) in {
+        **RUBBISH, "other inputs": (lambda on: {ON: on}, {"case": other}, "are of other inputs"),
+    }.items():  # fmt: skip
+        file = engine.write(tmp_path / f"{name}.safetensors", make(on), **about)
+        with pytest.raises(InputError) as error:
+            judged(llama, adapter, tmp_path, {"engine": file})
+        assert sentence in str(error.value), name
+
+
+def test_without_the_judgement_nothing_is_found(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The findings above come from the explanations: without them the same outputs are outside, and unexplained."""
+    adapter, engine = small(llama, tmp_path)
+    files = written(engine, tmp_path, {"ignored": {ON: engine.logits(off=True)}})
+    monkeypatch.setattr(judging, "explain", lambda _: explanations.Answer())
+    assert [finding.kind for finding in errors(judged(llama, adapter, tmp_path, files))["ignored"]] == ["unknown"]
