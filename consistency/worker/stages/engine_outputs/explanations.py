@@ -165,14 +165,14 @@ def _merged(question: Question) -> Iterator[tuple[Cause, float]]:
 
 def _share_of_merge(question: Question, way: Rounded) -> float:
     """Return the share of the bound, with what the order of float32 sums may do to a merge added to the bound."""
-    merged = question.seen(question.passes.merged(f"{way}", way))
+    merged = question.seen(question.passes.merged(way))
     share = question.share(merged, 0.0)
     if share <= 1 or not share < question.share(question.seen(question.on), 0.0) / 2:
         return share  # what is hardly nearer than the right outputs explains nothing, whatever the order of the sums
     shaken = Rounded(
         dtype=way.dtype, base_first=way.base_first, delta_first=way.delta_first, whole=way.whole, shaken=True
     )
-    other = question.seen(question.passes.merged(f"{shaken}", shaken))
+    other = question.seen(question.passes.merged(shaken))
     more = error_factor(question.samples) * float((merged - other).abs().max())
     if question.share(question.seen(question.on), more) <= 1:  # so wide that the right outputs would be explained too
         return share

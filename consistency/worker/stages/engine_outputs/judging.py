@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from consistency.capture.folder import worker_slug
@@ -179,6 +180,8 @@ class _Engine:
         tolerance = self.record.tolerance(stage=Stage.FORWARD, layer=OUTPUT, dtype=_dtype(about.dtype))
         bound = _Bound(dtype=about.dtype, error=float(error), samples=samples, tolerance=tolerance)
         found = measure_against_exact(actual, truth, tolerance)
+        if found.worst_index is not None:  # in the model's logits, where a reader looks
+            found = msgspec.structs.replace(found, worst_index=self.view.index_of(mode, *found.worst_index))
         share = bound.share(found)
         evidence: dict[str, Any] = {"values": about.values, **self.view.coverage}
         reason = None

@@ -13,6 +13,7 @@ import torch
 
 from consistency.case.inference.request import OUTPUT
 from consistency.numerics.decisions import Watch
+from consistency.numerics.dtype import name_of
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.rules import UNIT_ROUNDOFF
 from consistency.worker.decisions.replay import deciding
@@ -53,8 +54,9 @@ class Passes:
         with torch.no_grad(), exact_layers(self.model), change(), Float64Mode(), same:
             return self._keep(name, activations(self.model, self.inputs)[OUTPUT])
 
-    def merged(self, name: str, merge: Rounded) -> torch.Tensor:
+    def merged(self, merge: Rounded) -> torch.Tensor:
         """Return the float64 logits of the model with its adapter merged and rounded to a narrower dtype."""
+        name = str(merge)
         if name in self._known:
             return self._known[name]
         self.step(name)
@@ -93,6 +95,12 @@ class Rounded:
     delta_first: bool = False
     whole: bool = False
     shaken: bool = False
+
+    def __str__(self) -> str:
+        """Return the name of a pass with it."""
+        first = [what for what, is_so in (("base", self.base_first), ("delta", self.delta_first)) if is_so]
+        parts = [f"merged in {name_of(self.dtype)}", *(f"{what} first" for what in first)]
+        return ", ".join([*parts, *(["whole"] if self.whole else []), *(["other sums"] if self.shaken else [])])
 
     @contextmanager
     def of_layer(self, mode: Float64Mode, layer: Any) -> Iterator[None]:

@@ -101,6 +101,14 @@ class View:
         numbers = torch.arange(places.shape[0]).reshape(-1, *[1] * (places.dim() - 1))
         return numbers.expand(places.shape)[places]
 
+    def index_of(self, name: str, place: int, column: int) -> tuple[int, ...]:
+        """Return where a value is in the model's logits; of the last column of largest ones, the place alone."""
+        at = tuple(int(i) for i in self._places_of(name).nonzero()[place])
+        if self._top_k is None:
+            return (*at, column)
+        ids = self._ids(name)[place]
+        return (*at, int(ids[column])) if column < len(ids) else at
+
     def check_batch(self, name: str) -> None:
         """Raise unless a tensor of a batch fits the first row."""
         self._check(name, self.shape[1:])

@@ -33,9 +33,14 @@ from tests.worker.stages.engine_outputs.made_engines import (
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while merging
 
 
+def block_of(name: str) -> int:
+    found = re.search(r"\.(\d+)\.", name)
+    return -1 if found is None else int(found[1])
+
+
 def in_upper_half(engine: MadeEngine) -> Any:
-    blocks = [int(found[1]) for name, _ in engine.layers if (found := re.search(r"\.(\d+)\.", name))]
-    return lambda name: bool(found := re.search(r"\.(\d+)\.", name)) and int(found[1]) > max(blocks) // 2
+    blocks = [block_of(name) for name, _ in engine.layers]
+    return lambda name: block_of(name) > max(blocks) // 2
 
 
 def planted(engine: MadeEngine) -> dict[str, tuple[Tensors, str, str]]:
