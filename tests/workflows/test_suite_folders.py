@@ -12,6 +12,7 @@ from consistency.capture.records import TensorRecord
 from consistency.case.suite import folder_name
 from consistency.cli.main import main
 from consistency.comparison.history.baseline import accept, read_baseline
+from consistency.comparison.history.store import History
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.errors import CaptureError, UsageError
 from consistency.workflows.pipeline import compare_folders
@@ -163,6 +164,20 @@ def test_an_accepted_finding_is_a_note(nights: list[Path], tmp_path: Path) -> No
     accept(tmp_path / "baseline.json", single.findings, single.workers, reason="an older adapter, on purpose")
     baseline = read_baseline(tmp_path / "baseline.json")
     assert by_name(compare_suites(nights, None, baseline=baseline))["a/b"].verdict == "consistent"
+
+
+def test_a_comparison_is_an_entry_of_a_history(nights: list[Path], tmp_path: Path) -> None:
+    """That of suites has all cases that were compared, and a single one is compared with them."""
+    url = str(tmp_path / "history")
+    suite = compare_suites(nights, tmp_path / "out", history=History(url))
+    (run,) = History(url).runs()
+    assert (run.verdict, run.report) == (suite.verdict, str(tmp_path / "out"))
+    assert [(worker.case, worker.name) for worker in run.workers] == [
+        ("zeta", "first:cpu"), ("zeta", "second:cpu"), ("a/b", "first:cpu"), ("a/b", "second:cpu"),
+    ]  # fmt: skip
+    folders = [str(night / "cases" / "zeta") for night in nights]
+    assert main(["compare", *folders, "--history", url]) == 0
+    assert len(History(url).names()) == 2
 
 
 def test_suites_and_single_captures_are_told_apart(nights: list[Path], make_capture: MakeCapture) -> None:

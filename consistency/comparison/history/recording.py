@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from consistency.capture import origin
 from consistency.capture.folder import Capture
@@ -32,7 +35,7 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
     run_host = captures[0].manifest.host if len(hosts) == 1 else origin.host()
     # an inference engine's file is of the moment when it was written, and need not have the bits of an earlier one
     devices = (one for one in gather(captures) if not one.is_engine)
-    workers = tuple(recorder.worker(one, run_host) for one in devices)
+    workers = _told_apart([recorder.worker(one, run_host) for one in devices], run_host)
     environment = comparison.workers[0].environment if comparison.workers else {}
     run = RunRecord(
         schema=SCHEMA,
@@ -69,6 +72,20 @@ class _StageDigests:
     number: int
     digests: tuple[tuple[Key, str], ...]
     read: tuple[str, ...]
+
+
+def _told_apart(workers: Sequence[WorkerRecord], run_host: str) -> tuple[WorkerRecord, ...]:
+    """Return workers with devices of their own: those of hosts that share a name are known by the captures' names.
+
+    Two that counted as one would be compared with each other from run to run.
+    """
+    count = Counter(worker.key for worker in workers)
+    return tuple(
+        worker
+        if count[worker.key] == 1
+        else msgspec.structs.replace(worker, device=f"{worker.host or run_host}/{worker.name}")
+        for worker in workers
+    )
 
 
 class _Recorder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from consistency.capture.folder import SCHEMA, Capture, CaptureManifest, WorkerCapture
@@ -78,6 +79,27 @@ def test_no_tensor_is_gone_through_for_every_worker(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("consistency.comparison.history.recording.tensor_name", count)
     record_of(found, comparison)
     assert len(named) == 4
+
+
+def test_hosts_that_share_a_name_are_not_compared_with_each_other(tmp_path: Path) -> None:
+    """One of two CPUs without a UUID holds other bits in every run: it is odd, and did not drift."""
+    first, second = captures({0: HEALTHY, 8: OTHER}, 2)
+    found = [
+        msgspec.structs.replace(
+            one,
+            manifest=msgspec.structs.replace(one.manifest, host="localhost"),
+            workers=tuple(
+                msgspec.structs.replace(worker, info=msgspec.structs.replace(worker.info, uuid=None, name="cpu"))
+                for worker in one.workers[:1]
+            ),
+        )
+        for one in (first, second)
+    ]
+    for _ in range(2):
+        judged = add_run(History(str(tmp_path)), found, compare(found), None)
+        assert [finding.kind for finding in judged.findings if finding.kind == "drift"] == []
+    (last, _) = History(str(tmp_path)).runs()
+    assert [worker.device for worker in last.workers] == ["localhost/gpu-0000:cpu", "localhost/gpu-0001:cpu"]
 
 
 def test_a_fleet_drifts_through_the_real_way(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from consistency.capture.transport import deliver
+from consistency.comparison.history.store import History
 from tests.accelerator.fixtures import Double
 from tests.comparison.made_records import moved
 from tests.conftest import MakeCapture, command
@@ -48,7 +49,8 @@ def test_flipped_bit_on_one_node(fleet: Fleet, make_capture: MakeCapture) -> Non
     nodes = fleet.cluster.nodes[:8]
     flipped = make_capture("flipped", {"cpu": [moved("other bits"), *records()[1:]]})
     deliver(flipped, str(fleet.captures / f"{nodes[4]}.zip"))
-    status, out, errors = fleet.run(nodes, "--store", (fleet.home / "store").as_uri())
+    history = fleet.home / "history"
+    status, out, errors = fleet.run(nodes, "--store", (fleet.home / "store").as_uri(), "--history", history)
     assert status == 1, out + errors
     found = [f for f in fleet.report["findings"] if f["severity"] == "error"]
     assert [(f["kind"], f["workers"]) for f in found] == [("bit-flip", [f"{nodes[4]}:cpu"])]
@@ -56,6 +58,11 @@ def test_flipped_bit_on_one_node(fleet: Fleet, make_capture: MakeCapture) -> Non
     outcomes = json.loads((fleet.out / "fleet.json").read_bytes())["nodes"]
     assert [node for node, one in outcomes.items() if one["findings"]] == [nodes[4]]
     assert {one["state"] for one in outcomes.values()} == {"delivered"}
+    (run,) = History(str(history)).runs()
+    assert {worker.name: worker.verdict for worker in run.workers if worker.verdict != "consistent"} == {
+        f"{nodes[4]}:cpu": "inconsistent"
+    }
+    assert len({worker.device for worker in run.workers}) == 8
 
 
 def test_nothing_is_lost_and_the_rest_can_be_resumed(fleet: Fleet) -> None:
