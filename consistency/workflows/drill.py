@@ -26,7 +26,7 @@ from consistency.devices.discovery import accelerators, select
 from consistency.devices.spec import DeviceInfo
 from consistency.errors import InputError, UsageError, meant
 from consistency.launch.engine import Watcher
-from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault
+from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault, Need
 from consistency.workflows import pipeline
 from consistency.workflows.plantable import Subject, expected_in, subject_of, why_not
 from consistency.workflows.suite import PlannedCase, SuitePlan, captured, worked_s
@@ -65,7 +65,7 @@ class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListedFault(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault that can be planted; `needs` says which devices it takes, where that is more than the CPU."""
+    """One fault that can be planted; `needs` says what it takes besides the CPU and the built-in case."""
 
     fault: str
     case: str | None
@@ -115,6 +115,8 @@ def _named(only: Sequence[str]) -> tuple[Fault, ...]:
 
 
 def _needs(fault: Fault) -> str:
+    if Need.QUANTIZED in fault.needs:
+        return "a quantized base"
     return "two accelerators" if fault.two_devices else "an accelerator" if fault.accelerators else ""
 
 

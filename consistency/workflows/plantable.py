@@ -223,4 +223,7 @@ _REASONS: dict[Need, Callable[[Subject], str]] = {
     Need.LORA_LINEAR: _lora_linear,
     Need.LORA_LINEAR_OR_FLOAT32: lambda subject: _lora_linear(subject) and _float32_model(subject),
     Need.TOKENS: _tokens,
+    Need.QUANTIZED: lambda subject: (
+        "" if subject.base_config.get("quantization_config") else "the base is not quantized"
+    ),
 }  # fmt: skip

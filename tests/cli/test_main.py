@@ -229,7 +229,7 @@ def test_drill_lists_its_faults_and_plants_none(cli: Cli) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     rows = json.loads(done.stdout)
     assert [row["fault"] for row in rows] == list(FAULTS)
-    assert {row["needs"] for row in rows} == {"", "an accelerator", "two accelerators"}
+    assert {row["needs"] for row in rows} == {"", "an accelerator", "two accelerators", "a quantized base"}
     assert "adapter-zeros" in cli("drill", "--list").stdout
 
 

@@ -31,6 +31,7 @@ class Need(enum.Enum):
     LORA_LINEAR = enum.auto()
     LORA_LINEAR_OR_FLOAT32 = enum.auto()
     TOKENS = enum.auto()
+    QUANTIZED = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +191,14 @@ _ROWS: tuple[Fault, ...] = (
     Fault(
         name="base-through-bfloat16", plant="base:through_bfloat16", expected="rounded-to-bf16", stages=_BASE,
         needs=(Need.WEIGHT_FILE, Need.FLOAT32_FILE, Need.FLOAT32_MODEL),
+    ),
+    Fault(
+        name="quantized-bit-flip", plant="quantized:one_bit_of_a_code", expected="bit-flip", stages=_BASE,
+        needs=(Need.WEIGHT_FILE, Need.QUANTIZED),
+    ),
+    Fault(
+        name="quantized-scales-dropped", plant="quantized:scales_dropped", expected="zeros", stages=_BASE,
+        needs=(Need.WEIGHT_FILE, Need.QUANTIZED),
     ),
     Fault(
         name="offload-bit-flip", plant="offload:one_bit_on_arrival", expected="bit-flip", stages=_BASE, offloads=True,

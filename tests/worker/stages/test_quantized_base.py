@@ -12,6 +12,8 @@ import torch
 from consistency.capture.names import AFTER_A_PASS, DEQUANTIZED, SETTINGS
 from consistency.capture.records import TensorRecord
 from consistency.case.stages import Stage
+from consistency.worker.faults import plant
+from consistency.worker.faults.catalogue import FAULTS, Need
 from consistency.worker.model import loading
 from tests.worker.conftest import Look
 from tests.worker.model.made_quantized import BITSANDBYTES, LAYER, TORCHAO, quantized
@@ -107,6 +109,17 @@ def test_one_scale_that_is_off_by_a_millionth_is_found(
     wrong = {r.tensor for r in found if r.status == "outside"}
     names = {"nf4-nested": "weight_nested_absmax", "int8": "SCB"}
     assert names.get(kind, "weight_scale" if kind in TORCHAO else "weight_absmax") in wrong
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "torchao-int8"])
+@pytest.mark.parametrize("fault", [fault.name for fault in FAULTS.values() if Need.QUANTIZED in fault.needs])
+def test_what_the_drill_plants_is_found_and_named(kind: str, fault: str, tmp_path: Path, look: Look) -> None:
+    base, adapter = quantized(kind, tmp_path)
+    with plant(fault):
+        found = look(base, adapter, dtype="auto", stages=(Stage.BASE,))
+    wrong = {r.tensor: r for r in found if r.status == "outside"}
+    assert {r.layer for r in found if r.status == "outside"} == {LAYER}
+    assert FAULTS[fault].expected in {r.diagnosis for name, r in wrong.items() if name != DEQUANTIZED}
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
