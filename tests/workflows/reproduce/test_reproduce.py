@@ -27,7 +27,8 @@ from consistency.numerics.words import Word
 from consistency.worker.recorder import Recorder
 from consistency.workflows import pipeline
 from consistency.workflows.reproduce import folder as folder_module
-from consistency.workflows.reproduce.folder import Reproduced, reproduce
+from consistency.workflows.reproduce.folder import reproduce
+from consistency.workflows.reproduce.trial import Reproduced, try_script
 from consistency.workflows.second_adapter import several_adapters
 from tests.conftest import Cli, MakeCapture
 
@@ -154,13 +155,13 @@ def test_a_redacted_one_names_no_host_and_no_folder(
     report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A path may be in what the script prints, too."""
-    plain = folder_module._try
+    plain = try_script
 
     def with_paths(folder: Path, *, needs_model: bool) -> Reproduced:
         found = plain(folder, needs_model=needs_model)
         return dataclasses.replace(found, output=f'{found.output}File "{folder}/reproduce.py" in {Path.home()}\n')
 
-    monkeypatch.setattr(folder_module, "_try", with_paths)
+    monkeypatch.setattr(folder_module, "try_script", with_paths)
     table = json.loads((report / "report.json").read_text())
     names = [table["base"], table["adapter"], str(tmp_path), str(Path.home()), platform.node()]
     texts = {}

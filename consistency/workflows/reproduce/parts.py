@@ -1,0 +1,123 @@
+"""Choose the script that shows a finding, the tensors that it takes, and its parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from consistency.capture.names import HOST, split_pair
+from consistency.case.load_path import LoadPath
+from consistency.case.stages import Stage
+from consistency.devices.spec import parse_device
+from consistency.errors import CaptureError
+from consistency.workflows.reproduce.evidence import Evidence
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The contents of the folder: script, tensors, which part of the whole they are, and the script's parameters."""
+
+    script: str
+    tensors: Mapping[str, torch.Tensor]
+    window: str
+    facts: Mapping[str, Any]
+
+
+def parts_of(evidence: Evidence) -> Parts:
+    """Return the contents of the folder of a finding; raise a `CaptureError` where no stored tensor shows it."""
+    from consistency.workflows.reproduce.cut import cut_moved, cut_product
+
+    record = evidence.record
+    actual, expected = evidence.stored(record.blob), evidence.stored(record.reference_blob)
+    worst = None if record.measure is None else record.measure.worst_index
+    recipe = record.evidence.get("recipe")
+    stored = {name: evidence.stored(blob) for name, blob in record.ingredients.items()}
+    made_of = {name: tensor for name, tensor in stored.items() if tensor is not None}
+    complete = {"left", "right"} <= made_of.keys() == stored.keys()
+    if isinstance(recipe, dict) and actual is not None and complete:
+        tensors, window = cut_product({**made_of, "actual": actual}, worst)
+        return Parts(script="merged.py", tensors=tensors, window=window, facts=recipe)
+    if expected is not None and record.rule == "bitwise":
+        whole = {"expected": expected}
+        # a different shape or dtype is described in words, and cannot be compared
+        if actual is not None and (actual.shape, actual.dtype) == (expected.shape, expected.dtype):
+            whole["actual"] = actual
+        tensors, window = cut_moved(whole, worst)
+        hop = _hop(evidence) if record.stage == Stage.TRANSFER else {"via": _via(evidence)}
+        return Parts(script="moved.py", tensors=tensors, window=window, facts=hop)
+    if record.stage == Stage.TRANSFER:
+        return Parts(script="moved.py", tensors={"expected": _payload()}, window="generated", facts=_hop(evidence))
+    if expected is not None and actual is not None and record.measure is not None:
+        allowed = {name: tensor for name, tensor in made_of.items() if name == "allowed"}
+        tensors, window = cut_moved({"expected": expected, "actual": actual, **allowed}, worst)
+        return Parts(script="recorded.py", tensors=tensors, window=window, facts={"allowed": _allowed(evidence)})
+    raise CaptureError(
+        "no stored tensor shows this finding",
+        where=evidence.name,
+        got=evidence.finding.message,
+        hint=("it concerns a fact, not a tensor: " if record.rule == "limit" else "")
+        + (evidence.finding.next or "run the case again on this machine"),
+    )
+
+
+def device_of(evidence: Evidence) -> str:
+    """Return the device of the finding, without its variant."""
+    return dataclasses.replace(parse_device(evidence.participant.info.name), variant=None).name
+
+
+def load_arguments(evidence: Evidence) -> dict[str, Any]:
+    """Return the arguments with which PEFT takes the load path of the finding."""
+    load_path = _load_path(evidence)
+    if load_path is None or load_path.by_transformers:
+        return {}
+    found: dict[str, Any] = {"low_cpu_mem_usage": True} if load_path.low_memory else {}
+    if load_path.torch_device is not None:
+        found["torch_device"] = "cpu" if load_path.torch_device == "cpu" else device_of(evidence)
+    return found
+
+
+def _payload() -> torch.Tensor:
+    """Return 4 MiB to copy: finite values without a pattern, the same on every machine."""
+    import numpy as np
+    import torch
+
+    numbers = np.random.Generator(np.random.PCG64(0)).standard_normal(1 << 20, dtype=np.float32)
+    return torch.from_numpy(numbers)
+
+
+def _hop(evidence: Evidence) -> dict[str, Any]:
+    """Return the two ends of a copy: what the script calls `via`, and the destination device."""
+    pair = split_pair(evidence.record.layer)
+    source, destination = pair if pair is not None else (HOST, device_of(evidence))
+    return {"via": None if source == HOST else source, "device": destination}
+
+
+def _allowed(evidence: Evidence) -> float:
+    """Return the tolerance of an element, as recorded in the capture."""
+    record = evidence.record
+    stated = record.evidence.get("allowed")
+    if isinstance(stated, (int, float)):
+        return float(stated)
+    assert record.measure is not None
+    ratio = float(record.measure.bound_ratio or 0)
+    return float(record.measure.max_abs) / ratio if ratio > 0 else 0.0
+
+
+def _via(evidence: Evidence) -> str | None:
+    """Return the device through which PEFT's default loading goes if all devices were visible."""
+    device = device_of(evidence)
+    kind, _, index = device.partition(":")
+    load_path = _load_path(evidence)
+    hops = load_path is not None and load_path.main is LoadPath.SHARED and load_path.chooses_device
+    return f"{kind}:0" if evidence.record.stage == "adapter" and hops and index not in ("", "0") else None
+
+
+def _load_path(evidence: Evidence) -> LoadPath | None:
+    """Return the worker's load path; None for one that this version does not know."""
+    name = evidence.participant.load_path
+    return LoadPath(name) if name in list(LoadPath) else None
