@@ -88,7 +88,7 @@ class FleetFolder:
         """Make the folders, and a status for each of these nodes, which have no capture yet.
 
         A name that a client of NFS has looked for in vain stays unknown to it for a while: so each status is there
-        before it is looked for, and a capture is not looked for before its node has delivered it.
+        before it is looked for, and a capture is not looked for by its name before its node has delivered it.
         """
         try:
             (self.out / LOGS).mkdir(parents=True, exist_ok=True)
@@ -97,11 +97,16 @@ class FleetFolder:
         fs, place = open_store(self.store, "cannot open the store")
         with remote_errors("cannot make the store", self.store):
             fs.makedirs(place, exist_ok=True)
-        if not replace and self._exists(self.requirements):
+            fs.invalidate_cache()
+            there = {str(path).rstrip("/").rpartition("/")[2]: str(path) for path in fs.ls(place, detail=False)}
+        if not replace and REQUIREMENTS in there:
             raise in_the_way(self.store)
         write_bytes(self.requirements, encode_json(requirements))
         for node in nodes:
-            self._remove(self.capture(node))
+            capture = self.capture(node)
+            if (path := there.get(capture.rpartition("/")[2])) is not None:
+                with remote_errors("cannot replace the earlier capture", capture):
+                    fs.rm(path)
             write_status(self.status(node), NodeStatus())
 
     def save(self, record: FleetRecord) -> None:
@@ -152,9 +157,3 @@ class FleetFolder:
         fs, path = open_store(place, "cannot open the store")
         with remote_errors("cannot read the store", place):
             return bool(fs.exists(path))
-
-    def _remove(self, place: str) -> None:
-        if self._exists(place):
-            fs, path = open_store(place, "cannot open the store")
-            with remote_errors("cannot replace the earlier capture", place):
-                fs.rm(path)

@@ -42,6 +42,9 @@ from consistency.workflows.fleet.oddities import other_software, without_acceler
 _PAUSE_S, _REMOTE_PAUSE_S = 0.5, 5.0
 _PAUSE_PER_NODE_S = 0.001  # about what a status on a shared file system takes to be read
 
+_SEEN_S, _LOOK_AGAIN_S = 60.0, 2.0
+"""How long a client of NFS may take what it knows of a folder for true: its `acdirmax`, unless it is set."""
+
 
 class LostFleetError(ConsistencyError):
     """No node has delivered a capture that can be compared."""
@@ -219,16 +222,29 @@ def _compare(
 
 
 def _read(gathered: _Gathered, scratch: Path) -> list[Capture]:
-    """Return the captures that can be read; one that cannot does not keep the others from being compared."""
+    """Return the captures that can be read; one that cannot does not keep the others from being compared.
+
+    A file may be seen later than the status that says that it was delivered, or not in full at first.
+    """
     pool = RecordPool()
-    found = []
-    for node, place in list(gathered.places.items()):
-        try:
-            found.append(read_sent(place, scratch, pool))
-        except CaptureError as error:
-            gathered.lost[node] = f"its capture cannot be read: {one_line(brief(error))}"
-            del gathered.places[node]
-    return found
+    found: dict[str, Capture] = {}
+    unread = dict.fromkeys(gathered.places, "")
+    until = None
+    while True:
+        for node in list(unread):
+            try:
+                found[node] = read_sent(gathered.places[node], scratch, pool)
+                del unread[node]
+            except CaptureError as error:
+                unread[node] = f"its capture cannot be read: {one_line(brief(error))}"
+        until = until or time.monotonic() + _SEEN_S
+        if not unread or time.monotonic() > until:
+            break
+        time.sleep(_LOOK_AGAIN_S)
+    for node, reason in unread.items():
+        gathered.lost[node] = reason
+        del gathered.places[node]
+    return [found[node] for node in gathered.places]
 
 
 def _findings(gathered: _Gathered) -> list[Finding]:
