@@ -23,7 +23,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "fixtures/README.md",
     "tests/accelerator/README.md",
-    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")),
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 )
 
 OUTSIDE = {"my_wrapper.py", "test_adapter.py"}

@@ -88,7 +88,7 @@ def computed(engine: Engine, model: Any, request: Request, inputs: Tensors) -> I
                     yield from _in_batches(run, inputs, request.batches)
         except Exception as error:  # compilers raise anything over a model that they do not take
             raise InputError(f"{engine.name} cannot run this model", where=f"{mode} of {request.base}",
-                             got=f"{type(error).__name__}: {first_line(error)}") from error  # fmt: skip
+                             got=first_line(error)) from error  # fmt: skip
 
 
 def _in_mode(model: Any, mode: Mode, *, has_adapter: bool) -> AbstractContextManager[None]:

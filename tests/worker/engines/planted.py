@@ -1,41 +1,48 @@
-"""Mistakes that engines make with an adapter, planted in the model before an engine compiles it."""
+"""Mistakes that engines make with an adapter, planted in the model that an engine compiles.
+
+All are values of weights, so that each has a graph that the healthy model has too, and inductor compiles no other one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
+import msgspec
 
-from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.model.merging import adapted_layers, weight_of
-
-
-def adapter_ignored(model: Any) -> None:
-    for _, layer in adapted_layers(model):
-        layer.scaling[ADAPTER_NAME] = 0.0
+from consistency.case.case import Case
+from consistency.worker.model.loading import ADAPTER_NAME, load_model
+from consistency.worker.model.merging import adapted_layers
 
 
-def scaling_of_one(model: Any) -> None:
-    for _, layer in adapted_layers(model):
-        layer.scaling[ADAPTER_NAME] = 1.0
+def adapter_ignored(case: Case) -> Any:
+    return _with_delta_times(case, lambda _: 0.0)
 
 
-def upper_half_without(model: Any) -> None:
+def scaling_of_one(case: Case) -> Any:
+    return _with_delta_times(case, lambda layer: 1 / layer.scaling[ADAPTER_NAME])
+
+
+def upper_half_without(case: Case) -> Any:
+    return _with_delta_times(case, lambda _: 0.0, share=0.5)
+
+
+def merged_in_bfloat16(case: Case) -> Any:
+    model: Any = load_model(msgspec.structs.replace(case, dtype="bfloat16"), "cpu")
+    model.merge_adapter()
+    return model.float()
+
+
+def _with_delta_times(case: Case, factor: Callable[[Any], float], share: float = 1) -> Any:
+    """Load the model, and multiply what the adapter adds to a share of the layers, the last ones."""
+    model = load_model(case, "cpu")
     layers = [layer for _, layer in adapted_layers(model)]
-    for layer in layers[len(layers) // 2 :]:
-        layer.scaling[ADAPTER_NAME] = 0.0
+    for layer in layers[len(layers) - round(share * len(layers)) :]:
+        layer.lora_B[ADAPTER_NAME].weight.data *= factor(layer)
+    return model
 
 
-def merged_in_bfloat16(model: Any) -> None:
-    for _, layer in adapted_layers(model):
-        weight = weight_of(layer)
-        delta = layer.get_delta_weight(ADAPTER_NAME).detach()
-        layer.get_base_layer().weight.data = (weight.to(torch.bfloat16) + delta.to(torch.bfloat16)).to(weight.dtype)
-    adapter_ignored(model)
-
-
-MISTAKES: dict[str, Callable[[Any], None]] = {
+MISTAKES: dict[str, Callable[[Case], Any]] = {
     "adapter ignored": adapter_ignored,
     "wrong scaling": scaling_of_one,
     "half of the layers": upper_half_without,

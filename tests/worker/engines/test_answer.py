@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,9 @@ def test_a_file_that_asks_for_nothing_is_refused(tmp_path: Path) -> None:
 def test_a_name_that_no_engine_has_is_refused() -> None:
     with pytest.raises(InputError, match="there is no adapter for an engine 'onnxruntim'"):
         make_engine("onnxruntim", "cpu")
+
+
+def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(InputError, match=r"onnx[\s\S]*pip install 'peft-consistency\[onnx\]'"):
+        make_engine("onnxruntime", "cpu")
