@@ -156,7 +156,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         alone = [s for s in self.stages if SPECS[s].needs_adapter and s is not Stage.ADAPTERS]
         alone += [s for s in self.stages if s in (Stage.FORWARD, Stage.SHARDING)]
         others = " and ".join(one.name for one in self.adapters[1:])
-        return [f"{others} in {', '.join(alone)} (of {self.adapters[0].name} alone)"] if others and alone else []
+        found = [f"{others} in {', '.join(alone)} (of {self.adapters[0].name} alone)"] if others and alone else []
+        return [*found, *(["routing by create_arrow_model"] if Stage.ADAPTERS in self.stages else [])]
 
     def _cut(self) -> list[str]:
         if not any(SPECS[stage].feeds_inputs for stage in self.stages):

@@ -11,6 +11,7 @@ import torch
 
 from consistency.capture.names import AFTER_A_PASS, DEQUANTIZED, SETTINGS
 from consistency.capture.records import TensorRecord
+from consistency.case.named_adapters import NamedAdapter
 from consistency.case.stages import Stage
 from consistency.worker.faults import plant
 from consistency.worker.faults.catalogue import FAULTS, Need
@@ -120,6 +121,17 @@ def test_what_the_drill_plants_is_found_and_named(kind: str, fault: str, tmp_pat
     wrong = {r.tensor: r for r in found if r.status == "outside"}
     assert {r.layer for r in found if r.status == "outside"} == {LAYER}
     assert FAULTS[fault].expected in {r.diagnosis for name, r in wrong.items() if name != DEQUANTIZED}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "torchao-int8"])
+def test_several_adapters_are_not_merged_into_quantized_weights(kind: str, tmp_path: Path, look: Look) -> None:
+    base, adapter = quantized(kind, tmp_path)
+    two = tuple(NamedAdapter(name=name, path=str(adapter)) for name in ("one", "two"))
+    found = look(base, adapter, dtype="auto", adapters=two, stages=(Stage.ADAPTERS,))
+    assert not [(r.layer, r.tensor, r.reason) for r in found if r.status in ("outside", "missing", "blocked")]
+    (skipped,) = [r.reason or "" for r in found if r.tensor == "quantized weights"]
+    assert skipped.startswith("several adapters are not merged into the quantized weights of ")
+    assert {r.status for r in found if r.tensor in ("linear.lora_A", "dare_linear.lora_B")} == {"within"}
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])

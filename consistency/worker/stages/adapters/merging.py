@@ -46,7 +46,7 @@ _ELEMENTS = 1 << 20
 
 def merge(several: Several) -> None:
     """Merge the adapters into every layer that two of them change."""
-    without_form = without_drift = elements = 0
+    without_form = without_drift = quantized = elements = 0
     every = several.context.job.case.level is Level.THOROUGH
     layers = list(adapted_layers(several.model))
     for done, (path, layer) in enumerate(layers):
@@ -59,7 +59,10 @@ def merge(several: Several) -> None:
             low_rank_of(several.context, path, layer, adapter=name, expected=several.expected[name]) for name in names
         ]
         factors = [one for one in found if one is not None]
-        if len(factors) < len(names) or has_quantized_weight(layer) or weight_of(layer).dtype not in UNIT_ROUNDOFF:
+        if has_quantized_weight(layer):
+            quantized += 1
+            continue
+        if len(factors) < len(names) or weight_of(layer).dtype not in UNIT_ROUNDOFF:
             without_form += 1
             continue
         drifts = every or elements < _MOST_ELEMENTS
@@ -72,6 +75,12 @@ def merge(several: Several) -> None:
         without_drift += not drifts
     if without_drift:
         several.skipped("merge", DRIFT, f"not measured in {without_drift} further layers: level thorough measures all")
+    if quantized:
+        several.skipped(
+            "merge", "quantized weights",
+            f"several adapters are not merged into the quantized weights of {quantized} layers, which each merge "
+            "quantizes again; the stage merged checks that with the first adapter",
+        )  # fmt: skip
     if without_form:
         several.skipped("merge", "merged weights", f"no closed form of several adapters in {without_form} layers")
     several.check_bytes("merge")
