@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from consistency.capture.wording import counted, size
-from consistency.case.budget.costs import START_S
+from consistency.case.budget.constants import START_S
 from consistency.case.budget.estimate import WorkerEstimate
 from consistency.case.budget.fit import ON_DISK, Budget
 from consistency.case.budget.shape import Shape

@@ -1,4 +1,4 @@
-"""What each stage takes, by formulas in the sizes of the model; every constant that was measured is here.
+"""What each stage takes, by formulas in the sizes of the model.
 
 Bytes are peaks above what the worker holds already; `Work` is what a stage does, in units whose speed `speed` measures.
 """
@@ -6,164 +6,36 @@ Bytes are peaks above what the worker holds already; `Work` is what a stage does
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from consistency.case.budget.shape import ONE_PASS, Shape
+from consistency.case.budget.constants import (
+    CUT_ELEMENTS,
+    CUT_S,
+    CUT_STEPS,
+    DIGEST_BYTES,
+    DIGEST_S,
+    GRADIENT_BYTES,
+    GRADIENT_LINES,
+    GRADIENT_PART,
+    INDEX_BYTES,
+    LOAD_S,
+    MAP_S,
+    MEASURE_S,
+    MERGE_ALONE_S,
+    MERGE_IN_FLOAT64_S,
+    MERGE_S,
+    MIB,
+    PART_BYTES,
+    PER_TENSOR_S,
+    ROOM_BYTES,
+    ROOM_SHARE,
+    SCORE_BYTES,
+    STAGE_S,
+    WINDOW_BYTES,
+)
+from consistency.case.budget.setting import Cost, Setting, StageCost
+from consistency.case.budget.shape import ONE_PASS
 from consistency.case.budget.work import Products, Work
-from consistency.case.case import Case
 from consistency.case.stages import MOST_MERGED, Level, Stage
-
-MIB = 2**20
-
-WINDOW_BYTES = 64 * MIB
-"""Of a file that is read beside the model (`MAPPED_BYTES` of the worker's `weight_files`)."""
-
-PART_BYTES = 1 << 24
-"""Of a weight that is widened to float64 at a time (`PART_BYTES` of `numerics.widening`)."""
-
-DIGEST_BYTES = 3 * 16 * MIB
-"""Scratch of a digest on a device: three arrays of `_GPU_CHUNK_ROWS` rows of `numerics.digest`."""
-
-GRADIENT_BYTES = 10 * 8
-"""Per element of a gradient: arrays of float64 in which its errors and the optimizer's step are measured."""
-
-GRADIENT_PART = 1 << 20
-"""Elements of a gradient that are measured at once (`PART` of `numerics.file_tensor`)."""
-
-GRADIENT_LINES = 1 << 22
-"""Elements that are mapped at once to count its independent errors (`numerics.independent_errors`)."""
-
-ROOM_BYTES = 1 << 30
-"""Of activations that a backward pass on the CPU keeps (`ROOM_BYTES` of `worker.model.blocks`)."""
-
-ROOM_SHARE = 4
-"""Of the largest block in float64, one part in so many of which is kept (`ROOM_SHARE` of `worker.model.blocks`)."""
-
-GRADIENT_PASSES = 4
-"""Parts of the batch, each with a backward pass of its own (`PASSES` of the stage `gradient`)."""
-
-SCORE_BYTES, INDEX_BYTES = 4, 8
-"""Of a router's choice: a score in float32, and the index of an expert; as many are chosen as there are, at most."""
-
-LOAD_BYTES = 3 * 256 * 64 * 64 * 4
-LOAD_SIDE, LOAD_SHARE = 8192, 32
-"""The products of `--load`: on the CPU `_CPU_BATCH` of `_CPU_SIDE`; on a device `_LARGEST_SIDE` at most,
-and one part in `_SHARE` of its memory (`worker.soak.load`)."""
-
-# Measured on one core of a virtual machine (Sapphire Rapids at 2.1 GHz, torch 2.13 built for the CPU), in processor
-# time of a model of 1.1 B parameters in bfloat16; `benchmarks/budget.py` prints estimate and measurement side by side.
-# Other models, methods and processors, and more threads than one, are extrapolated. No accelerator was measured.
-PROCESS_BYTES = 285 * 10**6
-LIBRARY_BYTES = 110 * 10**6
-"""Python with torch, transformers and PEFT imported: private memory, and libraries mapped from their files."""
-
-ACCELERATOR_PROCESS_BYTES = 2 * 10**9
-"""The same with a device's driver and libraries: the limit that a worker keeps, not a measurement of any device."""
-
-START_S = 4.5
-LOAD_S = 0.15
-STAGE_S = 0.15
-"""Imports, building a model from its config, and a stage that checks no model."""
-
-PER_TENSOR_S = 0.001
-"""Of Python for one record: a digest, its comparison, a line of JSON."""
-
-DIGEST_S = 0.22e-9
-MAP_S = 0.1e-9
-"""Per byte: a digest, and a page of a mapped file that is read for the first time."""
-
-MERGE_S = 7.5e-9
-"""Per element of a delta or merged weight: PEFT's merge, digests, its measure against the float64 bound."""
-
-MERGE_ALONE_S = 4.5e-9
-"""The same of PEFT's merge alone."""
-
-MERGE_IN_FLOAT64_S = 8e-9
-"""The same of a merge for a pass in float64 (`MergeEffect`): 2.7 s of four, of 90 million adapted elements."""
-
-CUT_STEPS = 1 << 31
-"""Steps of the decompositions of one type of combination but at level thorough: the longer side of a delta squared, as
-PEFT asks for full matrices, times the shorter one."""
-
-CUT_ELEMENTS = 1 << 24
-"""Elements of the largest delta that is cut: some ten float64 arrays of them are held, 128 MiB each."""
-
-CUT_S = 1.1e-9
-"""Per step, of a square matrix of 1024 or 2048 on two cores."""
-
-MEASURE_S = 0.23e-6
-"""Per element that is compared with its float64 value by the `relative` rule: errors of this worker and of the CPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """What one stage takes.
-
-    Attributes
-    ----------
-    host_bytes : int
-        Private memory above what the worker holds.
-    device_bytes : int
-        Memory of the device above what the worker holds on it.
-    window_bytes : int
-        Of files that are mapped beside the model.
-    scratch_bytes, kept_bytes : int
-        Of files in the scratch folder: removed when the stage ends, and kept for the workers of the case.
-    """
-
-    host_bytes: int = 0
-    device_bytes: int = 0
-    window_bytes: int = 0
-    scratch_bytes: int = 0
-    kept_bytes: int = 0
-    work: Work = Work()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What a worker is to do.
-
-    Attributes
-    ----------
-    on_device : bool
-        Whether the model is on an accelerator.
-    makes_reference : bool
-        Whether it computes the float64 reference.
-    paths : int
-        Load paths that it checks besides its own.
-    """
-
-    shape: Shape
-    case: Case
-    on_device: bool
-    makes_reference: bool
-    paths: int = 0
-
-    @property
-    def sequences(self) -> int:
-        return self.shape.sequences or self.case.sequences
-
-    @property
-    def tokens(self) -> int:
-        """Return the positions of one sequence."""
-        longest = self.shape.positions
-        tokens = self.shape.tokens or self.case.tokens
-        return tokens if longest is None or self.shape.tokens is not None else min(tokens, longest)
-
-    @property
-    def positions(self) -> int:
-        """Return the positions of all sequences."""
-        return self.sequences * self.tokens
-
-    @property
-    def of_backward(self) -> int:
-        """Return the positions of one backward pass."""
-        rows = math.ceil(self.sequences / min(GRADIENT_PASSES, self.sequences))
-        return min(rows, self.case.fit.micro_batch or rows) * self.tokens
-
-
-StageCost = Callable[[Setting], Cost]
 
 
 def load_base(s: Setting) -> Cost:

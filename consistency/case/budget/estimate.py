@@ -7,21 +7,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from consistency.case.budget.costs import (
+from consistency.case.budget.constants import (
     ACCELERATOR_PROCESS_BYTES,
     LIBRARY_BYTES,
     LOAD_BYTES,
     LOAD_SHARE,
     LOAD_SIDE,
     PROCESS_BYTES,
-    STAGE_COSTS,
     START_S,
-    Cost,
-    Setting,
-    after_adapter,
-    load_adapter,
-    load_base,
 )
+from consistency.case.budget.costs import STAGE_COSTS, after_adapter, load_adapter, load_base
+from consistency.case.budget.setting import Cost, Setting
 from consistency.case.budget.shape import Shape
 from consistency.case.budget.speed import NOMINAL, Speed
 from consistency.case.budget.work import Work, slower

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from consistency.case.budget.costs import GRADIENT_PASSES
+from consistency.case.budget.constants import GRADIENT_PASSES
 from consistency.case.budget.estimate import SOAK, PlannedWorker, WorkerEstimate, estimate_worker, together
 from consistency.case.budget.placement import is_offloaded
 from consistency.case.budget.shape import Shape, read_shape

@@ -6,18 +6,17 @@ import dataclasses
 
 import pytest
 
-from consistency.case.budget import costs
-from consistency.case.budget.costs import (
+from consistency.case.budget import constants
+from consistency.case.budget.constants import (
     GRADIENT_PASSES,
     LOAD_BYTES,
     LOAD_SHARE,
     LOAD_SIDE,
     PART_BYTES,
-    STAGE_COSTS,
     WINDOW_BYTES,
-    Cost,
-    Setting,
 )
+from consistency.case.budget.costs import STAGE_COSTS
+from consistency.case.budget.setting import Cost, Setting
 from consistency.case.budget.shape import ONE_PASS, Shape
 from consistency.case.budget.speed import Speed
 from consistency.case.budget.work import Products, Work, slower
@@ -53,7 +52,7 @@ def test_gradient_grows_with_the_depth_by_the_states_between_blocks_once_the_roo
 
 
 def test_the_room_for_activations_is_the_one_that_blocks_have() -> None:
-    assert (costs.ROOM_BYTES, costs.ROOM_SHARE) == (blocks.ROOM_BYTES, blocks.ROOM_SHARE)
+    assert (constants.ROOM_BYTES, constants.ROOM_SHARE) == (blocks.ROOM_BYTES, blocks.ROOM_SHARE)
 
 
 def test_blocks_that_keep_their_activations_are_not_computed_again() -> None:

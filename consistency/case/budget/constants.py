@@ -1,0 +1,84 @@
+"""The constants of the estimates: sizes that the worker's code fixes, and rates that were measured."""
+
+from __future__ import annotations
+
+MIB = 2**20
+
+WINDOW_BYTES = 64 * MIB
+"""Of a file that is read beside the model (`MAPPED_BYTES` of the worker's `weight_files`)."""
+
+PART_BYTES = 1 << 24
+"""Of a weight that is widened to float64 at a time (`PART_BYTES` of `numerics.widening`)."""
+
+DIGEST_BYTES = 3 * 16 * MIB
+"""Scratch of a digest on a device: three arrays of `_GPU_CHUNK_ROWS` rows of `numerics.digest`."""
+
+GRADIENT_BYTES = 10 * 8
+"""Per element of a gradient: arrays of float64 in which its errors and the optimizer's step are measured."""
+
+GRADIENT_PART = 1 << 20
+"""Elements of a gradient that are measured at once (`PART` of `numerics.file_tensor`)."""
+
+GRADIENT_LINES = 1 << 22
+"""Elements that are mapped at once to count its independent errors (`numerics.independent_errors`)."""
+
+ROOM_BYTES = 1 << 30
+"""Of activations that a backward pass on the CPU keeps (`ROOM_BYTES` of `worker.model.blocks`)."""
+
+ROOM_SHARE = 4
+"""Of the largest block in float64, one part in so many of which is kept (`ROOM_SHARE` of `worker.model.blocks`)."""
+
+GRADIENT_PASSES = 4
+"""Parts of the batch, each with a backward pass of its own (`PASSES` of the stage `gradient`)."""
+
+SCORE_BYTES, INDEX_BYTES = 4, 8
+"""Of a router's choice: a score in float32, and the index of an expert; as many are chosen as there are, at most."""
+
+LOAD_BYTES = 3 * 256 * 64 * 64 * 4
+LOAD_SIDE, LOAD_SHARE = 8192, 32
+"""The products of `--load`: on the CPU `_CPU_BATCH` of `_CPU_SIDE`; on a device `_LARGEST_SIDE` at most,
+and one part in `_SHARE` of its memory (`worker.soak.load`)."""
+
+# Measured on one core of a virtual machine (Sapphire Rapids at 2.1 GHz, torch 2.13 built for the CPU), in processor
+# time of a model of 1.1 B parameters in bfloat16; `benchmarks/budget.py` prints estimate and measurement side by side.
+# Other models, methods and processors, and more threads than one, are extrapolated. No accelerator was measured.
+PROCESS_BYTES = 285 * 10**6
+LIBRARY_BYTES = 110 * 10**6
+"""Python with torch, transformers and PEFT imported: private memory, and libraries mapped from their files."""
+
+ACCELERATOR_PROCESS_BYTES = 2 * 10**9
+"""The same with a device's driver and libraries: the limit that a worker keeps, not a measurement of any device."""
+
+START_S = 4.5
+LOAD_S = 0.15
+STAGE_S = 0.15
+"""Imports, building a model from its config, and a stage that checks no model."""
+
+PER_TENSOR_S = 0.001
+"""Of Python for one record: a digest, its comparison, a line of JSON."""
+
+DIGEST_S = 0.22e-9
+MAP_S = 0.1e-9
+"""Per byte: a digest, and a page of a mapped file that is read for the first time."""
+
+MERGE_S = 7.5e-9
+"""Per element of a delta or merged weight: PEFT's merge, digests, its measure against the float64 bound."""
+
+MERGE_ALONE_S = 4.5e-9
+"""The same of PEFT's merge alone."""
+
+MERGE_IN_FLOAT64_S = 8e-9
+"""The same of a merge for a pass in float64 (`MergeEffect`): 2.7 s of four, of 90 million adapted elements."""
+
+CUT_STEPS = 1 << 31
+"""Steps of the decompositions of one type of combination but at level thorough: the longer side of a delta squared, as
+PEFT asks for full matrices, times the shorter one."""
+
+CUT_ELEMENTS = 1 << 24
+"""Elements of the largest delta that is cut: some ten float64 arrays of them are held, 128 MiB each."""
+
+CUT_S = 1.1e-9
+"""Per step, of a square matrix of 1024 or 2048 on two cores."""
+
+MEASURE_S = 0.23e-6
+"""Per element that is compared with its float64 value by the `relative` rule: errors of this worker and of the CPU."""
