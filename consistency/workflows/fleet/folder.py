@@ -98,7 +98,8 @@ class FleetFolder:
         with remote_errors("cannot make the store", self.store):
             fs.makedirs(place, exist_ok=True)
             fs.invalidate_cache()
-            there = {str(path).rstrip("/").rpartition("/")[2]: str(path) for path in fs.ls(place, detail=False)}
+            listed = fs.ls(place, detail=False) if fs.isdir(place) else ()  # an object store has no empty folder
+            there = {str(path).rstrip("/").rpartition("/")[2]: str(path) for path in listed}
         if not replace and REQUIREMENTS in there:
             raise in_the_way(self.store)
         write_bytes(self.requirements, encode_json(requirements))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from consistency.capture.node_status import NodeStatus, read_status, write_status
 from consistency.capture.transport import write_bytes
@@ -16,9 +19,21 @@ NODES = {"n1": NodeOutcome(), "n2": NodeOutcome()}
 RECORD = FleetRecord(engine="slurm", case=("--level=quick",), requirements=Requirements(), nodes=NODES)
 
 
-@pytest.fixture(params=["folder", "url"])
+class Objects(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types here
+    """An object store: it has no folder in which nothing is."""
+
+    protocol = "objects"
+    store: ClassVar[dict[str, object]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Do nothing, as there."""
+
+
+@pytest.fixture(params=["folder", "memory", "objects"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> FleetFolder:
-    store = str(tmp_path / "store") if request.param == "folder" else f"memory://fleet-{tmp_path.name}"
+    fsspec.register_implementation("objects", Objects, clobber=True)
+    store = str(tmp_path / "store") if request.param == "folder" else f"{request.param}://fleet-{tmp_path.name}"
     return FleetFolder(out=tmp_path / "out", store=store)
 
 
