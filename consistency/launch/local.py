@@ -22,6 +22,7 @@ from consistency.capture.version import __version__
 from consistency.capture.writer import CaptureWriter
 from consistency.case.engine_file import EngineFile
 from consistency.case.load_path import LoadPath
+from consistency.case.stages import Stage
 from consistency.devices.cores import threads_per_worker
 from consistency.devices.host import HostFacts, read_host, since
 from consistency.errors import CaptureError, ConsistencyError
@@ -83,7 +84,7 @@ class _OpenCase:
         slug = worker_slug(one.name, LoadPath.ISOLATED)
         if not (self.writer.worker_folder(slug) / "worker.json").exists():
             maker = next((plan.name for plan in self.plans if plan.makes_reference), "the reference worker")
-            reason = f"its outputs were not judged: {maker}, which computes the float64 reference, ended before it"
+            reason = f"its outputs were not judged: {maker} computed no float64 reference"
             (self.writer.worker_folder(slug) / "records.jsonl").touch()
             self.writer.write_worker(slug, WorkerInfo(
                 architecture=one.name, model="", name=one.name, load_path=LoadPath.ISOLATED, status="lost",
@@ -96,7 +97,8 @@ class _OpenCase:
         shutil.rmtree(self.scratch)
         if self.error is not None:
             return Captured(task=self.task, error=self.error)
-        engines = [self._engine(one) for one in self.task.case.engine_outputs]
+        judges = Stage.FORWARD in self.task.case.stages
+        engines = [self._engine(one) for one in self.task.case.engine_outputs if judges]
         manifest = CaptureManifest(
             schema=SCHEMA,
             tool=__version__,

@@ -116,7 +116,7 @@ def _tried(row: Row) -> Iterator[str]:
     if several := row.evidence.get("causes"):
         yield f"several explain it equally: {', '.join(map(str, several))}"
     if left := row.evidence.get("not_tried"):
-        yield f"not tried on a model of this size: {', '.join(map(str, left))}"
+        yield f"not tried, for this model: {', '.join(map(str, left))}"
 
 
 def _batches(engine: ComparedWorker, rows: _Wrong) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from consistency.capture.names import ADAPTER_OFF
 from consistency.capture.wording import some
 from consistency.numerics.rules import UNIT_ROUNDOFF, error_factor
 from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.model.merging import MergeRefusedError, adapted_layers
+from consistency.worker.model.merging import MergeRefusedError, adapted_layers, has_quantized_weight, weight_of
 from consistency.worker.stages.engine_outputs.layer_search import by_block, by_kind, named, search
 from consistency.worker.stages.engine_outputs.passes import (
     Passes,
@@ -35,6 +35,9 @@ _MOST_WORK = 1 << 35
 
 _MOST_MERGED = 1 << 30
 """Elements of the model's matrices up to which merges are tried, which hold a second copy of what they convert."""
+
+_LARGEST_LAYER = 1 << 26
+"""Elements of the largest layer that is merged for it: five arrays of it in float64 take 2.5 GiB."""
 
 _NAMES = {
     "one": Cause.SCALING_ONE, "twice": Cause.TWICE, "rslora ignored": Cause.RSLORA_IGNORED,
@@ -112,7 +115,10 @@ def explain(question: Question) -> Answer:
     for cause, places, share in _simple(question):
         if share <= 1:
             fits[cause] = places, share
-    if size <= _MOST_MERGED:
+    layers = [layer for _, layer in adapted_layers(model)]
+    if any(map(has_quantized_weight, layers)):
+        not_tried.append("merges into quantized weights")
+    elif size <= _MOST_MERGED and max((weight_of(layer).numel() for layer in layers), default=0) <= _LARGEST_LAYER:
         fits |= {cause: ("", share) for cause, share in _merged(question) if share <= 1}
     else:
         not_tried.append("merges in a narrower dtype")

@@ -21,7 +21,7 @@ from consistency.case.inference.outputs import Outputs, check_dtype, read_output
 from consistency.case.inference.request import MODES, OUTPUT
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
-from consistency.errors import InputError
+from consistency.errors import InputError, first_line
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import digest
@@ -32,7 +32,7 @@ from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule, judge_relative, passes, relative_allowance
 from consistency.worker.decisions.track import Track
 from consistency.worker.model.inputs import digest_of
-from consistency.worker.model.running import Activations
+from consistency.worker.model.running import Activations, is_of_the_model
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.engine_outputs.batches import record_batches
@@ -234,13 +234,19 @@ class _Engine:
 
         batch = self._passes(rows)
         one = batch if watch() is not None else self._passes(rows[:1])
-        found = explain(Question(
+        question = Question(
             mode=mode, wanted=wanted, seen=seen, share=share, samples=bound.samples,
             passes=batch, first=one,
             first_seen=first_seen, first_wanted=wanted[first],
             first_share=lambda explained: bound.share(measure_against_exact(wanted[first], explained, bound.tolerance)),
             on=on[rows], off=None if off is None else off[rows],
-        ))  # fmt: skip
+        )  # fmt: skip
+        try:
+            found = explain(question)
+        except Exception as error:  # model code of any kind may raise anything
+            if not is_of_the_model(error, self.forward.model):
+                raise
+            found = Answer(not_tried=(f"the rest, after {first_line(error)}",))
         return replace(found, rows=tuple(rows) if len(rows) < self.view.shape[0] else ())
 
     def _passes(self, rows: list[int]) -> Passes:
