@@ -1,0 +1,106 @@
+"""Where a worker's records and tensors go: lines of a file, and files named by what they hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from consistency.capture.folder import blob_key
+from consistency.capture.json_codec import encode_json
+from consistency.capture.records import IN_EVIDENCE, TensorRecord
+from consistency.case.load_path import LoadPath
+from consistency.errors import CaptureError
+from consistency.numerics.digest import as_bytes
+from consistency.numerics.dtype import name_of
+
+
+class RecordStore:
+    """Write records of one worker, one line at a time, so that a worker that dies leaves whole lines behind.
+
+    Parameters
+    ----------
+    folder : Path
+        The worker's own folder.
+    blobs : Path
+        The capture's content-addressed tensors, shared by all workers.
+    only : sequence of str
+        `stage::layer` prefixes to record; empty records everything.
+    remembers : bool
+        Keep the digests of what is recorded in `digests`, by stage, layer and tensor, for a soak to compare with.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        blobs: Path,
+        *,
+        only: Sequence[str] = (),
+        remembers: bool = False,
+    ) -> None:
+        self._file = (folder / "records.jsonl").open("ab", buffering=0)
+        self._blobs = blobs
+        self._only = tuple(only)
+        self._order = 0
+        self._load_path = ""
+        self._remembers = remembers
+        self.digests: dict[tuple[str, str, str], str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def wants(self, stage: str, layer: str) -> bool:
+        """Report whether anything of a layer is to be recorded."""
+        key = f"{stage}::{layer}"
+        return not self._only or any(
+            key == prefix or key.startswith((prefix + ".", prefix + "::")) or prefix == stage for prefix in self._only
+        )
+
+    @contextmanager
+    def on_load_path(self, load_path: LoadPath) -> Iterator[None]:
+        """Record what follows under an alternative load path."""
+        self._load_path = load_path.value
+        try:
+            yield
+        finally:
+            self._load_path = ""
+
+    def write(self, record: TensorRecord) -> None:
+        """Append a record. Readers of a report find in its evidence what it states in fields of their own."""
+        self._order += 1
+        if self._remembers and record.digest is not None and not self._load_path:
+            self.digests[record.key] = record.digest
+        stated = {key: getattr(record, field) for field, key in IN_EVIDENCE.items() if getattr(record, field)}
+        whole = msgspec.structs.replace(
+            record, order=self._order, load_path=self._load_path, evidence=stated | record.evidence
+        )
+        try:
+            os.write(self._file.fileno(), encode_json(whole) + b"\n")
+        except OSError as error:
+            raise CaptureError("cannot write the records", where=self._file.name, got=error) from error
+
+    def keep(self, tensor: torch.Tensor) -> str:
+        """Store a tensor under the hash of its bytes and return that name; equal bytes are stored once."""
+        host = tensor.detach().to("cpu").contiguous()
+        raw = as_bytes(host)
+        name = blob_key(name_of(host.dtype), host.shape, raw.numpy().data)
+        path = self._blobs / f"{name}.safetensors"
+        if not path.exists():
+            partial = self._blobs / f"{name}.{os.getpid()}.tmp"
+            try:
+                save_file({"tensor": host.clone() if host.untyped_storage().nbytes() != host.nbytes else host}, partial)
+                os.replace(partial, path)
+            except (OSError, SafetensorError) as error:
+                partial.unlink(missing_ok=True)
+                raise CaptureError("cannot store a tensor", where=path, got=error) from error
+        return name
