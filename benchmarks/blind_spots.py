@@ -15,7 +15,6 @@ import functools
 import importlib.metadata
 import io
 import platform
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.comparers import SLOW, SUMMARIES, TORCH, Comparer, installed
+from benchmarks.generated_parts import show
 from benchmarks.state_dicts import answers
 from consistency.devices.discovery import cpu_info
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
@@ -157,15 +157,6 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def replaced(page: str, name: str, text: str) -> str:
-    """Put a generated part between its marks on the page."""
-    begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
-    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    if not pattern.search(page):
-        raise ValueError(f"the page has no marks {begin} … {end}")
-    return pattern.sub(lambda _: f"{begin}\n{text}\n{end}", page)
-
-
 def generated(*, words_alone: bool = False) -> dict[str, str]:
     """Make the generated parts of the page."""
     parts = {"words": table_of_words()}
@@ -185,14 +176,7 @@ def main() -> None:
     parser.add_argument("--words", action="store_true", help="only the table of our own words")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    parts = generated(words_alone=arguments.words)
-    if arguments.write:
-        page = PAGE.read_text(encoding="utf-8")
-        for name, text in parts.items():
-            page = replaced(page, name, text)
-        PAGE.write_text(page, encoding="utf-8")
-    else:
-        print("\n\n".join(parts.values()))
+    show(generated(words_alone=arguments.words), PAGE, write=arguments.write)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import zoo
-from benchmarks.blind_spots import replaced
+from benchmarks.generated_parts import show
 from benchmarks.zoo import FIRST, MODELS, Combination
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
@@ -294,14 +294,7 @@ def main() -> None:
             took = {"wall": time.monotonic() - began, "processor": _of_children() - before, "status": status}
             (home / TOOK).write_text(json.dumps(took), encoding="utf-8")
             print(f"{model}: {took}", file=sys.stderr, flush=True)
-    parts = page(homes)
-    if given.write:
-        text = PAGE.read_text(encoding="utf-8")
-        for name, part in parts.items():
-            text = replaced(text, name, part)
-        PAGE.write_text(text, encoding="utf-8")
-    else:
-        print("\n\n".join(parts.values()))
+    show(page(homes), PAGE, write=given.write)
 
 
 def _of_children() -> float:

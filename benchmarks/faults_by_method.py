@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import zoo
-from benchmarks.blind_spots import replaced
+from benchmarks.generated_parts import show
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
@@ -286,14 +286,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.name}")
     given = parser.parse_args()
     zoo.quiet()
-    parts = generated(given.folder.resolve(), given.methods)
-    if not given.write:
-        print("\n\n".join(parts.values()))
-        return
-    page = PAGE.read_text(encoding="utf-8")
-    for name, text in parts.items():
-        page = replaced(page, name, text)
-    PAGE.write_text(page, encoding="utf-8")
+    show(generated(given.folder.resolve(), given.methods), PAGE, write=given.write)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks.blind_spots import replaced
+from benchmarks.generated_parts import show
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.case.options import Dtype, Options
 from consistency.case.preflight import prepare_case
@@ -319,14 +319,8 @@ def generated() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
-    parts = generated()
-    if not parser.parse_args().write:
-        print("\n\n".join(parts.values()))
-        return
-    page = PAGE.read_text(encoding="utf-8")
-    for name, text in parts.items():
-        page = replaced(page, name, text)
-    PAGE.write_text(page, encoding="utf-8")
+    given = parser.parse_args()
+    show(generated(), PAGE, write=given.write)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from benchmarks.blind_spots import PAGE, SET, our_word, replaced, table_of_words
+from benchmarks.blind_spots import PAGE, SET, our_word, table_of_words
+from benchmarks.generated_parts import replaced
 from consistency.errors import StructureError
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure

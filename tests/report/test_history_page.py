@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import html.parser
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +16,13 @@ from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER
 from tests.report.conftest import OpenPage
 from tests.report.made_comparisons import HOSTILE, SAFE
 from tests.report.made_histories import history_of, month, run, worker
+from tests.report.parsed_page import Page
 
 in_browser = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=NO_BROWSER)
 
 
-class Page(html.parser.HTMLParser):
-    """Elements with their attributes, and the text outside of the style."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self._in_style = False
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self._in_style = tag == "style"
-
-    def handle_endtag(self, tag: str) -> None:
-        self._in_style = self._in_style and tag != "style"
-
-    def handle_data(self, data: str) -> None:
-        if not self._in_style:
-            self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return re.sub(r"\s+", " ", "".join(self.texts))
-
-    def links(self) -> list[str | None]:
-        return [of.get("href") for tag, of in self.elements if tag == "a" and of.get("href") != "#devices"]
+def reports(page: Page) -> list[str | None]:
+    return [link for link in page.links() if link != "#devices"]
 
 
 def made(tmp_path: Path, *runs: Any, **of: Any) -> Page:
@@ -82,7 +55,7 @@ def test_runs_link_to_reports_that_are_here(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     places = [tmp_path / "run 1", tmp_path / "run-2", tmp_path / "gone", None]
     runs = [run(n, worker("cuda:0"), report=str(place or "")) for n, place in enumerate(places)]
-    assert made(tmp_path, *runs).links() == ["run%201/report.html", "run-2/suite.html"]
+    assert reports(made(tmp_path, *runs)) == ["run%201/report.html", "run-2/suite.html"]
 
 
 def test_of_several_runs_in_a_night_each_device_links_to_its_own(tmp_path: Path) -> None:
@@ -92,7 +65,7 @@ def test_of_several_runs_in_a_night_each_device_links_to_its_own(tmp_path: Path)
         (tmp_path / host / "report.html").touch()
         bad = worker("cuda:0", host, verdict="inconsistent" if host == "node-2" else "consistent")
         runs.append(run(0, bad, host=host, report=str(tmp_path / host)))
-    assert made(tmp_path, *runs).links() == [f"node-{n}/report.html" for n in (2, 2, 1)]
+    assert reports(made(tmp_path, *runs)) == [f"node-{n}/report.html" for n in (2, 2, 1)]
 
 
 def test_it_says_what_does_not_describe_hardware(tmp_path: Path) -> None:
@@ -119,7 +92,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     assert not {tag for tag, _ in page.elements} & {"script", "img"}
     assert SAFE in page.text
     assert "49" not in page.text.replace("{{7*7}}", "")
-    assert page.links() == []
+    assert reports(page) == []
 
 
 def test_without_escaping_the_names_break_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from consistency.capture.names import AFTER_A_PASS
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, some
 from consistency.case.stages import Stage
-from consistency.comparison.records import Records, tables_of
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
 
@@ -27,24 +26,17 @@ def find_quantized(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
 
 def _requantized(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     """Compare the error of requantizing with half a step and with what the adapter adds."""
-    of_tables: dict[int, list[TensorRecord]] = {}  # workers that saw the same share a table
-    merged = {}
-    for p in compared:
-        table = p.records.stage(Stage.MERGED)
-        if id(table) not in of_tables:
-            of_tables[id(table)] = [one for one in table.values() if "error_in_steps_max" in one.evidence]
-        if of_tables[id(table)]:
-            merged[p.label] = of_tables[id(table)]
+    merged = _having(compared, Stage.MERGED, lambda one: "error_in_steps_max" in one.evidence)
     if not merged:
         return
-    records = [record for found in of_tables.values() for record in found]
+    records = [one for found in {id(found): found for found in merged.values()}.values() for one in found]
     steps = max(float(record.evidence["error_in_steps_max"]) for record in records)
     rms = max(float(record.evidence["error_in_steps_rms"]) for record in records)
     shares = [share for record in records if (share := _share(record)) is not None]
     beside = ""
     if shares:
         beside = f"; that is {min(shares):.2g} to {max(shares):.2g} times the RMS of what the adapter adds"
-    weights = counted(max(len({record.layer for record in found}) for found in of_tables.values()), "weight")
+    weights = counted(max(len({record.layer for record in found}) for found in merged.values()), "weight")
     opening = f"merged · {some(list(merged))} · merging quantizes {weights} again"
     yield Finding(
         kind=REQUANTIZED,
@@ -59,6 +51,24 @@ def _requantized(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     )
 
 
+def _having(
+    compared: Sequence[ComparedWorker], stage: Stage, wanted: Callable[[TensorRecord], bool]
+) -> dict[str, list[TensorRecord]]:
+    """Return the wanted records of a stage by worker, without workers that have none.
+
+    Workers that saw the same share a table, and so the records.
+    """
+    of_tables: dict[int, list[TensorRecord]] = {}
+    found = {}
+    for p in compared:
+        table = p.records.stage(stage)
+        if id(table) not in of_tables:
+            of_tables[id(table)] = [one for one in table.values() if wanted(one)]
+        if of_tables[id(table)]:
+            found[p.label] = of_tables[id(table)]
+    return found
+
+
 def _share(record: TensorRecord) -> float | None:
     """Return error over delta, None where the adapter adds nothing."""
     error, delta = float(record.evidence["error_rms"]), float(record.evidence["delta_rms"])
@@ -66,15 +76,10 @@ def _share(record: TensorRecord) -> float | None:
 
 
 def _repacked(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
-    tables = tables_of(Records({Stage.BASE: p.records.stage(Stage.BASE)}) for p in compared)
-    rewritten = {
-        id(table): [one for one in table.values() if one.tensor == AFTER_A_PASS and one.status != "equal"]
-        for table in tables
-    }
-    found = {p.label: record for p in compared for record in rewritten[id(p.records.stage(Stage.BASE))]}
+    found = _having(compared, Stage.BASE, lambda one: one.tensor == AFTER_A_PASS and one.status != "equal")
     if not found:
         return
-    first = next(iter(found.values()))
+    first = next(iter(found.values()))[0]
     opening = f"base · {some(list(found))} · a forward pass rewrites quantized weights"
     yield Finding(
         kind=REPACKED,

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from consistency.worker.memory import mapped_pages
 from consistency.worker.memory.mapped_pages import release
+from tests.worker.memory.resident_pages import resident
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="only Linux reports pages")
 
@@ -27,17 +28,6 @@ def mapped(path: Path) -> dict[str, torch.Tensor]:
     with safe_open(path, framework="pt", device="cpu") as file:
         found = {name: file.get_tensor(name) for name in ("a", "b")}
     assert [float(tensor.sum()) for tensor in found.values()] == [SIZE, 2 * SIZE]
-    return found
-
-
-def resident(path: Path) -> int:
-    found, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        head = line.split(maxsplit=5)
-        if "-" in head[0] and not head[0].endswith(":"):
-            inside = len(head) == 6 and head[5] == str(path)
-        elif inside and head[0] == "Rss:":
-            found += int(head[1]) * 1024
     return found
 
 

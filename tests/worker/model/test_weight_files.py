@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from consistency.errors import InputError
 from consistency.worker.model.weight_files import WeightFiles, file_names
+from tests.worker.memory.resident_pages import resident
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -158,18 +159,6 @@ def test_a_pickle_that_was_allowed_still_runs_no_code(tmp_path: Path) -> None:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def resident_of(path: Path) -> int:
-    """Return how many bytes of a file are mapped into this process and resident."""
-    found, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        head = line.split(maxsplit=5)
-        if "-" in head[0] and not head[0].endswith(":"):
-            inside = len(head) == 6 and head[5] == str(path)
-        elif inside and head[0] == "Rss:":
-            found += int(head[1]) * 1024
-    return found
-
-
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what is resident of a file")
 def test_what_was_read_and_let_go_does_not_stay_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("consistency.worker.model.weight_files.MAPPED_BYTES", 4 * 2**20)
@@ -181,7 +170,7 @@ def test_what_was_read_and_let_go_does_not_stay_resident(tmp_path: Path, monkeyp
     most = 0
     for name, tensor in given.items():
         assert torch.equal(files.read(name), tensor)
-        most = max(most, resident_of(path))
+        most = max(most, resident(path))
     assert 2**20 <= most <= 16 * 2**20  # the mapping that is read, the one of `held`, and what the kernel reads ahead
     assert torch.equal(held, given["layers.0.weight"]), "a tensor in use keeps its bytes"
 
@@ -192,7 +181,7 @@ def test_files_that_are_let_go_are_mapped_anew(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2**20), "b": torch.ones(2**20)}, path)
     files = WeightFiles.of_base(str(tmp_path), allow_pickle=False)
     assert float(files.read("a").sum()) == 2**20
-    assert resident_of(path) >= 4 * 2**20
+    assert resident(path) >= 4 * 2**20
     files.let_go()
-    assert resident_of(path) == 0
+    assert resident(path) == 0
     assert float(files.read("b").sum()) == 2**20
