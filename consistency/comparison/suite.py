@@ -123,7 +123,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         Worst error/tolerance by worker.
     accepted : int
         Findings that the baseline accepts.
-    merging : tuple of Merging
+    merging, versions
         As in `Comparison`.
     """
 
@@ -146,6 +146,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     bound_ratios: dict[str, Real] = {}
     accepted: int = 0
     merging: tuple[Merging, ...] = ()
+    versions: dict[str, str] = {}
 
     @classmethod
     def of_error(
@@ -229,6 +230,15 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
         """Return the faults that were planted on purpose, a text for each."""
         found = (f.message for case in self.cases for f in case.findings if f.kind == PLANTED)
         return tuple(dict.fromkeys(text.removesuffix(" on purpose") for text in found))
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the libraries; where cases differ they are joined, in the order of the cases."""
+        found: dict[str, dict[str, None]] = {}
+        for case in self.cases:
+            for name, text in case.versions.items():
+                found.setdefault(name, {}).update(dict.fromkeys(text.split(", ")))
+        return {name: ", ".join(versions) for name, versions in found.items()}
 
     @property
     def workers(self) -> tuple[str, ...]:

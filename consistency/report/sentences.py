@@ -113,9 +113,12 @@ def origin_texts(comparison: Comparison) -> list[str]:
     """Return when, where and with which versions a report was made; nothing where that is unknown."""
     if comparison.created is None:
         return []
-    versions = {"consistency": __version__, **comparison.versions}
-    text = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return [time_text(comparison.created), comparison.host, text]
+    return [time_text(comparison.created), comparison.host, versions_text(comparison.versions)]
+
+
+def versions_text(versions: Mapping[str, str]) -> str:
+    """Write the versions of this tool and of the libraries: `consistency 0.1.0, torch 2.13.0`."""
+    return ", ".join(f"{name} {version}" for name, version in {"consistency": __version__, **versions}.items())
 
 
 def time_text(created: str) -> str:

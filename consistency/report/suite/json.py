@@ -21,6 +21,7 @@ def render(suite: SuiteResult, _: View) -> Iterator[bytes]:
             "schema": SCHEMA,
             "tool": __version__,
             **{name: table.pop(name) for name in ("created", "host", "command", "elapsed_s")},
+            "versions": suite.versions,
             **table,
             "verdict": suite.verdict,
             "sentence": suite.sentence,

@@ -56,6 +56,7 @@ def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) 
         bound_ratios={name: Real(ratio) for name, ratio in worst_ratios(comparison).items()},
         accepted=sum(finding.accepted is not None for finding in comparison.findings),
         merging=comparison.merging,
+        versions=comparison.versions,
     )  # fmt: skip
 
 

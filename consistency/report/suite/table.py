@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from consistency.capture.wording import and_more, counted
 from consistency.comparison.suite import CaseResult, SuiteResult, SuiteVerdict, worst_first
 from consistency.report.merging import merging_cell
-from consistency.report.sentences import command_text, profile_texts, time_text
+from consistency.report.sentences import command_text, profile_texts, time_text, versions_text
 from consistency.report.summary import Cell, merged, stage_order
 
 
@@ -106,8 +106,11 @@ def suite_facts(suite: SuiteResult) -> list[str]:
 
 
 def suite_origin(suite: SuiteResult) -> list[str]:
-    """Return when and where a suite ran, and its command line; nothing where that is unknown."""
-    return [f"{time_text(suite.created)} · {suite.host}", command_text(suite.command)] if suite.command else []
+    """Return when, where and with which versions a suite ran, and its command line; nothing where that is unknown."""
+    if not suite.command:
+        return []
+    about = [time_text(suite.created), suite.host, versions_text(suite.versions)]
+    return [" · ".join(about), command_text(suite.command)]
 
 
 def seconds(elapsed_s: float) -> str:

@@ -26,6 +26,7 @@ def test_every_field_of_the_contract_is_there() -> None:
     assert (table["verdict"], table["exit_status"], table["simulated"]) == ("incomplete", 3, False)
     assert table["counts"] == {"incomplete": 1, "inconsistent": 57, "unchecked": 1, "consistent": 41}
     assert table["not_looked_at"] == ["a second run"]
+    assert table["versions"] == {}, "nothing is known of cases made by hand"
     assert len(table["cases"]) == 100
     first = table["cases"][0]
     assert (first["name"], first["verdict"], first["elapsed_s"]) == ("lora-000", "inconsistent", 1.5)

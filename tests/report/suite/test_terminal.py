@@ -6,12 +6,14 @@ import msgspec
 import pytest
 
 from consistency.capture.merge_effect import MergeEffect
+from consistency.capture.version import __version__
 from consistency.comparison.history.drift import DRIFT
 from consistency.comparison.merging import judged
 from consistency.comparison.result import Finding
 from consistency.numerics.real import Real
 from consistency.report.suite.html import suite_as_html
 from consistency.report.suite.markdown import suite_as_markdown
+from consistency.report.suite.summarize import summarize
 from tests.report.made_comparisons import hostile
 from tests.report.suite.made_suites import case, good, lost, many, suite, unusable, zeros, zeros_finding
 from tests.report.suite.printed import printed
@@ -126,3 +128,16 @@ def test_what_merging_does_has_a_column() -> None:
     assert "| 1.00× merge |" in suite_as_markdown(found)
     assert "<td>1.00× merge</td>" in suite_as_html(found)
     assert "merging" not in printed(suite(case("bob", good())))
+
+
+def test_the_head_has_the_versions_of_all_cases() -> None:
+    """As the report of a case has; where cases differ in one, all of them are there, each once."""
+    versions: list[dict[str, str]] = [{"torch": "2.13.0", "peft": "0.21.2"}, {"torch": "2.12.0, 2.13.0"}]
+    cases = [msgspec.structs.replace(case(f"{n}", good()), versions=found) for n, found in enumerate(versions)]
+    ran = msgspec.structs.replace(suite(*cases, unusable("gone")), host="node-7", command=("consistency", "run"))
+    assert ran.versions == {"torch": "2.13.0, 2.12.0", "peft": "0.21.2"}
+    head = f"2026-03-01 02:00 UTC · node-7 · consistency {__version__}, torch 2.13.0, 2.12.0, peft 0.21.2"
+    for text in (printed(ran, width=200), suite_as_markdown(ran), suite_as_html(ran)):
+        assert head in text
+    found = msgspec.structs.replace(good(), versions=versions[0])
+    assert summarize("one", "cases/one", found, 1.0).versions == versions[0]
