@@ -15,13 +15,12 @@ from tests.report.made_comparisons import comparison, faulty
 from tests.report.status.made_statuses import status
 from tests.report.suite.made_suites import good, lost
 
-NOW = datetime.datetime.now(datetime.UTC)
-
 
 def leave(folder: Path, found: Comparison, hours: float = 1.0) -> str:
     """Leave a result of some hours ago; return its folder."""
+    now = datetime.datetime.now(datetime.UTC)  # not when this module was imported: a whole run of the tests takes long
     (folder / "report.json").write_text("{}")
-    ended = NOW - datetime.timedelta(hours=hours)
+    ended = now - datetime.timedelta(hours=hours)
     (folder / "status.json").write_bytes(encode_json(status(found, created=ended)))
     return str(folder)
 
