@@ -22,7 +22,7 @@ settings.load_profile("consistency")
 
 
 _PROCESSES = re.compile(
-    r"runpytest_subprocess\(|run_on_double\(|dropped_copies|double\.python\(|\bcli\(|pipeline\.run\(|processes=True|"
+    r"runpytest_subprocess\(|run_on_double\(|double\.python\(|\bcli\(|pipeline\.run\(|processes=True|"
     r"Popen\(|subprocess\.run\("
 )
 """What starts a process in a file of tests."""

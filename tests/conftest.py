@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,12 +25,14 @@ from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.reading import make_options
 from consistency.case.suite import SuiteOptions
+from consistency.cli.main import main
 from consistency.comparison.result import Comparison
 from consistency.devices.host import HostFacts
 from consistency.workflows import pipeline, suite
 from tests.accelerator.fixtures import double, run_on_double, shared_temp  # noqa: F401 - fixtures for all tests
 from tests.launch.fleet.ray_cluster import ray_nodes  # noqa: F401 - the same
 from tests.launch.fleet.slurm_cluster import slurm  # noqa: F401 - the same
+from tests.launch.in_this_process import in_this_process
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -38,6 +43,17 @@ class FinishedRun:
 
     process: subprocess.CompletedProcess[str]
     folder: Path
+
+
+class _Output(io.TextIOWrapper):
+    """What a command writes, as text and as bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8", write_through=True)
+
+    def text(self) -> str:
+        self.seek(0)
+        return self.read()
 
 
 def command(*arguments: object) -> list[str]:
@@ -51,6 +67,30 @@ def cli() -> Cli:
     def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
         options.setdefault("timeout", 300)
         return subprocess.run(command(*arguments), capture_output=True, text=True, check=False, **options)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def cli_here() -> Cli:
+    """Run the command line in this process, its workers too, where neither is what a test is about."""
+
+    def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        out, err = _Output(), _Output()
+        words = [str(argument) for argument in arguments]
+        handler = signal.getsignal(signal.SIGTERM)
+        with contextlib.ExitStack() as stack:
+            stack.callback(signal.signal, signal.SIGTERM, handler)  # the command line takes it for itself
+            stack.enter_context(in_this_process())
+            stack.enter_context(contextlib.redirect_stdout(out))
+            stack.enter_context(contextlib.redirect_stderr(err))
+            if cwd is not None:
+                stack.enter_context(contextlib.chdir(cwd))
+            try:
+                status = main(words)
+            except SystemExit as ended:  # `--help` and `--version`
+                status = int(ended.code or 0)
+        return subprocess.CompletedProcess(words, status, out.text(), err.text())
 
     return run
 
@@ -70,13 +110,14 @@ def finished_run(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Finished
 
 @pytest.fixture
 def run_with_faults() -> Callable[..., Comparison]:
-    """Run a built-in case with faults planted in its workers."""
+    """Run a built-in case with faults planted in its workers, which are in this process."""
 
     def run(faults: dict[str, str], **options: Any) -> Comparison:
         options = {"base": "builtin:llama", "devices": ("cpu", "cpu@baseline"), **options}
         plan = pipeline.prepare(make_options(options))
         plan = dataclasses.replace(plan, faults=faults)
-        return pipeline.run(plan, None, watch=lambda *_: None).comparison
+        with in_this_process():
+            return pipeline.run(plan, None, watch=lambda *_: None).comparison
 
     return run
 
@@ -88,18 +129,20 @@ RunSuiteWithFaults = Callable[..., dict[str, Comparison]]
 def run_suite_with_faults() -> RunSuiteWithFaults:
     """Run cases in one set of workers, with faults by case and device: a process for each run costs most of its time.
 
-    That nothing of a case, nor of a fault, is left for the next one is seen in test_kept_base.py and test_faults.py.
+    The workers are in this process, unless a fault ends them or the kernels of a variant matter. That nothing of a
+    case, nor of a fault, is left for the next one is seen in test_kept_base.py and test_faults.py.
     """
 
     def run(
-        cases: dict[str, dict[str, Any]], faults: dict[str, dict[str, str]], **shared: Any
+        cases: dict[str, dict[str, Any]], faults: dict[str, dict[str, str]], *, processes: bool = False, **shared: Any
     ) -> dict[str, Comparison]:
         shared = {"base": "builtin:llama", "devices": ("cpu", "cpu@baseline"), **shared}
         options = tuple(make_options({**shared, **own, "name": name}) for name, own in cases.items())
         plan = suite.prepare_suite(SuiteOptions(name="faults", shared=make_options(shared), cases=options))
         found: dict[str, Comparison] = {}
         plan = dataclasses.replace(plan, faults=faults)
-        result = suite.run_suite(plan, None, watch=lambda *_: None, each=found.__setitem__)
+        with contextlib.nullcontext() if processes else in_this_process():
+            result = suite.run_suite(plan, None, watch=lambda *_: None, each=found.__setitem__)
         assert {case.name: case.error for case in result.cases if case.error is not None} == {}
         return found
 

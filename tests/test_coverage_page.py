@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import coverage, zoo
 from benchmarks.coverage import PAGE, Notes
+from tests.conftest import Cli
 
 ALWAYS = ("ADALORA", "IA3", "LOHA", "LORA")
 """Methods whose cells depend on no kernel: nothing of them is recomputed on loading."""
@@ -28,11 +29,12 @@ def test_every_combination_is_on_the_page_and_nothing_else() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn while saving
-def test_a_run_of_today_gives_the_cells_of_the_page(tmp_path: Path) -> None:
+def test_a_run_of_today_gives_the_cells_of_the_page(tmp_path: Path, cli_here: Cli) -> None:
     home = tmp_path / "bert"
     home.mkdir()
     coverage.prepare("bert", home, only=ALWAYS)
-    assert coverage.run(home, coverage.STAGES) == 0, (home / "run.log").read_text(encoding="utf-8")
+    done = cli_here("run", home / "suite.toml", "--out", home / "out", "--stages", ",".join(coverage.STAGES))
+    assert done.returncode == 0, done.stdout + done.stderr
     notes = Notes()
     found = list(coverage.rows(home, "bert", notes))
     assert {row.method for row in found} == set(ALWAYS)

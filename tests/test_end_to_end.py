@@ -92,11 +92,11 @@ def test_bfloat16_and_other_models(cli: Cli, tmp_path: Path) -> None:
         assert not any(row["status"] in BAD for row in rows(report, "operators", "merged", "forward", "gradient"))
 
 
-def test_one_token_is_too_little_to_judge_by(cli: Cli, tmp_path: Path) -> None:
+def test_one_token_is_too_little_to_judge_by(cli_here: Cli, tmp_path: Path) -> None:
     """With one row per activation luck allows more than the activations are large; the embeddings are exact bits."""
     inputs = {"input_ids": np.array([[5]]), "attention_mask": np.array([[1]])}
     save_file(inputs, tmp_path / "one.safetensors")
-    done = cli(
+    done = cli_here(
         "run", "--devices", "cpu", "--stages", "forward", "--inputs", tmp_path / "one.safetensors",
         "--out", tmp_path / "out",
     )  # fmt: skip
@@ -131,7 +131,7 @@ class Flipped:
 
 
 @pytest.fixture(scope="module")
-def flipped(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Flipped]:
+def flipped(cli_here: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Flipped]:
     home = tmp_path_factory.mktemp("apart")
     found: dict[str, Flipped] = {}
     for name, (element, bit) in FLIPPED.items():
@@ -147,7 +147,7 @@ def flipped(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fli
             for name in FLIPPED:
                 copied = f'adapter = "copied/{name}"\n' if host == "host-b" else ""
                 file.write(f'[[case]]\nname = "{name}"\nbase = "builtin:{name}"\n{copied}')
-        assert cli("capture", config, "--out", home / host).returncode == 0
+        assert cli_here("capture", config, "--out", home / host).returncode == 0
         for name in FLIPPED:
             (home / host / "cases" / name).rename(home / name / host)
     return found
@@ -155,11 +155,11 @@ def flipped(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fli
 
 @pytest.mark.parametrize(("name", "element", "bit"), [(name, *where) for name, where in FLIPPED.items()])
 def test_one_flipped_bit_between_captures_made_apart(
-    cli: Cli, tmp_path: Path, flipped: dict[str, Flipped], name: str, element: int, bit: int
+    cli_here: Cli, tmp_path: Path, flipped: dict[str, Flipped], name: str, element: int, bit: int
 ) -> None:
     made, key, shape = flipped[name].folder, flipped[name].key, flipped[name].shape
 
-    done = cli("compare", made / "host-a", made / "host-b", "--out", tmp_path / "report")
+    done = cli_here("compare", made / "host-a", made / "host-b", "--out", tmp_path / "report")
 
     assert done.returncode == 1, done.stdout + done.stderr
     report = read(tmp_path / "report")

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.faults_by_method import FAULTS_OF, METHODS, PAGE, cell, listed, run
 from consistency.worker.faults.catalogue import FAULTS
+from tests.launch.in_this_process import in_this_process
 
 FEWEST = 8
 """Methods other than LoRA in which a fault of every kind of stage has to be found."""
@@ -47,6 +48,7 @@ def _all_found(cells: list[str]) -> bool:
 @pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn while saving
 def test_a_run_of_today_finds_what_the_page_has(tmp_path: Path) -> None:
     page = {(method, fault): text for _, method, fault, text in listed(PAGE.read_text(encoding="utf-8"))}
-    (found,) = run(tmp_path, HERE, only=ONE_OF_EACH)
+    with in_this_process():
+        (found,) = run(tmp_path, HERE, only=ONE_OF_EACH)
     assert found.healthy == ""
     assert {name: cell(row) for name, row in found.rows.items()} == {name: page[HERE[0], name] for name in ONE_OF_EACH}

@@ -1,4 +1,4 @@
-"""The tool on four devices that are none: what it says where all is well, and where two of them are sent nothing."""
+"""The tool on devices that are none: what it says where all is well, and where one of them is sent nothing."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from consistency.comparison.result import TensorComparison
 
 from .fixtures import Double, RunOnDouble, RunsOnDouble
 
-NPUS = [f"npu:{index}" for index in range(4)]
-DROPPED = [{"from": "npu:0", "to": f"npu:{to}", "does": "drop"} for to in (1, 3)]
+NPUS = [f"npu:{index}" for index in range(3)]
+DROPPED = [{"from": "npu:0", "to": "npu:1", "does": "drop"}]
 
 
 @pytest.fixture(scope="module")
 def faulty(run_on_double: RunsOnDouble) -> RunOnDouble:
-    """Run on devices of two architectures, two of which get nothing from device 0."""
-    stages = "transfer,operators,base,adapter,merged,forward,memory"  # no test here is about the others
-    return run_on_double({"architectures": ["A", "A", "B", "B"], "copies": DROPPED, "fill": 203}, stages=stages)
+    """Run on devices of two architectures, one of which gets nothing from device 0."""
+    settings = {"devices": 3, "architectures": ["A", "A", "B"], "copies": DROPPED, "fill": 203}
+    return run_on_double(settings, stages="transfer,operators,base,adapter,merged,forward,memory")  # as tests here need
 
 
 def on_load_path(run: RunOnDouble, load_path: str, *stages: str) -> list[TensorComparison]:
@@ -32,7 +32,7 @@ def test_dropped_copies_are_found_on_the_shared_road_alone(faulty: RunOnDouble) 
     assert faulty.process.returncode == 1, faulty.process.stderr
     factors = [t for t in on_load_path(faulty, "shared", "adapter") if t.tensor in ("lora_A", "lora_B")]
     assert len(factors) == 56
-    assert {t.classes for t in factors} == {(("cpu", "npu:0", "npu:2"), ("npu:1", "npu:3"))}
+    assert {t.classes for t in factors} == {(("cpu", "npu:0", "npu:2"), ("npu:1",))}
     assert {(t.tensor, row.diagnosis) for t in factors for row in t.rows if row.status != "equal"} == {
         ("lora_A", "fresh-init"),
         ("lora_B", "zeros"),
@@ -44,12 +44,12 @@ def test_dropped_copies_are_found_on_the_shared_road_alone(faulty: RunOnDouble) 
 
 def test_findings_name_the_road_and_no_device_that_is_well(faulty: RunOnDouble) -> None:
     errors = [f for f in faulty.comparison.findings if f.severity == "error"]
-    assert {f.workers for f in errors} == {("npu:1", "npu:3")}
+    assert {f.workers for f in errors} == {("npu:1",)}
     moved = [f for f in errors if f.message.startswith("adapter")]
     assert {f.kind for f in moved} == {"zeros", "fresh-init"}
     for finding in moved:
         assert "when all devices are visible, and correct when isolated" in finding.message
-        assert "peer copies 0→1 and 0→3 drop data; 0→2 is fine" in finding.message
+        assert "peer copies 0→1 drop data; 0→2 is fine" in finding.message
     computed = [f for f in errors if f.message.startswith(("merged", "forward"))]
     assert computed
     assert all(f.message.endswith("caused by the wrong bytes above") for f in computed)
@@ -58,7 +58,7 @@ def test_findings_name_the_road_and_no_device_that_is_well(faulty: RunOnDouble) 
 def test_devices_form_architectures(faulty: RunOnDouble) -> None:
     groups = {group["name"]: group["workers"] for group in faulty.report["architectures"]}
     assert groups.pop("npu A (simulated)") == ["npu:0", "npu:1"]
-    assert groups.pop("npu B (simulated)") == ["npu:2", "npu:3"]
+    assert groups.pop("npu B (simulated)") == ["npu:2"]
     assert list(groups.values()) == [["cpu"]]
     for stage in ("merged", "forward"):
         found = on_load_path(faulty, "isolated", stage)
@@ -66,34 +66,33 @@ def test_devices_form_architectures(faulty: RunOnDouble) -> None:
         for tensor in found:
             owner = {name: number for number, names in enumerate(tensor.classes) for name in names}
             assert owner["npu:0"] == owner["npu:1"]
-            assert owner["npu:2"] == owner["npu:3"]
         assert any(len(tensor.classes) == 3 for tensor in found)
 
 
 def test_devices_alone_are_consistent(faulty: RunOnDouble) -> None:
-    """What the workers saw that no copy between devices could harm, compared by itself: four healthy devices."""
+    """What the workers saw that no copy between devices could harm, compared by itself: healthy devices."""
     capture = read_capture(faulty.folder / "captures")
     alone = tuple(worker for worker in capture.workers if worker.info.load_path == "isolated")
     found = compare([msgspec.structs.replace(capture, workers=alone)])
-    assert len(found.workers) == 5
+    assert len(found.workers) == 4
     assert found.verdict == "consistent"
     assert [f for f in found.findings if f.severity != "note"] == []
 
 
 def test_default_road_through_device_0_is_a_warning(faulty: RunOnDouble) -> None:
     warned = [f for f in faulty.comparison.findings if f.severity == "warning"]
-    assert {(f.kind, f.workers) for f in warned} == {("touched", ("npu:1", "npu:2", "npu:3"))}
+    assert {(f.kind, f.workers) for f in warned} == {("touched", ("npu:1", "npu:2"))}
     assert "loading the adapter allocated 256 KiB on npu:0 and released it on load path shared" in warned[0].message
 
 
 def test_every_worker_met_the_device_that_was_meant(faulty: RunOnDouble) -> None:
     there = [w for w in faulty.report["workers"] if w["name"] != "cpu"]
-    assert len(there) == 8
+    assert len(there) == 6
     for worker in there:
         assert worker["environment"]["device_uuid"] == worker["uuid"]
         shown = worker["environment"]["variables"].get("ASCEND_RT_VISIBLE_DEVICES")
         assert shown == (worker["name"].removeprefix("npu:") if worker["road"] == "isolated" else None)
-    assert len({w["uuid"] for w in there}) == 4
+    assert len({w["uuid"] for w in there}) == 3
 
 
 def test_no_simulated_device_is_told_as_a_real_one(faulty: RunOnDouble) -> None:
@@ -103,7 +102,7 @@ def test_no_simulated_device_is_told_as_a_real_one(faulty: RunOnDouble) -> None:
     others = lines[lines.index("") + 1 :]  # when, where and by which command come before
     assert title.endswith("SIMULATED DEVICES")
     verdict = " ".join(line.strip() for line in others[: others.index("")])
-    assert verdict.endswith("; simulated: npu:0, npu:1, npu:2, npu:3")
+    assert verdict.endswith("; simulated: npu:0, npu:1, npu:2")
     lines = [line for line in others if "oftware accelerator" in line]
     assert lines
     assert all("(simulated)" in line for line in lines)
@@ -115,7 +114,7 @@ def test_pytest_on_a_healthy_device(double: Double, pytester: pytest.Pytester, m
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")  # they take long to import
     done = pytester.runpytest_subprocess(
         "--consistency-base", "builtin:llama", "--consistency-devices", "cpu,npu:2", "--consistency-roads", "shared",
-        "--junitxml", "out.xml",
+        "--consistency-level", "quick", "--junitxml", "out.xml",
     )  # fmt: skip
     assert done.ret == 0
     done.stdout.fnmatch_lines(["consistency: llama, *, on cpu, npu:2 (simulated)"])

@@ -131,11 +131,11 @@ def test_url_that_leads_nowhere(tmp_path: Path, url: str) -> None:
         fetch(url, tmp_path)
 
 
-def test_command_writes_one_file_and_compares_it(cli: Cli, tmp_path: Path) -> None:
-    made = cli("capture", "--devices", "cpu", "--stages", "adapter", "--out", tmp_path / "a.zip")
+def test_command_writes_one_file_and_compares_it(cli_here: Cli, tmp_path: Path) -> None:
+    made = cli_here("capture", "--devices", "cpu", "--stages", "adapter", "--out", tmp_path / "a.zip")
     assert made.returncode == 0, made.stderr
-    assert cli("capture", "--devices", "cpu", "--stages", "adapter", "--out", tmp_path / "a.zip").returncode == 2
-    done = cli("compare", tmp_path / "a.zip")
+    assert cli_here("capture", "--devices", "cpu", "--stages", "adapter", "--out", tmp_path / "a.zip").returncode == 2
+    done = cli_here("compare", tmp_path / "a.zip")
     assert done.returncode == 0, done.stderr
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.zip"]
 

@@ -18,8 +18,8 @@ from consistency.workflows.doctor import doctor_plan
 from tests.conftest import Cli
 
 
-def test_doctor_without_any_model(cli: Cli, tmp_path: Path) -> None:
-    done = cli("doctor", "--devices", "cpu", "--level", "quick", "--json", "--out", tmp_path / "out")
+def test_doctor_without_any_model(cli_here: Cli, tmp_path: Path) -> None:
+    done = cli_here("doctor", "--devices", "cpu", "--level", "quick", "--json", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["verdict"] == "consistent"
@@ -35,7 +35,7 @@ def test_doctor_without_any_model(cli: Cli, tmp_path: Path) -> None:
     events = (capture.folder / "workers" / "cpu.isolated" / "events.jsonl").read_text()
     assert "import libraries" not in events
     assert "load base" not in events
-    again = cli("doctor", "--devices", "cpu", "--out", tmp_path / "out")
+    again = cli_here("doctor", "--devices", "cpu", "--out", tmp_path / "out")
     assert (again.returncode, "in the way" in again.stderr) == (2, True)
 
 

@@ -17,29 +17,29 @@ from consistency.workflows.drill import Trial, _not_planted, _row, check_healthy
 from tests.conftest import Cli
 
 
-def test_drill_of_two_faults(cli: Cli, tmp_path: Path) -> None:
-    chosen = ("--only", "adapter-bit-flip", "--only", "killed")
-    done = cli("drill", *chosen, "--json", "--out", tmp_path)
+def test_drill_of_two_faults(cli_here: Cli, tmp_path: Path) -> None:
+    chosen = ("--only", "adapter-bit-flip", "--only", "out-of-memory")
+    done = cli_here("drill", *chosen, "--json", "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(done.stdout)
     assert [(row["fault"], row["expected"], row["named"], row["found"]) for row in rows] == [
         ("adapter-bit-flip", "bit-flip", "bit-flip", True),
-        ("killed", "lost-worker", "lost-worker", True),
+        ("out-of-memory", "lost-worker", "lost-worker", True),
     ]
     assert all({"case", "worker"} <= set(row) and row["planted"] for row in rows)
     for row in rows:
         report = json.loads((tmp_path / row["fault"] / "report.json").read_text())
         assert report["verdict"] != "consistent"
-    again = cli("drill", *chosen, "--out", tmp_path)
+    again = cli_here("drill", *chosen, "--out", tmp_path)
     assert again.returncode == 2
     assert "in the way" in again.stderr
 
 
-def test_drill_of_a_case_of_ones_own(cli: Cli, tmp_path: Path) -> None:
+def test_drill_of_a_case_of_ones_own(cli_here: Cli, tmp_path: Path) -> None:
     """What cannot be planted has a row with the reason, and fails nothing."""
     chosen = ("--only", "adapter-zeros", "--only", "merge-zeros", "--only", "forward-off")
     case = ("--base", "builtin:gpt2", "--dtype", "bfloat16", "--devices", "cpu,cpu@baseline")
-    done = cli("drill", *case, *chosen, "--json", "--out", tmp_path)
+    done = cli_here("drill", *case, *chosen, "--json", "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     by_name = {row["fault"]: row for row in json.loads(done.stdout)}
     for fault in ("adapter-zeros", "merge-zeros"):
@@ -61,10 +61,10 @@ def test_a_case_with_findings_of_its_own_is_refused() -> None:
     assert refused.value.parts["got"] == "adapter · cuda:1 · zeros"
 
 
-def test_unknown_fault(cli: Cli) -> None:
+def test_unknown_fault(cli_here: Cli) -> None:
     with pytest.raises(UsageError, match="unknown fault: rain"):
         choose(["rain"])
-    assert cli("drill", "--only", "rain").returncode == 2
+    assert cli_here("drill", "--only", "rain").returncode == 2
 
 
 def test_fault_that_needs_two_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ Run = Callable[..., Comparison]
 def found_in(run_suite_with_faults: RunSuiteWithFaults) -> dict[str, Comparison]:
     """Run on kernels of which some multiply in bfloat16, if this processor has units for it, and some do not."""
     planted = {name: {FAULTY: name} for name in CASES if name != "healthy"}
-    return run_suite_with_faults(CASES, planted, **DEPLOYED)
+    return run_suite_with_faults(CASES, planted, processes=True, **DEPLOYED)
 
 
 @pytest.fixture

@@ -163,24 +163,24 @@ def test_without_several_cases_there_is_no_suite() -> None:
         consistency.run_suite(base="builtin:llama")
 
 
-def test_the_command_line_narrows_a_suite_and_exits_by_its_verdict(cli: Cli, config: Path) -> None:
-    done = cli("run", config, "--case", "broken", "--json")
+def test_the_command_line_narrows_a_suite_and_exits_by_its_verdict(cli_here: Cli, config: Path) -> None:
+    done = cli_here("run", config, "--case", "broken", "--json")
     assert done.returncode == 2, done.stderr
     assert [case["name"] for case in json.loads(done.stdout)["cases"]] == ["broken"]
-    done = cli("run", config, "--case", "nothing")
+    done = cli_here("run", config, "--case", "nothing")
     assert done.returncode == 2
     assert "no case has such a name" in done.stderr
-    done = cli("run", "--case", "x")
+    done = cli_here("run", "--case", "x")
     assert "there is only one case" in done.stderr
 
 
-def test_captures_of_a_suite_lie_by_case(cli: Cli, config: Path, tmp_path: Path) -> None:
+def test_captures_of_a_suite_lie_by_case(cli_here: Cli, config: Path, tmp_path: Path) -> None:
     out = tmp_path / "captures"
-    done = cli("capture", config, "--case", "one,broken", "--stages", "base", "--out", out, "--json")
+    done = cli_here("capture", config, "--case", "one,broken", "--stages", "base", "--out", out, "--json")
     assert done.returncode == 2, done.stderr
     found = json.loads(done.stdout)["cases"]
     assert found["one"]["workers"][0]["status"] == "ok"
     assert found["broken"]["error"]["where"].startswith(str(config.parent))
     assert (out / "cases/one/capture.json").exists()
-    refused = cli("capture", config, "--out", tmp_path / "x.zip")
+    refused = cli_here("capture", config, "--out", tmp_path / "x.zip")
     assert "the captures of a suite need a folder" in refused.stderr

@@ -17,6 +17,7 @@ from consistency.cli.main import main
 from consistency.comparison.history.store import History
 from consistency.comparison.suite import SuiteResult
 from consistency.workflows.suite import prepare_suite, run_suite
+from tests.launch.in_this_process import in_this_process
 from tests.report.suite.printed import printed
 
 CONFIG = """
@@ -46,7 +47,8 @@ def ran(home: Path) -> SuiteResult:
     faults = {name: {"cpu": "adapter-bit-flip"} for name in ("alice", "carol")}
     plan = dataclasses.replace(prepare_suite(options), faults=faults)
     history = History(str(home / "history"))
-    return run_suite(plan, home / "out", watch=lambda *_: None, history=history)
+    with in_this_process():
+        return run_suite(plan, home / "out", watch=lambda *_: None, history=history)
 
 
 def test_one_cause_is_one_finding_with_a_command_that_works(

@@ -31,6 +31,7 @@ from consistency.workflows.reproduce.folder import reproduce
 from consistency.workflows.reproduce.trial import Reproduced, try_script
 from consistency.workflows.second_adapter import several_adapters
 from tests.conftest import Cli, MakeCapture
+from tests.launch.in_this_process import in_this_process
 
 FAULTY = "cpu@baseline"
 
@@ -42,7 +43,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stages = (Stage.ADAPTER, Stage.MERGED, Stage.FORWARD)
     options = Options(base="builtin:llama", devices=("cpu", FAULTY), stages=stages)
     plan = dataclasses.replace(pipeline.prepare(options), faults={FAULTY: "adapter-zeros"})
-    pipeline.run(plan, out, watch=lambda *_: None)
+    with in_this_process():
+        pipeline.run(plan, out, watch=lambda *_: None)
     return out
 
 
@@ -88,7 +90,8 @@ def test_several_adapters_of_one_model(tmp_path: Path) -> None:
         options = Options(base="builtin:llama", adapters=adapters, devices=("cpu", FAULTY), stages=(Stage.ADAPTERS,))
         faults = {"cpu": "hotswap-leaves-one", FAULTY: "merge-bit-flip"}
         plan = dataclasses.replace(pipeline.prepare(options), faults=faults)
-        pipeline.run(plan, tmp_path / "out", watch=lambda *_: None)
+        with in_this_process():
+            pipeline.run(plan, tmp_path / "out", watch=lambda *_: None)
     findings = json.loads((tmp_path / "out" / "report.json").read_text())["findings"]
     for kind, script in {"stale": "to a device unchanged", "bit-flip": "computes nothing again"}.items():
         number = next(i for i, f in enumerate(findings, start=1) if f["kind"] == kind)
@@ -130,8 +133,10 @@ def test_damaged_tensors_are_refused(made: dict[str, Reproduced], tmp_path: Path
     assert "damaged" in done.stderr
 
 
-def test_command_says_what_came_of_it(report: Path, tmp_path: Path, cli: Cli) -> None:
-    done = cli("reproduce", report / "report.json", "--finding", number_of(report, "adapter"), "--out", tmp_path / "r")
+def test_command_says_what_came_of_it(report: Path, tmp_path: Path, cli_here: Cli) -> None:
+    done = cli_here(
+        "reproduce", report / "report.json", "--finding", number_of(report, "adapter"), "--out", tmp_path / "r"
+    )
     assert done.returncode == 0, done.stderr
     assert "not reproduced: it does not happen on this machine now; the recorded bytes show it" in done.stdout
     assert (tmp_path / "r" / "load_with_peft.py").exists()
