@@ -52,7 +52,8 @@ def layers_to_cut(several: Several, weights: Sequence[float]) -> Sample:
     for path, layer in adapted_layers(several.model):
         for factors in factors_of(several, path, layer, weights):
             shorter, longer = sorted((factors.rows, factors.columns))
-            if not isinstance(layer, (lora.Linear, lora.Embedding, lora.Conv2d, lora.MultiheadAttention)):
+            is_product = isinstance(layer, (lora.Linear, lora.Embedding, lora.Conv2d, lora.MultiheadAttention))
+            if not is_product or getattr(layer.get_base_layer(), "groups", 1) > 1:  # the factors of a group are smaller
                 others += 1
             elif shorter * longer > CUT_ELEMENTS or longer > _LONGEST:
                 large += 1
