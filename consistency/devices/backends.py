@@ -96,6 +96,14 @@ class Backend:
         Whether a context of this process on a device can be observed without creating one.
     synchronizes_one : bool
         Whether `synchronize` takes a device.
+    package : str or None
+        The package without which torch cannot use the type, for one that `torch.accelerator` does not list.
+    interface : str or None
+        The module that has the functions of `torch.<type>`, where torch has no such module.
+    rounds_each_step : bool
+        Whether each step of an operation on half types gives a half type: a compiler is handed single steps.
+    asked_by : str or None
+        The variable by which a user says that this backend is to be used; without it none of its devices is found.
     environment : mapping of str to str
         Variables that every worker needs, on any device: libraries read them before the worker could set them.
     pinned_environment : mapping of str to str
@@ -119,6 +127,10 @@ class Backend:
     by_nvml: bool = False
     shows_contexts: bool = False
     synchronizes_one: bool = True
+    package: str | None = None
+    interface: str | None = None
+    asked_by: str | None = None
+    rounds_each_step: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     pinned_environment: Mapping[str, str] = field(default_factory=dict)
     inherited: tuple[str, ...] = ()
@@ -202,6 +214,16 @@ BACKENDS: dict[str, Backend] = {
         ),
         Backend(type="npu", visibility="ASCEND_RT_VISIBLE_DEVICES"),
         Backend(type="mps", builds=("darwin",), synchronizes_one=False),
+        Backend(
+            type="xla",  # TPUs, and on a CPU as many devices as CPU_NUM_DEVICES has
+            package="torch_xla",
+            interface="consistency.devices.xla",
+            asked_by="PJRT_DEVICE",  # torch_xla would choose by itself
+            inherited=("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16"),
+            recorded=("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_PERSISTENT_CACHE_PATH"),
+            rounds_each_step=True,  # docs/xla.md
+            variants=(),  # XLA follows none of torch's switches
+        ),
     )
 }  # fmt: skip
 

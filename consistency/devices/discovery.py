@@ -78,7 +78,7 @@ def cpu_flags() -> frozenset[str]:
 
 def accelerators() -> tuple[DeviceInfo, ...]:
     """Return every visible accelerator, in the order in which torch numbers them in a worker."""
-    return _nvidia() or _probed()
+    return (*(_nvidia() or _probed()), *(info for kind in _plugged_in() for info in _ask(kind)))
 
 
 def _auto() -> tuple[DeviceInfo, ...]:
@@ -107,13 +107,25 @@ def _find(spec: DeviceSpec) -> DeviceInfo:
         f"this machine has no device {spec.name}",
         got=", ".join(names),
         where="--devices",
-        hint=(_meant_device(spec, names) or listed) + build,
+        hint=_not_asked(spec) or (_meant_device(spec, names) or listed) + build,
     )
+
+
+def _not_asked(spec: DeviceSpec) -> str | None:
+    """Return what a type of device still needs before torch can have it."""
+    backend = backend_of(spec.type)
+    if backend.package is None or backend.asked_by is None:
+        return None
+    if not _has(backend.package):
+        return f"install {backend.package} for {spec.type}"
+    if not os.environ.get(backend.asked_by):
+        return f"set {backend.asked_by}, which chooses what {spec.type} runs on"
+    return None
 
 
 _OTHER_NAMES = {
     "gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "amd": "cuda", "metal": "mps", "apple": "mps",
-    "intel": "xpu", "ascend": "npu",
+    "intel": "xpu", "ascend": "npu", "tpu": "xla",
 }  # fmt: skip
 """What a type of device is also called, by its name in torch; ROCm's are `cuda` there."""
 
@@ -236,9 +248,26 @@ def _probed() -> tuple[DeviceInfo, ...]:
     """Ask `torch.accelerator` in a separate process, where the installed torch can have an accelerator at all."""
     if not (_torch_build() or importlib.metadata.entry_points(group="torch.backends")):
         return ()
+    return _ask()
+
+
+def _plugged_in() -> tuple[str, ...]:
+    """Return the types that `torch.accelerator` does not list, where their package is installed and asked for."""
+    return tuple(
+        b.type for b in BACKENDS.values() if b.package and _has(b.package) and os.environ.get(b.asked_by or "")
+    )
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@functools.cache
+def _ask(*kind: str) -> tuple[DeviceInfo, ...]:
+    """Have the probe describe the devices of `torch.accelerator`, or those of one type."""
     try:
         done = subprocess.run(
-            [*python_command(), "consistency.devices.probe"],
+            [*python_command(), "consistency.devices.probe", *kind],
             capture_output=True,
             timeout=PROBE_TIMEOUT_S,
             env={**os.environ, **python_path(), **worker_variables()},

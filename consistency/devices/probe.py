@@ -1,4 +1,8 @@
-"""Print the devices that `torch.accelerator` finds, as JSON; run in a process of its own."""
+"""Print the devices that torch finds, as JSON; run in a process of its own.
+
+Without an argument those of `torch.accelerator`, with the name of a type those of a plugged-in backend that is not part
+of it.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,31 @@ import json
 import sys
 from typing import Any
 
+from consistency.devices.interface import register
 from consistency.devices.vendors import described
 
 
-def describe() -> list[dict[str, Any]]:
+def describe(kind: str | None = None) -> list[dict[str, Any]]:
     """Return one row per accelerator: type, index, architecture, model, and identity where the backend reports it."""
     import torch
 
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
-        return []
-    module = torch.get_device_module(accelerator.type)
+    if kind is None:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or not torch.accelerator.is_available():
+            return []
+        kind, count = accelerator.type, torch.accelerator.device_count()
+    else:
+        register(kind)
+        count = torch.get_device_module(kind).device_count()
+    module = torch.get_device_module(kind)
     rows = []
-    for index in range(torch.accelerator.device_count()):
+    for index in range(count):
         properties = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
         rows.append(
             {
-                "type": accelerator.type,
+                "type": kind,
                 "index": index,
-                **described(accelerator.type, properties),
+                **described(kind, properties),
                 "simulated": bool(getattr(module, "simulated", False)),
             }
         )
@@ -32,4 +42,4 @@ def describe() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    json.dump(describe(), sys.stdout)
+    json.dump(describe(*sys.argv[1:]), sys.stdout)

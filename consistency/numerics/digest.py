@@ -114,6 +114,10 @@ def _rows_on_device(raw: torch.Tensor) -> np.ndarray:
 
     All of it is digested there where the device gets test words wrong (`kernels/device_digest.py`).
     """
+    # a lazy backend computes now all that it has noted, or else again with each tensor that depends on it
+    settle = getattr(getattr(torch, raw.device.type, None), "settle", None)
+    if settle is not None:
+        settle(raw.device)
     if not device_digest.is_proven(*_weights_on(raw.device)):
         return np.concatenate([_rows_on_cpu(part.cpu().numpy()) for part in raw.split(_GPU_CHUNK_ROWS * ROW_BYTES)])
     whole = raw.numel() // ROW_BYTES * ROW_BYTES

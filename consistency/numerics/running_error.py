@@ -13,6 +13,8 @@ its parts:
   place.
 * bfloat16 and float16 are computed in float32 and rounded where a library stores them: `Tracked.store`. A library that
   stores less often has a smaller error.
+* A compiler such as XLA is given single steps whose results have the half type (`Arithmetic.steps`): each is rounded,
+  and a sum of n terms has :math:`\gamma_n` with the half type's own unit roundoff.
 """
 
 from __future__ import annotations
@@ -61,6 +63,8 @@ class Arithmetic:
         Terms of a partial sum, where those of a half type may be stored in that type.
     stored, stored_floor : float
         Unit roundoff of the dtype, and half its smallest subnormal, if it is narrower than the computation; else 0.
+    steps : bool
+        Whether each step rounds to that narrower dtype, sums too; inner products are added up in the wider one.
     shares : int
         2 if the reference has no wider dtype, and so as large an error; else 1.
     """
@@ -72,6 +76,7 @@ class Arithmetic:
     partial_terms: int | None = None
     stored: float = 0.0
     stored_floor: float = 0.0
+    steps: bool = False
     shares: int = 1
 
     @classmethod
@@ -82,6 +87,7 @@ class Arithmetic:
         truncating: bool = False,
         products: Precision = Precision.FLOAT32,
         partial_terms: int | None = None,
+        steps: bool = False,
     ) -> Arithmetic:
         """Return the arithmetic of a dtype.
 
@@ -93,6 +99,8 @@ class Arithmetic:
             In which float32 products may run, on units that truncate too unless it is float32 itself.
         partial_terms : int or None
             Terms of a partial sum, where those of a half type may be stored in that type.
+        steps : bool
+            Whether bfloat16 and float16 are rounded after each step.
         """
         if dtype == torch.float64:
             unit, floor = UNIT_ROUNDOFF[dtype], HALF_SMALLEST_SUBNORMAL[dtype]
@@ -108,6 +116,7 @@ class Arithmetic:
             partial_terms=partial_terms if narrow else None,
             stored=UNIT_ROUNDOFF[dtype] if narrow else 0.0,
             stored_floor=HALF_SMALLEST_SUBNORMAL[dtype] if narrow else 0.0,
+            steps=steps and narrow,
         )
 
     def known(self, values: np.ndarray) -> Tracked:
@@ -117,7 +126,7 @@ class Arithmetic:
     def constant(self, value: float) -> Tracked:
         """Return a constant of the program, which is rounded once."""
         exact = np.asarray(value, dtype=np.float64)
-        return Tracked(value=exact, error=np.abs(exact) * self.unit, by=self)
+        return Tracked(value=exact, error=np.abs(exact) * self.unit, by=self).stepped()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,12 +156,12 @@ class Tracked:
         return self + -other
 
     def __mul__(self, other: Tracked) -> Tracked:
-        error = np.abs(self.value) * other.error + self.error * (np.abs(other.value) + other.error)
+        error = times(np.abs(self.value), other.error) + times(self.error, np.abs(other.value) + other.error)
         return self._rounded(self.value * other.value, error)
 
     def __truediv__(self, other: Tracked) -> Tracked:
         value = self.value / other.value
-        error = over(self.error + np.abs(value) * other.error, np.abs(other.value) - other.error)
+        error = over(self.error + times(np.abs(value), other.error), np.abs(other.value) - other.error)
         return self._rounded(value, error, ulps=ULPS["/"])
 
     def exp(self) -> Tracked:
@@ -183,7 +192,7 @@ class Tracked:
 
     def erf(self) -> Tracked:
         value = np.reshape([math.erf(x) for x in self.value.ravel()], self.value.shape)
-        return self._with(value, self.error * 2 / math.sqrt(math.pi) + ERF_UNITS * self.by.unit)
+        return self._with(value, self.error * 2 / math.sqrt(math.pi) + ERF_UNITS * self.by.unit).stepped()
 
     def max(self, *, axis: int = -1) -> Tracked:
         """Return the largest along an axis, which stays, with one element."""
@@ -214,17 +223,30 @@ class Tracked:
         error = self.error + self.by.stored * (np.abs(self.value) + self.error) + self.by.stored_floor
         return self._with(self.value, error)
 
+    def stepped(self) -> Tracked:
+        """Round to the dtype where each step does."""
+        return self.store() if self.by.steps else self
+
     def _with(self, value: np.ndarray, error: np.ndarray) -> Tracked:
         return Tracked(value=value, error=error, by=self.by)
 
     def _added(self, add: Callable[[np.ndarray], np.ndarray], axis: int) -> Tracked:
         size = np.abs(self.value) + self.error
-        return self._with(add(self.value), add(self.error + gamma(self.value.shape[axis], self.by.unit) * size))
+        terms, unit = self.value.shape[axis], self.by.stored if self.by.steps else self.by.unit
+        if terms * unit >= 1:  # lemma 3.1 says nothing then
+            return self._with(add(self.value), np.full_like(add(size), np.inf))
+        return self._with(add(self.value), add(self.error + gamma(terms, unit) * size))
 
     def _rounded(self, value: np.ndarray, error: np.ndarray, *, ulps: float = 0.5) -> Tracked:
         """Add the rounding of one step; a unit in the last place is at most two unit roundoffs of the value."""
         unit = 2 * ulps * self.by.unit
-        return self._with(value, error + unit * (np.abs(value) + error) + 2 * ulps * self.by.floor)
+        return self._with(value, error + unit * (np.abs(value) + error) + 2 * ulps * self.by.floor).stepped()
+
+
+def times(size: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """Multiply magnitudes, of which one may be infinite: no part of an unbounded error is no error."""
+    with np.errstate(invalid="ignore"):
+        return np.where((size == 0) | (error == 0), 0.0, size * error)
 
 
 def over(error: np.ndarray, least: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ from consistency.capture.records import SettingChange
 from consistency.capture.writer import write_json
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import SPECS, Model, Stage, StageSpec, run_order
+from consistency.devices.interface import register
 from consistency.errors import UsageError
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.words import Word
@@ -308,6 +309,7 @@ def run(job: Job, events: EventLog, bases: BaseKeeper | None = None) -> bool:
 
     Return whether this process can take another; `bases` keeps the base for that one.
     """
+    register(torch.device(job.device).type)
     if job.case.needs_model:
         events.stage("import libraries")  # from a cold network disk this takes a while: a sign of life
         # later cases find them imported, and a collection between two cases has to take what the case before left

@@ -44,7 +44,7 @@ def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     yield
-    for cache in (discovery._nvidia, discovery._probed, discovery._torch_build):
+    for cache in (discovery._nvidia, discovery._probed, discovery._ask, discovery._torch_build):
         cache.cache_clear()
 
 
@@ -62,7 +62,7 @@ def build_torch_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, version: st
         return subprocess.CompletedProcess(command, 0, stdout=json.dumps(rows))
 
     monkeypatch.setattr(subprocess, "run", run)
-    for cache in (discovery._nvidia, discovery._probed, discovery._torch_build):
+    for cache in (discovery._nvidia, discovery._probed, discovery._ask, discovery._torch_build):
         cache.cache_clear()
     return calls
 
@@ -131,3 +131,33 @@ def test_an_empty_mask_hides_devices_only_where_it_means_none(monkeypatch: pytes
     )
     assert found["CUDA_VISIBLE_DEVICES"] == found["ASCEND_RT_VISIBLE_DEVICES"] == ""
     assert "ZE_AFFINITY_MASK" not in found
+
+
+# --- a package of its own, such as torch_xla ------------------------------------------------------------------------
+
+PACKED = Backend(type="tpu", package="torch_tpu", asked_by="TPU_RUNS_ON", interface="tests.devices.no_such_module")
+
+
+def test_a_package_is_asked_for_its_devices_where_the_user_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setitem(BACKENDS, "tpu", PACKED)
+    calls = build_torch_with(monkeypatch, tmp_path, "__version__ = '2'\n")
+    assert discovery.accelerators() == ()
+    assert calls == []
+    with pytest.raises(UsageError, match="no device tpu:0") as caught:
+        discovery.select(["tpu:0"])
+    assert caught.value.hint == "set TPU_RUNS_ON, which chooses what tpu runs on"
+    monkeypatch.setenv("TPU_RUNS_ON", "TPU")
+    assert [info.spec.name for info in discovery.accelerators()] == ["tpu:0", "tpu:1"]
+    assert [call[-2:] for call in calls] == [["consistency.devices.probe", "tpu"]]
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setitem(BACKENDS, "tpu", PACKED)
+    build_torch_with(monkeypatch, tmp_path, "__version__ = '2'\n")
+    torch_itself = importlib.util.find_spec("torch")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: torch_itself if name == "torch" else None)
+    with pytest.raises(UsageError, match="no device tpu:0") as caught:
+        discovery.select(["tpu:0"])
+    assert caught.value.hint == "install torch_tpu for tpu"

@@ -149,3 +149,40 @@ def test_a_division_by_what_may_be_zero_has_no_bound() -> None:
     assert np.isinf(unsure.log().error)
     assert np.isinf(unsure.rsqrt().error)
     assert np.isfinite(unsure.sqrt().error)
+
+
+def in_single_steps(x: torch.Tensor) -> torch.Tensor:
+    """Return GELU as torch_xla writes it for a compiler: each step gives the dtype of the operand."""
+
+    def number(value: float) -> torch.Tensor:
+        return torch.tensor(value, dtype=x.dtype)
+
+    inner = number((2 / np.pi) ** 0.5) * (x + number(0.044715) * x**3)
+    return number(0.5) * x * (number(1.0) + torch.tanh(inner))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_steps_that_are_rounded_one_by_one_are_inside_a_bound_of_their_own_alone(dtype: str) -> None:
+    operation = next(o for o in operations(Level.STANDARD) if o.name == "gelu_tanh")
+    host = [operators.given(values, dtype) for values in operation.inputs()]
+    actual = in_single_steps(*host)
+    at_once = operators._exact(operation, host, Arithmetic.of(named(dtype)))
+    by_steps = operators._exact(operation, host, Arithmetic.of(named(dtype), steps=True))
+    assert share(actual, at_once) > 100
+    assert 0.1 < share(actual, by_steps) <= 1
+    wrong = actual.to(torch.float64) + 3 * torch.from_numpy(by_steps.allowed)
+    assert share(wrong.to(named(dtype)), by_steps) > 1
+
+
+def test_a_sum_in_a_half_type_has_no_bound_from_as_many_terms_as_its_roundoff_has() -> None:
+    by = Arithmetic.of(torch.bfloat16, steps=True)
+    assert by.known(np.ones((1, 255))).sum().error == pytest.approx(255 * 255, rel=0.01)  # n u / (1 - n u) of 255
+    unbounded = by.known(np.array([[0.0, *[1.0] * 255]])).sum()
+    assert np.isinf(unbounded.error).all()
+    product = by.known(np.array([0.0, 2.0])) * unbounded
+    assert product.error[0, 0] == pytest.approx(by.stored_floor, abs=1e-30)
+    assert np.isinf(product.error[0, 1])
+
+
+def test_float32_has_no_narrower_steps() -> None:
+    assert Arithmetic.of(torch.float32, steps=True) == FLOAT32

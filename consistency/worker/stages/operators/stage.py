@@ -14,6 +14,7 @@ import torch
 
 from consistency.capture.records import RecordStatus
 from consistency.case.stages import Level
+from consistency.devices.backends import backend_of
 from consistency.devices.products import Products
 from consistency.errors import first_line
 from consistency.numerics.digest import digest
@@ -58,6 +59,7 @@ class Trials:
             truncating=self.device.type != "cpu",
             products=Precision.TF32 if tf32 else permitted,
             partial_terms=self.products.partial_terms.get(name_of(dtype)),
+            steps=backend_of(self.device.type).rounds_each_step,
         )
 
 
@@ -111,8 +113,9 @@ def _look(trials: Trials, record: Recorder, operation: Operation, dtype: str) ->
         reason = f"the result has shape {tuple(actual.shape)}, wanted {exact.value.shape}"
         _absent(record, operation, dtype, "missing", reason)
         return
-    if by.partial_terms is not None and np.all(exact.allowed >= np.abs(exact.value)):
-        reason = f"partial sums may be stored in {dtype}: the bound of so long a sum would let a tensor of zeros pass"
+    if (by.partial_terms is not None or by.steps) and not np.any(exact.allowed < np.abs(exact.value)):
+        sums = f"{'sums are added up' if by.steps else 'partial sums may be stored'} in {dtype}"
+        reason = f"{sums}: the bound of so long a sum would let a tensor of zeros pass"
         _absent(record, operation, dtype, "skipped", reason)
         return
     tf32 = operation.multiplies and dtype == "float32" and by.products is Precision.FLOAT32

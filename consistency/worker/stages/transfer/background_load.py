@@ -1,7 +1,13 @@
-"""Load the devices during copies: some copies fail only while kernels run."""
+"""Load the devices during copies: some copies fail only while kernels run.
+
+A lazy backend, one that has `settle`, takes all that a process does with its devices from one thread: torch_xla loses
+tensors that one thread makes while another has its graph run. There the work is queued before the copies, and these
+are made in turn while it runs.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +38,12 @@ def under_load(devices: Sequence[torch.device]) -> Iterator[None]:
     stop = threading.Event()
     threads = []
     for device in dict.fromkeys(devices):
+        settle = _settle_of(device)
+        if settle is not None:
+            factor = _factor(device)
+            functools.reduce(torch.matmul, [factor] * (_QUEUED + 1))
+            settle(device)
+            continue
         begun = threading.Event()
         thread = threading.Thread(target=_work, args=(device, begun, stop), daemon=True)
         thread.start()
@@ -47,8 +59,7 @@ def under_load(devices: Sequence[torch.device]) -> Iterator[None]:
 
 def _work(device: torch.device, begun: threading.Event, stop: threading.Event) -> None:
     try:
-        factor = torch.full((_SIDE, _SIDE), 1 / _SIDE, device=device)  # its powers keep its magnitude
-        product = factor
+        product = factor = _factor(device)
         while not stop.is_set():
             for _ in range(_QUEUED if device.type != "cpu" else 1):
                 product = product @ factor
@@ -58,8 +69,24 @@ def _work(device: torch.device, begun: threading.Event, stop: threading.Event) -
         begun.set()  # a device that cannot multiply is not loaded, and its copies are checked all the same
 
 
+def _factor(device: torch.device) -> torch.Tensor:
+    return torch.full((_SIDE, _SIDE), 1 / _SIDE, device=device)  # its powers keep its magnitude
+
+
+def _settle_of(device: torch.device) -> Callable[[torch.device], None] | None:
+    """Return what has a lazy backend run what it has noted; None for one that is not lazy."""
+    return None if device.type == "cpu" else getattr(torch.get_device_module(device.type), "settle", None)
+
+
 def all_at_once(calls: Sequence[Callable[[], None]], devices: Sequence[torch.device]) -> None:
-    """Make all calls at once, each in its own thread and, where the backend has them, on its own streams."""
+    """Make all calls at once, each in its own thread and, where the backend has them, on its own streams.
+
+    One after the other on a lazy backend.
+    """
+    if any(_settle_of(device) is not None for device in devices):
+        for call in calls:
+            call()
+        return
 
     def on_own_streams(call: Callable[[], None]) -> None:
         with ExitStack() as stack:

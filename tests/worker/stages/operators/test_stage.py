@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.writer import CaptureWriter
 from consistency.case.stages import Level
 from consistency.case.tolerance import Override
+from consistency.devices.backends import BACKENDS
 from consistency.devices.products import Products
 from consistency.numerics.precision import Precision
 from consistency.worker.protocol import EventLog
@@ -149,3 +151,14 @@ def test_a_bound_that_zeros_would_pass_is_skipped_where_partial_sums_may_be_stor
     assert set(skipped) == {"bfloat16"}
     assert "partial sums may be stored in bfloat16" in str(skipped["bfloat16"])
     assert {r.status for r in found.values() if r.dtype == "float32"} <= {"within", "equal"}
+
+
+def test_a_bound_that_zeros_would_pass_is_skipped_where_each_step_is_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKENDS, "cpu", dataclasses.replace(BACKENDS["cpu"], rounds_each_step=True))
+    found = look(tmp_path, only=("operators::softmax",))
+    skipped = {r.dtype: r.reason for r in found.values() if r.status == "skipped"}
+    assert set(skipped) == {"bfloat16"}
+    assert "sums are added up in bfloat16: the bound of so long a sum would let" in str(skipped["bfloat16"])
+    assert {r.dtype for r in found.values() if r.status == "within"} == {"float16", "float32"}
