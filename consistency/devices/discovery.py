@@ -78,7 +78,7 @@ def cpu_flags() -> frozenset[str]:
 
 def accelerators() -> tuple[DeviceInfo, ...]:
     """Return every visible accelerator, in the order in which torch numbers them in a worker."""
-    return (*(_nvidia() or _probed()), *(info for kind in _plugged_in() for info in _ask(kind)))
+    return (*(_nvidia() or _probed()), *(info for kind in _plugged_in() for info in _packaged(kind)))
 
 
 def _auto() -> tuple[DeviceInfo, ...]:
@@ -263,6 +263,10 @@ def _has(package: str) -> bool:
 
 
 @functools.cache
+def _packaged(kind: str) -> tuple[DeviceInfo, ...]:
+    return _ask(kind)
+
+
 def _ask(*kind: str) -> tuple[DeviceInfo, ...]:
     """Have the probe describe the devices of `torch.accelerator`, or those of one type."""
     try:

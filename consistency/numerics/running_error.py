@@ -251,7 +251,7 @@ def times(size: np.ndarray, error: np.ndarray) -> np.ndarray:
 
 def over(error: np.ndarray, least: np.ndarray) -> np.ndarray:
     """Divide an error by the smallest value of what it is relative to; infinite where that may be zero."""
-    found = np.full(np.shape(error + least), np.inf)
+    found = np.full(np.broadcast_shapes(np.shape(error), np.shape(least)), np.inf)
     np.divide(error, least, out=found, where=least > 0)
     return found
 

@@ -44,7 +44,7 @@ def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     yield
-    for cache in (discovery._nvidia, discovery._probed, discovery._ask, discovery._torch_build):
+    for cache in (discovery._nvidia, discovery._probed, discovery._packaged, discovery._torch_build):
         cache.cache_clear()
 
 
@@ -62,7 +62,7 @@ def build_torch_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, version: st
         return subprocess.CompletedProcess(command, 0, stdout=json.dumps(rows))
 
     monkeypatch.setattr(subprocess, "run", run)
-    for cache in (discovery._nvidia, discovery._probed, discovery._ask, discovery._torch_build):
+    for cache in (discovery._nvidia, discovery._probed, discovery._packaged, discovery._torch_build):
         cache.cache_clear()
     return calls
 

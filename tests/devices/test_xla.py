@@ -29,9 +29,9 @@ def _asked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ASKED.items():
             patch.setenv(name, value)
-        discovery._ask.cache_clear()
+        discovery._packaged.cache_clear()
         yield
-    discovery._ask.cache_clear()
+    discovery._packaged.cache_clear()
 
 
 @pytest.fixture(scope="module")
