@@ -73,3 +73,10 @@ def test_one_whose_weights_did_not_arrive_is_not(monkeypatch: pytest.MonkeyPatch
     assert (_rows_on_device(RAW) == _rows_on_cpu(RAW.numpy())).all()
     assert device_digest.state(CPU) == "host: test words do not come back from the device as they were sent"
     assert device_digest.fault(CPU)
+
+
+def test_a_lazy_backend_runs_what_it_has_noted_before_it_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    settled: list[Any] = []
+    monkeypatch.setattr(torch.cpu, "settle", settled.append, raising=False)
+    assert (_rows_on_device(RAW) == _rows_on_cpu(RAW.numpy())).all()
+    assert settled == [CPU]
