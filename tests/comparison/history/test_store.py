@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import threading
 from pathlib import Path
@@ -113,6 +114,20 @@ def test_many_writers_at_once(tmp_path: Path) -> None:
     history = History(str(tmp_path))
     assert [len(history.workers(run)) for run in history.runs()] == [72] * 6
     assert (len(parquet(tmp_path)), history.damage) == (1, [])
+    assert [path.name for path in (tmp_path / "tables").iterdir()] == ["t.json"]
+
+
+def test_two_writers_of_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one writes all of it while the first one is about to rename its own."""
+    real = os.replace
+
+    def replace(source: Path, target: str) -> None:
+        monkeypatch.setattr(os, "replace", real)
+        History(str(tmp_path)).put_tables({"t": b"{}"})
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    History(str(tmp_path)).put_tables({"t": b"{}"})
     assert [path.name for path in (tmp_path / "tables").iterdir()] == ["t.json"]
 
 
