@@ -154,22 +154,28 @@ def _find_earlier(history: History, now: RunRecord) -> dict[tuple[str, str], _Ea
     current = {(w.device, w.load_path): w for w in now.workers if w.status == "ok"}
     wanted = {key: set(worker.bits) for key, worker in current.items()}
     found: dict[tuple[str, str], _Earlier] = {}
-    devices = {device for device, _ in current}
-    for run in history.earlier() if devices else ():
-        for before in history.workers(run, devices):
+    new = {device for device, _ in current}
+    known: set[str] = set()
+    inputs, software = ({getattr(w, name) for w in current.values()} for name in ("inputs", "software"))
+    for run in history.earlier() if new else ():
+        # what ran with other software only tells that it has changed since the latest run
+        first = history.workers(run, new, inputs=inputs) if new else ()
+        others = history.workers(run, known, inputs=inputs, software=software) if known else ()
+        for before in (*first, *others):
             key = (before.device, before.load_path)
             if not wanted.get(key) or before.status != "ok" or before.inputs != current[key].inputs:
                 continue
             if not _is_same_case(run, before, now, current[key]):
                 continue
-            known = found.setdefault(key, _Earlier(latest=before, versions=run.versions))
+            earlier = found.setdefault(key, _Earlier(latest=before, versions=run.versions))
             if before.software != current[key].software:
                 continue
             for stage in wanted[key] & before.bits.keys() - set(before.drift):
-                known.good[stage] = (before, run.at)
+                earlier.good[stage] = (before, run.at)
                 wanted[key].discard(stage)
-        devices = {device for (device, _), stages in wanted.items() if stages}
-        if not devices:
+        new = {device for (device, _), stages in wanted.items() if stages and (device, _) not in found}
+        known = {device for (device, _), stages in wanted.items() if stages} - new
+        if not new and not known:
             break
     return found
 

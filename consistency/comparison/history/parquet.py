@@ -28,6 +28,8 @@ COLUMNS = {
 
 _STATE = "state"
 _NAMES = ", ".join(f'"{name}"' for name in COLUMNS)
+_NAME, _DEVICE = (list(COLUMNS).index(name) for name in ("name", "device"))
+_FEW = 100  # devices that DuckDB chooses: in 1.3 ms of a file with 8000, all of whose workers take 200 ms
 
 
 def duckdb_for(what: str, where: object = None) -> Any:
@@ -73,34 +75,47 @@ class WorkerFiles:
             )
             return target.read_bytes()
 
-    def workers(self, path: Path, devices: Collection[str] | None = None) -> tuple[WorkerRecord, ...]:
-        """Return the workers of a file, or those of some devices, given by identity or name.
+    def workers(
+        self, path: Path, devices: Collection[str] | None = None, **having: Collection[str]
+    ) -> tuple[WorkerRecord, ...]:
+        """Return the workers of a file, or those of some devices (identities or names) `having` these values.
 
         Raises
         ------
         ValueError
             The file is damaged.
         """
-        chosen = "" if devices is None else 'WHERE device IN (SELECT unnest($2)) OR "name" IN (SELECT unnest($2))'
-        found = self._fetch(f"SELECT {_NAMES} FROM read_parquet($1) {chosen}", path, devices)
+        text, given = f"SELECT {_NAMES} FROM read_parquet(?) WHERE true", []
+        for name, values in having.items():  # by the statistics of a column, most files are not read any further
+            text += f' AND "{name}" IN ({_places(values)})'
+            given += sorted(values)
+        if devices is not None and len(devices) <= _FEW:
+            text += f' AND (device IN ({_places(devices)}) OR "name" IN ({_places(devices)}))'
+            given += [*sorted(devices), *sorted(devices)]
+        found = self._fetch(text, path, given)
+        if devices is not None:
+            found = [row for row in found if row[_DEVICE] in devices or row[_NAME] in devices]
         rows = [{name: value for name, value in zip(COLUMNS, row, strict=True) if value is not None} for row in found]
         return convert_plain(rows, tuple[WorkerRecord, ...])
 
     def states(self, path: Path) -> list[WorkerState]:
         """Return the states of a file's workers, as `state_of` does; raise `ValueError` where it is damaged."""
-        return self._fetch(f'SELECT device, road, "case", "name", {_STATE} FROM read_parquet($1)', path)
+        return self._fetch(f'SELECT device, road, "case", "name", {_STATE} FROM read_parquet(?)', path)
 
     def tables(self, path: Path) -> set[str]:
         """Return the names of the tables that a file's workers have; raise `ValueError` where it is damaged."""
-        return {name for (name,) in self._fetch('SELECT DISTINCT "table" FROM read_parquet($1)', path)}
+        return {name for (name,) in self._fetch('SELECT DISTINCT "table" FROM read_parquet(?)', path)}
 
-    def _fetch(self, text: str, path: Path, devices: Collection[str] | None = None) -> list[Any]:
-        given = [str(path)] if devices is None else [str(path), list(devices)]
+    def _fetch(self, text: str, path: Path, given: Sequence[str] = ()) -> list[Any]:
         try:
-            found: list[Any] = self._connection.execute(text, given).fetchall()
+            found: list[Any] = self._connection.execute(text, [str(path), *given]).fetchall()
         except duckdb_for("a history of more than 64 devices").Error as error:
             raise ValueError(str(error)) from None
         return found
+
+
+def _places(values: Collection[str]) -> str:
+    return ", ".join("?" * len(values)) or "NULL"
 
 
 def quoted(path: Path) -> str:

@@ -121,8 +121,10 @@ class History:
             self._read.append(run)
             yield run
 
-    def workers(self, run: RunRecord, devices: Collection[str] | None = None) -> tuple[WorkerRecord, ...]:
-        """Return the workers of a run, or those of some devices, given by identity or name.
+    def workers(
+        self, run: RunRecord, devices: Collection[str] | None = None, **having: Collection[str]
+    ) -> tuple[WorkerRecord, ...]:
+        """Return the workers of a run, or those of some devices (identities or names), `having` these values of fields.
 
         A run whose workers cannot be read has none, and is named in `damage`.
 
@@ -132,9 +134,14 @@ class History:
             They are in a file that needs a package which is not installed.
         """
         if run.fleet is None:
-            return tuple(w for w in run.workers if devices is None or w.device in devices or w.name in devices)
+            return tuple(
+                worker
+                for worker in run.workers
+                if (devices is None or worker.device in devices or worker.name in devices)
+                and all(getattr(worker, name) in values for name, values in having.items())
+            )
         files = self._parquet()
-        return self._of_file(run, lambda path: files.workers(path, devices), ())
+        return self._of_file(run, lambda path: files.workers(path, devices, **having), ())
 
     def states(self, run: RunRecord) -> list[WorkerState]:
         """Return the states of a run's workers: the same list for runs that follow each other and saw the same."""
