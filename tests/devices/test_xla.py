@@ -40,7 +40,6 @@ def found(run_suite_with_faults: RunSuiteWithFaults) -> dict[str, Comparison]:
     """Run the built-in cases on all devices, and one of them once more with a fault on one device."""
     stages = ("base", "adapter", "merged", "forward")
     cases = {model: {"base": f"builtin:{model}", "stages": stages} for model in MODELS}
-    cases["llama"]["stages"] = (*stages, "gradient")
     cases["faulty"] = {"base": "builtin:llama", "stages": ("adapter",)}
     planted = {"faulty": {FAULTY: "adapter-zeros"}}
     given = {"devices": ("cpu", *XLA), "load_paths": (LoadPath.ISOLATED,), "dtype": "float32", "stall": 900.0}
