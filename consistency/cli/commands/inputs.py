@@ -11,10 +11,10 @@ from consistency.cli.output import print_json
 
 EXAMPLES = (
     ("for a model and adapter", "consistency inputs --base ./llama --adapter ./my-lora --out inputs.safetensors"),
-    ("then, where the engine runs", "python docs/engines/transformers_peft.py inputs.safetensors out.safetensors"),
+    ("then, in ONNX Runtime", "consistency engine onnxruntime inputs.safetensors out.safetensors"),
     (
         "then compare",
-        "consistency run --base ./llama --adapter ./my-lora --engine-outputs peft=out.safetensors",
+        "consistency run --base ./llama --adapter ./my-lora --engine-outputs onnx=out.safetensors",
     ),
 )
 
