@@ -103,7 +103,7 @@ def _rows_on_cpu(raw: np.ndarray) -> np.ndarray:
     if kernel is None:
         numpy_digest.sum_rows(raw[: whole * ROW_BYTES], found)
     else:
-        kernel.digest(raw.ctypes.data, whole, *weights_of_row(), found)
+        kernel.digest(raw.ctypes.data, whole, *weights_of_row(), found, threads=torch.get_num_threads())
     if len(found) > whole:
         found[whole:] = sum_short_row(raw[whole * ROW_BYTES :])
     return found

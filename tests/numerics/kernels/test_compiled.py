@@ -149,6 +149,19 @@ def test_ranges_that_lie_at_any_byte_are_measured(variants: list[Kernel]) -> Non
         assert seen.mismatched == measure_by_numpy(a, e, 1).mismatched
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_threads_digest_rows_of_their_own(rows: int, variants: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_MIN_DIGESTED_PER_THREAD", ROW_BYTES)
+    raw = np.random.default_rng(rows).integers(0, 256, rows * ROW_BYTES, np.uint8)
+    expected, actual = np.empty((2, rows), np.int64)
+    sum_rows(raw, expected)
+    for variant in variants:
+        for threads in (1, 2, 3):
+            actual[:] = -1
+            variant.digest(raw.ctypes.data, rows, *weights_of_row(), actual, threads=threads)
+            assert np.array_equal(actual, expected), (variant.variant, threads)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 33])
 @pytest.mark.parametrize("offset", [0, 1, 4])
 def test_digests_are_those_of_numpy(rows: int, offset: int, variants: list[Kernel]) -> None:
