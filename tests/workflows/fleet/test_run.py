@@ -84,7 +84,7 @@ def test_nothing_is_lost_and_the_rest_can_be_resumed(fleet: Fleet) -> None:
         }
         expected |= {killed: "no sign of life", frozen: "no sign of life"}
     else:  # Ray soon takes a node that is silent for a dead one
-        expected |= {drained: "its node is dead (bad fan)", killed: "last stage: base", frozen: "last stage: base"}
+        expected |= {drained: "its node is dead (bad fan)", frozen: "last stage: base"}
     process = fleet.start(cluster.nodes, "--node-stall", STALL_S, faults=faults)
     fleet.wait_for(lambda: all(fleet.reported(node) == "running" for node in (killed, frozen, slow)))
     cluster.kill(killed)
@@ -100,6 +100,8 @@ def test_nothing_is_lost_and_the_rest_can_be_resumed(fleet: Fleet) -> None:
     assert fleet.compared == {healthy, slow}
     reasons = fleet.reasons()
     assert {node: text for node, text in expected.items() if text not in reasons.get(node, "")} == {}, reasons
+    # a task of Ray's that is told to stop before its node dies may still say so
+    assert any(text in reasons[killed] for text in ("no sign of life", "last stage: base", "told to stop")), reasons
     assert fleet.report["findings"][0]["kind"] == "environment"
     assert fleet.report["verdict"] == "incomplete"
     kept = (fleet.out / "captures" / f"{healthy}.zip").stat().st_mtime_ns
