@@ -136,11 +136,11 @@ class LowRankProduct:
     def __init__(
         self, *, left: torch.Tensor, right: torch.Tensor, scaling: float, base: torch.Tensor | None = None
     ) -> None:
-        self._left = left.detach().to(torch.float64).numpy() * scaling
-        self._right = right.detach().to(torch.float64).numpy()
-        self._left_size, self._right_size = np.abs(self._left), np.abs(self._right)
-        self._base = None if base is None else base.detach()
-        self.rows, self.columns = len(self._left), self._right.shape[1]
+        self.left = left.detach().to(torch.float64).numpy() * scaling
+        self.right = right.detach().to(torch.float64).numpy()
+        self._left_size, self._right_size = np.abs(self.left), np.abs(self.right)
+        self.base = None if base is None else base.detach()
+        self.rows, self.rank, self.columns = len(self.left), *self.right.shape
         width = max(1, self.columns)
         self._rows_per_block = max(1, min(max(_BLOCK // width, _BLAS_ROWS), _LARGEST_BLOCK // width))
         self.rows_per_stretch = self._rows_per_block * max(1, _STRETCH // (self._rows_per_block * width))
@@ -154,7 +154,7 @@ class LowRankProduct:
             part = slice(row, min(rows.stop, row + step))
             value, size = products[:, : part.stop - row]
             self._multiply(part, value, size if sizes else None)
-            below = None if self._base is None else self._base[part].reshape(-1)
+            below = None if self.base is None else self.base[part].reshape(-1)
             yield tuple(
                 Stretch(
                     start=row * self.columns,
@@ -173,7 +173,7 @@ class LowRankProduct:
             for row in range(rows.start, rows.stop, max(1, step)):
                 part = slice(row, min(rows.stop, row + step))
                 to = slice(part.start - rows.start, part.stop - rows.start)
-                _multiply(self._left[part], self._right, value[to])
+                _multiply(self.left[part], self.right, value[to])
                 if size is not None:
                     _multiply(self._left_size[part], self._right_size, size[to])
 

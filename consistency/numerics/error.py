@@ -20,8 +20,9 @@ from consistency.numerics.distance import NO_WORST, describe_worst
 from consistency.numerics.dtype import name_of
 from consistency.numerics.file_tensor import Readable, elements_of, mapped, parts_of
 from consistency.numerics.kernels import trust
-from consistency.numerics.kernels.compiled import KINDS, errors_in, pool
+from consistency.numerics.kernels.compiled import KINDS, PRODUCTS, errors_in, pool
 from consistency.numerics.kernels.compiled_error import CompiledErrors, fits
+from consistency.numerics.kernels.compiled_product import CompiledProduct, is_measurable
 from consistency.numerics.kernels.numpy_error import errors_by_numpy
 from consistency.numerics.kernels.tally import ErrorTally, WorstError, total
 from consistency.numerics.measure import Measure
@@ -56,13 +57,20 @@ class ErrorMeter:
 
 def measure_low_rank(tensors: Sequence[LowRankTensor], product: LowRankProduct) -> list[Measure]:
     """Measure how far deltas and merged weights of one layer are from their exact values, which are made once."""
-    step = product.rows_per_stretch
+    kernel = trust.trusted(PRODUCTS) if is_measurable(tensors, product) else None
+    compiled = None if kernel is None else CompiledProduct(kernel, tensors, product)
+    step = product.rows_per_stretch if compiled is None else compiled.rows_per_tile
 
-    def stretches(part: range) -> Iterator[tuple[Stretch, ...]]:
-        return product.stretches(tensors, range(part.start * step, min(product.rows, part.stop * step)))
+    def rows_of(part: range) -> range:
+        return range(part.start * step, min(product.rows, part.stop * step))
 
-    count = -(-product.rows // step)
-    return measure_in_parts([tested.actual for tested in tensors], stretches, count, step * product.columns)
+    def add_up(part: range) -> list[ErrorTally]:
+        if compiled is not None:
+            return compiled.measure(rows_of(part))
+        return _add_up(actual, product.stretches(tensors, rows_of(part)))
+
+    actual = [tested.actual for tested in tensors]
+    return _on_threads(actual, add_up, -(-product.rows // step), step * product.columns)
 
 
 def measure_against_exact(
@@ -113,14 +121,20 @@ def measure_in_parts(
 
     Sums are taken by chunk within a part, so the results do not depend on the threads.
     """
+    return _on_threads(tensors, lambda part: _add_up(tensors, stretches(part)), count, elements)
 
-    def add_up(part: range) -> list[ErrorTally]:
-        meters = [ErrorMeter(tensor.dtype) for tensor in tensors]
-        for drawn in stretches(part):
-            for meter, stretch in zip(meters, drawn, strict=True):
-                meter.add(stretch)
-        return [meter.tally() for meter in meters]
 
+def _add_up(tensors: Sequence[Readable], stretches: Iterable[tuple[Stretch, ...]]) -> list[ErrorTally]:
+    meters = [ErrorMeter(tensor.dtype) for tensor in tensors]
+    for drawn in stretches:
+        for meter, stretch in zip(meters, drawn, strict=True):
+            meter.add(stretch)
+    return [meter.tally() for meter in meters]
+
+
+def _on_threads(
+    tensors: Sequence[Readable], add_up: Callable[[range], list[ErrorTally]], count: int, elements: int
+) -> list[Measure]:
     threads = max(1, min(torch.get_num_threads(), count * elements // _ELEMENTS_PER_THREAD))
     step = max(1, -(-count // threads))
     first, *others = [range(start, min(count, start + step)) for start in range(0, count, step)] or [range(0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -9,11 +10,12 @@ import numpy as np
 import torch
 
 from consistency.numerics.bound import Allowance, UserAllowance
-from consistency.numerics.chunks import Stretch
+from consistency.numerics.chunks import LowRankProduct, LowRankTensor, Stretch
 from consistency.numerics.dtype import bit_patterns, name_of, named
 from consistency.numerics.kernels import numpy_digest
-from consistency.numerics.kernels.compiled import BLOCK, CHUNK, DIGEST, KINDS, Kernel, errors_in
+from consistency.numerics.kernels.compiled import BLOCK, CHUNK, DIGEST, KINDS, PRODUCTS, Kernel, errors_in
 from consistency.numerics.kernels.compiled_error import CompiledErrors
+from consistency.numerics.kernels.compiled_product import CompiledProduct
 from consistency.numerics.kernels.numpy_distance import measure_by_numpy
 from consistency.numerics.kernels.numpy_error import errors_by_numpy
 from consistency.numerics.kernels.tally import ErrorTally, Tally, total
@@ -28,6 +30,9 @@ _ELEMENTS = 3 * BLOCK + 78  # whole blocks and a partial one; even, for complex 
 
 _CHUNK = 2 * BLOCK
 
+_SHAPES = (("wide rows", 5, 3, _CHUNK + 77), ("rows", 21, 16, 215), ("short rows", 700, 1, 3))
+"""Rows, rank and columns of products."""
+
 _OVERFLOWING_BYTES = 257 << 10
 """The kernel counts set bits of 16 vectors of 64 bytes at a time, and keeps at most 255 such counts in a byte."""
 
@@ -36,6 +41,8 @@ def check(kernel: Kernel, purpose: str) -> str | None:
     """Return what the kernel gets wrong for a purpose; None if it may be trusted."""
     if purpose == DIGEST:
         return _check_digest(kernel)
+    if purpose == PRODUCTS:
+        return _check_products(kernel)
     return _check_measures(kernel, purpose) if purpose in KINDS else _check_errors(kernel, purpose)
 
 
@@ -73,6 +80,68 @@ def _check_errors(kernel: Kernel, purpose: str) -> str | None:
         if wrong is not None:
             return f"wrong {wrong} on {name}"
     return None
+
+
+def _check_products(kernel: Kernel) -> str | None:
+    """Check products, and the measure of errors against them, which is that against any exact values."""
+    for kind in KINDS:
+        wrong = _check_errors(kernel, errors_in(kind))
+        if wrong is not None:
+            return f"{wrong} in {kind}"
+    for name, product, tensors in hard_products():
+        for found, expected in zip(*products_by_both(kernel, product, tensors), strict=True):
+            wrong = errors_differ_in(found, expected)
+            if wrong is not None:
+                return f"wrong {wrong} on {name}"
+    return None
+
+
+def products_by_both(
+    kernel: Kernel, product: LowRankProduct, tensors: list[LowRankTensor]
+) -> tuple[list[ErrorTally], list[ErrorTally]]:
+    """Measure tensors with a given kernel, in two parts, and with NumPy, by chunks of two blocks."""
+    compiled = CompiledProduct(kernel, tensors, product, chunk=_CHUNK)
+    middle = product.rows // 2 // compiled.rows_per_tile * compiled.rows_per_tile
+    found = compiled.measure(range(middle))
+    for tally, more in zip(found, compiled.measure(range(middle, product.rows)), strict=True):
+        tally.include(more)
+    expected = [ErrorTally() for _ in tensors]
+    for drawn in product.stretches(tensors, range(product.rows)):
+        for tally, stretch in zip(expected, drawn, strict=True):
+            for start in range(0, len(stretch.value), _CHUNK):
+                tally.include(errors_by_numpy(stretch.chunk(start, _CHUNK)))
+    return found, expected
+
+
+def hard_products() -> list[tuple[str, LowRankProduct, list[LowRankTensor]]]:
+    """Return deltas and merged weights of all dtypes that are off by some roundings; one has an infinity.
+
+    Factors are small integers times a power of two, so no order of adding up rounds, and every path has the same bits.
+    There are rows of more columns than a tile has elements, of some that fit into one, and of fewer than a vector has.
+    """
+    stream = np.random.Generator(np.random.PCG64(3))
+    found = []
+    for kind, (name, rows, rank, columns) in itertools.product(KINDS, _SHAPES):
+        dtype, eps = named(kind), torch.finfo(named(kind)).eps
+        left, right = (
+            torch.from_numpy(stream.integers(-64, 65, shape) * 2.0**-7) for shape in ((rows, rank), (rank, columns))
+        )
+        base = torch.from_numpy(stream.standard_normal((rows, columns))).to(dtype)
+        exact = left @ right * 0.5
+        off = 1 + torch.from_numpy(stream.integers(-2, 3, exact.shape)) * eps
+        delta, merged = (exact * off).to(torch.float32), ((exact + base.to(torch.float64)) * off).to(dtype)
+        spoilt = merged.clone()
+        spoilt[rows // 2, -1] = math.inf
+        derived = Allowance(product=3 * eps, weight=2 * eps, floor=float(eps))
+        user = UserAllowance(atol=eps, rtol=2 * eps)
+        tensors = [
+            LowRankTensor(actual=delta, allowance=replace(derived, weight=0.0), has_base=False),
+            *(LowRankTensor(actual=merged, allowance=allowance, has_base=True) for allowance in (derived, user)),
+            LowRankTensor(actual=spoilt, allowance=derived, has_base=True),
+        ]
+        product = LowRankProduct(left=left, right=right, scaling=0.5, base=base)
+        found.append((f"{name} in {kind}", product, tensors))
+    return found
 
 
 def errors_by_both(kernel: Kernel, stretch: Stretch) -> tuple[ErrorTally, ErrorTally]:
