@@ -34,6 +34,9 @@ PLACEMENT, MERGE_PEAK, SAFE_MERGE_PEAK = "placement", "merge_peak", "safe_merge_
 ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED = "adapter_on", "adapter_off", "adapter_merged"
 """Modes of the stage `forward`, per activation."""
 
+SEQUENCES = "sequences"
+"""Key in the evidence of a row of that stage which was compared on some of the sequences: how many of how many."""
+
 BATCHES = "batch_invariance"
 """Layer name in the stage `forward` of an inference engine's outputs of one row in batches of several sizes."""
 

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from consistency.capture.folder import Capture, capture_name
+from consistency.capture.names import ADAPTER_OFF, SEQUENCES
 from consistency.capture.records import WorkerFacts
 from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
@@ -83,7 +84,12 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: 
         findings=findings,
         first_divergence=_first(tensors, _bad),
         first_other_bits=_first(tensors, functools.partial(_other_bits, reference)),
-        not_looked_at=(*first.not_looked_at(), *_load_paths_not_checked(first, load_paths), *_not_soaked(workers)),
+        not_looked_at=(
+            *first.not_looked_at(),
+            *_load_paths_not_checked(first, load_paths),
+            *_not_run(tensors),
+            *_not_soaked(workers),
+        ),
         profile=" and ".join(dict.fromkeys(capture.manifest.case.profile for capture in captures)),
         settings=tuple(dict.fromkeys(str(one) for capture in captures for one in capture.manifest.case.settings)),
         simulated=any(p.info.simulated for p in workers),
@@ -120,6 +126,14 @@ def _load_paths_not_checked(case: Case, taken: Sequence[str]) -> Iterable[str]:
     left = [f"+{side}" for side in SIDES if side not in {load_path.partition("+")[2] for load_path in taken}]
     if left:
         yield "the adapter's alternative load paths" if len(left) == len(SIDES) else f"the load paths {' '.join(left)}"
+
+
+def _not_run(tensors: Sequence[TensorComparison]) -> Iterable[str]:
+    """Name the sequences that a large model did not run without its adapter."""
+    rows = (row for t in tensors if t.stage == Stage.FORWARD and t.tensor == ADAPTER_OFF for row, _ in t.groups)
+    found = next((row.evidence[SEQUENCES] for row in rows if SEQUENCES in row.evidence), None)
+    if found is not None:
+        yield f"the model without its adapter on more than {found} sequences"
 
 
 def _not_soaked(workers: Sequence[ComparedWorker]) -> Iterable[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from consistency.capture.json_codec import decode_json
@@ -20,6 +21,12 @@ from consistency.worker.session import Session
 from tests.worker.model.made_models import SIZES, case_of, saved
 
 Look = Callable[..., list[TensorRecord]]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Draw the same weights and adapters whichever tests ran before in this process."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

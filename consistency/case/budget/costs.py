@@ -124,6 +124,7 @@ def forward(s: Setting) -> Cost:
     wide = min(2, modes) if s.makes_reference else 0
     rows = s.positions
     products = _products(s, rows, parts=1)
+    not_run = _products(s, rows - _positions_off(s), parts=0).flop
     states = rows * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + (s.shape.vocabulary or 0))
     in_float64 = wide * states * 8 + _float64_bytes(s, rows) if wide else 0
     merging = s.shape.largest_layer_elements * 2 * 4
@@ -141,13 +142,20 @@ def forward(s: Setting) -> Cost:
             memory_s=modes * states * MEASURE_S
             + (MERGE_ALONE_S * s.shape.adapted_elements if modes > 1 else 0)
             + merges * MERGE_IN_FLOAT64_S * s.shape.adapted_elements,
-            native=products.times(modes),
+            native=Products(weights=modes * products.weights, flop=modes * products.flop - s.case.repeat * not_run),
             float64=Products(
                 weights=wide * products.weights + merges * of_one.weights,
-                flop=wide * products.flop + merges * of_one.flop,
+                flop=wide * products.flop - min(1, wide) * not_run + merges * of_one.flop,
             ),
         ),
     )
+
+
+def _positions_off(s: Setting) -> int:
+    """Return the positions that run without the adapter."""
+    made = s.case.inputs is None and not s.case.engine_outputs
+    few = s.case.adapter is not None and made and s.shape.matrix_elements > s.case.plan.float64_merges
+    return min(s.sequences, s.case.plan.sequences_off) * s.tokens if few else s.positions
 
 
 def _float64_merges(s: Setting) -> int:

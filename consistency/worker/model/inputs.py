@@ -60,6 +60,14 @@ def made_inputs(model: torch.nn.Module, *, sequences: int, tokens: int) -> tuple
     return _with_image(inputs, config, generator), ""
 
 
+def first_sequences(inputs: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+    """Return the first sequences of a batch; inputs that are no batch as they are."""
+    sizes = {tensor.shape[:1] for tensor in inputs.values()}
+    if len(sizes) != 1 or () in sizes:
+        return inputs
+    return {name: tensor[:count] for name, tensor in inputs.items()}
+
+
 def with_labels(inputs: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the inputs with labels, where they have none and the model has a head of words.
 

@@ -128,6 +128,11 @@ def parameters_kept(model: torch.nn.Module) -> Iterator[None]:
                 now.update(before)
 
 
+def matrix_elements(model: torch.nn.Module) -> int:
+    """Return the elements of all matrices, which a token is multiplied with once each."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
+
+
 def tokens_of(inputs: Activations) -> int:
     """Return how many rows of the inputs pass through the model: tokens, or images."""
     return max((t.numel() if t.dim() < 3 else t.shape[0] for t in inputs.values()), default=1)

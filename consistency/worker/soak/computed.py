@@ -12,7 +12,7 @@ from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.running import tokens_of
 from consistency.worker.soak.again import Again, Compare
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.forward import in_mode
+from consistency.worker.stages.forward import in_mode, inputs_of
 from consistency.worker.stages.gradient.backward import trained
 from consistency.worker.stages.gradient.runs import Runs
 from consistency.worker.stages.gradient.stage import as_model_takes
@@ -28,7 +28,8 @@ def forward(context: Context, compare: Compare) -> Again:
     def again() -> Iterator[None]:
         for mode in modes:
             with half_kernels.computing(kernels):
-                found = in_mode(context.model, inputs, mode, has_adapter=context.job.case.adapter is not None)
+                given = inputs_of(context.job.case, context.model, inputs, mode)
+                found = in_mode(context.model, given, mode, has_adapter=context.job.case.adapter is not None)
             for name, tensor in found.items():
                 compare(name, mode, tensor, own=moved)
             del found

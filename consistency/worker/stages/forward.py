@@ -3,7 +3,8 @@
 Each is compared with the same model run in float64 on the CPU: a device passes when its largest error is at most twice
 the CPU's own in the same dtype, plus the final store; where few rows carry the CPU's error, `rules.error_factor` times
 instead of twice. A user's tolerance replaces that rule, element by element. Merged and unmerged adapters are the same
-function in exact arithmetic, so one float64 pass serves both.
+function in exact arithmetic, so one float64 pass serves both. A large model runs a few of the sequences alone without
+its adapter: the same weights are multiplied by the same kernels with it, so what is left to see is whether it is off.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 from consistency.capture.names import ADAPTER_MERGED as MERGED
 from consistency.capture.names import ADAPTER_OFF as OFF
 from consistency.capture.names import ADAPTER_ON as ON
-from consistency.capture.names import WHOLE_MODEL
+from consistency.capture.names import SEQUENCES, WHOLE_MODEL
 from consistency.capture.records import RecordStatus
+from consistency.case.case import Case
 from consistency.case.inference.request import OUTPUT
 from consistency.devices.backends import CPU
 from consistency.errors import first_line
@@ -37,13 +39,14 @@ from consistency.worker.model import half_kernels
 from consistency.worker.model.disabling import DisableRefusedError, disabled
 from consistency.worker.model.float64_reference import Reference, publish, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
-from consistency.worker.model.inputs import fixed_inputs
+from consistency.worker.model.inputs import first_sequences, fixed_inputs
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers, in_merged
 from consistency.worker.model.running import (
     Activations,
     activations,
     is_of_the_model,
+    matrix_elements,
     refusal,
     tokens_of,
 )
@@ -141,12 +144,14 @@ def run(context: Context) -> None:
     for mode in found.outputs:
         why = "" if makes or answer.tables.failures.get(_exact(mode)) else _on_track(context, found, inputs, mode)
         decisions = ON_TRACK if mode in found.on_track else ""
+        given = inputs_of(context.job.case, context.model, inputs, mode)
+        fewer = {} if given is inputs else {SEQUENCES: f"{_sequences(given)} of {_sequences(inputs)}"}
         for name, tensor in found.judged(mode).items():
             if context.record.wants("forward", name):
                 record_relative(
                     context, "forward", name, mode, actual=tensor, digests=found.digests[mode, name], reference=answer,
                     name=f"{mode}::{name}", exact_name=_exact(f"{mode}::{name}"), mode=_exact(mode),
-                    computed_by=found.computed_by, decisions=decisions, reason=why,
+                    computed_by=found.computed_by, decisions=decisions, reason=why, more=fewer,
                 )  # fmt: skip
 
 
@@ -157,7 +162,8 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
     modes = _modes(context)
     watches = found.made.watch if exact is None else exact.track.own
     for done, mode in enumerate(modes):
-        run = functools.partial(in_mode, model, inputs, mode, has_adapter=ON in modes)
+        given = inputs_of(context.job.case, model, inputs, mode)
+        run = functools.partial(in_mode, model, given, mode, has_adapter=ON in modes)
         try:
             for repeat in range(context.job.case.repeat):
                 context.events.step(mode, done, len(modes))
@@ -192,7 +198,8 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
     for done, mode in enumerate(mode for mode in found.outputs if exact is not None and mode != MERGED):
         assert exact is not None
         context.events.step(f"{mode}, float64", done, len(modes))
-        run = functools.partial(in_mode, model, inputs, mode, has_adapter=ON in modes)
+        given = inputs_of(context.job.case, model, inputs, mode)
+        run = functools.partial(in_mode, model, given, mode, has_adapter=ON in modes)
         try:
             with exact_layers(model):
                 truth = in_float64(run, watch=exact.track.exact(mode), places=exact.track.places)
@@ -228,10 +235,11 @@ def _on_track(context: Context, found: Passes, inputs: dict[str, torch.Tensor], 
     if found.made.is_on(Table.of(path), mode, on=key):
         return ""
     replay = Replay(path, model, _title(model, mode, context.device))
+    given = inputs_of(context.job.case, model, inputs, mode)
     try:
         with half_kernels.computing(half_kernels.replacement(model, tokens_of(inputs))):
             outputs = in_mode(
-                model, inputs, mode, has_adapter=context.job.case.adapter is not None,
+                model, given, mode, has_adapter=context.job.case.adapter is not None,
                 watch=replay.watch(key), places=replay.places,
             )  # fmt: skip
     except Exception as error:  # model code of any kind may raise anything
@@ -279,6 +287,19 @@ def _modes(context: Context) -> list[str]:
     if context.job.case.adapter is None:
         return [OFF]
     return [ON, OFF, MERGED] if any(True for _ in adapted_layers(context.model)) else [ON, OFF]
+
+
+def inputs_of(case: Case, model: torch.nn.Module, inputs: Activations, mode: str) -> Activations:
+    """Return the inputs of a mode: where they are made, a large model without its adapter runs the first ones alone."""
+    whole = case.adapter is None or case.inputs is not None or bool(case.engine_outputs)
+    if mode != OFF or whole or matrix_elements(model) <= case.plan.float64_merges:
+        return inputs
+    few = first_sequences(inputs, case.plan.sequences_off)
+    return few if _sequences(few) < _sequences(inputs) else inputs
+
+
+def _sequences(inputs: Activations) -> int:
+    return len(next(iter(inputs.values())))
 
 
 def in_mode(

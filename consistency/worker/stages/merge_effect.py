@@ -36,6 +36,7 @@ from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
 from consistency.worker.decisions.replay import deciding
 from consistency.worker.decisions.track import Track
+from consistency.worker.model.inputs import first_sequences
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import (
     adapted_layers,
@@ -45,7 +46,7 @@ from consistency.worker.model.merging import (
     restored,
     weight_of,
 )
-from consistency.worker.model.running import Activations, activations, is_of_the_model
+from consistency.worker.model.running import Activations, activations, is_of_the_model, matrix_elements
 from consistency.worker.stages.context import Context
 
 Merging = AbstractContextManager[None]
@@ -112,8 +113,9 @@ def _of_computed(
         fields |= {} if on is None else {"top1_unmerged": _moves_top1(unmerged, {name: on}, name)}
     if on is not None:
         errors = {"unmerged_error": unmerged[name], "merged_error": merged[name]}
-        errors |= {} if off is None else {"adapter": off}
         fields |= {field: _largest(tensor, on) for field, tensor in errors.items()}
+        if off is not None and off.shape[1:] == on.shape[1:]:
+            fields["adapter"] = _largest(off, on[: len(off)])  # the first sequences alone, of a large model
     dtypes = {weight_of(layer).dtype for layer in layers} & UNIT_ROUNDOFF.keys()
     dtype = name_of(max(dtypes, key=lambda one: UNIT_ROUNDOFF[one])) if dtypes else context.base.dtype
     return MergeEffect(dtype=dtype, output=name, computed=_largest(merged[name], unmerged[name]), **fields)
@@ -127,7 +129,9 @@ def _with_float64(
     left_out = _left_out(context, model) if whole is not None else "the model does not run in float64"
     if left_out or whole is None:
         return replace(effect, left_out=left_out)
-    chosen = first_of(inputs) if track.again(ADAPTER_ON) is None else inputs  # decisions are those of a whole batch
+    # one sequence has as many logits as positions times words: more would take longer, and tell no more; but decisions
+    # are those of a whole batch
+    chosen = first_sequences(inputs, 1) if track.again(ADAPTER_ON) is None else inputs
     merges = {"as PEFT does": _in_its_dtype, "rounded once": _rounded_once, "in float64": _in_float64}
     if effect.dtype != name_of(torch.float32):
         merges["in float32"] = _in_float32
@@ -161,22 +165,9 @@ def _left_out(context: Context, model: torch.nn.Module) -> str:
     largest = max(weight.numel() for weight in weights)
     if largest > MOST_MERGED:
         return f"a layer of {largest} elements is too large to be merged in float64"
-    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
-    if matrices > context.job.case.plan.float64_merges:
+    if matrix_elements(model) > context.job.case.plan.float64_merges:
         return f"of a model of this size, level {Level.THOROUGH} measures it"
     return ""
-
-
-def first_of(inputs: Activations) -> Activations:
-    """Return the first sequence of a batch; inputs that are no batch as they are.
-
-    One sequence has as many logits as it has positions times words, and the largest of those is compared. More would
-    take longer, and tell no more.
-    """
-    sizes = {tensor.shape[:1] for tensor in inputs.values()}
-    if len(sizes) != 1 or () in sizes:
-        return inputs
-    return {name: tensor[:1] for name, tensor in inputs.items()}
 
 
 def _in_its_dtype(mode: Float64Mode, layer: Any) -> Merging:

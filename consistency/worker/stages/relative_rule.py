@@ -87,12 +87,13 @@ def record_relative(
     computed_by: str = "",
     decisions: str = "",
     reason: str = "",
+    more: Mapping[str, str] | None = None,
 ) -> None:
     """Record a tensor by the `relative` rule or the user's tolerance; without an exact value by the other workers.
 
     `reference` has the CPU's own error by `name`, the exact tensor by `exact_name`, and by `mode` why there is none;
     `computed_by` is how this device computed, where not by its own kernels; `decisions` says whose are in it, where not
-    its own, and `reason` why it cannot be compared with the exact tensor.
+    its own, and `reason` why it cannot be compared with the exact tensor; `more` is added to the evidence.
     """
     tables = reference.tables
     exact, whole = reference.read(exact_name), mapped(actual)
@@ -101,7 +102,7 @@ def record_relative(
     error = plain if products == yardstick.PLAIN else tables.errors_with.get(products, {}).get(name)
     tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
     known = exact is not None and exact.shape == actual.shape and actual.dtype in UNIT_ROUNDOFF
-    evidence = {"products": products} if products != yardstick.PLAIN else {}
+    evidence = {**({"products": products} if products != yardstick.PLAIN else {}), **(more or {})}
     if computed_by:
         evidence["computed_by"] = computed_by
     if decisions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from consistency.capture.records import TensorRecord
+from consistency.case.stages import LEVELS, Level
 from consistency.worker.faults import plant
 from consistency.worker.soak import computed, weights
 from consistency.worker.stages.forward import in_mode
@@ -27,6 +29,16 @@ WEIGHTS = ("base", "adapter", "merged", "gradient", "forward")
 @pytest.fixture
 def adapter(llama: Path) -> Path:
     return on_llama(llama, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+def test_a_large_model_repeats_the_sequences_that_it_ran_without_its_adapter(
+    llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = dataclasses.replace(LEVELS[Level.STANDARD], float64_merges=1 << 10)
+    monkeypatch.setitem(LEVELS, Level.STANDARD, small)
+    found = soak_of(llama, adapter, soak_s=30, stages=("forward",))
+    assert found.repeats >= 3
+    assert (found.changed, found.changes) == (None, ())
 
 
 def _is_left_out(record: TensorRecord) -> bool:

@@ -17,9 +17,9 @@ from consistency.capture.merge_effect import MergeEffect
 from consistency.case.stages import Level
 from consistency.comparison.merging import Advice, Merging, judged
 from consistency.numerics.exact import Float64Mode
+from consistency.worker.model.inputs import first_sequences
 from consistency.worker.model.merging import adapted_layers, merged_into
 from consistency.worker.stages import merge_effect
-from consistency.worker.stages.merge_effect import first_of
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import SIZES, adapter_on, on_llama, saved
 
@@ -220,6 +220,6 @@ def test_the_model_is_left_as_it_was(llama: Path, config: Any) -> None:
 
 def test_the_first_sequence_of_a_batch() -> None:
     batch = {"a": torch.ones(3, 2), "b": torch.ones(3)}
-    assert {name: tuple(tensor.shape) for name, tensor in first_of(batch).items()} == {"a": (1, 2), "b": (1,)}
+    assert {name: tuple(tensor.shape) for name, tensor in first_sequences(batch, 1).items()} == {"a": (1, 2), "b": (1,)}
     for no_batch in ({"a": torch.ones(3, 2), "b": torch.ones(2)}, {"a": torch.tensor(1.0)}):
-        assert first_of(no_batch) is no_batch
+        assert first_sequences(no_batch, 1) is no_batch

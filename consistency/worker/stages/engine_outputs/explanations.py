@@ -19,6 +19,7 @@ from consistency.capture.wording import some
 from consistency.numerics.rules import UNIT_ROUNDOFF, error_factor
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers, has_quantized_weight, weight_of
+from consistency.worker.model.running import matrix_elements
 from consistency.worker.stages.engine_outputs.layer_search import by_block, by_kind, named, search
 from consistency.worker.stages.engine_outputs.passes import (
     Passes,
@@ -109,7 +110,7 @@ def explain(question: Question) -> Answer:
         left_on = question.share(question.seen(question.on), 0.0)
         return Answer(fits={Cause.LEFT_ON: ("", left_on)} if left_on <= 1 else {})
     model = question.passes.model
-    size = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
+    size = matrix_elements(model)
     fits: dict[Cause, tuple[str, float]] = {}
     not_tried = []
     for cause, places, share in _simple(question):
