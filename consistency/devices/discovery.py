@@ -267,8 +267,23 @@ def _packaged(kind: str) -> tuple[DeviceInfo, ...]:
     return _ask(kind)
 
 
+def _not_listed(kind: Sequence[str], why: str) -> UsageError:
+    return UsageError(
+        f"torch cannot list the devices of this machine{''.join(f' of type {one}' for one in kind)}",
+        got=why,
+        where="--devices",
+        hint="name devices that work, such as cpu",
+    )
+
+
 def _ask(*kind: str) -> tuple[DeviceInfo, ...]:
-    """Have the probe describe the devices of `torch.accelerator`, or those of one type."""
+    """Have the probe describe the devices of `torch.accelerator`, or those of one type.
+
+    Raises
+    ------
+    UsageError
+        It fails: what it would have found is not to be left out in silence.
+    """
     try:
         done = subprocess.run(
             [*python_command(), "consistency.devices.probe", *kind],
@@ -278,8 +293,14 @@ def _ask(*kind: str) -> tuple[DeviceInfo, ...]:
             check=True,
         )
         rows = json.loads(done.stdout)
-    except (subprocess.SubprocessError, ValueError):
-        return ()
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").split("\n") if error.stderr else []
+        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        raise _not_listed(kind, f"a process that lists them ended with {error.returncode}: {last}") from None
+    except subprocess.TimeoutExpired:
+        raise _not_listed(kind, f"a process that lists them did not end in {PROBE_TIMEOUT_S} s") from None
+    except ValueError:
+        raise _not_listed(kind, "a process that lists them wrote no JSON") from None
     return tuple(
         DeviceInfo(
             spec=DeviceSpec(type=row.pop("type"), index=row.pop("index")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -206,6 +207,29 @@ def test_probe_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     assert calls[0][-1] == "consistency.devices.probe"
     assert all(not info.spec.is_cpu for info in found)
     assert parse_device("xpu:0").index == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import sys; sys.exit('loading\\nRuntimeError: no driver')", "ended with 1: RuntimeError: no driver"),
+        ("import os; os._exit(3)", "ended with 3: "),
+        ("print('hello')", "wrote no JSON"),
+        ("import time; time.sleep(60)", "did not end in 0.5 s"),
+    ],
+)
+def test_a_probe_that_fails_is_no_machine_without_devices(
+    code: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "python_command", lambda: [sys.executable, "-c", code])
+    monkeypatch.setattr(discovery, "PROBE_TIMEOUT_S", 0.5 if "sleep" in code else 60.0)
+    monkeypatch.setattr(discovery, "_nvidia", lambda: ())
+    monkeypatch.setattr(discovery, "_torch_build", lambda: frozenset({"xpu"}))
+    for asked in (("auto",), ("xpu:0",)):
+        with pytest.raises(UsageError, match="torch cannot list the devices of this machine") as raised:
+            select(asked)
+        assert reason in str(raised.value)
+    assert [info.spec.name for info in select(("cpu",))] == ["cpu"]
 
 
 def test_simulated_device_says_so_in_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
