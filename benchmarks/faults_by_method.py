@@ -32,7 +32,7 @@ from consistency.case.preflight import prepare_case
 from consistency.case.stages import Stage
 from consistency.errors import InputError
 from consistency.worker.faults.catalogue import FAULTS, Fault
-from consistency.workflows import pipeline
+from consistency.workflows import judging, pipeline, report_folder
 from consistency.workflows.drill import (
     DrillRow,
     Trial,
@@ -171,12 +171,12 @@ def _healthy(
     limits = next(case.plan.limits for case in cases if case.plan is not None)
     plan = SuitePlan(name="healthy", cases=tuple(cases), limits=limits)
     found = {}
-    with pipeline.output(home / "healthy", replace=True, writes=[case.folder for case in cases]) as folder:
-        for case, captures in captured(plan, folder, pipeline.CAPTURES, watch=_silent, replace=True):
+    with report_folder.output(home / "healthy", replace=True, writes=[case.folder for case in cases]) as folder:
+        for case, captures in captured(plan, folder, report_folder.CAPTURES, watch=_silent, replace=True):
             if captures.error is not None:
                 raise captures.error
-            read, unread = pipeline.read_captures(captures.captures)
-            found[case.name] = pipeline.compare_captures(read, unread=[*captures.lost, *unread])
+            read, unread = judging.read_captures(captures.captures)
+            found[case.name] = judging.compare_captures(read, unread=[*captures.lost, *unread])
     return {method: found[method] for method in options}
 
 

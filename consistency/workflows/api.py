@@ -19,7 +19,7 @@ from consistency.comparison.suite import SuiteResult
 from consistency.errors import UsageError
 from consistency.launch.engine import Watcher
 from consistency.report.problems import problems
-from consistency.workflows import pipeline, suite
+from consistency.workflows import comparing, pipeline, suite
 from consistency.workflows.pipeline import Report
 
 __all__ = ["Comparison", "Report", "SuiteResult", "assert_consistent", "compare", "run", "run_suite"]
@@ -150,7 +150,7 @@ def compare(
     `groups` is a file that maps hosts to what the site groups them by; `history` and `baseline` are as for `run`.
     """
     found = NO_GROUPS if groups is None else read_site_groups(Path(groups))
-    return pipeline.compare_folders(
+    return comparing.compare_folders(
         list(captures),
         None,
         groups=found,

@@ -29,7 +29,7 @@ from consistency.launch.change import Change
 from consistency.launch.engine import CaseTask, Limits, Watcher, capture_case
 from consistency.launch.local import LocalEngine
 from consistency.launch.plan import WorkerPlan
-from consistency.workflows import pipeline
+from consistency.workflows import judging
 from consistency.workflows.candidates import candidates, smallest
 from consistency.workflows.reproduce.evidence import find_evidence, find_tensor
 
@@ -188,7 +188,7 @@ class _Runner:
         (worker,) = found.workers
         if worker.info.status != "ok":
             return False, f"the worker was lost: {worker.info.reason}"
-        comparison = pipeline.compare_captures([self._reference, found])
+        comparison = judging.compare_captures([self._reference, found])
         label = gather([self._reference, found])[-1].label
         for tensor in comparison.tensors:
             row = tensor.row(label)

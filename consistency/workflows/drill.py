@@ -27,7 +27,7 @@ from consistency.devices.spec import DeviceInfo
 from consistency.errors import InputError, UsageError, meant
 from consistency.launch.engine import Watcher
 from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault, Need
-from consistency.workflows import pipeline
+from consistency.workflows import judging, pipeline, report_folder
 from consistency.workflows.plantable import Subject, expected_in, subject_of, why_not
 from consistency.workflows.suite import PlannedCase, SuitePlan, captured, worked_s
 
@@ -260,19 +260,19 @@ def drill(trials: Sequence[Trial], *, out: Path | None, watch: Watcher, replace:
     by_name = {trial.planned.name: trial for trial in trials if trial.planned}
     found: dict[str, DrillRow] = {}
     writes = [one.folder for one in suite.cases]
-    with pipeline.output(out, replace=replace, writes=writes, keeps=_has_reports) as folder:
-        for one, captures in captured(suite, folder, pipeline.CAPTURES, watch=watch, replace=replace):
+    with report_folder.output(out, replace=replace, writes=writes, keeps=_has_reports) as folder:
+        for one, captures in captured(suite, folder, report_folder.CAPTURES, watch=watch, replace=replace):
             if captures.error is not None:
                 raise captures.error
-            read, unread = pipeline.read_captures(captures.captures)
-            comparison = pipeline.compare_captures(read, unread=[*captures.lost, *unread])
+            read, unread = judging.read_captures(captures.captures)
+            comparison = judging.compare_captures(read, unread=[*captures.lost, *unread])
             comparison = made(comparison, worked_s(comparison))
             trial = by_name[one.name]
             found[one.name] = _row(trial, comparison)
             if out is None:
                 shutil.rmtree(folder / one.folder, ignore_errors=True)
             else:
-                pipeline.write_reports(comparison, out / one.folder)
+                report_folder.write_reports(comparison, out / one.folder)
     return tuple(found[trial.planned.name] if trial.planned else _not_planted(trial) for trial in trials)
 
 

@@ -31,7 +31,7 @@ from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Task, Watcher, engine
 from consistency.report.formats import Chosen, Subject, View, formats
 from consistency.report.suite.summarize import summarize
-from consistency.workflows import pipeline
+from consistency.workflows import judging, pipeline, report_folder
 from consistency.workflows.planning import budgets_of
 
 
@@ -125,7 +125,7 @@ def run_suite(
     entry = None if history is None else SuiteEntry(history, baseline)
     with suite_output(out, replace=replace) as folder:
         results = {one.name: _of_error(one, one.error) for one in plan.cases if one.error is not None}
-        for one, captures in captured(plan, folder, pipeline.CAPTURES, watch=watch):
+        for one, captures in captured(plan, folder, report_folder.CAPTURES, watch=watch):
             results[one.name] = _finish(one, captures, folder, baseline=baseline, entry=entry, each=each)
             if out is None:
                 shutil.rmtree(folder / one.folder, ignore_errors=True)
@@ -187,8 +187,8 @@ def _finish(
     if captured.error is not None:
         return _of_error(one, captured.error)
     try:
-        captures, unread = pipeline.read_captures(captured.captures)
-        comparison = pipeline.compare_captures(captures, unread=[*captured.lost, *unread])
+        captures, unread = judging.read_captures(captured.captures)
+        comparison = judging.compare_captures(captures, unread=[*captured.lost, *unread])
     except ConsistencyError as error:
         return _of_error(one, error)
     if entry is not None:
@@ -196,7 +196,7 @@ def _finish(
     elif baseline is not None:
         comparison = apply(baseline, comparison)
     comparison = made(comparison, worked_s(comparison))
-    pipeline.write_reports(comparison, folder / one.folder)
+    report_folder.write_reports(comparison, folder / one.folder)
     each(one.name, comparison)
     return summarize(one.name, one.folder, comparison, worked_s(comparison))
 
@@ -250,6 +250,6 @@ def suite_output(out: Path | None, *, replace: bool, reads: Sequence[Path] = ())
         return any((folder / CASES).glob("*/report.json")) or any((folder / CASES).glob(f"*/{MANIFEST}"))
 
     writes = (*(row.name for row in formats(Chosen.OUT, Subject.SUITE)), CASES)
-    with pipeline.output(out, replace=replace, reads=reads, writes=writes, keeps=has_complete_cases) as folder:
+    with report_folder.output(out, replace=replace, reads=reads, writes=writes, keeps=has_complete_cases) as folder:
         shutil.rmtree(folder / CASES, ignore_errors=True)
         yield folder

@@ -22,7 +22,7 @@ from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.report.suite.summarize import summarize
 from consistency.report.text import one_line
-from consistency.workflows import pipeline
+from consistency.workflows import comparing, report_folder
 from consistency.workflows.suite import suite_output, worked_s, write_suite
 
 _SUITE_FILE = "suite.json"
@@ -112,7 +112,7 @@ def _compare(
     try:
         if len(having) < min(2, len(folders)):
             raise _not_comparable(place, having, folders)
-        captures, comparison = pipeline.compare_read([folder / place for folder in having], groups)
+        captures, comparison = comparing.compare_read([folder / place for folder in having], groups)
     except ConsistencyError as error:
         return CaseResult.of_error(name or Path(place).name, place, error)
     name = name or comparison.case
@@ -125,7 +125,7 @@ def _compare(
         comparison = msgspec.structs.replace(comparison, not_looked_at=(*comparison.not_looked_at, text))
     if keep:
         (target / place).mkdir(parents=True, exist_ok=True)
-        pipeline.write_reports(made(comparison), target / place)
+        report_folder.write_reports(made(comparison), target / place)
     return summarize(name, place, comparison, worked_s(comparison))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from consistency.comparison.result import Comparison
-from consistency.workflows import pipeline
+from consistency.workflows import comparing
 
 from .build import NotBuiltError, build
 from .software_accelerator.settings import VARIABLE, VISIBLE, Settings
@@ -63,7 +63,7 @@ class RunOnDouble:
 
     @functools.cached_property
     def comparison(self) -> Comparison:
-        return pipeline.compare_folders([self.folder / "captures"], None)
+        return comparing.compare_folders([self.folder / "captures"], None)
 
     @functools.cached_property
     def report(self) -> dict[str, Any]:

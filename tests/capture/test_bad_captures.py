@@ -16,7 +16,7 @@ from consistency.capture.records import TensorRecord
 from consistency.comparison.result import Comparison
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.report.json import as_bytes
-from consistency.workflows import pipeline
+from consistency.workflows import comparing
 from tests.comparison.made_records import computed, digest, errors, forward, measured, moved
 from tests.conftest import Cli, MakeCapture
 from tests.report.printed import printed
@@ -136,7 +136,7 @@ CASES: dict[str, tuple[Damage, set[str], str]] = {
 
 
 def compared(folders: list[Path]) -> Comparison:
-    return pipeline.compare_folders(folders, None)
+    return comparing.compare_folders(folders, None)
 
 
 def reported(folders: list[Path]) -> Comparison:
@@ -175,7 +175,7 @@ def test_where_none_can_be_read_that_is_an_error(make_capture: MakeCapture) -> N
     folder = write(make_capture, edited("capture.json", schema="consistency.capture/9"))[1]
     for folders in ([folder], [folder, folder]):
         with pytest.raises(CaptureError, match="a capture of another schema"):
-            pipeline.compare_folders(folders, None)
+            comparing.compare_folders(folders, None)
 
 
 def test_a_path_that_leads_nowhere_is_an_error(make_capture: MakeCapture, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_path_that_leads_nowhere_is_an_error(make_capture: MakeCapture, tmp_pa
     folders = write(make_capture, None)
     for wrong in (tmp_path / "d", tmp_path / "empty", folders[0] / "capture.json"):
         with pytest.raises(CaptureError, match="no capture here"):
-            pipeline.compare_folders([*folders, wrong], None)
+            comparing.compare_folders([*folders, wrong], None)
 
 
 def test_the_command_says_it_and_ends_as_incomplete(make_capture: MakeCapture, cli_here: Cli) -> None:

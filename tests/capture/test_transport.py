@@ -14,7 +14,7 @@ from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.capture.transport import deliver, fetch, refuse_to_replace, travels
 from consistency.errors import CaptureError
-from consistency.workflows import pipeline
+from consistency.workflows import comparing
 from consistency.workflows.api import compare
 from tests.conftest import Cli, MakeCapture
 
@@ -73,7 +73,7 @@ def test_captures_of_all_kinds_are_compared(folder: Path, tmp_path: Path) -> Non
 
 def test_report_says_where_the_captures_lie(folder: Path, tmp_path: Path) -> None:
     deliver(folder, str(tmp_path / "one.zip"))
-    pipeline.compare_folders([tmp_path / "one.zip", folder], tmp_path / "out")
+    comparing.compare_folders([tmp_path / "one.zip", folder], tmp_path / "out")
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["captures"] == [str(tmp_path / "one.zip"), str(folder)]
 
@@ -115,7 +115,7 @@ def test_damaged_archive(folder: Path, tmp_path: Path, damage: str) -> None:
         raw[_inside(path, "workers/cpu.isolated/records.jsonl")] ^= 0xFF
     path.write_bytes(raw)
     with pytest.raises(CaptureError):
-        pipeline.compare_folders([path], None)
+        comparing.compare_folders([path], None)
 
 
 def test_more_than_the_disk_holds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

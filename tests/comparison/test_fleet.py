@@ -36,7 +36,7 @@ from consistency.report import json as report_json
 from consistency.report.html import as_html
 from consistency.report.junit import as_junit
 from consistency.report.markdown import as_markdown
-from consistency.workflows import pipeline
+from consistency.workflows import comparing
 from tests.comparison.made_records import computed, digest, errors, forward, moved
 from tests.conftest import MakeCapture
 from tests.report.printed import printed
@@ -208,7 +208,7 @@ def test_what_one_capture_has_lost_another_may_hold(make_capture: MakeCapture) -
     folders = [one, make_capture("b", {"cpu": [other]}), make_capture("c", {"cpu": [other]})]
     for folder, place in ((folders[0], 0), (folders[2], 1)):
         save_file({"tensor": tensors[place]}, folder / "blobs" / f"{names[place]}.safetensors")
-    found = pipeline.compare_folders(folders, None)
+    found = comparing.compare_folders(folders, None)
     first, second = (found.tensors[0].row(name) for name in ("b:cpu", "c:cpu"))
     assert first is not None
     assert "kept" in first.evidence

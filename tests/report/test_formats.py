@@ -86,7 +86,7 @@ def test_a_row_makes_an_option_that_takes_a_file(
 
 @pytest.mark.parametrize("row", formats.FORMATS, ids=lambda row: f"{row.subject}-{row.name}")
 def test_every_writer_is_there(row: Format, make_capture: MakeCapture) -> None:
-    from consistency.workflows.pipeline import compare_folders
+    from consistency.workflows.comparing import compare_folders
 
     compared = compare_folders([make_capture("a", {"cpu": [moved()]})], None)
     found = compared if row.subject is Subject.RUN else suite(case("one", compared))

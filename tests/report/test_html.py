@@ -500,7 +500,7 @@ def test_a_run_leaves_all_files_of_the_report(finished_run: FinishedRun) -> None
 
 
 def test_two_files_have_a_page_too(tmp_path: Path) -> None:
-    from consistency.workflows.pipeline import diff_weights
+    from consistency.workflows.comparing import diff_weights
     from tests.made_weights import f32, put
 
     put(tmp_path / "a.safetensors", {"x.w": f32(1, 2), "y.w": f32(1, 1)})

@@ -11,7 +11,7 @@ import pytest
 from consistency.case.profile import Switch
 from consistency.comparison.result import Comparison
 from consistency.errors import UsageError
-from consistency.workflows import pipeline
+from consistency.workflows import report_folder
 from tests.conftest import RunSuiteWithFaults
 
 DEPLOYED: dict[str, Any] = {"profile": "deployed", "set": ["float32_matmul_precision=medium"], "threads": 1}
@@ -60,7 +60,7 @@ def test_what_is_in_force_is_recorded_and_only_what_was_chosen_is_asked_for(heal
 
 
 def test_reports_have_the_settings_of_each_worker(healthy: Comparison, tmp_path: Path) -> None:
-    pipeline.write_reports(healthy, tmp_path)
+    report_folder.write_reports(healthy, tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert "profile deployed · float32_matmul_precision=medium" in page
     assert "in force: deterministic_algorithms" in page

@@ -51,7 +51,7 @@ def _compare(parsed: argparse.Namespace) -> int:
     from consistency.case.engine_file import as_engine_files
     from consistency.cli.progress import progress
     from consistency.errors import UsageError
-    from consistency.workflows.pipeline import compare_folders
+    from consistency.workflows.comparing import compare_folders
     from consistency.workflows.suite_folders import are_suites, compare_suites
 
     baseline, groups, history = read_baseline(parsed), read_groups(parsed), read_history(parsed)

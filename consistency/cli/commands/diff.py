@@ -27,7 +27,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _diff(parsed: argparse.Namespace) -> int:
-    from consistency.workflows.pipeline import diff_weights
+    from consistency.workflows.comparing import diff_weights
 
     started = time.monotonic()
     comparison = diff_weights(

@@ -82,7 +82,7 @@ def _show(parsed: argparse.Namespace) -> int:
 def _write(parsed: argparse.Namespace, comparison: Comparison) -> int:
     from consistency.capture.whole_file import write_whole
     from consistency.report.formats import View, shared
-    from consistency.workflows.pipeline import output
+    from consistency.workflows.report_folder import output
 
     rows = list(shared())
     reads = [parsed.report if parsed.report.is_dir() else parsed.report.parent]

@@ -27,7 +27,7 @@ from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.fleet.engine import EngineError, FleetEngine, NodeTask, fleet_engine
 from consistency.launch.fleet.options import FleetOptions
 from consistency.report.text import one_line
-from consistency.workflows import pipeline
+from consistency.workflows import judging, report_folder
 from consistency.workflows.fleet.folder import PLAN, FleetFolder, FleetRecord, NodeOutcome
 from consistency.workflows.fleet.following import (
     NodeLimits,
@@ -120,9 +120,9 @@ def run_fleet(
     started = time.monotonic()
     if history is not None:
         history.require_room(len(plan.nodes) * (plan.options.gpus or 1))  # while nothing runs yet
-    folder = FleetFolder(out=out, store=(plan.options.store or str(out.resolve() / pipeline.CAPTURES)).rstrip("/"))
+    folder = FleetFolder(out=out, store=(plan.options.store or str(out.resolve() / report_folder.CAPTURES)).rstrip("/"))
     resume = plan.options.resume
-    with pipeline.output(out, replace=replace or resume, keeps=lambda path: (path / PLAN).exists()):
+    with report_folder.output(out, replace=replace or resume, keeps=lambda path: (path / PLAN).exists()):
         record = plan.record()
         kept = folder.delivered(record, plan.nodes) if resume else []
         for node in kept:
@@ -137,7 +137,7 @@ def run_fleet(
             folder.save(msgspec.structs.replace(record, nodes=_outcomes(gathered)))
             raise
         comparison = made(comparison, time.monotonic() - started)
-        pipeline.write_reports(comparison, out)
+        report_folder.write_reports(comparison, out)
         folder.save(msgspec.structs.replace(record, nodes=_outcomes(gathered, comparison)))
     return comparison
 
@@ -212,13 +212,13 @@ def _compare(
         captures = _read(gathered, Path(scratch))
         if not captures:
             raise _nothing(gathered, folder)
-        comparison = pipeline.compare_captures(captures, groups=groups)
+        comparison = judging.compare_captures(captures, groups=groups)
         comparison = msgspec.structs.replace(comparison, captures=tuple(gathered.places.values()))
         findings = _findings(gathered)
         if findings:
             comparison = msgspec.structs.replace(comparison, verdict="incomplete")
             comparison = with_findings(comparison, [*findings, *comparison.findings])
-        return pipeline.judged(captures, comparison, out, history=history, baseline=baseline)
+        return judging.judged(captures, comparison, out, history=history, baseline=baseline)
 
 
 def _read(gathered: _Gathered, scratch: Path) -> list[Capture]:

@@ -22,7 +22,7 @@ from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison, Finding
 from consistency.errors import CaptureError, UsageError
 from consistency.report.history import device_rows, run_rows
-from consistency.workflows.pipeline import compare_captures
+from consistency.workflows.judging import compare_captures
 from tests.conftest import MakeCapture
 
 Run = Callable[..., Comparison]

@@ -20,7 +20,7 @@ from consistency.errors import UsageError
 from consistency.report.console import make_console
 from consistency.report.history import device_rows, print_runs, run_rows
 from consistency.report.suite.summarize import summarize
-from consistency.workflows.pipeline import compare_captures
+from consistency.workflows.judging import compare_captures
 from tests.conftest import MakeCapture
 from tests.report.suite.made_suites import unusable
 

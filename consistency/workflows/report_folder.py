@@ -1,0 +1,76 @@
+"""The folder that a command writes: made, refused or removed as a whole, and the files of a report in it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from consistency.capture.whole_file import write_whole
+from consistency.comparison.result import Comparison
+from consistency.errors import CaptureError
+from consistency.report.formats import Chosen, View, formats
+from consistency.report.summary import all_groups
+
+CAPTURES = "captures"
+
+
+def write_reports(comparison: Comparison, out: Path | None, *, schema: int | None = None) -> None:
+    """Write the files of a report to a folder; `schema` is that of `report.json` (`View`)."""
+    if out is not None:
+        view = View(schema=schema, elapsed_s=comparison.elapsed_s, groups=all_groups(comparison))
+        for row in formats(Chosen.OUT):
+            write_whole(out / row.name, row.render(comparison, view))
+
+
+@contextmanager
+def output(
+    out: Path | None,
+    *,
+    replace: bool,
+    reads: Sequence[Path] = (),
+    writes: Sequence[str] | None = None,
+    keeps: Callable[[Path], bool] = lambda _: False,
+) -> Iterator[Path]:
+    """Yield the folder to write into; one that was made here is removed where the work fails.
+
+    Parameters
+    ----------
+    reads : sequence of Path
+        Folders that are read, and so cannot be it.
+    writes : sequence of str, optional
+        What will be in it, and must not be there yet unless `replace`; by default what a run writes.
+    keeps : callable
+        Reports whether the folder of failed work holds something worth keeping.
+    """
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="consistency-run-") as scratch:
+            yield Path(scratch)
+        return
+    if out.exists() and not out.is_dir():
+        raise CaptureError("--out must be a folder", where=out, got="a file")
+    if out.resolve() in [folder.resolve() for folder in reads]:
+        raise CaptureError("--out is one of the folders that are compared", where=out, hint="choose another folder")
+    names = (*(row.name for row in formats(Chosen.OUT)), CAPTURES) if writes is None else writes
+    present = [name for name in names if (out / name).exists()]
+    if present and not replace:
+        raise CaptureError(
+            "an earlier run's results are in the way",
+            where=out,
+            got=", ".join(present),
+            hint="choose another --out, or give --force to replace them",
+        )
+    existed = out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CaptureError("cannot make the output folder", where=out, got=error) from None
+    try:
+        yield out
+    except BaseException:
+        if not existed and not keeps(out):
+            with suppress(OSError):
+                shutil.rmtree(out)
+        raise
