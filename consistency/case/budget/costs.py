@@ -19,6 +19,7 @@ from consistency.case.budget.constants import (
     INDEX_BYTES,
     LOAD_S,
     MAP_S,
+    MEASURE_GRADIENT_S,
     MEASURE_S,
     MERGE_ALONE_S,
     MERGE_IN_FLOAT64_S,
@@ -207,7 +208,7 @@ def gradient(s: Setting) -> Cost:
         kept_bytes=(8 * compared if s.makes_reference else 0) + kinks * 4 + kinks // 8 + scores * (8 + INDEX_BYTES),
         work=Work(
             fixed_s=4 * PER_TENSOR_S * s.shape.adapter_tensors,
-            memory_s=compared * MEASURE_S,
+            memory_s=compared * MEASURE_GRADIENT_S,
             native=products.times(s.case.repeat * _products_per_weight(s, one_block, room, s.shape.width)),
             float64=products.times(_products_per_weight(s, one_block, wide_room, 8) if s.makes_reference else 0),
         ),

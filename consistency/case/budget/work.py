@@ -15,7 +15,7 @@ READ_BYTES = 2.0e10
 WEIGHT_S = {"half": 0.32e-9, "float32": 0.74e-9, "float64": 1.6e-9}
 """Per element of a weight and product: reading it, for float64 widening it; 32 and 128 rows times 5632 x 2048."""
 
-FLOP_SHARES = {"half": 0.9, "float32": 1.1, "float64": 1.5}
+FLOP_SHARES = {"half": 0.9, "float32": 1.1, "float64": 1.2}
 """Of a product's operations per second to those of NumPy's small matrices, from the same products."""
 
 
