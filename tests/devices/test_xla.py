@@ -38,7 +38,7 @@ def _asked() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def found(run_suite_with_faults: RunSuiteWithFaults) -> dict[str, Comparison]:
     """Run the built-in cases on all devices, and one of them once more with a fault on one device."""
-    stages = ("base", "adapter", "merged", "forward")
+    stages = ("base", "adapter", "merged", "gradient", "forward")
     cases = {model: {"base": f"builtin:{model}", "stages": stages} for model in MODELS}
     cases["faulty"] = {"base": "builtin:llama", "stages": ("adapter",)}
     planted = {"faulty": {FAULTY: "adapter-zeros"}}
@@ -58,8 +58,9 @@ def test_a_model_is_the_same_on_the_processor_and_on_four_devices(found: dict[st
     for groups in classes:
         together = next(names for names in groups if "xla:0" in names)
         assert set(XLA) <= set(together), "equal devices give equal bits"
-    forward = [row for tensor, row in rows if tensor.stage == "forward" and row.worker == "xla:0"]
-    assert any(row.status == "within" for row in forward), "another compiler's kernels round otherwise"
+    for stage in ("gradient", "forward"):
+        seen = [row for tensor, row in rows if tensor.stage == stage and row.worker == "xla:0"]
+        assert any(row.status == "within" for row in seen), "another compiler's kernels round otherwise"
 
 
 def test_a_fault_on_one_device_is_found_there_alone(found: dict[str, Comparison]) -> None:
