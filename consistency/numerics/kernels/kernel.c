@@ -638,7 +638,12 @@ enum { COLUMNS = 16 }; /* at once: with their magnitudes eight vectors of sums t
 
 typedef int64_t four_words __attribute__((vector_size(32)));
 
-INLINE four magnitudes(four v) { return (four)((four_words)v & INT64_MAX); }
+INLINE four repeated(double x) { return (four){x, x, x, x}; } /* not every compiler takes a number for a vector */
+
+INLINE four magnitudes(four v)
+{
+    return (four)((four_words)v & (four_words){INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX});
+}
 
 /* Products and sums are rounded one by one, in the order of k, so that every variant gets the same bits. */
 INLINE void multiply_row(const struct product *p, const double *restrict left, double *restrict value,
@@ -647,8 +652,9 @@ INLINE void multiply_row(const struct product *p, const double *restrict left, d
     const double *right = p->right + from;
     four v0 = {0}, v1 = {0}, v2 = {0}, v3 = {0}, s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
     for (int64_t k = 0; k < p->rank; k++, right += p->columns) {
-        const four p0 = load4(right) * left[k], p1 = load4(right + 4) * left[k];
-        const four p2 = load4(right + 8) * left[k], p3 = load4(right + 12) * left[k];
+        const four l = repeated(left[k]);
+        const four p0 = load4(right) * l, p1 = load4(right + 4) * l;
+        const four p2 = load4(right + 8) * l, p3 = load4(right + 12) * l;
         v0 += p0, v1 += p1, v2 += p2, v3 += p3;
         s0 += magnitudes(p0), s1 += magnitudes(p1), s2 += magnitudes(p2), s3 += magnitudes(p3);
     }
