@@ -14,7 +14,7 @@ import torch
 
 from consistency.errors import first_line
 from consistency.numerics.kernels import numpy_digest
-from consistency.numerics.kernels.check import made_up
+from consistency.numerics.kernels.hard_inputs import made_up
 from consistency.numerics.kernels.numpy_digest import ROW_WORDS, weights_of_row
 
 PROVEN = "proven"

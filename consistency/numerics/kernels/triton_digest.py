@@ -18,7 +18,7 @@ import warnings
 import numpy as np
 import torch
 
-from consistency.numerics.kernels.check import made_up
+from consistency.numerics.kernels.hard_inputs import made_up
 
 PLAIN_VARIABLE = "CONSISTENCY_PLAIN_DIGEST"
 """Set to any value, it disables the kernel: a check in the process cannot survive a compiler that crashes."""

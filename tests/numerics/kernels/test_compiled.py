@@ -25,13 +25,11 @@ from consistency.numerics.kernels.check import (
     differs_in,
     errors_by_both,
     errors_differ_in,
-    hard_pairs,
-    hard_products,
-    hard_stretches,
     measure_by,
     products_by_both,
 )
 from consistency.numerics.kernels.compiled import CHUNK, DIGEST, KINDS, PRODUCTS, PURPOSES, Kernel, errors_in
+from consistency.numerics.kernels.hard_inputs import hard_pairs, hard_products, hard_stretches
 from consistency.numerics.kernels.numpy_digest import ROW_BYTES, sum_rows, weights_of_row
 from consistency.numerics.kernels.numpy_distance import measure_by_numpy
 from consistency.numerics.kernels.tally import Tally
