@@ -51,4 +51,8 @@ def test_other_cases_are_consistent(engine: str, name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("engine", [COMPILE])  # ONNX Runtime has no kernels for bfloat16 on a CPU
 def test_bfloat16_is_consistent(engine: str, name: str, tmp_path: Path) -> None:
-    assert judged(name, "bfloat16", outputs_of(engine, request_of(name, "bfloat16", tmp_path))).findings == ()
+    comparison = judged(name, "bfloat16", outputs_of(engine, request_of(name, "bfloat16", tmp_path)))
+    assert comparison.verdict == "consistent"
+    # a matrix of few rows takes other kernels, which round otherwise: a fact, where an engine does not promise the same
+    assert {one.kind for one in comparison.findings} <= {"batch-variant"}
+    assert {one.severity for one in comparison.findings} <= {"note"}
