@@ -13,6 +13,9 @@ from consistency.devices.backends import CPU
 from consistency.devices.settings import UNREADABLE
 from consistency.numerics.precision import SPLIT_TERMS, Precision
 
+X86_64 = ("x86_64", "AMD64")
+"""Names that `platform.machine` gives this architecture."""
+
 _ORDER = tuple(Precision)
 _ONEDNN = {"ieee": Precision.FLOAT32, "tf32": Precision.TF32, "bf16": Precision.BFLOAT16}
 _BY_MATMUL_PRECISION = {"high": Precision.TF32, "medium": Precision.BFLOAT16}
@@ -62,7 +65,7 @@ def permitted(kind: str, settings: Mapping[str, object], variables: Mapping[str,
         found = _ONEDNN.get(str(settings.get("mkldnn_matmul_fp32_precision")), by_name)  # an older torch has one switch
         convolution = _ONEDNN.get(str(settings.get("mkldnn_conv_fp32_precision")), Precision.FLOAT32)
         # on x86 MKL multiplies matrices, unless torch's own setting chooses oneDNN; its variable reaches convolutions
-        matmul = found if platform.machine() in ("x86_64", "AMD64") else _least(found, default)
+        matmul = found if platform.machine() in X86_64 else _least(found, default)
         return Products(matmul=matmul, convolution=_least(convolution, default))
     partial = {
         dtype: SPLIT_TERMS

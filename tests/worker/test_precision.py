@@ -24,7 +24,13 @@ def _no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _with_bfloat16_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    _units(monkeypatch, "x86_64", tiles=True, bfloat16=True)
+
+
+def _units(monkeypatch: pytest.MonkeyPatch, machine: str, *, tiles: bool, bfloat16: bool) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles, raising=False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: bfloat16)
 
 
 def test_pinned_products_are_float32_and_no_line_says_so() -> None:
@@ -39,16 +45,37 @@ def test_medium_is_bfloat16_on_a_processor_that_has_it(monkeypatch: pytest.Monke
     with deterministic(threads=1, float32_matmul_precision="medium"):
         assert products_of(CPU) == Products(matmul=Precision.BFLOAT16)
         assert describe(CPU)["products"] == {"matmul": "bfloat16"}
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx2")
-        assert products_of(CPU) == Products()
+        for isa in ("avx2", "AVX512_CORE_BF16", "AVX512_CORE_FP16"):
+            monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
+            assert products_of(CPU) == Products(), isa
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
         assert products_of(CPU).matmul is Precision.BFLOAT16
 
 
-def test_medium_is_float32_on_a_processor_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+@pytest.mark.parametrize(
+    ("machine", "tiles", "bfloat16", "precision"),
+    [
+        pytest.param("x86_64", False, True, Precision.FLOAT32, id="AVX512-BF16 without AMX"),
+        pytest.param("AMD64", True, True, Precision.BFLOAT16, id="AMX, under Windows"),
+        pytest.param("aarch64", False, True, Precision.BFLOAT16, id="Arm with bfloat16"),
+        pytest.param("aarch64", False, False, Precision.FLOAT32, id="Arm without"),
+    ],
+)
+def test_medium_is_bfloat16_only_on_units_that_onednn_uses_for_it(
+    machine: str, tiles: bool, bfloat16: bool, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _units(monkeypatch, machine, tiles=tiles, bfloat16=bfloat16)
     with deterministic(threads=1, float32_matmul_precision="medium"):
-        assert products_of(CPU) == Products()
+        assert products_of(CPU).matmul is precision
+
+
+@pytest.mark.parametrize("size", [16, 64, 256, 1024])
+def test_this_processor_multiplies_as_is_said_of_it(size: int) -> None:
+    """A value of ten digits times one is itself, unless its last digits are cut off first."""
+    digits = 1 + 2.0**-10 * (torch.arange(size * size) % 1024).view(size, size)
+    with deterministic(threads=1, float32_matmul_precision="medium"):
+        cut = not torch.equal(digits @ torch.eye(size), digits)
+        assert not cut or products_of(CPU).matmul is Precision.BFLOAT16
 
 
 def test_high_is_tf32_where_torch_has_a_unit_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
