@@ -8,7 +8,7 @@ it for every precision that a worker of the run may have.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -31,13 +31,18 @@ _BY_FORMULA = {"sdpa_math": True, "sdpa_flash": False, "sdpa_mem_efficient": Fal
 """Settings of attention without a fused kernel, whose products could not be reached."""
 
 
+def in_float32() -> AbstractContextManager[None]:
+    """Compute float32 products on the CPU by the kernels for float32 alone, whatever the settings in force are."""
+    return determinism.switched(**_IN_FLOAT32)
+
+
 @contextmanager
 def computing_with(products: Products) -> Iterator[None]:
     """Compute float32 products on the CPU as a device does, whatever the CPU's own settings are."""
     if not products.is_reduced and not products_of(torch.device(CPU)).is_reduced:
         yield
     elif not products.is_reduced:
-        with determinism.switched(**_IN_FLOAT32):
+        with in_float32():
             yield
     else:
         with (

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-from consistency.devices.products import Products
 from consistency.numerics.rounded_products import HALF, RoundedProducts
 from consistency.worker import yardstick
 
@@ -53,11 +52,11 @@ def replacement(model: torch.nn.Module, tokens: int) -> RoundedProducts | None:
 
 @contextmanager
 def computing(mode: RoundedProducts | None) -> Iterator[None]:
-    """Let the replacement compute, its float32 products in float32, whatever the settings permit there."""
+    """Let the replacement compute, its float32 products by the same kernels whatever the settings are."""
     if mode is None:
         yield
         return
-    with yardstick.computing_with(Products()), mode:
+    with yardstick.in_float32(), mode:
         yield
 
 
