@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -118,6 +118,11 @@ def blob_name(name: str) -> str:
 def worker_slug(name: str, load_path: str) -> str:
     """Return a folder name for a worker: `cuda_1@tf32.shared`."""
     return f"{name.replace(':', '_')}.{load_path}"
+
+
+def pack_blocks(blocks: Sequence[int]) -> str:
+    """Write block digests as 16 hexadecimal digits each; a single block has the tensor's own digest."""
+    return "" if len(blocks) < 2 else "".join(f"{block:016x}" for block in blocks)
 
 
 def unpack_blocks(text: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
+from consistency.capture.folder import pack_blocks
 from consistency.capture.records import Effect, RecordStatus, TensorRecord
 from consistency.case.tolerance import Override, choose
 from consistency.numerics.bound import UserAllowance
@@ -114,7 +115,7 @@ class Recorder(RecordStore):
             shape=tuple(actual.shape),
             dtype=name_of(actual.dtype),
             digest=here.value,
-            blocks=pack_blocks(here),
+            blocks=pack_blocks(here.blocks),
             reference="file",
             reference_digest=reference.value,
             repeats=repeats,
@@ -258,7 +259,7 @@ class Recorder(RecordStore):
                 status=status,
                 digest=digests[0].value,
                 # blocks locate bitwise differences; after a sum in another order all blocks differ
-                blocks=pack_blocks(digests[0]) if failed or found is None else "",
+                blocks=pack_blocks(digests[0].blocks) if failed or found is None else "",
                 reference=None if found is None else "float64",
                 reference_error=None if reference_error is None else Real(reference_error),
                 reference_samples=reference_samples,
@@ -346,8 +347,3 @@ class Recorder(RecordStore):
                 unsupported=unsupported,
             )
         )
-
-
-def pack_blocks(found: TensorDigest) -> str:
-    """Write block digests as 16 hexadecimal digits each; a single block has the tensor's own digest."""
-    return "" if len(found.blocks) < 2 else "".join(f"{block:016x}" for block in found.blocks)

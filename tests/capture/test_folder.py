@@ -18,6 +18,7 @@ from consistency.capture.folder import (
     CaptureManifest,
     blob_key,
     blob_name,
+    pack_blocks,
     unpack_blocks,
     worker_slug,
 )
@@ -190,10 +191,15 @@ def test_defaults_are_left_out_of_a_line() -> None:
     }
 
 
-@given(st.lists(st.integers(0, 2**64 - 1), max_size=5))
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=5))
 @settings(deadline=None)
 def test_block_digests_are_read_back(blocks: list[int]) -> None:
-    assert unpack_blocks("".join(f"{b:016x}" for b in blocks)) == tuple(blocks)
+    assert unpack_blocks(pack_blocks(blocks)) == tuple(blocks)
+
+
+def test_the_only_block_of_a_tensor_is_not_written() -> None:
+    """Its digest is the tensor's."""
+    assert (pack_blocks([7]), pack_blocks([]), unpack_blocks("")) == ("", "", ())
 
 
 def test_a_worker_without_records_is_a_worker(tmp_path: Path) -> None:

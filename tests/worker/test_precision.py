@@ -71,7 +71,7 @@ def test_medium_is_bfloat16_only_on_units_that_onednn_uses_for_it(
 
 @pytest.mark.parametrize("size", [16, 64, 256, 1024])
 def test_this_processor_multiplies_as_is_said_of_it(size: int) -> None:
-    """A value of ten digits times one is itself, unless its last digits are cut off first."""
+    """A value of eleven binary digits times one is itself, unless its last digits are cut off first."""
     digits = 1 + 2.0**-10 * (torch.arange(size * size) % 1024).view(size, size)
     with deterministic(threads=1, float32_matmul_precision="medium"):
         cut = not torch.equal(digits @ torch.eye(size), digits)
