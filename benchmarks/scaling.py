@@ -43,6 +43,7 @@ from consistency.capture.writer import CaptureWriter
 from consistency.case.case import Case
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
+from consistency.numerics.rules import RoundingError
 from consistency.numerics.words import Word
 
 ARCHITECTURES = (
@@ -341,8 +342,7 @@ def _relative(where: dict[str, Any], bits: str, *, is_faulty: bool) -> TensorRec
         digest=value,
         blocks=blocks,
         reference="float64",
-        reference_error=Real(1e-6),
-        reference_samples=128,
+        rounding=RoundingError(largest=Real(1e-6), samples=128, drawn=256),
         measure=_measure(0.5 if is_off else 1e-6 + int(value[:4], 16) * 1e-12, mismatched=9000, ratio=None),
     )
 

@@ -13,7 +13,7 @@ from consistency.capture.soak import Soak
 from consistency.devices.spec import DeviceIdentity
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
-from consistency.numerics.rules import Rule
+from consistency.numerics.rules import RoundingError, Rule
 from consistency.numerics.words import Word
 
 RecordStatus = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked", "measured"]
@@ -27,7 +27,7 @@ class TensorRecord(
     kw_only=True,
     omit_defaults=True,
     gc=False,  # as for `Measure`
-    rename={"reference_samples": "reference_draws", "load_path": "road"},
+    rename={"load_path": "road"},
 ):
     """What one worker recorded of one tensor.
 
@@ -48,10 +48,8 @@ class TensorRecord(
         `file`, `float64`, or None where the other workers are the reference.
     reference_digest, reference_blob : str or None
         Of the tensor that it was compared with.
-    reference_error : float or None
-        Largest error of the CPU in this dtype, for the `relative` rule.
-    reference_samples : int or None
-        Number of independent errors of which that one is the largest, where it is not one per element.
+    rounding : RoundingError or None
+        The error that rounding makes in this dtype, for the `relative` rule.
     measure : Measure or None
         None where the bits are equal.
     evidence : dict
@@ -100,8 +98,7 @@ class TensorRecord(
     reference: str | None = None
     reference_digest: str | None = None
     reference_blob: str | None = None
-    reference_error: Real | None = None
-    reference_samples: int | None = None
+    rounding: RoundingError | None = None
     measure: Measure | None = None
     diagnosis: Word | None = None
     evidence: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from consistency.comparison.stored_tensors import StoredDifference, compare_stor
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
-from consistency.numerics.rules import UNIT_ROUNDOFF, Rule, judge_relative, passes, relative_allowance
+from consistency.numerics.rules import LEAST_FACTOR, UNIT_ROUNDOFF, RoundingError, Rule, judge_relative, passes
 from consistency.numerics.words import Word
 
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})
@@ -145,30 +145,27 @@ def is_as_sent(record: TensorRecord) -> bool:
 def _relative(
     subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
 ) -> Row:
-    """Judge an error against float64 by the reference worker's own error in the same tensor and dtype.
+    """Judge an error against float64 by what rounding makes in the same tensor and dtype.
 
+    What a CPU has measured of that is replaced by what the reference worker has: a fault of its own must not excuse it.
     A table of the base that is within tolerance and bitwise equal to the reference worker's is `equal`. Where the
     tolerance is as large as the values of the tensor, passing means nothing: `skipped`.
     """
     found = record.measure
     if found is None:
         return _equal(subject, record, reference=FLOAT64)
-    own, reason = record.reference_error, None
-    if record.stage != Stage.BASE and (subject.products or reference.products):
-        # the reference worker's own error is of other products; the record has that of this worker's products
-        if record.stage == Stage.MERGED and subject.is_cpu and not subject.products:
-            own, reason = None, f"{reference.label} multiplies in another precision: its own error is no measure here"
-    elif (own is None or subject.is_cpu) and reference.is_cpu and expected is not None and expected.measure is not None:
-        # a CPU's own error must not excuse it
-        own = expected.measure.max_abs if expected.dtype == record.dtype else None
-    if own is None:
-        reason = reason or record.reason or "the error of a CPU in this dtype is unknown: no CPU took part"
-    elif record.dtype == "float16" and not math.isfinite(own):  # the range of the other dtypes suffices for any model
+    rounding, reason = record.rounding, None
+    own_products = record.stage != Stage.BASE and (subject.products or reference.products)
+    # where workers multiply in several precisions, the record has what rounding makes in this worker's
+    if not own_products and (rounding is None or subject.is_cpu) and reference.is_cpu and expected is not None:
+        rounding = expected.rounding if expected.dtype == record.dtype else None
+    if rounding is None:
+        reason = record.reason or "the error that rounding makes in this dtype is unknown: no CPU took part"
+    elif record.dtype == "float16" and not math.isfinite(rounding.largest):  # the range of the others suffices
         reason = "the CPU's own values overflow float16 (largest value 65504): there is no error to compare with"
-    if own is None or reason is not None:
+    if rounding is None or reason is not None:
         return Row(worker=subject.label, reference=None, status="skipped", reason=reason)
-    samples = record.reference_samples or math.prod(record.shape)
-    share, allowed, judged = judge_relative(found, record.dtype, reference_error=float(own), samples=samples)
+    share, allowed, judged = judge_relative(found, record.dtype, rounding)
     status: Status = judged
     diagnosis = record.diagnosis or (Word.ACCUMULATION_ORDER if status == "within" else None)
     if status == "outside" and diagnosis in (None, Word.ACCUMULATION_ORDER):
@@ -178,20 +175,17 @@ def _relative(
         status, truth, diagnosis = "equal", reference.label, None
     if status == "within" and 0 < float(found.magnitude) <= allowed:  # where all is zero, zeros are right
         row = _measured(subject, record, found, status="skipped", reference=truth)
-        reason = _idle(record.dtype, samples, float(own), float(found.magnitude))
+        reason = _idle(record.dtype, rounding, float(found.magnitude))
         return msgspec.structs.replace(row, diagnosis=None, reason=reason)
     row = _measured(subject, record, found, status=status, reference=truth, diagnosis=diagnosis)
     return msgspec.structs.replace(row, bound_ratio=Real(share), allowed=Real(allowed))
 
 
-def _idle(dtype: str, samples: int, own: float, magnitude: float) -> str:
+def _idle(dtype: str, rounding: RoundingError, magnitude: float) -> str:
     """Return why a tolerance would let a tensor of zeros pass, without figures of one tensor: equal reasons group."""
-    if relative_allowance(own, magnitude, dtype) < magnitude:  # the error factor makes it so wide
-        return (
-            f"the CPU's error is the largest of {'one sample' if samples == 1 else 'few samples'}: the error factor "
-            "for so few would let a tensor of zeros pass"
-        )
-    return f"the CPU's own error in {dtype} is so large that twice that would let a tensor of zeros pass"
+    if LEAST_FACTOR * rounding.largest + UNIT_ROUNDOFF[dtype] * magnitude < magnitude:  # the factor makes it so wide
+        return "few errors of rounding are known here: the error factor for so few would let a tensor of zeros pass"
+    return f"rounding in {dtype} makes errors so large that twice those would let a tensor of zeros pass"
 
 
 def _peer(

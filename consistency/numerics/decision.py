@@ -30,7 +30,9 @@ class Decision:
     force : callable
         Return the result of the operation if something else had been decided.
     dim : int or None
-        Of a selection, the dimension of the operand that its indices are of.
+        Of a selection in order, the dimension of the operand that its indices are of.
+    scores : int
+        How many values of the operand a margin lies between, each of which may be off: two of a selection.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Decision:
     margins: Callable[[torch.Tensor], torch.Tensor]
     force: Force
     dim: int | None = None
+    scores: int = 1
 
 
 def gaps(scores: torch.Tensor, dim: int, here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:

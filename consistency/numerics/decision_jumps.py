@@ -153,11 +153,45 @@ def _selected(*, values: bool, dim: Callable[[Any, tuple[Any, ...], Mapping[str,
 
         name = name_of(func)
         decision = Decision(
-            name=name, operand=operand, decided=decided, margins=lambda scores: scores, force=force, dim=axis
+            name=name, operand=operand, decided=decided, margins=lambda scores: scores, force=force, dim=axis, scores=2
         )
         return found, decision
 
     return decide
+
+
+_in_order = _selected(values=True, dim=lambda _, args, kwargs: int(kwargs.get("dim", args[2] if len(args) > 2 else -1)))
+
+
+def _largest(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Decision | None]:
+    """Watch `topk`. Without an order, which `sorted=False` does not promise, the set is what was decided.
+
+    CPU and CUDA return one set in two orders. A set is a mask over the scores, and the margin of an element is its
+    distance from the first score on the other side: for it to change sides, two scores have to be off by that together.
+    """
+    given = {**dict(zip(("self", "k", "dim", "largest", "sorted"), args, strict=False)), **kwargs}
+    x = given["self"]
+    if given.get("sorted", True) or not is_real(x) or x.dim() == 0:
+        return _in_order(func, args, kwargs)
+    found, axis = func(*args, **kwargs), given.get("dim", -1) % x.dim()
+    sign, count = 1 if given.get("largest", True) else -1, given["k"]
+    chosen = torch.zeros(x.shape, dtype=torch.bool, device=x.device).scatter_(axis, found[1], True)
+
+    def margins(scores: torch.Tensor) -> torch.Tensor:
+        signed = sign * scores
+        if count in (0, scores.shape[axis]):
+            return torch.full_like(scores, torch.inf)
+        last, first = signed.topk(count + 1, dim=axis).values.narrow(axis, count - 1, 2).unbind(axis)
+        last, first = last.unsqueeze(axis), first.unsqueeze(axis)
+        # of equal scores, as masked ones are, any may be chosen
+        return torch.where(signed >= last, signed - first, last - signed).nan_to_num(nan=0.0, posinf=torch.inf).abs()
+
+    def force(wanted: torch.Tensor) -> Any:
+        places = wanted.movedim(axis, -1).nonzero()[:, -1].reshape(*found[1].movedim(axis, -1).shape)
+        indices = places.movedim(-1, axis)
+        return type(found)((x.gather(axis, indices), indices))
+
+    return found, Decision(name=name_of(func), operand=x, decided=chosen, margins=margins, force=force, scores=2)
 
 
 def _dim(default: int | None, place: int) -> Callable[[Any, tuple[Any, ...], Mapping[str, Any]], int | None]:
@@ -207,7 +241,7 @@ DECIDING: dict[Any, Decide] = {
     _aten.searchsorted.Tensor: _sorted_into(1, 0),
     _aten._to_copy.default: _cast,
     _aten.copy_.default: _copied,
-    _aten.topk.default: _selected(values=True, dim=_dim(-1, 2)),
+    _aten.topk.default: _largest,
     _aten.sort.default: _selected(values=True, dim=_dim(-1, 1)),
     _aten.sort.stable: _selected(values=True, dim=_dim(-1, 1)),
     _aten.max.dim: _selected(values=True, dim=_dim(None, 1)),

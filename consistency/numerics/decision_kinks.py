@@ -77,7 +77,7 @@ def _pooled(dims: int) -> Decide:
 
         decision = Decision(
             name=name_of(func).removesuffix("_with_indices"), operand=operand, decided=decided,
-            margins=lambda scores: scores, force=force, dim=len(lead),
+            margins=lambda scores: scores, force=force, dim=len(lead), scores=2,
         )  # fmt: skip
         return found, decision
 

@@ -24,7 +24,7 @@ from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
-from consistency.numerics.rules import Rule, passes
+from consistency.numerics.rules import RoundingError, Rule, passes
 from consistency.numerics.words import Word
 from consistency.worker.record_store import RecordStore
 
@@ -186,8 +186,7 @@ class Recorder(RecordStore):
         bound_ratio: float | None = None,
         in_tf32: Callable[[], Measure] | None = None,
         outside: Callable[[], Mapping[str, Any]] = dict,
-        reference_error: float | None = None,
-        reference_samples: int | None = None,
+        rounding: RoundingError | None = None,
         keep: bool = False,
         evidence: Mapping[str, Any] | None = None,
         reason: str | None = None,
@@ -217,6 +216,8 @@ class Recorder(RecordStore):
             Error over allowance, where the measure has none.
         in_tf32 : callable, optional
             Gives the measure by the bound of TF32 products, where these could have been used.
+        rounding : RoundingError, optional
+            What the `relative` rule judges by.
         outside : callable, optional
             Gives further evidence of a tensor outside its rule.
         reason : str, optional
@@ -261,8 +262,7 @@ class Recorder(RecordStore):
                 # blocks locate bitwise differences; after a sum in another order all blocks differ
                 blocks=pack_blocks(digests[0].blocks) if failed or found is None else "",
                 reference=None if found is None else "float64",
-                reference_error=None if reference_error is None else Real(reference_error),
-                reference_samples=reference_samples,
+                rounding=rounding,
                 measure=found,
                 diagnosis=None if cause is None else cause.word,
                 evidence={**(evidence or {}), **more},

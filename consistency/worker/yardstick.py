@@ -1,26 +1,36 @@
-"""The CPU's own error for a device that may multiply in a lower precision: its code, with the device's products.
+"""What rounding may do on a healthy device: passes on the CPU with random rounding errors, in a device's precision.
 
-The `relative` rule allows a device twice the error that a correct machine makes. Which error that is depends on the
-precision of the products that the settings in force permit there. The worker that makes the float64 reference measures
-it for every precision that a worker of the run may have.
+The `relative` rule allows a device the error that rounding makes, which passes with random rounding errors show
+(`consistency.numerics.rounding_noise`). How large it is depends on the precision of the products that the settings in
+force permit there: the worker that makes the float64 reference computes the passes for every precision that a worker of
+the run may have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
 from consistency.devices.backends import CPU
 from consistency.devices.products import Products, permitted
 from consistency.devices.settings import with_implied
+from consistency.numerics.error import measure_against_exact
+from consistency.numerics.file_tensor import Readable
 from consistency.numerics.precision import Precision
+from consistency.numerics.real import Real
 from consistency.numerics.reduced_products import ReducedProducts
+from consistency.numerics.rounding_noise import RoundingNoise
+from consistency.numerics.rules import RoundingError
 from consistency.worker import determinism
 from consistency.worker.precision import products_of
 from consistency.worker.protocol import Job
+
+Drawn = TypeVar("Drawn")
 
 _IN_FLOAT32 = {
     "float32_matmul_precision": "highest",
@@ -28,7 +38,20 @@ _IN_FLOAT32 = {
     "mkldnn_conv_fp32_precision": "ieee",
 }
 _BY_FORMULA = {"sdpa_math": True, "sdpa_flash": False, "sdpa_mem_efficient": False, "sdpa_cudnn": False}
-"""Settings of attention without a fused kernel, whose products could not be reached."""
+"""Settings of attention without a fused kernel, whose steps could not be reached."""
+
+PLAIN = str(Precision.FLOAT32)
+"""The name of float32 products."""
+
+ENOUGH = 16
+"""Independent errors of a tensor that passes are computed for: a device may exceed the largest of them 6.8 to 8.3 times
+where it makes 1 to 16 itself (`rules.error_factor`); with twice as many it would be 4.2 to 4.8 times."""
+
+MOST_PASSES = 16
+"""With one error in each, for a model of a single row, that factor is 6.8."""
+
+_PRODUCTS_AT_MOST = 1 << 35
+"""Multiplications of all passes: what a core computes in a second or two."""
 
 
 def in_float32() -> AbstractContextManager[None]:
@@ -67,17 +90,48 @@ def name_of(products: Products) -> str:
     return f"{products.matmul}, convolutions {products.convolution}"
 
 
-def others_of_run(job: Job, model: torch.nn.Module) -> dict[str, Products]:
-    """Return, by name, the products for which the CPU's own passes in this process do not stand.
-
-    They are what the settings of the run's workers permit, and float32 where the CPU itself is not in float32.
-    """
-    (settings, variables), own = determinism.meant(), products_of(torch.device(CPU))
-    found = [own, *([Products()] if own.is_reduced else [])]
+def products_of_run(job: Job, model: torch.nn.Module) -> dict[str, Products]:
+    """Return, by name, the products with which the workers of a run compute, and those in float32."""
+    settings, variables = determinism.meant()
+    of_workers = [Products(), products_of(torch.device(CPU))]
     for peer in job.peers:
-        found.append(permitted(peer.type, {**settings, **with_implied(peer.settings)}, variables))
-    named = {name_of(products): products for products in (products_in(model, one) for one in found)}
-    return {name: products for name, products in named.items() if products.is_reduced or own.is_reduced}
+        of_workers.append(permitted(peer.type, {**settings, **with_implied(peer.settings)}, variables))
+    return {name_of(products): products for products in (products_in(model, each) for each in of_workers)}
 
 
-PLAIN = str(Precision.FLOAT32)
+@contextmanager
+def with_noise(products: Products, seed: int) -> Iterator[None]:
+    """Compute on the CPU as a healthy device with such products may, with other rounding errors for each seed."""
+    by_formula = determinism.switched(**_BY_FORMULA)
+    with computing_with(products), by_formula, RoundingNoise(seed):
+        yield
+
+
+def passes_for(multiplications: int) -> range:
+    """Return how many passes to compute, at least and at most, by what one of them multiplies."""
+    most = min(MOST_PASSES, max(1, _PRODUCTS_AT_MOST // max(1, multiplications)))
+    return range(min(2, most), most + 1)
+
+
+def draw(products: Products, passes: range, compute: Callable[[], Drawn], count: Callable[[Drawn], int]) -> list[Drawn]:
+    """Compute as many passes with noise as give each tensor enough independent errors, which `count` counts in one."""
+    drawn: list[Drawn] = []
+    wanted = passes.start
+    while len(drawn) < wanted:
+        with with_noise(products, seed=len(drawn)):
+            drawn.append(compute())
+        if len(drawn) == 1:
+            wanted = max(passes.start, min(passes.stop - 1, -(-ENOUGH // count(drawn[0]))))
+    return drawn
+
+
+def rounding_error(
+    drawn: Iterable[Readable], exact: Readable, samples: Callable[[Readable, Readable], int]
+) -> RoundingError:
+    """Measure passes with noise against the exact tensor; `samples` counts the independent errors in one of them."""
+    counts, errors = [], []
+    for tensor in drawn:
+        counts.append(samples(tensor, exact))
+        errors.append(float(measure_against_exact(tensor, exact).max_abs))
+    largest = math.nan if any(math.isnan(error) for error in errors) else max(errors)
+    return RoundingError(largest=Real(largest), samples=-(-sum(counts) // len(counts)), drawn=sum(counts))

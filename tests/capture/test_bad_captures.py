@@ -235,7 +235,7 @@ def test_a_word_does_not_outweigh_its_own_numbers(status: str, make_capture: Mak
 
 
 def test_a_dtype_of_unknown_rounding_is_skipped_with_a_reason(make_capture: MakeCapture) -> None:
-    other = msgspec.structs.replace(forward(reference_error=1e-7), dtype="posit16")
+    other = msgspec.structs.replace(forward(), dtype="posit16")
     found = reported([make_capture("a", {"cpu": [other]})])
     assert [f.kind for f in found.findings] == ["nothing-compared", "skipped"]
     assert all("the rounding of posit16 is not known" in f.message for f in found.findings)
@@ -259,7 +259,7 @@ def test_whatever_stands_in_a_record_no_report_breaks(value: object, make_captur
     bad: list[TensorRecord] = [
         moved("x", evidence={"bits": [3], "fields": ["exponent"], "blocks": [1]}),
         computed("b", 3.0),
-        forward("c", 1e-3, 1e-7),
+        forward("c", 1e-3),
         moved("y", "y", stage="base", layer="embed", tensor="weight", blocks="1" * 16),
     ]
     folders = write(make_capture, None)

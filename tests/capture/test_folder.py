@@ -32,6 +32,7 @@ from consistency.case.stages import Level
 from consistency.errors import CaptureError
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
+from consistency.numerics.rules import RoundingError
 from consistency.numerics.words import Word
 
 SLUG = "cuda_1@tf32.shared"
@@ -74,7 +75,7 @@ def make_record(**changes: Any) -> TensorRecord:
         blocks="0123456789abcdef" * 2,
         reference="file",
         reference_digest="11" * 16,
-        reference_error=Real("inf"),
+        rounding=RoundingError(largest=Real("inf"), samples=3, drawn=6),
         measure=make_measure(),
         diagnosis=Word.ZEROS,
         evidence={"nonzero_in_reference": 6, "where": ["a", 1, None]},
@@ -157,7 +158,7 @@ def test_what_is_not_finite_survives(tmp_path: Path) -> None:
     assert str(found.measure.worst_expected) == "-0.0"
     assert found.measure.flipped_bits == {0: 1, 31: 2}
     assert found.measure.max_ulp == 2**64 - 2**54
-    assert found.reference_error == math.inf
+    assert found.rounding == RoundingError(largest=Real("inf"), samples=3, drawn=6)
 
 
 def test_a_measure_of_the_numerics_survives_a_capture(tmp_path: Path) -> None:
@@ -451,8 +452,9 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
         {"measure": {"elements": 1}},
         {"evidence": []},
         {"order": "1"},
-        {"reference_error": "huge"},
-        {"reference_error": 10**400},
+        {"rounding": {"largest": "huge", "samples": 1, "drawn": 1}},
+        {"rounding": {"largest": 10**400, "samples": 1, "drawn": 1}},
+        {"rounding": {"largest": 1.0, "samples": 0, "drawn": 1}},
         {"blocks": "zz" * 8},
         {"blocks": "0" * 15},
         {"blocks": "0" * 16 + "\n"},

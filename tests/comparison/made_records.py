@@ -11,6 +11,7 @@ from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
+from consistency.numerics.rules import RoundingError
 from consistency.numerics.words import Word
 
 
@@ -50,11 +51,18 @@ def computed(bits: str = "a", ratio: float = 0.5, **changes: Any) -> TensorRecor
     return TensorRecord(**{**fields, **changes})
 
 
-def forward(bits: str = "a", error: float = 1e-7, reference_error: float | None = None) -> TensorRecord:
+MANY = 2**14
+"""Independent errors of which the largest is exceeded at most twice."""
+
+
+def rounding(largest: float, samples: int = MANY, drawn: int | None = None) -> RoundingError:
+    return RoundingError(largest=Real(largest), samples=samples, drawn=drawn or samples)
+
+
+def forward(bits: str = "a", error: float = 1e-7, made: RoundingError | None = rounding(1e-7)) -> TensorRecord:  # noqa: B008 - frozen
     return computed(
         bits, stage="forward", layer="logits", tensor="adapter_on", rule="relative", status="measured",
-        shape=(2**14, 4), measure=measured(bound_ratio=None, max_abs=Real(error)), diagnosis=None,
-        reference_error=None if reference_error is None else Real(reference_error),
+        shape=(2**14, 4), measure=measured(bound_ratio=None, max_abs=Real(error)), diagnosis=None, rounding=made,
     )  # fmt: skip
 
 

@@ -12,7 +12,17 @@ import pytest
 from consistency.capture.records import TensorRecord
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
-from tests.comparison.made_records import compared, computed, digest, errors, forward, measured, moved, only_row
+from tests.comparison.made_records import (
+    compared,
+    computed,
+    digest,
+    errors,
+    forward,
+    measured,
+    moved,
+    only_row,
+    rounding,
+)
 from tests.conftest import MakeCapture
 
 
@@ -87,7 +97,7 @@ def test_wrong_bytes_do_not_also_count_as_a_model_that_disagrees(make_capture: M
     ("error", "status"),
     [(1e-7, "within"), (2e-7 + 2**-24, "within"), (2.1e-7 + 2**-24, "outside"), (math.nan, "outside")],
 )
-def test_relative_rule_takes_the_reference_workers_error(make_capture: MakeCapture, error: float, status: str) -> None:
+def test_relative_rule_takes_the_error_of_rounding(make_capture: MakeCapture, error: float, status: str) -> None:
     found = compared(make_capture("a", {"cpu": [forward()], "cuda:0": [forward("b", error)]}))
     row = only_row(found, "cuda:0")
     assert row.status == status
@@ -99,22 +109,22 @@ def test_relative_rule_takes_the_reference_workers_error(make_capture: MakeCaptu
 
 def test_relative_rule_without_a_cpu_is_skipped_not_passed(make_capture: MakeCapture) -> None:
     """A device that is held against its own error alone would always pass."""
-    found = compared(make_capture("a", {"cuda:0": [forward()]}))
+    found = compared(make_capture("a", {"cuda:0": [forward(made=None)]}))
     assert only_row(found, "cuda:0").status == "skipped"
-    found = compared(make_capture("b", {"cuda:0": [forward(reference_error=1e-7)]}))
+    found = compared(make_capture("b", {"cuda:0": [forward()]}))
     assert only_row(found, "cuda:0").status == "within"
 
 
 def few(bits: str, error: float, *, samples: int = 1, magnitude: float = 1.0, mismatched: int = 2) -> TensorRecord:
-    """Make an activation whose error the CPU knows from `draws` independent numbers."""
+    """Make an activation of which so many independent errors of rounding are known."""
     found = measured(
         bound_ratio=None, max_abs=Real(error), magnitude=Real(magnitude), mismatched=mismatched if error else 0
     )
-    return msgspec.structs.replace(forward(bits), measure=found, reference_samples=samples)
+    return msgspec.structs.replace(forward(bits), measure=found, rounding=rounding(1e-7, samples))
 
 
 def test_an_allowance_that_zeros_would_pass_judges_nothing(make_capture: MakeCapture) -> None:
-    """Of one number luck allows 6·10⁸ times the CPU's error: here 60 where the tensor is no larger than 1."""
+    """Of one number luck allows 6·10⁸ times the error: here 60 where the tensor is no larger than 1."""
     found = compared(make_capture("a", {"cpu": [few("a", 1e-7)], "cuda:0": [few("b", 1.0)]}))
     row = only_row(found, "cuda:0")
     assert row.status == "skipped"
@@ -125,7 +135,7 @@ def test_an_allowance_that_zeros_would_pass_judges_nothing(make_capture: MakeCap
     assert found.verdict == "incomplete", "nothing was compared"
     note = found.findings[-1]
     assert (note.severity, note.kind) == ("note", "skipped")
-    assert "the CPU's error is the largest of one sample" in note.message
+    assert "few errors of rounding are known here" in note.message
     assert "on cpu, cuda:0" in note.message
 
 
@@ -147,11 +157,14 @@ def test_exact_bits_and_true_zeros_need_no_allowance(make_capture: MakeCapture) 
 
 
 def test_an_error_as_large_as_the_tensor_judges_nothing(make_capture: MakeCapture) -> None:
-    workers = {"cpu": [few("a", 0.5, samples=2**14)], "cuda:0": [few("b", 0.1, samples=2**14)]}
+    def large(bits: str, error: float, made: float) -> TensorRecord:
+        return msgspec.structs.replace(few(bits, error), rounding=rounding(made))
+
+    workers = {"cpu": [large("a", 0.1, 0.5)], "cuda:0": [large("b", 0.1, 0.5)]}
     row = only_row(compared(make_capture("a", workers)), "cuda:0")
     assert row.status == "skipped"
-    assert row.reason == "the CPU's own error in float32 is so large that twice that would let a tensor of zeros pass"
-    less = {"cpu": [few("a", 0.4999, samples=2**14)], "cuda:0": [few("b", 0.1, samples=2**14)]}
+    assert row.reason == "rounding in float32 makes errors so large that twice those would let a tensor of zeros pass"
+    less = {"cpu": [large("a", 0.1, 0.4999)], "cuda:0": [large("b", 0.1, 0.4999)]}
     assert only_row(compared(make_capture("b", less)), "cuda:0").status == "within"
 
 

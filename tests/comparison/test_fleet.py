@@ -37,7 +37,7 @@ from consistency.report.html import as_html
 from consistency.report.junit import as_junit
 from consistency.report.markdown import as_markdown
 from consistency.workflows import comparing
-from tests.comparison.made_records import computed, digest, errors, forward, moved
+from tests.comparison.made_records import computed, digest, errors, forward, moved, rounding
 from tests.conftest import MakeCapture
 from tests.report.printed import printed
 
@@ -112,7 +112,7 @@ PALETTE: dict[str, list[TensorRecord]] = {
         moved(status="skipped", digest=None, reason="so it is"), moved(repeats=(digest("z"),)),
     ],
     "bound": [computed(), computed("b"), computed("c", 3.0), computed(status="skipped", digest=None, measure=None)],
-    "relative": [forward(), forward("b", 1e-3), forward("c", 1e-6, 1e-5), forward("d", 1e-5, 1e-9)],
+    "relative": [forward(), forward("b", 1e-3), forward("c", 1e-6, rounding(1e-5)), forward("d", 1e-5, rounding(1e-9))],
     "peer": [
         computed(bits, stage="base", layer="rotary", tensor="inv_freq", rule="peer", status="measured", measure=None)
         for bits in "ab"

@@ -1,4 +1,4 @@
-"""Judging a computed tensor by the error of the reference worker."""
+"""Judging a computed tensor by the error that rounding makes on the reference worker."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
-from tests.comparison.made_records import compared, computed, measured, only_row
+from tests.comparison.made_records import compared, computed, measured, only_row, rounding
 from tests.conftest import MakeCapture
 
 
-def relative(bits: str, error: float, own: float, dtype: str = "float32", shape: tuple[int, ...] = (2**14, 2)) -> Any:
+def relative(bits: str, error: float, made: float, dtype: str = "float32", shape: tuple[int, ...] = (2**14, 2)) -> Any:
     measure: Measure = measured(bound_ratio=None, max_abs=Real(error))
     return computed(
         bits, stage="merged", rule="relative", status="measured", measure=measure, diagnosis=None, dtype=dtype,
-        shape=shape, reference_error=Real(own),
+        shape=shape, rounding=rounding(made, samples=math.prod(shape)),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 from consistency.capture.records import SettingChange, TensorRecord
 from consistency.case.profile import Switch
 from consistency.comparison.result import Comparison, Finding
-from tests.comparison.made_records import compared, computed, forward, moved
+from tests.comparison.made_records import compared, computed, forward, moved, rounding
 from tests.conftest import MakeCapture
 
 DEPLOYED = {"profile": "deployed"}
@@ -94,7 +94,7 @@ def test_the_next_command_has_the_profile(make_capture: MakeCapture) -> None:
     assert "--profile deployed --set cudnn_enabled=false" in str(error.next)
 
 
-# --- the CPU's own error, by the precision of products ---------------------------------------------------------------
+# --- what rounding makes, by the precision of products ---------------------------------------------------------------
 
 IN_BFLOAT16 = {"environment": {"products": {"matmul": "bfloat16"}}}
 
@@ -106,38 +106,45 @@ def statuses(found: Comparison) -> dict[str, str]:
 
 def test_a_device_in_float32_is_not_excused_by_a_reference_in_bfloat16(make_capture: MakeCapture) -> None:
     """The reference worker's error is 1000 times as large by right; this worker's is not."""
-    workers = {"cpu": [forward("a", 1e-3, 1e-3)], "cpu@avx2": [forward("b", 1e-4, 1e-7)]}
+    workers = {"cpu": [forward("a", 1e-3, rounding(1e-3))], "cpu@avx2": [forward("b", 1e-4, rounding(1e-7))]}
     found = compared(make_capture("a", workers, info={"cpu": IN_BFLOAT16}, case=DEPLOYED))
     assert statuses(found) == {"cpu": "within", "cpu@avx2": "outside"}
 
 
 def test_a_device_in_bfloat16_has_the_error_of_its_own_products(make_capture: MakeCapture) -> None:
     workers = {
-        "cpu": [forward("a", 1e-7, 1e-7)], "xpu:0": [forward("b", 1e-3, 1e-3)], "xpu:1": [forward("c", 1e-2, 1e-3)],
-    }  # fmt: skip
+        "cpu": [forward("a", 1e-7)],
+        "xpu:0": [forward("b", 1e-3, rounding(1e-3))],
+        "xpu:1": [forward("c", 1e-2, rounding(1e-3))],
+    }
     info = {"xpu:0": IN_BFLOAT16, "xpu:1": IN_BFLOAT16}
     found = compared(make_capture("a", workers, info=info, case=DEPLOYED))
     assert statuses(found) == {"cpu": "within", "xpu:0": "within", "xpu:1": "outside"}
 
 
 def test_a_cpu_in_bfloat16_is_not_its_own_measure(make_capture: MakeCapture) -> None:
-    found = compared(make_capture("a", {"cpu": [forward("a", 1e-2, 1e-3)]}, info={"cpu": IN_BFLOAT16}, case=DEPLOYED))
+    found = compared(
+        make_capture("a", {"cpu": [forward("a", 1e-2, rounding(1e-3))]}, info={"cpu": IN_BFLOAT16}, case=DEPLOYED)
+    )
     assert statuses(found) == {"cpu": "outside"}
 
 
 def test_without_an_error_that_fits_nothing_is_judged(make_capture: MakeCapture) -> None:
-    record = msgspec.structs.replace(forward("b", 1e-3), reason="the CPU's own error with such products is unknown")
-    workers = {"cpu": [forward("a", 1e-7, 1e-7)], "xpu:0": [record]}
+    record = msgspec.structs.replace(
+        forward("b", 1e-3, None), reason="what rounding makes with such products is unknown"
+    )
+    workers = {"cpu": [forward("a", 1e-7, rounding(1e-7))], "xpu:0": [record]}
     found = compared(make_capture("a", workers, info={"xpu:0": IN_BFLOAT16}, case=DEPLOYED))
     assert statuses(found) == {"cpu": "within", "xpu:0": "skipped"}
     (note,) = [f for f in found.findings if f.kind == "skipped"]
-    assert "the CPU's own error with such products is unknown" in note.message
+    assert "what rounding makes with such products is unknown" in note.message
 
 
 def test_a_merge_in_float32_is_not_judged_by_one_in_bfloat16(make_capture: MakeCapture) -> None:
     def merged(bits: str, error: float) -> TensorRecord:
-        return msgspec.structs.replace(forward(bits, error, error), stage="merged")
+        made = rounding(1e-3 if bits == "a" else 1e-7)
+        return msgspec.structs.replace(forward(bits, error, made), stage="merged")
 
     workers = {"cpu": [merged("a", 1e-3)], "cpu@avx2": [merged("b", 1e-3)], "xpu:0": [merged("c", 1e-7)]}
     found = compared(make_capture("a", workers, info={"cpu": IN_BFLOAT16}, case=DEPLOYED))
-    assert statuses(found) == {"cpu": "within", "cpu@avx2": "skipped", "xpu:0": "within"}
+    assert statuses(found) == {"cpu": "within", "cpu@avx2": "outside", "xpu:0": "within"}

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consistency.numerics import rules
+from consistency.numerics.real import Real
 from consistency.numerics.rules import (
     FALSE_ALARM,
     HALF_SMALLEST_SUBNORMAL,
     UNIT_ROUNDOFF,
+    RoundingError,
     Rule,
     error_factor,
     passes,
@@ -28,42 +30,59 @@ def test_the_roundoffs_are_those_of_the_formats() -> None:
     assert {"float64": 0.0} | {name: 2.0 ** (e - 1) for name, e in least.items()} == HALF_SMALLEST_SUBNORMAL
 
 
-def test_a_device_may_be_off_twice_the_error_of_the_cpu_and_one_store() -> None:
-    assert relative_allowance(0.25, 8.0, "float32") == 0.5 + 8 * 2.0**-24 + 2.0**-150
-    assert relative_allowance(0.0, 1.0, "bfloat16") == 2.0**-8 + 2.0**-134
-    assert relative_allowance(0.0, 0.0, "float16") == 2.0**-25
+def rounding(largest: float, count: int = 2**14) -> RoundingError:
+    return RoundingError(largest=Real(largest), samples=count, drawn=count)
+
+
+def test_a_device_may_be_off_twice_the_error_of_rounding_and_one_store() -> None:
+    assert relative_allowance(rounding(0.25), 8.0, "float32") == 0.5 + 8 * 2.0**-24 + 2.0**-150
+    assert relative_allowance(rounding(0.0), 1.0, "bfloat16") == 2.0**-8 + 2.0**-134
+    assert relative_allowance(rounding(0.0), 0.0, "float16") == 2.0**-25
 
 
 def test_the_fewer_errors_the_more_is_luck_and_never_less_than_twice() -> None:
-    factors = [error_factor(n) for n in range(1, 200)]
+    factors = [error_factor(n, n) for n in range(1, 200)]
     assert factors == sorted(factors, reverse=True)
-    assert (error_factor(0), error_factor(2**14), error_factor(10**9)) == (error_factor(1), 2.0, 2.0)
+    assert (error_factor(0, 0), error_factor(2**14, 2**14), error_factor(10**9, 10**9)) == (
+        error_factor(1, 1),
+        2.0,
+        2.0,
+    )
+
+
+@pytest.mark.parametrize("samples", [1, 2, 8, 128])
+def test_more_passes_leave_less_to_luck(samples: int) -> None:
+    factors = [error_factor(samples, passes * samples) for passes in (1, 2, 4, 8, 16)]
+    assert factors == sorted(factors, reverse=True)
+    assert factors[0] > 1.2 * factors[-1]
 
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_luck_is_the_ratio_that_healthy_errors_exceed_as_rarely_as_it_says(samples: int) -> None:
     # of one draw each the ratio is Cauchy's, P(|x| / |y| > c) = 2 arctan(1 / c) / pi; the largest of two by counting
     if samples == 1:
-        assert 2 / math.pi * math.atan(1 / error_factor(1)) == pytest.approx(FALSE_ALARM, rel=0.01)
+        assert 2 / math.pi * math.atan(1 / error_factor(1, 1)) == pytest.approx(FALSE_ALARM, rel=0.01)
         return
     values = np.abs(np.random.default_rng(0).standard_normal((2, 1_000_000, 2))).max(axis=2)
     beyond = [(values[0] > c * values[1]).mean() for c in (10.0, 40.0)]
     # P falls as c**-n, so what was counted at c gives the c of FALSE_ALARM
     assert [c * math.sqrt(p / FALSE_ALARM) for c, p in zip((10.0, 40.0), beyond, strict=True)] == pytest.approx(
-        [error_factor(2)] * 2, rel=0.1
+        [error_factor(2, 2)] * 2, rel=0.1
     )
 
 
-def test_luck_is_the_quantile_of_simulated_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drawn", [4, 16, 48])
+def test_luck_is_the_quantile_of_simulated_errors(drawn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "FALSE_ALARM", 1e-2)
+    monkeypatch.setattr(rules, "LEAST_FACTOR", 0.5)
     generator = np.random.default_rng(0)
-    largest = np.abs(generator.standard_normal((2, 100_000, 16), dtype=np.float32)).max(axis=-1)
-    assert rules._error_factor.__wrapped__(16) == pytest.approx(np.quantile(largest[0] / largest[1], 0.99), rel=0.02)
+    ours, theirs = (np.abs(generator.standard_normal((100_000, n), dtype=np.float32)).max(-1) for n in (16, drawn))
+    assert rules._error_factor.__wrapped__(16, drawn) == pytest.approx(np.quantile(ours / theirs, 0.99), rel=0.02)
 
 
 def test_an_unknown_dtype_has_no_allowance() -> None:
     with pytest.raises(KeyError):
-        relative_allowance(0.0, 1.0, "int8")
+        relative_allowance(rounding(0.0), 1.0, "int8")
 
 
 def test_a_ratio_is_error_over_allowance() -> None:

@@ -1,4 +1,4 @@
-"""The CPU's own error for devices that multiply in another precision."""
+"""What rounding may do on devices, in the precision that each of them multiplies in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from consistency.numerics.reduced_products import rounded_to_bfloat16, truncated
 from consistency.worker import yardstick
 from consistency.worker.determinism import deterministic, in_force
 from consistency.worker.protocol import Job, Peer
-from consistency.worker.yardstick import computing_with, name_of, others_of_run, products_in
+from consistency.worker.yardstick import computing_with, name_of, products_in, products_of_run
 from tests.worker.model.made_models import case_of
 
 TF32 = Products(matmul=Precision.TF32, convolution=Precision.TF32)
@@ -40,16 +40,16 @@ def _cpu_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_pinned_run_without_such_devices_needs_nothing_else() -> None:
     with deterministic(threads=1):
-        assert others_of_run(job(peer("cpu"), peer("cuda"), peer("npu")), LINEAR) == {}
+        assert products_of_run(job(peer("cpu"), peer("cuda"), peer("npu")), LINEAR) == {"float32": Products()}
 
 
 def test_each_precision_of_the_run_is_needed_once() -> None:
     high = {"float32_matmul_precision": "high"}
     with deterministic(threads=1):
-        found = others_of_run(job(peer("cpu"), peer("cuda", **high), peer("npu", **high), peer("cuda")), LINEAR)
-        assert found == {"tf32": TF32}
-        found = others_of_run(job(peer("npu", float32_matmul_precision="medium")), LINEAR)
-        assert found == {"bfloat16": BFLOAT16}
+        found = products_of_run(job(peer("cpu"), peer("cuda", **high), peer("npu", **high), peer("cuda")), LINEAR)
+        assert found == {"float32": Products(), "tf32": TF32}
+        found = products_of_run(job(peer("npu", float32_matmul_precision="medium")), LINEAR)
+        assert found == {"float32": Products(), "bfloat16": BFLOAT16}
 
 
 def test_what_a_library_turned_on_is_needed_as_deployed() -> None:
@@ -57,15 +57,15 @@ def test_what_a_library_turned_on_is_needed_as_deployed() -> None:
     with deterministic(pins=False):
         torch.backends.cuda.matmul.allow_tf32 = True
         try:
-            assert list(others_of_run(job(peer("cuda")), LINEAR)) == ["tf32"]
+            assert list(products_of_run(job(peer("cuda")), LINEAR)) == ["float32", "tf32"]
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.usefixtures("_cpu_in_bfloat16")
-def test_a_cpu_that_is_not_in_float32_needs_its_own_errors_of_float32() -> None:
+def test_a_cpu_that_is_not_in_float32_needs_passes_in_float32_too() -> None:
     with deterministic(threads=1):
-        assert others_of_run(job(peer("cpu")), LINEAR) == {"bfloat16": BFLOAT16, "float32": Products()}
+        assert products_of_run(job(peer("cpu")), LINEAR) == {"bfloat16": BFLOAT16, "float32": Products()}
 
 
 def test_a_model_without_convolutions_does_not_tell_their_precision_apart() -> None:

@@ -3,7 +3,7 @@
 **When is another decision healthy?** A decision rests on an operand v and changes where v crosses a boundary at the
 distance m, its margin in the float64 pass. A device whose error in v is at most e can decide otherwise only if m ≤ e.
 For a selection by order, m is the gap between the two scores that were chosen; each of them may be off by e: m ≤ 2e.
-There is no new threshold: e is what the `relative` rule allows in v, by the CPU's own error there
+There is no new threshold: e is what the `relative` rule allows in v, by the error that rounding makes there
 (`rules.relative_allowance`). Where m ≤ e the decision is *undecided*, and both ways are right; where m > e, rounding
 does not explain another one.
 
@@ -16,6 +16,7 @@ the track, by digests, is compared as it is. Another computes the pass again on 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.real import Real
-from consistency.numerics.rules import UNIT_ROUNDOFF, relative_allowance
+from consistency.numerics.rules import UNIT_ROUNDOFF, RoundingError, relative_allowance
 from consistency.worker.decisions.array_file import ArrayFile, Part
 from consistency.worker.decisions.places import Places
 
@@ -98,7 +99,11 @@ class _Step:
     name: str
     digest: str
     decided: Part
-    operands: dict[str, Part] = field(default_factory=dict)
+    operands: dict[str, list[Part]] = field(default_factory=dict)
+    """Those of each pass with noise, and the CPU's own, by the name of the products."""
+
+    def add(self, title: str, operand: Part) -> None:
+        self.operands.setdefault(title, []).append(operand)
 
 
 class Track:
@@ -139,20 +144,20 @@ class Track:
         def record(decision: Decision) -> None:
             decided = plain(decision.decided)
             step = _Step(name=decision.name, digest=digest_of(decided), decided=self._shared.append(decided))
-            step.operands[self._title] = self._operands.append(decision.operand)
+            step.add(self._title, self._operands.append(decision.operand))
             steps.append(step)
 
         return None if nothing else record
 
     def other(self, key: str, title: str) -> Watch | None:
-        """Return what holds a pass with other products or a merged adapter to the track, for the errors it makes."""
+        """Return what holds a pass with noise, or with a merged adapter, to the track, for the errors it makes."""
         steps = iter(self._steps[key])
 
         def follow(decision: Decision) -> torch.Tensor | None:
             step = next(steps, None)
             if step is None or not is_same(step.name, step.decided, decision):
                 return None
-            step.operands[title] = self._operands.append(decision.operand)
+            step.add(title, self._operands.append(decision.operand))
             return self._shared.read(step.decided)
 
         return follow if self._steps[key] else None
@@ -163,7 +168,7 @@ class Track:
         if [step.digest for step in steps] != [twin.digest for twin in twins]:
             return False
         for step, twin in zip(steps, twins, strict=True):
-            step.operands[title] = twin.operands[self._title]
+            step.operands.setdefault(title, []).extend(twin.operands[self._title])
         return True
 
     def exact(self, key: str) -> Watch | None:
@@ -178,10 +183,9 @@ class Track:
                 return None
             own, decided, dim = self._shared.read(step.decided), plain(decision.decided), decision.dim
             exact = decision.margins(decision.operand)
-            scores = 1 if dim is None else 2
             allowed = {
-                title: Real(scores * _allowed(self._operands.read(part), decision.operand))
-                for title, part in step.operands.items()
+                title: Real(decision.scores * _allowed([self._operands.read(part) for part in parts], decision.operand))
+                for title, parts in step.operands.items()
             }
             flip = compared(step.name, self.places.now, exact, dim, own, decided, float(allowed[self._title]))
             follows = flip is None or flip.is_undecided
@@ -222,7 +226,10 @@ class Track:
 
 def plain(decided: torch.Tensor) -> torch.Tensor:
     """Return what was decided in a dtype that does not depend on that of the pass."""
-    return decided.to(torch.float64) if decided.is_floating_point() else decided
+    if not decided.is_floating_point():
+        return decided
+    # Metal has no float64; the value is the same number on the host
+    return (decided.to("cpu") if decided.device.type == "mps" else decided).to(torch.float64)
 
 
 def digest_of(decided: torch.Tensor) -> str:
@@ -248,18 +255,22 @@ def compared(
     return Flip(place=place, name=name, elements=int(differs.sum()), margin=margin, allowed=allowed)
 
 
-def _allowed(own: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return what the `relative` rule allows in an operand, by the CPU's own one."""
-    exact = exact.to(torch.float64)
-    same = (own == exact) | ~exact.isfinite()  # as masks with minus infinity are
-    error = torch.where(same, 0.0, own.to(torch.float64) - exact)
-    largest = float(error.abs().max()) if error.numel() else 0.0
-    if not math.isfinite(largest):  # the values themselves are outside then
+def _allowed(operands: Sequence[torch.Tensor], exact: torch.Tensor) -> float:
+    """Return what the `relative` rule allows in an operand, by those of the passes on the CPU."""
+    exact, largest, counts = exact.to(torch.float64), 0.0, []
+    finite = exact.isfinite()
+    for operand in operands:
+        error = torch.where((operand == exact) | ~finite, 0.0, operand.to(torch.float64) - exact)  # as masks are
+        largest = max(largest, float(error.abs().max())) if error.numel() else 0.0
+        if not math.isfinite(largest) or bool(error.isnan().any()):  # the values themselves are outside then
+            return math.inf
+        counts.append(independent_rows(error, torch.zeros_like(error)))
+    dtype = name_of(operands[0].dtype)
+    if dtype not in UNIT_ROUNDOFF:
         return math.inf
-    magnitude = float(torch.where(same & ~exact.isfinite(), 0.0, exact).abs().max()) if exact.numel() else 0.0
-    samples = independent_rows(error, torch.zeros_like(error))
-    dtype = name_of(own.dtype)
-    return relative_allowance(largest, magnitude, dtype, samples=samples) if dtype in UNIT_ROUNDOFF else math.inf
+    magnitude = float(torch.where(finite, exact, 0.0).abs().max()) if exact.numel() else 0.0
+    rounding = RoundingError(largest=Real(largest), samples=-(-sum(counts) // len(counts)), drawn=sum(counts))
+    return relative_allowance(rounding, magnitude, dtype)
 
 
 def _table(path: Path) -> Path:

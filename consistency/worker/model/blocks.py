@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from consistency.errors import first_line
 from consistency.numerics.decisions import DecisionMode, Remembered
 from consistency.numerics.digest import digest
+from consistency.numerics.rounding_noise import RoundingNoise
 from consistency.worker.model.running import is_of_the_model
 
 ROOM_BYTES = 1 << 30
@@ -133,10 +134,11 @@ class _Recomputed:
                 return self._forward(*args, **kwargs)
         first: list[str] = []
         decided = Remembered()  # which blocks are computed again differs between devices, what they decide must not
+        noise: list[int] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
-                with DecisionMode.remembering(decided):
+                with DecisionMode.remembering(decided), RoundingNoise.repeating(noise):
                     found = self._forward(*args, **kwargs)
             except Exception as error:  # model code of any kind may raise anything
                 if not first or not is_of_the_model(error, self._block):

@@ -19,7 +19,7 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.whole_file import write_whole
 from consistency.case.stages import Stage
 from consistency.numerics.file_tensor import Readable, read_tensor
-from consistency.numerics.real import Real
+from consistency.numerics.rules import RoundingError
 from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE, REFERENCE_LOST, EventLog
 
 FILE_OF = {Stage.FORWARD: REFERENCE_FILE, Stage.GRADIENT: GRADIENT_FILE}
@@ -35,11 +35,8 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     errors : dict
-        The CPU's own largest error with float32 products, by mode and name.
-    errors_with : dict
-        The same with other products, by the name of `consistency.worker.yardstick`.
-    samples : dict
-        How many independent errors that is the largest of.
+        The error that rounding makes, by the name of the products (`consistency.worker.yardstick`), then by mode and
+        name.
     failures : dict
         Why a mode has none, by mode.
     names : tuple of str
@@ -48,17 +45,15 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
         How the CPU computed in the tested dtype, where not by its own kernels.
     """
 
-    errors: dict[str, Real]
-    samples: dict[str, int]
+    errors: dict[str, dict[str, RoundingError]]
     failures: dict[str, str]
     names: tuple[str, ...]
-    errors_with: dict[str, dict[str, Real]] = {}
     computed_by: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Exact tensors by name, and the CPU's own errors in the tested dtype."""
+    """Exact tensors by name, and the errors that rounding makes in the tested dtype."""
 
     path: Path
     tables: Tables

@@ -17,7 +17,8 @@ from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.exact import in_float64
-from consistency.numerics.rules import Rule
+from consistency.numerics.measure import Measure
+from consistency.numerics.rules import RoundingError, Rule
 from consistency.numerics.words import Word
 from consistency.worker.recorder import PEER_KEEP_BYTES
 from consistency.worker.stages import quantized_base
@@ -62,12 +63,18 @@ def run(context: Context) -> None:
             rule=Rule.RELATIVE,
             found=measure,
             digests=[found[name]],
-            reference_error=float(measure.max_abs) if measure is not None and on_cpu else None,
+            rounding=_of_table(measure) if measure is not None and on_cpu else None,
             keep=tensor.nbytes <= PEER_KEEP_BYTES,
             buffer=buffer,
             evidence=evidence | ({"buffer": "not in the state dict"} if buffer else {}),
         )
     quantized_base.run(context)
+
+
+def _of_table(measure: Measure) -> RoundingError:
+    """Return the error of a table on the CPU: its elements are computed one by one, so it has one of each."""
+    elements = max(1, measure.elements)
+    return RoundingError(largest=measure.max_abs, samples=elements, drawn=elements)
 
 
 def look_again(context: Context, changed: Mapping[str, TensorDigest]) -> None:

@@ -1,10 +1,10 @@
 """Stage `forward`: hidden states per layer and logits on fixed inputs, with the adapter on, off and merged.
 
-Each is compared with the same model run in float64 on the CPU: a device passes when its largest error is at most twice
-the CPU's own in the same dtype, plus the final store; where few rows carry the CPU's error, `rules.error_factor` times
-instead of twice. A user's tolerance replaces that rule, element by element. Merged and unmerged adapters are the same
-function in exact arithmetic, so one float64 pass serves both. A large model runs a few of the sequences alone without
-its adapter: the same weights are multiplied by the same kernels with it, so what is left to see is whether it is off.
+Each is compared with the same model run in float64 on the CPU: a device passes when its largest error is at most about
+twice the one that rounding makes in the same dtype (`worker/yardstick.py`), plus the final store. A user's tolerance
+replaces that rule, element by element. Merged and unmerged adapters are the same function in exact arithmetic, so one
+float64 pass serves both. A large model runs a few of the sequences alone without its adapter: the same weights are
+multiplied by the same kernels with it, so what is left to see is whether it is off.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from consistency.numerics.decisions import Watch
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.exact import in_float64
 from consistency.numerics.independent_errors import independent_rows
+from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.rules import Rule
 from consistency.worker import yardstick
 from consistency.worker.decisions.places import Places
@@ -37,7 +38,7 @@ from consistency.worker.decisions.replay import Made, Replay, deciding
 from consistency.worker.decisions.track import Table, Track
 from consistency.worker.model import half_kernels
 from consistency.worker.model.disabling import DisableRefusedError, disabled
-from consistency.worker.model.float64_reference import Reference, publish, wait_for
+from consistency.worker.model.float64_reference import Reference, Tables, publish, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
 from consistency.worker.model.inputs import first_sequences, fixed_inputs
 from consistency.worker.model.loading import load_model
@@ -58,7 +59,7 @@ from consistency.worker.stages.engine_outputs.judging import Forward, judge_engi
 from consistency.worker.stages.flips import NOT_REPLAYED, ON_TRACK, record_flips
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.merge_effect import record_merge_effect
-from consistency.worker.stages.relative_rule import own_errors, record_relative
+from consistency.worker.stages.relative_rule import Read, record_relative, rounding_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +96,26 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Float64 activations by mode and name, and why a mode has none; `others` are the CPU's with other products.
+    """Float64 activations by mode and name, and why a mode has none.
 
-    All are on one track of decisions.
+    `drawn` are passes with noise, by the name of their products and by mode. All are on one track of decisions.
     """
 
     track: Track
     outputs: Activations = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    others: dict[str, Activations] = field(default_factory=dict)
+    drawn: dict[str, dict[str, list[Activations]]] = field(default_factory=dict)
+
+    def passes(self) -> dict[str, list[Read]]:
+        """Return what reads the tensors of each pass with noise by mode and name, by the name of the products."""
+
+        def read(mode: str, drawn: Activations, name: str) -> torch.Tensor | None:
+            return drawn.get(name.removeprefix(f"{mode}::")) if name.startswith(f"{mode}::") else None
+
+        return {
+            title: [functools.partial(read, mode, one) for mode, drawn in modes.items() for one in drawn]
+            for title, modes in self.drawn.items()
+        }
 
 
 def run(context: Context) -> None:
@@ -123,7 +135,7 @@ def run(context: Context) -> None:
         found = _pass(context, context.model, inputs, exact=exact)
         answer = _publish(context, found, exact)
         _merge_effect(context, context.model, inputs, found, exact)
-        _engines(context, context.model, inputs, found, exact)
+        _engines(context, context.model, inputs, exact)
         record_flips(context, "forward", exact.track.flips)
     else:
         found = _pass(context, context.model, inputs, exact=None)
@@ -133,7 +145,7 @@ def run(context: Context) -> None:
             on_cpu = _pass(context, twin, inputs, exact=exact)
             answer = _publish(context, on_cpu, exact)
             _merge_effect(context, twin, inputs, on_cpu, exact)
-            _engines(context, twin, inputs, on_cpu, exact)
+            _engines(context, twin, inputs, exact)
             del twin
     for mode, reason in found.refused.items():
         _not_run(context, [mode], "skipped", reason)
@@ -174,27 +186,17 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
                 found.outputs.setdefault(mode, outputs)
         except MergeRefusedError as refused:
             found.refused[mode] = f"PEFT does not merge this adapter: {refused}"
-            continue
         except DisableRefusedError as refused:
             found.refused[mode] = f"PEFT does not disable this adapter: {refused}"
-            continue
         except Exception as error:  # model code of any kind may raise anything
             if context_is_lost(error):
                 raise KernelAssertedError(asserted(inputs, context.device, error)) from error
             if not is_of_the_model(error, model):
                 raise
             found.refused[mode] = refusal(context.job.case, error)
-            continue
-        if exact is None:
-            continue
-        if mode == MERGED and not exact.track.adopt(ON, MERGED, _title(model, mode)):
-            with half_kernels.computing(kernels):
-                found.on_track[mode] = run(watch=exact.track.other(ON, _title(model, mode)))
-        for title, products in yardstick.others_of_run(context.job, model).items():
-            context.events.step(f"{mode}, {title}", done, len(modes))
-            with yardstick.computing_with(products):
-                found_with = run(watch=exact.track.other(_exact(mode), _named(title, mode)))
-            exact.others.setdefault(title, {}).update((f"{mode}::{name}", t) for name, t in found_with.items())
+        else:
+            if exact is not None:
+                _draw(context, model, given, mode, exact, found, kernels)
     for done, mode in enumerate(mode for mode in found.outputs if exact is not None and mode != MERGED):
         assert exact is not None
         context.events.step(f"{mode}, float64", done, len(modes))
@@ -210,6 +212,39 @@ def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tens
             continue
         exact.outputs.update((f"{mode}::{name}", tensor.to(torch.float64)) for name, tensor in truth.items())
     return found
+
+
+def _draw(
+    context: Context,
+    model: torch.nn.Module,
+    inputs: Activations,
+    mode: str,
+    exact: Exact,
+    found: Passes,
+    kernels: RoundedProducts | None,
+) -> None:
+    """Compute a mode with noise, on the track, after the CPU's own pass of it."""
+    has_adapter = context.job.case.adapter is not None
+
+    def computed(title: str) -> Activations:
+        with half_kernels.computing(kernels):
+            return in_mode(
+                model, inputs, mode, has_adapter=has_adapter, watch=exact.track.other(_exact(mode), _named(title, mode))
+            )
+
+    title = yardstick.name_of(yardstick.products_in(model, products_of(torch.device(CPU))))
+    if mode == MERGED and not exact.track.adopt(ON, MERGED, _named(title, mode)):
+        found.on_track[mode] = computed(title)
+    own = found.judged(mode)
+
+    def independent(drawn: Activations) -> int:
+        return min((independent_rows(drawn[name], tensor) for name, tensor in own.items()), default=1)
+
+    passes = yardstick.passes_for(matrix_elements(model) * tokens_of(inputs))
+    for title, products in yardstick.products_of_run(context.job, model).items():
+        context.events.step(f"{mode}, {title}", 0, 1)
+        drawn = yardstick.draw(products, passes, functools.partial(computed, title), independent)
+        exact.drawn.setdefault(title, {})[mode] = drawn
 
 
 def _reference(context: Context, model: torch.nn.Module) -> Exact:
@@ -256,11 +291,8 @@ def _on_track(context: Context, found: Passes, inputs: dict[str, torch.Tensor], 
 def _publish(context: Context, found: Passes, exact: Exact) -> Reference:
     on_cpu = {f"{mode}::{name}": tensor for mode in found.outputs for name, tensor in found.judged(mode).items()}
     exact.track.publish()
-    tables = own_errors(
-        on_cpu, on_cpu.get, lambda name: exact.outputs.get(_exact(name)), samples=independent_rows,
-        failures=exact.failures, known=exact.outputs, computed_by=found.computed_by,
-        others={title: tensors.get for title, tensors in exact.others.items()},
-    )  # fmt: skip
+    errors = rounding_errors(on_cpu, exact.passes(), lambda name: exact.outputs.get(_exact(name)), independent_rows)
+    tables = Tables(errors=errors, failures=exact.failures, names=tuple(exact.outputs), computed_by=found.computed_by)
     if context.job.others_wait:
         publish(context.scratch, exact.outputs, tables)
     return Reference(path=context.scratch / REFERENCE_FILE, tables=tables, made=exact.outputs)
@@ -272,12 +304,14 @@ def _merge_effect(context: Context, model: torch.nn.Module, inputs: Activations,
     )
 
 
-def _engines(context: Context, model: torch.nn.Module, inputs: Activations, found: Passes, exact: Exact) -> None:
-    own = {mode: found.judged(mode)[OUTPUT] for mode in found.outputs if OUTPUT in found.judged(mode)}
+def _engines(context: Context, model: torch.nn.Module, inputs: Activations, exact: Exact) -> None:
+    own_products = yardstick.name_of(yardstick.products_in(model, products_of(torch.device(CPU))))
+    modes = exact.drawn.get(own_products, {})
+    drawn = {mode: [one[OUTPUT] for one in passes] for mode, passes in modes.items() if OUTPUT in passes[0]}
     judge_engines(
         context,
         Forward(
-            model=model, inputs=inputs, own=own, failures=exact.failures, track=exact.track,
+            model=model, inputs=inputs, drawn=drawn, failures=exact.failures, track=exact.track,
             exact={mode: t for mode in (ON, OFF) if (t := exact.outputs.get(f"{mode}::{OUTPUT}")) is not None},
         ),
     )  # fmt: skip

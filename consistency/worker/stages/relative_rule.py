@@ -1,10 +1,8 @@
-"""The `relative` rule of `forward` and `gradient`: errors against float64, relative to the CPU's own."""
+"""The `relative` rule of `forward` and `gradient`: errors against float64, relative to those that rounding makes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-import torch
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import exact_chunks
@@ -12,10 +10,9 @@ from consistency.numerics.digest import TensorDigest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.file_tensor import Readable, mapped
-from consistency.numerics.real import Real
-from consistency.numerics.rules import Rule, Verdict, judge_relative, passes
+from consistency.numerics.rules import RoundingError, Rule, Verdict, judge_relative, passes
 from consistency.worker import yardstick
-from consistency.worker.model.float64_reference import Reference, Tables
+from consistency.worker.model.float64_reference import Reference
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
 
@@ -23,53 +20,28 @@ Read = Callable[[str], Readable | None]
 """Return a tensor by name, None where there is none."""
 
 
-def own_errors(
-    names: Iterable[str],
-    own: Read,
-    exact: Read,
-    *,
-    samples: Callable[[Readable, Readable], int],
-    failures: Mapping[str, str],
-    known: Iterable[str],
-    others: Mapping[str, Read],
-    computed_by: str = "",
-) -> Tables:
-    """Measure the CPU's own errors, one tensor at a time.
+def rounding_errors(
+    names: Iterable[str], drawn: Mapping[str, Sequence[Read]], exact: Read, samples: Callable[[Readable, Readable], int]
+) -> dict[str, dict[str, RoundingError]]:
+    """Measure the errors that rounding makes, by the name of the products and by tensor, one tensor at a time.
 
     Parameters
     ----------
+    drawn : mapping of str to sequence of callable
+        The tensors of the passes with noise, by the name of the products.
     samples : callable
-        Counts the independent errors of a tensor.
-    failures : mapping of str to str
-        Why a mode has no exact tensors.
-    known : iterable of str
-        Names of the exact tensors.
-    others : mapping of str to callable
-        The CPU's tensors with other products, by the name of these (`consistency.worker.yardstick`): those in float32
-        too, where the CPU's settings permit others.
-    computed_by : str
-        How the CPU computed, where not by its own kernels.
+        Counts the independent errors of a tensor in one pass.
     """
     names = list(names)
-
-    def pairs(read: Read) -> Iterator[tuple[str, Readable, Readable]]:
+    errors: dict[str, dict[str, RoundingError]] = {}
+    for title, reads in drawn.items():
+        errors[title] = {}
         for name in names:
-            actual, truth = read(name), exact(name)
-            if actual is not None and truth is not None and actual.shape == truth.shape:
-                yield name, actual, truth
-
-    def errors(read: Read) -> dict[str, Real]:
-        return {name: measure_against_exact(actual, truth).max_abs for name, actual, truth in pairs(read)}
-
-    in_float32 = not products_of(torch.device("cpu")).is_reduced
-    return Tables(
-        errors=errors(own if in_float32 else others.get(yardstick.PLAIN, lambda _: None)),
-        samples={name: samples(actual, truth) for name, actual, truth in pairs(own)},
-        failures=dict(failures),
-        names=tuple(known),
-        errors_with={title: errors(read) for title, read in others.items()},
-        computed_by=computed_by,
-    )
+            truth = exact(name)
+            tensors = [tensor for read in reads if (tensor := read(name)) is not None]
+            if truth is not None and tensors and all(tensor.shape == truth.shape for tensor in tensors):
+                errors[title][name] = yardstick.rounding_error(tensors, truth, samples)
+    return errors
 
 
 def record_relative(
@@ -91,15 +63,14 @@ def record_relative(
 ) -> None:
     """Record a tensor by the `relative` rule or the user's tolerance; without an exact value by the other workers.
 
-    `reference` has the CPU's own error by `name`, the exact tensor by `exact_name`, and by `mode` why there is none;
+    `reference` has the error of rounding by `name`, the exact tensor by `exact_name`, and by `mode` why there is none;
     `computed_by` is how this device computed, where not by its own kernels; `decisions` says whose are in it, where not
     its own, and `reason` why it cannot be compared with the exact tensor; `more` is added to the evidence.
     """
     tables = reference.tables
     exact, whole = reference.read(exact_name), mapped(actual)
     products = yardstick.name_of(yardstick.products_in(context.model, products_of(context.device)))
-    plain, samples = tables.errors.get(name), tables.samples.get(name, 1)
-    error = plain if products == yardstick.PLAIN else tables.errors_with.get(products, {}).get(name)
+    plain, error = (tables.errors.get(title, {}).get(name) for title in (yardstick.PLAIN, products))
     tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
     known = exact is not None and exact.shape == actual.shape and actual.dtype in UNIT_ROUNDOFF
     evidence = {**({"products": products} if products != yardstick.PLAIN else {}), **(more or {})}
@@ -119,14 +90,13 @@ def record_relative(
     if tolerance is None:
         dtype = name_of(actual.dtype)
         if error is None and plain is not None:  # what is within the stricter tolerance needs no other
-            verdict = judge_relative(found, dtype, reference_error=float(plain), samples=samples)
-            error = plain if passes(verdict.ratio) else None
-        verdict = None if error is None else judge_relative(found, dtype, reference_error=float(error), samples=samples)
+            error = plain if passes(judge_relative(found, dtype, plain).ratio) else None
+        verdict = None if error is None else judge_relative(found, dtype, error)
         if verdict is not None and tables.computed_by:
             evidence["reference_error_by"] = tables.computed_by
     why = None
     if tolerance is None and error is None:
-        why = f"products in {products} are permitted here, and the CPU's own error with such products is unknown"
+        why = f"products in {products} are permitted here, and what rounding makes with such products is unknown"
     limit: float | UserAllowance | None = tolerance if verdict is None else verdict.allowed
     context.record.computed(
         stage,
@@ -141,8 +111,7 @@ def record_relative(
         chunks=None if why else lambda: exact_chunks(actual, exact, limit),
         reason=why,
         outside=lambda: {} if verdict is None else {"allowed": verdict.allowed},
-        reference_error=None if error is None else float(error),
-        reference_samples=None if verdict is None else samples,
+        rounding=error,
         exact=mapped(exact),
         evidence=evidence,
     )

@@ -26,7 +26,7 @@ def settings(effect: Any, **changes: Any) -> TensorRecord:
 def outputs(on: str, off: str, **changes: Any) -> list[TensorRecord]:
     found = []
     for tensor, bits in (("adapter_on", on), ("adapter_off", off)):
-        record = forward(bits, reference_error=1e-7)
+        record = forward(bits)
         fields = {name: getattr(record, name) for name in record.__struct_fields__} | {"tensor": tensor, **changes}
         found.append(TensorRecord(**fields))
     return found

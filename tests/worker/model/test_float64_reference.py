@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from consistency.numerics.real import Real
+from consistency.numerics.rules import RoundingError
 from consistency.worker.model.float64_reference import Reference, Tables, give_up, publish, wait_for
 from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE, EventLog
 
@@ -14,7 +15,7 @@ from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE, EventLog
 def test_one_of_the_two_references_can_be_given_up(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as events:
         give_up(tmp_path, GRADIENT_FILE, "cpu, which computes it, failed: IndexError")
-        tables = Tables(errors={}, samples={}, failures={}, names=())
+        tables = Tables(errors={}, failures={}, names=())
         publish(tmp_path, {}, tables)
         lost = wait_for(tmp_path, events, GRADIENT_FILE)
         assert lost == "no float64 reference: cpu, which computes it, failed: IndexError"
@@ -25,7 +26,8 @@ def test_one_of_the_two_references_can_be_given_up(tmp_path: Path) -> None:
 
 def test_its_maker_reads_from_memory_what_others_read_from_the_file(tmp_path: Path) -> None:
     exact = {"on::logits": torch.rand(3, 4, dtype=torch.float64).t(), "on::hidden_states.0": torch.ones(2)}
-    tables = Tables(errors={"on::logits": Real(0.5)}, samples={}, failures={}, names=tuple(exact))
+    rounding = RoundingError(largest=Real(0.5), samples=3, drawn=6)
+    tables = Tables(errors={"float32": {"on::logits": rounding}}, failures={}, names=tuple(exact))
     own = Reference(path=tmp_path / REFERENCE_FILE, tables=tables, made=exact)
     assert own.read("on::logits") is exact["on::logits"]
     assert own.read("off::logits") is None

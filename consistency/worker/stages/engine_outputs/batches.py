@@ -6,6 +6,8 @@ held to the rule of the outputs themselves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from consistency.capture.names import BATCHES
@@ -17,14 +19,15 @@ from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.rules import judge_relative
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.engine_outputs.view import View
+from consistency.worker.yardstick import rounding_error
 
 
 def record_batches(
-    view: View, record: Recorder, *, own: torch.Tensor | None, exact: torch.Tensor | None, dtype: str
+    view: View, record: Recorder, *, drawn: Sequence[torch.Tensor] | None, exact: torch.Tensor | None, dtype: str
 ) -> None:
-    """Record the first row in each batch of the file, `own` and `exact` being logits with the adapter."""
+    """Record the first row in each batch of the file, `drawn` and `exact` being logits with the adapter."""
     names = view.outputs.batches
-    if own is None or exact is None or not names:
+    if drawn is None or exact is None or not names:
         return
     for name in names:
         view.check_batch(name)
@@ -32,10 +35,9 @@ def record_batches(
     alone = view.actual(names[0])
     for name in names:
         values, truth = view.actual(name), view.model(name, exact[0])
-        mine = view.own(name, own[0], truth)
-        error, samples = float(measure_against_exact(mine, truth).max_abs), independent_rows(mine, truth)
+        rounding = rounding_error([view.drawn(name, one[0], truth) for one in drawn], truth, independent_rows)
         found = measure_against_exact(values, truth)
-        share = judge_relative(found, dtype, reference_error=error, samples=samples).ratio
+        share = judge_relative(found, dtype, rounding).ratio
         same = digest(values).value == digest(alone).value
         moved = (values.to(torch.float64) - alone.to(torch.float64)).abs().nan_to_num(nan=torch.inf)
         where = _place(name)

@@ -16,7 +16,7 @@ import torch
 from consistency.capture.engine_causes import CAUSE, PLACES, ROWS, Cause
 from consistency.capture.names import ADAPTER_OFF
 from consistency.capture.wording import some
-from consistency.numerics.rules import UNIT_ROUNDOFF, error_factor
+from consistency.numerics.rules import UNIT_ROUNDOFF, RoundingError, error_factor
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers, has_quantized_weight, weight_of
 from consistency.worker.model.running import matrix_elements
@@ -60,8 +60,8 @@ class Question:
     share : callable
         Return the largest error of the engine's values from others over what is allowed, which a second argument adds
         to.
-    samples : int
-        Of independent errors behind what is allowed.
+    rounding : RoundingError
+        Behind what is allowed.
     passes, first : Passes
         Of these rows, and of the first of them alone.
     first_places : slice
@@ -74,7 +74,7 @@ class Question:
     wanted: torch.Tensor
     seen: Callable[[torch.Tensor], torch.Tensor]
     share: Callable[[torch.Tensor, float], float]
-    samples: int
+    rounding: RoundingError
     passes: Passes
     first: Passes
     first_seen: Callable[[torch.Tensor], torch.Tensor]
@@ -180,7 +180,7 @@ def _share_of_merge(question: Question, way: Rounded) -> float:
         dtype=way.dtype, base_first=way.base_first, delta_first=way.delta_first, whole=way.whole, shaken=True
     )
     other = question.seen(question.passes.merged(shaken))
-    more = error_factor(question.samples) * float((merged - other).abs().max())
+    more = error_factor(question.rounding.samples, question.rounding.drawn) * float((merged - other).abs().max())
     if question.share(question.seen(question.on), more) <= 1:  # so wide that the right outputs would be explained too
         return share
     return question.share(merged, more)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.measure import Measure
-from consistency.numerics.rules import Rule, judge_relative, passes, relative_allowance
+from consistency.numerics.rules import RoundingError, Rule, judge_relative, passes, relative_allowance
 from consistency.worker.decisions.track import Track
 from consistency.worker.model.inputs import digest_of
 from consistency.worker.model.running import Activations, is_of_the_model
@@ -39,6 +39,7 @@ from consistency.worker.stages.engine_outputs.batches import record_batches
 from consistency.worker.stages.engine_outputs.explanations import Answer, Question, explain
 from consistency.worker.stages.engine_outputs.passes import Passes
 from consistency.worker.stages.engine_outputs.view import View
+from consistency.worker.yardstick import rounding_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +48,8 @@ class Forward:
 
     Attributes
     ----------
-    own : mapping of str to torch.Tensor
-        The CPU's logits in the tested dtype, by mode.
+    drawn : mapping of str to sequence of torch.Tensor
+        The logits of passes with noise in the tested dtype, by mode.
     exact : mapping of str to torch.Tensor
         Those in float64; a merged adapter has those of one that is not.
     failures : mapping of str to str
@@ -57,7 +58,7 @@ class Forward:
 
     model: torch.nn.Module
     inputs: Activations
-    own: Mapping[str, torch.Tensor]
+    drawn: Mapping[str, Sequence[torch.Tensor]]
     exact: Mapping[str, torch.Tensor]
     failures: Mapping[str, str]
     track: Track
@@ -128,7 +129,7 @@ def _judge(
         record_batches(
             view,
             record,
-            own=forward.own.get(ADAPTER_ON),
+            drawn=forward.drawn.get(ADAPTER_ON),
             exact=forward.exact.get(ADAPTER_ON),
             dtype=outputs.about.dtype,
         )
@@ -147,10 +148,10 @@ class _Engine:
     def mode(self, mode: str) -> None:
         """Record the outputs of a mode."""
         about = self.view.outputs.about
-        exact, own = self.forward.exact.get(_exact(mode)), self.forward.own.get(mode)
-        if own is None and mode == ADAPTER_MERGED:  # PEFT does not merge this adapter, but the engine does
-            own = self.forward.own.get(ADAPTER_ON)
-        if mode not in self.view.outputs.modes or exact is None or own is None:
+        exact, drawn = self.forward.exact.get(_exact(mode)), self.forward.drawn.get(mode)
+        if drawn is None and mode == ADAPTER_MERGED:  # PEFT does not merge this adapter, but the engine does
+            drawn = self.forward.drawn.get(ADAPTER_ON)
+        if mode not in self.view.outputs.modes or exact is None or drawn is None:
             why = "the engine's file has none" if exact is not None else self.forward.failures.get(_exact(mode), "")
             self.record.absent(
                 Stage.FORWARD,
@@ -174,11 +175,9 @@ class _Engine:
                 reason=f"the engine gave no outputs of {rows} of {self.view.shape[0]}",
             )
         actual, truth = self.view.actual(mode), self.view.model(mode, exact)
-        mine = self.view.own(mode, own, truth)
-        error = measure_against_exact(mine, truth).max_abs
-        samples = independent_rows(mine, truth)
+        rounding = rounding_error([self.view.drawn(mode, one, truth) for one in drawn], truth, independent_rows)
         tolerance = self.record.tolerance(stage=Stage.FORWARD, layer=OUTPUT, dtype=_dtype(about.dtype))
-        bound = _Bound(dtype=about.dtype, error=float(error), samples=samples, tolerance=tolerance)
+        bound = _Bound(dtype=about.dtype, rounding=rounding, tolerance=tolerance)
         found = measure_against_exact(actual, truth, tolerance)
         if found.worst_index is not None:  # in the model's logits, where a reader looks
             found = msgspec.structs.replace(found, worst_index=self.view.index_of(mode, *found.worst_index))
@@ -198,7 +197,7 @@ class _Engine:
             found=None if reason else found, rule=Rule.RELATIVE, tolerance=tolerance,
             bound_ratio=None if tolerance is not None else share,
             chunks=None if reason else lambda: exact_chunks(actual, truth, limit),
-            reference_error=float(error), reference_samples=samples, exact=truth, evidence=evidence, reason=reason,
+            rounding=rounding, exact=truth, evidence=evidence, reason=reason,
             dtype=about.dtype,
         )  # fmt: skip
 
@@ -235,7 +234,7 @@ class _Engine:
         batch = self._passes(rows)
         one = batch if watch() is not None else self._passes(rows[:1])
         question = Question(
-            mode=mode, wanted=wanted, seen=seen, share=share, samples=bound.samples,
+            mode=mode, wanted=wanted, seen=seen, share=share, rounding=bound.rounding,
             passes=batch, first=one,
             first_seen=first_seen, first_wanted=wanted[first],
             first_share=lambda explained: bound.share(measure_against_exact(wanted[first], explained, bound.tolerance)),
@@ -267,12 +266,11 @@ class _Bound:
     """What the `relative` rule, or the user's tolerance, allows an engine's values."""
 
     dtype: str
-    error: float
-    samples: int
+    rounding: RoundingError
     tolerance: UserAllowance | None
 
     def allowed(self, magnitude: float) -> float:
-        return relative_allowance(self.error, magnitude, self.dtype, samples=self.samples)
+        return relative_allowance(self.rounding, magnitude, self.dtype)
 
     def share(self, found: Measure, *, more: float = 0.0) -> float:
         """Return the largest error over what is allowed, which `more` adds to."""
@@ -281,7 +279,7 @@ class _Bound:
             return float(found.bound_ratio)
         if more:
             return float(found.max_abs) / (self.allowed(float(found.magnitude)) + more)
-        return judge_relative(found, self.dtype, reference_error=self.error, samples=self.samples).ratio
+        return judge_relative(found, self.dtype, self.rounding).ratio
 
 
 def _dtype(name: str) -> torch.dtype:

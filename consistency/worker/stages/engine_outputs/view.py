@@ -88,8 +88,8 @@ class View:
         largest = values.masked_fill(~left_out, -torch.inf).amax(-1, keepdim=True)
         return torch.cat([found, torch.maximum(largest, self._smallest(name).to(values.dtype))], dim=-1)
 
-    def own(self, name: str, logits: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-        """Return the CPU's logits in that form, to measure its error; that of no token left out is none."""
+    def drawn(self, name: str, logits: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+        """Return logits of the CPU in that form, to measure their error; that of no token left out is none."""
         found = self.model(name, logits)
         if self._top_k is not None:
             found[:, -1] = exact[:, -1]

@@ -16,6 +16,7 @@ from consistency.worker.decisions.places import Places
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
 from consistency.worker.model.blocks import RecomputationError
+from consistency.worker.model.running import matrix_elements, tokens_of
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.gradient.backward import ONE_PASS, Tensors, backward, parts_of
@@ -46,15 +47,18 @@ class Runs:
         By name.
     counts : dict
         Number of passes that give a parameter's gradient, by name.
+    multiplications : int
+        Of one forward pass over the batch.
     """
 
     def __init__(
         self, context: Context, model: torch.nn.Module, names: list[str], inputs: Tensors, *, tells: bool = True
     ) -> None:
         self._events = context.events if tells else None
-        self._model = model
+        self.model = model
         self._passes = parts_of(inputs, rows=context.job.case.fit.micro_batch)
         self._recompute = True
+        self.multiplications = matrix_elements(model) * tokens_of(inputs)
         self.parameters = {name: model.get_parameter(name) for name in names}
         self.counts = {n: 1 if p.numel() >= ONE_PASS else len(self._passes) for n, p in self.parameters.items()}
 
@@ -62,7 +66,7 @@ class Runs:
         self,
         kernels: RoundedProducts | None,
         into: Into | None,
-        products: str = "",
+        label: str = "backward",
         *,
         watches: Watches | None = None,
         places: Places | None = None,
@@ -79,13 +83,22 @@ class Runs:
                 into.write(name, index, gradient.to("cpu").contiguous())
 
         with half_kernels.computing(kernels):
-            self._run(f"backward, {products}" if products else "backward", take, watches=watches, places=places)
+            self._run(label, take, watches=watches, places=places)
         return {
             name: combine(
                 name_of(dtype), (self.counts[name], *shape), tuple(b for part in blocks for b in part.get(name, ()))
             )
             for name, (dtype, shape) in kinds.items()
         }
+
+    def with_noise(self, kernels: RoundedProducts | None, into: TensorFile, products: str, *, watches: Watches) -> None:
+        """Compute the gradients in the model's dtype with the noise that is active, and write them into a file."""
+
+        def take(index: int, name: str, gradient: torch.Tensor) -> None:
+            into.write(name, index, gradient.contiguous())
+
+        with half_kernels.computing(kernels):
+            self._run(f"backward, {products}", take, watches=watches)
 
     def in_float64(self, into: TensorFile, track: Track) -> None:
         """Compute the exact gradients on the track, and write them into a file."""
@@ -114,10 +127,10 @@ class Runs:
             try:
                 watch = None if watches is None else watches(str(index))
                 backward(
-                    self._model, names, part, hand_over, recompute=self._recompute, exact=exact, watch=watch,
+                    self.model, names, part, hand_over, recompute=self._recompute, exact=exact, watch=watch,
                     places=places,
                 )  # fmt: skip
             except RecomputationError:
                 self._recompute = False
                 watch = None if watches is None else watches(str(index))
-                backward(self._model, names, part, hand_over, recompute=False, exact=exact, watch=watch, places=places)
+                backward(self.model, names, part, hand_over, recompute=False, exact=exact, watch=watch, places=places)

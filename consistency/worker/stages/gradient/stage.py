@@ -1,8 +1,8 @@
 """Stage `gradient`: backward passes through the adapted model, then one step of the optimizer.
 
-A gradient is compared with the same backward pass in float64, relative to the CPU's own error, as in the stage
-`forward`. The optimizer's step is compared with the same step in float64 from the gradient's bytes on this device, by a
-derived bound: see `optimizer_step`.
+A gradient is compared with the same backward pass in float64, relative to the error that rounding makes, as in the
+stage `forward`. The optimizer's step is compared with the same step in float64 from the gradient's bytes on this
+device, by a derived bound: see `optimizer_step`.
 
 No more than one gradient exists at a time: each is digested where it was computed and written to a scratch file, and
 compared from there, tensor by tensor. The model is left unchanged.
@@ -11,10 +11,12 @@ compared from there, tensor by tensor. The model is left unchanged.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -24,13 +26,14 @@ from consistency.devices.backends import CPU
 from consistency.errors import first_line
 from consistency.numerics.digest import TensorDigest
 from consistency.numerics.independent_errors import independent_lines
+from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.rules import Rule
 from consistency.worker import yardstick
 from consistency.worker.decisions.places import Places
 from consistency.worker.decisions.replay import Made
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
-from consistency.worker.model.float64_reference import Reference, publish_file, wait_for
+from consistency.worker.model.float64_reference import Reference, Tables, publish_file, wait_for
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import activations, is_of_the_model, refusal, tokens_of
@@ -42,7 +45,9 @@ from consistency.worker.stages.gradient.backward import Tensors, trained
 from consistency.worker.stages.gradient.on_track import Again, Judged, decisions_file, judged, products_on
 from consistency.worker.stages.gradient.optimizer_step import record_step
 from consistency.worker.stages.gradient.runs import Runs, Watches
-from consistency.worker.stages.relative_rule import own_errors, record_relative
+from consistency.worker.stages.relative_rule import record_relative, rounding_errors
+
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,8 +66,8 @@ class Backward:
         Float64 gradients, where they were asked for.
     failure : str
         Why there are no float64 gradients.
-    others : dict
-        The CPU's gradients with other products, where they were asked for too.
+    drawn : dict
+        Gradients of passes with noise on the CPU, by the name of the products, where they were asked for too.
     computed_by : str
         How the gradients were computed, where not by the device's own kernels.
     made : Made
@@ -80,7 +85,7 @@ class Backward:
     refused: str = ""
     exact: TensorFile | None = None
     failure: str = ""
-    others: dict[str, TensorFile] = field(default_factory=dict)
+    drawn: dict[str, list[TensorFile]] = field(default_factory=dict)
     computed_by: str = ""
     made: Made = field(default_factory=Made)
     track: Track | None = None
@@ -145,7 +150,7 @@ def _backward(
 
     def again(watches: Watches, places: Places) -> TensorFile:
         found.on_track = TensorFile(stem.with_suffix(".track.safetensors"), layout)
-        runs.in_dtype(kernels, found.on_track, "on the reference's decisions", watches=watches, places=places)
+        runs.in_dtype(kernels, found.on_track, "backward, on the reference's decisions", watches=watches, places=places)
         return found.on_track
 
     found.again = again
@@ -160,11 +165,7 @@ def _backward(
                 raise
             found.refused = _refusal(context, model, inputs, error)
         if found.track is not None and not found.refused:
-            for number, (title, products) in enumerate(yardstick.others_of_run(context.job, model).items()):
-                found.others[title] = TensorFile(stem.with_suffix(f".{number}.safetensors"), layout)
-                with yardstick.computing_with(products):
-                    watches = functools.partial(found.track.other, title=title)
-                    runs.in_dtype(None, found.others[title], title, watches=watches)
+            _draw(context, found, runs, kernels, stem, layout)
             wide = {name: (torch.float64, shape) for name, (_, shape) in layout.items()}
             found.exact = TensorFile(context.scratch / f"{GRADIENT_FILE}.tmp", wide)
             try:
@@ -175,10 +176,37 @@ def _backward(
                 found.failure = first_line(error)
         yield found
     finally:
-        for file in (own, *found.others.values(), *([found.on_track] if found.on_track is not None else ())):
+        for file in (
+            own,
+            *itertools.chain(*found.drawn.values()),
+            *([found.on_track] if found.on_track is not None else ()),
+        ):
             file.close(remove=True)
         if found.exact is not None:
             found.exact.close()
+
+
+def _draw(
+    context: Context, found: Backward, runs: Runs, kernels: RoundedProducts | None, stem: Path, layout: Layout
+) -> None:
+    """Compute the gradients with noise, on the track, each into a file of its own."""
+    numbers, track = itertools.count(), found.track
+    assert track is not None
+    passes = yardstick.passes_for(3 * runs.multiplications)  # forward, and backward for inputs and factors
+
+    def independent(drawn: TensorFile) -> int:
+        gradients = ((drawn.read(name), found.gradients.read(name)) for name in layout)
+        return min((independent_lines(a, b) for a, b in gradients if a is not None and b is not None), default=1)
+
+    for title, products in yardstick.products_of_run(context.job, runs.model).items():
+
+        def compute(title: str = title) -> TensorFile:
+            file = TensorFile(stem.with_suffix(f".{next(numbers)}.safetensors"), layout)
+            found.drawn.setdefault(title, []).append(file)  # for its removal, whatever happens
+            runs.with_noise(kernels, file, title, watches=functools.partial(track.other, title=title))
+            return file
+
+        yardstick.draw(products, passes, compute, independent)
 
 
 def as_model_takes(model: torch.nn.Module, inputs: Tensors) -> Tensors:
@@ -205,10 +233,11 @@ def _publish(context: Context, found: Backward, names: list[str]) -> Reference:
     if exact is None:  # every worker waits for a file
         exact = TensorFile(context.scratch / f"{GRADIENT_FILE}.tmp", {})
         exact.close()
-    tables = own_errors(
-        names, found.gradients.read, exact.read, samples=independent_lines,
-        failures={ADAPTER_ON: failure} if failure else {}, known=() if failure else exact.written,
-        others={title: file.read for title, file in found.others.items()}, computed_by=found.computed_by,
+    drawn = {title: [file.read for file in files] for title, files in found.drawn.items()}
+    tables = Tables(
+        errors=rounding_errors(names, drawn, exact.read, independent_lines),
+        failures={ADAPTER_ON: failure} if failure else {}, names=() if failure else tuple(exact.written),
+        computed_by=found.computed_by,
     )  # fmt: skip
     return publish_file(exact.path, context.scratch / GRADIENT_FILE, tables)
 

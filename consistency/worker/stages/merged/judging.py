@@ -14,7 +14,7 @@ from consistency.numerics.chunks import Chunk, LowRankProduct, LowRankTensor, ex
 from consistency.numerics.digest import TensorDigest
 from consistency.numerics.error import measure_against_exact, measure_low_rank
 from consistency.numerics.measure import Measure
-from consistency.numerics.rules import Rule, passes
+from consistency.numerics.rules import RoundingError, Rule, passes
 from consistency.worker.recorder import KEEP_BYTES, UserTolerance
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.low_rank import LowRank, allowance_of
@@ -55,8 +55,8 @@ class Computed:
         One per run on this device.
     rule : Rule
         The derived rule of its method.
-    own_error : float or None
-        The CPU's own error where a layer of another device has no closed form.
+    rounding : RoundingError or None
+        The error that rounding makes, where the layer has no closed form.
     """
 
     actual: torch.Tensor
@@ -65,7 +65,7 @@ class Computed:
     rule: Rule
     truth: Truth
     tolerance: UserTolerance | None
-    own_error: float | None = None
+    rounding: RoundingError | None = None
 
     @property
     def tested(self) -> LowRankTensor:
@@ -86,20 +86,19 @@ def judge(
     context: Context,
     place: str,
     computed: Sequence[Computed],
-    known: dict[str, tuple[Measure | None, float | None]],
+    known: dict[str, tuple[Measure | None, RoundingError | None]],
 ) -> None:
     """Measure and record tensors of one layer.
 
-    `known` is filled with measure and own error of each merged weight by its digest: the same bits have the same ones.
+    `known` is filled with measure and error of rounding of each merged weight by its digest: the same bits have the
+    same ones.
     """
     measures = _measured(computed, known)
     for one in computed:
         here = one.digests[0].value
-        found, error = measures.get((one.safe, here)), one.own_error
+        found, rounding = measures.get((one.safe, here)), one.rounding
         if one.safe is not None:
-            if error is None and found is not None and not one.truth.is_closed and one.tolerance is None:
-                error = float(found.max_abs)
-            found, error = known.setdefault(here, (found, error))
+            found, rounding = known.setdefault(here, (found, rounding))
         no_form = "this method's delta has no closed form: its merged weight is judged"
         context.record.computed(
             "merged",
@@ -112,7 +111,7 @@ def judge(
             tolerance=one.tolerance,
             status="skipped" if one.safe is None else "measured",
             reason=no_form if one.safe is None and found is None else None,
-            reference_error=error,
+            rounding=rounding,
             **_stored(one, found),
             effect="zero-delta" if one.safe is None and _is_zero(one.actual) else "",
             **_outside(one),

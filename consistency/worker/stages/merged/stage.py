@@ -19,15 +19,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from consistency.capture.names import BIAS, DELTA, SAFE_BIAS, SAFE_WEIGHT, WEIGHT, WHOLE_MODEL, module_place
 from consistency.errors import first_line
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF
-from consistency.numerics.error import measure_against_exact
 from consistency.numerics.exact import Float64Mode
+from consistency.numerics.file_tensor import Readable, mapped
+from consistency.numerics.independent_errors import independent_lines
 from consistency.numerics.measure import Measure
-from consistency.numerics.rules import Rule
+from consistency.numerics.rules import RoundingError, Rule
+from consistency.worker import yardstick
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import (
     NO_MERGE,
@@ -49,7 +52,6 @@ from consistency.worker.stages.merged.forms.bias import bias_of, exact_bias
 from consistency.worker.stages.merged.forms.form import Form
 from consistency.worker.stages.merged.forms.registry import form_of, maker_of
 from consistency.worker.stages.merged.judging import Computed, Truth, judge
-from consistency.worker.yardstick import computing_with
 
 _TOGETHER_BYTES = 256 * 2**20
 """Tensors of a layer are held and measured together where its delta, in float32, is no larger. Their exact values are
@@ -78,7 +80,7 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
     form = _form(context, name, layer) if low_rank is None else None
     shape = form.shape if form is not None else () if low_rank is None else low_rank.shape
     together = bool(shape) and 4 * math.prod(shape) <= _TOGETHER_BYTES
-    known: dict[str, tuple[Measure | None, float | None]] = {}
+    known: dict[str, tuple[Measure | None, RoundingError | None]] = {}
     waiting: list[Computed] = []
 
     def settle() -> None:
@@ -127,7 +129,7 @@ def _merged(
             tolerance = context.record.tolerance(stage="merged", layer=place, dtype=weight_of(layer).dtype)
             # before the merge: of a layer that is merged, PEFT merges no copy
             truth = truth or (Truth(form=form) if form is not None else _truth(context, name, layer, low_rank))
-            own_error = None if tolerance else _own_error(context, name, layer, truth, safe=safe)
+            rounding = None if tolerance else _rounding_error(context, name, layer, truth, safe=safe)
             with merged(layer, safe=safe) as weight:
                 here, bias = digest(weight), bias_of(layer)
             again = [_digest_again(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
@@ -151,7 +153,7 @@ def _merged(
             rule=rule,
             truth=truth,
             tolerance=tolerance,
-            own_error=own_error,
+            rounding=rounding,
         )
         del weight
 
@@ -230,17 +232,30 @@ def _truth(context: Context, name: str, layer: Any, low_rank: LowRank | None) ->
         return Truth()
 
 
-def _own_error(context: Context, name: str, layer: Any, truth: Truth, *, safe: bool) -> float | None:
-    """Return the CPU's own error where a layer of another device has no closed form.
+def _rounding_error(context: Context, name: str, layer: Any, truth: Truth, *, safe: bool) -> RoundingError | None:
+    """Return the error that rounding makes in a merge without closed form, with products as on the device.
 
-    It is that of products as the device may compute them; where that is less than float32, on the CPU too.
+    The elements of a row or a column may share one error, as by a norm: see `independent_lines`.
     """
-    products = products_of(context.device)
-    if truth.exact is None or (weight_of(layer).device.type == "cpu" and not products.is_reduced):
+    exact = truth.exact
+    if exact is None:
         return None
-    with computing_with(products):
-        own = _merge_copy(_copy_from_files(context, name, layer), safe=safe)
-    return float(measure_against_exact(own, truth.exact).max_abs) if own.shape == truth.exact.shape else None
+
+    def samples(weight: Readable, truth: Readable) -> int:
+        return independent_lines(mapped(weight)[None], mapped(truth)[None])
+
+    def merge() -> torch.Tensor:
+        with _disable_current_modes():  # reading the files is not part of the merge
+            twin = _copy_from_files(context, name, layer)
+        return _merge_copy(twin, safe=safe)
+
+    drawn = yardstick.draw(
+        products_of(context.device),
+        yardstick.passes_for(exact.numel() * max(exact.shape, default=1)),
+        merge,
+        lambda weight: samples(weight, exact) if weight.shape == exact.shape else 1,
+    )
+    return yardstick.rounding_error(drawn, exact, samples) if drawn[0].shape == exact.shape else None
 
 
 def _copy_from_files(context: Context, name: str, layer: Any) -> Any:

@@ -34,17 +34,18 @@ from consistency.numerics.exact import in_float64
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.rules import Verdict, judge_relative
 from consistency.numerics.words import Word
+from consistency.worker import yardstick
 from consistency.worker.memory.host_memory import available_bytes
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost, is_kernel_assert
 from consistency.worker.model.inputs import fixed_inputs, with_labels
 from consistency.worker.model.loading import load_adapter, load_base, load_model
+from consistency.worker.model.running import matrix_elements, tokens_of
 from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.sharding.device_maps import Layout, layouts, load, same_model
 from consistency.worker.stages.sharding.moves import ChangedInTransferError, Moves, watched
-from consistency.worker.yardstick import computing_with, products_in
 
 STAGE = "sharding"
 PINNED = "one device"
@@ -67,17 +68,22 @@ class Answer:
 
 @dataclass
 class _Exact:
-    """The same pass in float64, and the CPU's own error in the tested dtype; computed when first needed."""
+    """The same pass in float64, and passes with noise in the tested dtype; computed when first needed."""
 
     context: Context
     inputs: Inputs
 
     @cached_property
-    def found(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def found(self) -> tuple[list[Inputs], Inputs]:
         model = load_model(self.context.job.case, "cpu")
-        with computing_with(products_in(model, products_of(self.context.device))):
-            own = _outputs(model, self.inputs)
-        return own, in_float64(_outputs, model, self.inputs)
+        exact = in_float64(_outputs, model, self.inputs)
+
+        def independent(drawn: Inputs) -> int:
+            return min((independent_rows(drawn[name], tensor) for name, tensor in exact.items()), default=1)
+
+        products = yardstick.products_in(model, products_of(self.context.device))
+        passes = yardstick.passes_for(matrix_elements(model) * tokens_of(self.inputs))
+        return yardstick.draw(products, passes, lambda: _outputs(model, self.inputs), independent), exact
 
 
 def run(context: Context) -> None:
@@ -201,15 +207,14 @@ def _judge(context: Context, way: Layout, found: Answer, pinned: Answer, exact: 
 
 def _verdict(name: str, actual: torch.Tensor, exact: _Exact) -> Verdict | None:
     """Judge by the rule of the stage `forward`; None where no float64 value is known."""
-    on_cpu, truths = exact.found
+    drawn, truths = exact.found
     truth = truths.get(name)
     if truth is None or truth.shape != actual.shape or actual.dtype not in UNIT_ROUNDOFF:
         return None
     truth = truth.to(torch.float64)
     found = measure_against_exact(actual, truth)
-    own = float(measure_against_exact(on_cpu[name], truth).max_abs)
-    samples = independent_rows(on_cpu[name], truth)
-    return judge_relative(found, name_of(actual.dtype), reference_error=own, samples=samples)
+    rounding = yardstick.rounding_error([one[name] for one in drawn], truth, independent_rows)
+    return judge_relative(found, name_of(actual.dtype), rounding)
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:

@@ -1,0 +1,365 @@
+r"""Compute as any healthy device may: the same operations, with other rounding errors in each pass.
+
+What a device may be off by depends on the order in which it adds, which no two libraries share. MKL adds in blocks, the
+float32 products of a GPU in one accumulator per element: 4 times the error at 1024 terms, 10 times at 14 336. So the
+CPU's own error says what its library does, and sometimes is 0 by luck. `RoundingNoise` puts errors in at random, of the
+size that one accumulator makes, and the spread of the results is what rounding may do (Parker, *Monte Carlo
+Arithmetic*, 1997; Denis et al., "Verificarlo", 2016).
+
+**A sum of K terms** :math:`t_k` in one accumulator rounds each partial sum :math:`S_k`, by errors that are independent
+and uniform in :math:`\pm u |S_k|`, of variance :math:`u^2 S_k^2 / 3` (Higham and Mary, SIAM J. Sci. Comput. 41, 2019,
+A2815; Ipsen and Zhou, arXiv 1906.10465). For terms in random order that add up to r, :math:`S_k` is a random walk from
+0 to r, a bridge: :math:`E S_k^2 = (k/K)^2 r^2 + (k (K - k) / K^2) \sum t^2`. Summed over k, and with the last store,
+
+.. math:: \sigma^2 = u^2 \left( \frac{K}{18} \sum t_k^2 + \left( \frac{K}{9} + \frac 1 3 \right) r^2 \right).
+
+The first part is that of factors :math:`1 + u \sqrt{K/18}\, z` on one operand, z normal, so that no sum of squares has
+to be computed; the second is such a factor on the result. Terms of one sign are covered as those of both are.
+
+**Every other result** is moved to a neighbour, 1 ± 2u, with a probability that gives the variance :math:`u^2 / 3` of
+one rounding; of a library function four times that, for errors of up to an ULP. Operations that only move, choose or
+compare values round nothing. What torch has as one operation and a device computes in steps (norms, softmax) is taken
+apart by torch's own decompositions.
+
+**In a half type** products are exact in float32 and a store decides the error, which all devices make alike: 1.00 to
+1.01 times the CPU's on emulated tensor cores of three generations. So the CPU's own rounding is enough, and what a pass
+needs is other errors than the last one: a result is moved to a neighbour with a probability of 1/128, and all that
+follows is rounded anew.
+
+The pass is computed in the tested dtype, so its own errors add to the noise. Error in units of the CPU's own, root mean
+square, 128 rows, float32 (`python -m benchmarks.rounding`): hidden size 128: one accumulator 1.0, noise 1.8; 512: 1.8
+and 2.8; 2048: 3.3 and 5.0; gradients alike. bfloat16 and float16: noise 1.1 to 1.2.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch._decomp import decomposition_table
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.grouped_products import GROUPED
+
+_aten = torch.ops.aten
+
+_FACTORS: dict[Any, tuple[int, int]] = {
+    _aten.mm.default: (0, 1),
+    _aten.bmm.default: (0, 1),
+    _aten.mv.default: (0, 1),
+    _aten.dot.default: (0, 1),
+    _aten.addmm.default: (1, 2),
+    _aten.baddbmm.default: (1, 2),
+    _aten.addbmm.default: (1, 2),
+    _aten.addmv.default: (1, 2),
+    _aten._addmm_activation.default: (1, 2),
+    GROUPED: (0, 1),
+}
+"""Matrix products, and the places of their factors."""
+
+_CONVOLUTIONS = frozenset({_aten.convolution.default, _aten.convolution_backward.default})
+
+_IN_STEPS = frozenset({
+    _aten.native_layer_norm.default, _aten.native_layer_norm_backward.default,
+    _aten.native_group_norm.default, _aten.native_group_norm_backward.default,
+    _aten.native_batch_norm.default, _aten.native_batch_norm_backward.default,
+    _aten._native_batch_norm_legit_no_training.default,
+    _aten._fused_rms_norm.default, _aten._fused_rms_norm_backward.default,
+    _aten._softmax.default, _aten._softmax_backward_data.default,
+    _aten._log_softmax.default, _aten._log_softmax_backward_data.default,
+    _aten.logsumexp.default, _aten.linalg_vector_norm.default,
+})  # fmt: skip
+"""What torch computes at once, and other libraries in steps that round."""
+
+_EXACT = frozenset({
+    "alias", "clone", "contiguous", "detach", "lift", "lift_fresh", "set", "resize", "cat", "stack", "repeat",
+    "repeat_interleave", "flip", "roll", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d",
+    "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d", "pixel_shuffle",
+    "pixel_unshuffle", "channel_shuffle", "im2col", "gather", "index", "index_select", "embedding", "take",
+    "masked_select", "masked_fill", "masked_scatter", "where", "scatter", "index_fill", "index_copy", "slice_scatter",
+    "select_scatter", "diagonal_scatter", "as_strided_scatter", "tril", "triu", "slice_backward", "select_backward",
+    "diag_embed", "diagonal_backward", "unfold_backward", "split_with_sizes_copy", "zeros", "ones", "full", "empty",
+    "arange", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros",
+    "new_ones", "new_full", "new_empty", "new_empty_strided", "empty_strided", "scalar_tensor", "fill", "zero", "eye",
+    "bernoulli", "uniform", "normal", "rand", "randn", "randint", "randperm", "_local_scalar_dense", "max", "min",
+    "maximum", "minimum", "fmax", "fmin", "amax", "amin", "aminmax", "topk", "sort", "median", "nanmedian",
+    "kthvalue", "mode", "cummax", "cummin", "clamp", "clamp_min", "clamp_max", "relu", "relu6", "hardtanh",
+    "threshold", "threshold_backward", "hardtanh_backward", "abs", "neg", "sign", "sgn", "round", "floor", "ceil",
+    "trunc", "heaviside", "floor_divide", "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d",
+    "adaptive_max_pool3d", "fractional_max_pool2d", "fractional_max_pool3d",
+})  # fmt: skip
+"""Operations whose results are elements of their operands, or integers. One that is missing here is taken to round."""
+
+_FUNCTIONS = frozenset({
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "atan2",
+    "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "silu", "silu_backward", "gelu", "gelu_backward",
+    "mish", "mish_backward", "erf", "erfc", "erfinv", "pow", "rsqrt", "softplus", "softplus_backward", "elu",
+    "elu_backward", "log_sigmoid_forward", "log_sigmoid_backward", "lgamma", "digamma", "logaddexp", "logaddexp2",
+    "xlogy", "special_ndtr",
+})  # fmt: skip
+
+_ACCUMULATING = frozenset({"scatter_add", "index_add", "index_put", "embedding_dense_backward", "scatter_reduce"})
+"""Operations that add what has the same index."""
+
+_RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp"})
+
+_REDUCING = frozenset({"sum", "nansum", "mean", "nanmean", "prod", "var", "std", "var_mean", "std_mean"})
+"""Operations that add along the dimensions of their second operand, or along all."""
+
+_LENGTH = 1 << 17
+"""Elements of a tensor that take noise from the pool at once; the pool is twice as long, and each operation begins at
+another place of it: a draw from a generator for each element takes longer than the operations of a small model."""
+
+_STRIDE = 40_503
+"""Steps of the beginnings in the pool: prime to its length, and near the golden ratio of 2¹⁶, so that they spread."""
+
+_MOVED = {False: 11, True: 43}
+"""Of 256 elements, those moved up, and as many down: 22/256 · (2u)² = 0.34 u², of functions four times that."""
+
+_MOVED_HALF = 1
+
+_TESTED = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+class _Kind(enum.Enum):
+    """What an operation does to its operands."""
+
+    EXACT = enum.auto()
+    IN_STEPS = enum.auto()
+    CAST = enum.auto()
+    PRODUCT = enum.auto()
+    CONVOLUTION = enum.auto()
+    ACCUMULATION = enum.auto()
+    SUM = enum.auto()
+    FUNCTION = enum.auto()
+    WITH_MASKS = enum.auto()
+    ROUNDING = enum.auto()
+
+
+_BY_NAME: dict[str, _Kind] = {
+    **dict.fromkeys(_EXACT, _Kind.EXACT),
+    **dict.fromkeys(("_to_copy", "to", "copy"), _Kind.CAST),
+    **dict.fromkeys(_ACCUMULATING, _Kind.ACCUMULATION),
+    **dict.fromkeys((*_REDUCING, *_RUNNING), _Kind.SUM),
+    **dict.fromkeys(_FUNCTIONS, _Kind.FUNCTION),
+    **dict.fromkeys(("add", "sub", "rsub", "mul", "div"), _Kind.WITH_MASKS),
+}
+
+
+@functools.cache
+def _name_of(func: Any) -> str:
+    """Return the name of an operation, without that of its form, nor the mark of one that writes in place."""
+    return str(func._schema.name.partition("::")[2].removesuffix("_"))
+
+
+@functools.cache
+def _kind_of(func: Any) -> _Kind:
+    if func.is_view:
+        return _Kind.EXACT
+    if func in _FACTORS:
+        return _Kind.PRODUCT
+    if func in _CONVOLUTIONS:
+        return _Kind.CONVOLUTION
+    if func in _IN_STEPS and func in decomposition_table:
+        return _Kind.IN_STEPS
+    by_name = _BY_NAME.get(_name_of(func))
+    # a composite operation may return an operand as it is
+    return _Kind.IN_STEPS if by_name is None and func._can_decompose() else by_name or _Kind.ROUNDING
+
+
+class RoundingNoise(TorchDispatchMode):
+    """Add rounding errors to every floating-point result on the CPU while the mode is active.
+
+    Attention has to be computed by its formula (`sdpa_math`): the steps of a fused kernel cannot be reached.
+
+    Parameters
+    ----------
+    seed : int
+        Passes with other seeds have other errors; with one seed, equal passes have equal ones.
+    """
+
+    _active: ClassVar[list[RoundingNoise]] = []
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
+        generator = np.random.Generator(np.random.PCG64(seed))
+        self._normal = torch.from_numpy(generator.standard_normal(2 * _LENGTH, dtype=np.float32))
+        self._bytes = torch.from_numpy(generator.integers(0, 256, 2 * _LENGTH, dtype=np.uint8))
+        self._pools: dict[tuple[torch.dtype, str], torch.Tensor] = {}
+        self._operations = 0
+
+    def __enter__(self) -> RoundingNoise:
+        RoundingNoise._active.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        RoundingNoise._active.pop()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    @contextmanager
+    def repeating(cls, first: list[int]) -> Iterator[None]:
+        """Compute a part of the active pass, if there is one; with the same list, again with the same errors."""
+        if not cls._active:
+            yield
+            return
+        active = cls._active[-1]
+        outer = active._operations
+        if not first:
+            first.append(outer)
+            yield
+            return
+        active._operations = first[0]
+        try:
+            yield
+        finally:
+            active._operations = outer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        kind = _kind_of(func)
+        if kind is _Kind.EXACT:
+            return func(*args, **kwargs)
+        if kind is _Kind.IN_STEPS:
+            with self:
+                steps = decomposition_table.get(func, func.decompose)
+                return steps(*args, **kwargs)
+        if kind is _Kind.CAST:
+            return self._cast(func, args, kwargs)
+        if kind is _Kind.PRODUCT:
+            return self._product(func, args, kwargs)
+        if kind is _Kind.CONVOLUTION:
+            return self._convolution(func, args, kwargs)
+        if kind is _Kind.ACCUMULATION:
+            return self._accumulated(func, args, kwargs)
+        terms = _reduced(_name_of(func), args) if kind is _Kind.SUM else 1
+        return self._noisy(func, func(*self._shaken(args, 0, terms), **kwargs), args, terms, kind)
+
+    def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        left, right = _FACTORS[func]
+        terms = args[left].shape[-1]
+        smaller = min((left, right), key=lambda place: args[place].numel())
+        return self._noisy(func, func(*self._shaken(args, smaller, terms), **kwargs), args, terms)
+
+    def _convolution(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _aten.convolution.default:
+            weight = args[1]
+            terms = weight.numel() // max(1, weight.shape[1 if args[6] else 0])
+            return self._noisy(func, func(*self._shaken(args, 0, terms), **kwargs), args, terms)
+        gradient, weight = args[0], args[2]
+        channels = gradient.shape[1]
+        terms = max(weight.numel() // max(1, weight.shape[1]), gradient.numel() // max(1, channels))
+        return self._noisy(func, func(*self._shaken(args, 0, terms), **kwargs), args, terms)
+
+    def _accumulated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = _name_of(func)
+        if name == "index_put" and not (len(args) > 3 and args[3]) and not kwargs.get("accumulate", False):
+            return func(*args, **kwargs)
+        indices = [t for t in _tensors(args) if not t.is_floating_point()]
+        source = 0 if name == "embedding_dense_backward" else 2 if name == "index_put" else 3
+        terms = max((index.numel() if index.dim() < 2 else max(index.shape) for index in indices), default=1)
+        return self._noisy(func, func(*self._shaken(args, source, terms), **kwargs), args, terms)
+
+    def _cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        source = args[1] if func._schema.name.endswith("::copy_") else args[0]
+        wide, narrow = (UNIT_ROUNDOFF.get(t.dtype) for t in (source, result))
+        rounds = narrow is not None and wide is not None and wide < narrow
+        return self._noisy(func, result, args, 1) if rounds else result
+
+    def _shaken(self, args: tuple[Any, ...], place: int, terms: int) -> tuple[Any, ...]:
+        """Return the operands with noise on one of them: what other orders of so many terms do to their sum."""
+        operand = args[place] if place < len(args) else None
+        if terms < 2 or not isinstance(operand, torch.Tensor) or operand.dtype != torch.float32:
+            return args
+        # with fewer terms the factors would be rounded to 1
+        noise = self._drawn(self._normal_pool(math.sqrt(max(terms, 18) / 18)), operand)
+        return (*args[:place], operand * noise, *args[place + 1 :])
+
+    def _noisy(self, func: Any, result: Any, args: tuple[Any, ...], terms: int, kind: _Kind = _Kind.ROUNDING) -> Any:
+        """Return a result with the noise of a sum of so many terms; what was written in place is written again."""
+        if func._schema.is_mutable:
+            target = args[0]
+            noisy = self._with_noise(target, terms, kind)
+            if noisy is not target:
+                target.copy_(noisy)
+            return result
+        if isinstance(result, (tuple, list)):
+            return type(result)(self._with_noise(value, terms, kind) for value in result)
+        return self._with_noise(result, terms, kind)
+
+    def _with_noise(self, value: Any, terms: int, kind: _Kind) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype not in _TESTED or not value.numel():
+            return value
+        if value.layout is not torch.strided:
+            return value
+        if terms > 1 and value.dtype == torch.float32:
+            pool = self._normal_pool(math.sqrt(terms / 9 + 1 / 3))
+        else:
+            pool = self._moving_pool(value.dtype, kind)
+        noisy = value * self._drawn(pool, value)
+        if kind is _Kind.WITH_MASKS:  # one of the smallest number must not become one of minus infinity
+            smallest = torch.finfo(value.dtype).min
+            noisy = torch.maximum(noisy, value.clamp(max=smallest))
+        return noisy
+
+    def _normal_pool(self, units: float) -> torch.Tensor:
+        """Return factors that differ from 1 by a normal deviate of so many unit roundoffs of float32."""
+        key = torch.float32, f"{units:.6g}"
+        if key not in self._pools:
+            self._pools[key] = 1 + self._normal * (units * UNIT_ROUNDOFF[torch.float32])
+        return self._pools[key]
+
+    def _moving_pool(self, dtype: torch.dtype, kind: _Kind) -> torch.Tensor:
+        """Return factors that leave most elements and move the others to a neighbour."""
+        moved = _MOVED_HALF if dtype != torch.float32 else _MOVED[kind is _Kind.FUNCTION]
+        key = dtype, str(moved)
+        if key not in self._pools:
+            sign = (self._bytes < moved).to(torch.float32) - (self._bytes >= 256 - moved).to(torch.float32)
+            self._pools[key] = (1 + 2 * UNIT_ROUNDOFF[dtype] * sign).to(dtype)
+        return self._pools[key]
+
+    def _drawn(self, pool: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return noise of a tensor's shape from a pool, from another place of it for each operation."""
+        elements, parts = like.numel(), []
+        for start in range(0, elements, _LENGTH):
+            self._operations += 1
+            begin = self._operations * _STRIDE % _LENGTH
+            parts.append(pool[begin : begin + min(_LENGTH, elements - start)])
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(like.shape)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _reduced(name: str, args: tuple[Any, ...]) -> int:
+    """Return how many terms an operation adds into each element of its result; 1 where it adds none."""
+    operand = args[0] if args else None
+    if not isinstance(operand, torch.Tensor) or not operand.dim():
+        return 1
+    if name in _RUNNING:
+        return max(1, int(operand.shape[args[1]]))
+    if name not in _REDUCING:
+        return 1
+    along = next((value for value in args[1:] if _is_dimension(value)), None)
+    dimensions = range(operand.dim()) if along in (None, [], ()) else [along] if isinstance(along, int) else along
+    return max(1, math.prod(int(operand.shape[dimension]) for dimension in dimensions))
+
+
+def _is_dimension(value: object) -> bool:
+    return type(value) is int or (isinstance(value, (list, tuple)) and all(type(one) is int for one in value))
