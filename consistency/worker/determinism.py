@@ -132,6 +132,17 @@ def restore(asked: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def repeated_warnings() -> Iterator[None]:
+    """Let torch give each time the warnings that it gives once in the life of a process, in which several cases run."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.set_warn_always(before)
+
+
 def seed_all(seed: int = SEED) -> None:
     """Seed Python, NumPy and torch on every device."""
     random.seed(seed)
@@ -246,7 +257,8 @@ def _environment(name: str) -> _Access:
 
 
 def _algorithms() -> _Access:
-    # "warn" rather than "error": an operation without a deterministic version is a note in the report, not a crash
+    # "warn" rather than "error": a model with an operation that has no deterministic version runs nevertheless, and
+    # `consistency.worker.nondeterministic` notes what the operation can reach
     names = {0: "off", 1: "warn", 2: "error"}
 
     def write(value: Any) -> None:
