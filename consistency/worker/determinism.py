@@ -128,7 +128,8 @@ def switched(**overrides: Any) -> Iterator[None]:
 def restore(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Set back every setting that is not as requested; return what `changed` returned before."""
     found = changed(asked)
-    _apply({name: asked[name] for name in found})
+    if found:
+        _apply(asked)  # all of them: torch moves some together with others, and so does putting these back
     return found
 
 
@@ -290,9 +291,14 @@ def _math_reduction() -> _Access:
 
 
 _ACCESS: dict[str, _Access] = {
+    "fp32_precision": _attribute("backends", "fp32_precision"),
+    "cuda_fp32_precision": _attribute("backends.cudnn", "fp32_precision"),
     "float32_matmul_precision": (torch.get_float32_matmul_precision, _precision_write),
     "matmul_allow_tf32": _attribute("backends.cuda.matmul", "allow_tf32"),
     "cudnn_allow_tf32": _attribute("backends.cudnn", "allow_tf32"),
+    "cuda_matmul_fp32_precision": _attribute("backends.cuda.matmul", "fp32_precision"),
+    "cudnn_conv_fp32_precision": _attribute("backends.cudnn.conv", "fp32_precision"),
+    "cudnn_rnn_fp32_precision": _attribute("backends.cudnn.rnn", "fp32_precision"),
     "mkldnn_matmul_fp32_precision": _attribute("backends.mkldnn.matmul", "fp32_precision"),
     "mkldnn_conv_fp32_precision": _attribute("backends.mkldnn.conv", "fp32_precision"),
     "mkldnn_rnn_fp32_precision": _attribute("backends.mkldnn.rnn", "fp32_precision"),
