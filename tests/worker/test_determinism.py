@@ -68,12 +68,13 @@ def _settings_as_they_were() -> Iterator[None]:
     assert in_force() == before
 
 
+BACKENDS_OF_TORCH: Any = torch.backends  # whose newest parts have no types
 NEWER: dict[str, Any] = {
     "fp32_precision": torch.backends,
     "cuda_fp32_precision": torch.backends.cudnn,
     "cuda_matmul_fp32_precision": torch.backends.cuda.matmul,
-    "cudnn_conv_fp32_precision": torch.backends.cudnn.conv,
-    "cudnn_rnn_fp32_precision": torch.backends.cudnn.rnn,
+    "cudnn_conv_fp32_precision": BACKENDS_OF_TORCH.cudnn.conv,
+    "cudnn_rnn_fp32_precision": BACKENDS_OF_TORCH.cudnn.rnn,
 }
 """What has torch's newer switch of TF32."""
 
@@ -100,7 +101,7 @@ def turn_by_hand(name: str) -> None:
     elif name == "bf16_reduced_precision_reduction":
         cuda.matmul.allow_bf16_reduced_precision_reduction = value
     elif name in NEWER:
-        setattr(NEWER[name], "fp32_precision", value)
+        NEWER[name].fp32_precision = value
     elif name.startswith("mkldnn_"):
         getattr(torch.backends.mkldnn, name.split("_")[1]).fp32_precision = value
     elif name == "fp16_accumulation":
@@ -209,7 +210,7 @@ def test_a_variant_s_settings_are_asked_for() -> None:
     before = in_force()
     with deterministic(threads=1, **overrides) as asked:
         moved = {name: "tf32" for name in pinned() if name.endswith("_fp32_precision")}
-        moved |= {name: "ieee" for name in ("mkldnn_conv_fp32_precision", "mkldnn_rnn_fp32_precision")}
+        moved |= dict.fromkeys(("mkldnn_conv_fp32_precision", "mkldnn_rnn_fp32_precision"), "ieee")
         assert asked.items() >= (pinned() | moved | overrides).items()
         assert changed(asked) == {}
         assert torch.backends.cuda.matmul.allow_tf32
