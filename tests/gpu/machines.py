@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+_INSIDE = Path(__file__).with_name("inside.py")
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 on_gpus = pytest.mark.parametrize("machine", [GPU], indirect=True, scope="session")
@@ -32,10 +33,11 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Accelerators of one type, and the environment of processes that see them."""
+    """Accelerators of one type, what torch is built for, and the environment of processes that see them."""
 
     kind: str
     cards: tuple[Card, ...]
+    built_for: str
     environment: Mapping[str, str]
 
     @property
@@ -53,16 +55,30 @@ class Machine:
 
     def inside(self, task: str, *arguments: object, **variables: str) -> Any:
         """Do a task of `tests/gpu/inside.py` in a process of its own, and return what it found."""
-        done = self.python("-m", "tests.gpu.inside", task, *arguments, **variables)
+        done = self.python(_INSIDE, task, *arguments, **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
     def start_consistency(self, *words: object) -> subprocess.Popen[str]:
         return self._start("-m", "consistency", *words)
 
-    def start_inside(self, task: str, *arguments: object) -> subprocess.Popen[str]:
-        """Start a task that tells when it is ready, and goes on until its input ends."""
-        return self._start("-m", "tests.gpu.inside", task, *arguments)
+    @contextmanager
+    def full(self, card: Card) -> Iterator[None]:
+        """Let another process hold all memory of a card."""
+        holder = self._start(_INSIDE, "hold", card.name)
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        try:
+            lines = []
+            for line in holder.stdout:
+                lines.append(line)
+                if line == "full\n":
+                    break
+            assert lines[-1:] == ["full\n"], "".join(lines)
+            yield
+        finally:
+            holder.stdin.close()
+            holder.wait(60)
 
     def _start(self, *arguments: object) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -73,19 +89,15 @@ class Machine:
 
 def machine_with(kind: str, environment: Mapping[str, str]) -> Machine:
     """Ask torch, in a process of its own, so that this one opens no device; skip where there is none."""
-    environment = {
-        **environment, "HF_HUB_OFFLINE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH", "")])),
-    }  # fmt: skip
-    machine = Machine(kind=kind, cards=(), environment=environment)
-    done = machine.python("-m", "tests.gpu.inside", "cards", kind)
+    environment = {**environment, "HF_HUB_OFFLINE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as workers have it
+    done = Machine(kind=kind, cards=(), built_for="", environment=environment).python(_INSIDE, "cards", kind)
     if done.returncode != 0:
         pytest.skip(f"torch cannot list {kind} devices: {(done.stderr.splitlines() or ['no reason given'])[-1]}")
     found = json.loads(done.stdout.splitlines()[-1])
     if not found["cards"]:
         pytest.skip(f"torch {found['torch']}, built for {found['built_for']}, sees no {kind} device")
     cards = tuple(Card(**{**card, "capability": tuple(card["capability"])}) for card in found["cards"])
-    return Machine(kind=kind, cards=cards, environment=environment)
+    return Machine(kind=kind, cards=cards, built_for=found["built_for"], environment=environment)
 
 
 def report_of(folder: Path) -> dict[str, Any]:

@@ -22,15 +22,8 @@ def test_peaks_of_merges_are_within_their_limit_whatever_the_size(machine: Machi
 
 @on_gpus
 def test_a_context_that_finds_no_memory_is_known_as_that(machine: Machine, one_gpu: Card) -> None:
-    holder = machine.start_inside("hold", one_gpu.name)
-    assert holder.stdin is not None
-    assert holder.stdout is not None
-    try:
-        assert holder.stdout.readline() == "full\n"
+    with machine.full(one_gpu):
         found = machine.inside("run_out", "context", one_gpu.name)
-    finally:
-        holder.stdin.close()
-        holder.wait(60)
     assert found["raised"] is None or found["recognized"], found  # some drivers have a little left
 
 
@@ -68,6 +61,8 @@ BACKENDS = ["", "expandable_segments:True", "backend:cudaMallocAsync"]
 @pytest.mark.parametrize("allocator", BACKENDS)
 def test_the_counters_follow_a_tensor(machine: Machine, one_gpu: Card, allocator: str) -> None:
     """By each allocator that torch has for CUDA; the double has one, whatever the variable says."""
+    if "cudaMallocAsync" in allocator and machine.built_for.startswith("HIP"):
+        pytest.skip("it is an allocator of CUDA")
     newer = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
     variable = "PYTORCH_ALLOC_CONF" if newer else "PYTORCH_CUDA_ALLOC_CONF"
     chosen = {variable: allocator} if allocator else {}

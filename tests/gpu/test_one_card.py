@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,9 +43,10 @@ def accelerator() -> Callable[[], str]:
 def test_an_isolated_worker_sees_its_card_alone(machine: Machine, tmp_path: Path) -> None:
     """The base refuses to be made where two devices are visible. The last card would be another one if isolation
     renumbered wrongly. The double has no driver that could ignore the mask."""
-    card, base = machine.cards[-1], "python:tests.gpu.made_bases:where_one_device_is_visible"
+    card, base = machine.cards[-1], "python:made_bases:where_one_device_is_visible"
     words = ("--base", base, "--devices", f"cpu,{card.name}", "--stages", "forward", "--load-paths", "isolated")
-    done = machine.consistency("run", *words, "--out", tmp_path / "out")
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), machine.environment.get("PYTHONPATH")]))
+    done = machine.consistency("run", *words, "--out", tmp_path / "out", PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     (worker,) = workers_of(report_of(tmp_path / "out"), card)
     seen = worker["environment"]["device_uuid"]
@@ -60,17 +62,12 @@ def test_settings_of_every_variant_are_in_force_and_torch_can_read_them(machine:
     assert (plain["cublas"], plain["cudnn"], plain["changed"]) == (False, False, [])
     for name, of in found.items():
         if isinstance(of, str):
-            assert "compiled" in of or "support" in of or "available" in of, f"{name}: {of}"
+            assert name != "tf32", of
             continue
         assert of["changed"] == [], name
         assert of["cublas"] is of["cudnn"] is (name == "tf32"), name
-    if one_gpu.capability >= (8,) and "tf32" in found and _is_nvidia(one_gpu):
-        assert found["tf32"]["bits"][0] != plain["bits"][0], "a product in TF32 has the bits of one in float32"
-        assert found["tf32"]["bits"][1] != plain["bits"][1], "a convolution in TF32 has the bits of one in float32"
-
-
-def _is_nvidia(card: Card) -> bool:
-    return "NVIDIA" in card.model or "GeForce" in card.model or "Tesla" in card.model
+    if machine.built_for.startswith("CUDA") and one_gpu.capability >= (8, 0):  # Ampere has TF32 first
+        assert found["tf32"]["product"] != plain["product"], "a product in TF32 has the bits of one in float32"
 
 
 @on_gpus_and_the_double
@@ -121,4 +118,4 @@ def test_a_card_that_runs_hot_repeats_its_bits(machine: Machine, one_gpu: Card, 
     assert soak["load"]["products"] > 0
     assert "error" not in soak["load"]
     if not machine.is_double and soak.get("unread") is None:
-        assert any("temperature_c" in condition["readings"] for condition in soak["conditions"])
+        assert any("temperature_c" in condition.get("readings", {}) for condition in soak["conditions"])

@@ -12,17 +12,10 @@ from .machines import Card, Machine, on_gpus, on_gpus_and_the_double, report_of,
 @on_gpus
 def test_a_card_without_free_memory_is_lost_alone(machine: Machine, one_gpu: Card, tmp_path: Path) -> None:
     """Another process holds all of the first card's memory; the CPU, and each other card, are reported."""
-    holder = machine.start_inside("hold", one_gpu.name)
-    assert holder.stdin is not None
-    assert holder.stdout is not None
-    try:
-        assert holder.stdout.readline() == "full\n"
-        devices = ",".join(["cpu", *(card.name for card in machine.cards)])
-        words = ("--devices", devices, "--stages", "base,adapter", "--load-paths", "isolated", "--placement", "device")
+    devices = ",".join(["cpu", *(card.name for card in machine.cards)])
+    words = ("--devices", devices, "--stages", "base,adapter", "--load-paths", "isolated", "--placement", "device")
+    with machine.full(one_gpu):
         done = machine.consistency("run", *words, "--out", tmp_path / "out")
-    finally:
-        holder.stdin.close()
-        holder.wait(60)
     assert done.returncode == 3, done.stdout + done.stderr
     report = report_of(tmp_path / "out")
     lost = {worker["name"]: worker["reason"] for worker in report["workers"] if worker["status"] != "ok"}
@@ -48,8 +41,8 @@ def test_where_all_cards_are_visible_each_worker_has_the_planned_one(
         seen = worker["environment"]["device_uuid"]
         assert seen.removeprefix("GPU-") == card.uuid.removeprefix("GPU-") == worker["uuid"].removeprefix("GPU-")
     touched = [f for f in report["findings"] if f["kind"] == "touched"]
-    assert [(f["severity"], f["workers"]) for f in touched] == [("warning", [names[1]])]
-    assert f"on {names[0]}" in touched[0]["message"]
+    assert {(f["severity"], *f["workers"]) for f in touched} == {("warning", names[1])}
+    assert any(f"on {names[0]}" in f["message"] for f in touched)
 
 
 @on_gpus_and_the_double
@@ -115,7 +108,8 @@ def test_a_worker_that_is_killed_leaves_nothing_on_its_card(machine: Machine, on
     assert f"{one_gpu.name} was lost" in " ".join(rest.split())
     assert not Path(f"/proc/{worker}").exists()
     assert not _in_group(worker)
-    assert machine.inside("free_bytes", one_gpu.name) >= before - 64 * 2**20
+    free = (machine.inside("free_bytes", one_gpu.name) for _ in range(5))  # a driver may take a moment
+    assert any(now >= before - 64 * 2**20 for now in free)
 
 
 def _stat(process: Path) -> list[str]:
