@@ -129,9 +129,7 @@ def variants(device: str) -> dict[str, Any]:
     for name, settings in trials.items():
         try:
             with deterministic(threads=1, **settings) as asked:
-                torch.nn.functional.conv2d(
-                    x, w
-                )  # cuDNN may take a kernel without TF32
+                torch.nn.functional.conv2d(x, w)  # cuDNN may take a kernel without TF32
                 found[name] = {
                     "cublas": torch._C._get_cublas_allow_tf32(), "cudnn": torch._C._get_cudnn_allow_tf32(),
                     "product": digest(a @ b).value, "changed": list(changed(asked)),
