@@ -7,7 +7,6 @@ import json
 import shutil
 import struct
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,27 +208,3 @@ def test_pytest_says_the_same(
     assert expected <= seen
     stages = {tensor["stage"] for tensor in report["tensors"]}
     assert {(f"consistency.llama.{s}", f"everything_else[{worker}]") for s in stages for worker in workers} <= seen
-
-
-@pytest.mark.gpu
-def test_cpu_and_accelerator_together(cli: Cli, tmp_path: Path, accelerator: Callable[[], str]) -> None:
-    device = accelerator()
-    for dtype in ("float32", "bfloat16"):
-        out = tmp_path / dtype
-        done = cli("run", "--devices", f"cpu,{device}", "--dtype", dtype, "--out", out)
-        assert done.returncode == 0, done.stdout + done.stderr
-        report = read(out)
-        assert {row["status"] for row in rows(report, "base", "adapter")} == {"equal"}
-
-
-@pytest.fixture
-def accelerator() -> Callable[[], str]:
-    def find() -> str:
-        from consistency.devices.discovery import accelerators
-
-        found = accelerators()
-        if not found:
-            pytest.skip("no accelerator on this machine")
-        return found[0].spec.name
-
-    return find

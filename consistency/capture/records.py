@@ -84,6 +84,9 @@ class TensorRecord(
         delta: `zero-delta` if it is zero.
     merging : MergeEffect or None
         What merging does to the outputs: a fact of the case and not of a device, which has no row in a report.
+    nondeterministic : tuple of str
+        Operations without a deterministic version that had run in its stage before it was recorded: its bits may be
+        others each time, on the same device too. Empty for bytes that were moved.
     """
 
     stage: str
@@ -116,6 +119,12 @@ class TensorRecord(
     unsupported: bool = False
     effect: Effect = ""
     merging: MergeEffect | None = None
+    nondeterministic: tuple[str, ...] = ()
+
+    @property
+    def promised_digest(self) -> str | None:
+        """Return the digest if equal devices, and repeats on one, are expected to agree in it."""
+        return None if self.nondeterministic else self.digest
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -85,8 +85,8 @@ def permitted(kind: str, settings: Mapping[str, object], variables: Mapping[str,
     if override == "0":
         return Products(partial_terms=partial)
     # CUDA has no bfloat16 mode for float32: `medium` is TF32 there
-    tf32 = override == "1" or by_name is not Precision.FLOAT32 or _may_be_on(settings, "matmul_allow_tf32")
-    in_cudnn = tf32 if settings.get("cudnn_enabled") is False else _may_be_on(settings, "cudnn_allow_tf32")
+    tf32 = override == "1" or by_name is not Precision.FLOAT32 or _in_tf32(settings, "matmul")
+    in_cudnn = tf32 if settings.get("cudnn_enabled") is False else _in_tf32(settings, "conv")
     in_cudnn = in_cudnn or override == "1"
     return Products(
         matmul=Precision.TF32 if tf32 else Precision.FLOAT32,
@@ -100,6 +100,13 @@ def _least(*found: Precision) -> Precision:
     return max(found, key=_ORDER.index)
 
 
-def _may_be_on(settings: Mapping[str, object], name: str) -> bool:
-    value = settings.get(name)
-    return value is True or str(value).startswith(UNREADABLE)
+_SWITCHES = {
+    "matmul": ("matmul_allow_tf32", "cuda_matmul_fp32_precision"),
+    "conv": ("cudnn_allow_tf32", "cudnn_conv_fp32_precision"),
+}
+
+
+def _in_tf32(settings: Mapping[str, object], kind: str) -> bool:
+    """Return whether either of torch's two switches lets a kind of product run in TF32, or cannot be read."""
+    older, newer = (settings.get(name) for name in _SWITCHES[kind])
+    return older is True or str(older).startswith(UNREADABLE) or newer == "tf32"

@@ -74,6 +74,7 @@ def _setting(name: str, pinned: bool | str | None, *values: str, **more: str) ->
 
 
 _PRECISIONS = ("none", "ieee", "tf32", "bf16")
+_OF_CUDA = ("ieee", "tf32")
 
 SETTINGS: dict[str, SettingSpec] = {
     spec.name: spec
@@ -81,6 +82,13 @@ SETTINGS: dict[str, SettingSpec] = {
         _setting("float32_matmul_precision", "highest", "highest", "high", "medium"),
         _setting("matmul_allow_tf32", False),
         _setting("cudnn_allow_tf32", False),
+        # torch's newer switches. A kind of operation without a value has that of its backend, or else the first one:
+        # pinned kinds have their own, so the switches above them reach nothing and are only put back
+        _setting("fp32_precision", AS_FOUND, *_PRECISIONS),
+        _setting("cuda_fp32_precision", AS_FOUND, "none", *_OF_CUDA),
+        _setting("cuda_matmul_fp32_precision", "ieee", *_OF_CUDA),
+        _setting("cudnn_conv_fp32_precision", "ieee", *_OF_CUDA),
+        _setting("cudnn_rnn_fp32_precision", "ieee", *_OF_CUDA),
         _setting("mkldnn_matmul_fp32_precision", "ieee", *_PRECISIONS),
         _setting("mkldnn_conv_fp32_precision", "ieee", *_PRECISIONS),
         _setting("mkldnn_rnn_fp32_precision", "ieee", *_PRECISIONS),
@@ -113,13 +121,35 @@ SETTINGS: dict[str, SettingSpec] = {
 THREADS = "threads"
 """Recorded beside the settings; `--threads` sets it."""
 
+_MATMUL: dict[str, dict[str, bool | str]] = {
+    name: {
+        "float32_matmul_precision": name, "matmul_allow_tf32": name != "highest",
+        "cuda_matmul_fp32_precision": "ieee" if name == "highest" else "tf32", "mkldnn_matmul_fp32_precision": onednn,
+    }
+    for name, onednn in (("highest", "ieee"), ("high", "tf32"), ("medium", "bf16"))
+}  # fmt: skip
+
+_CUDNN: dict[str, dict[str, bool | str]] = {
+    name: {
+        "cudnn_allow_tf32": name == "tf32", "cudnn_conv_fp32_precision": name, "cudnn_rnn_fp32_precision": name,
+    }
+    for name in _OF_CUDA
+}  # fmt: skip
+
+# torch refuses to read a switch of TF32 that its newer ones contradict, and a precision that its backends of products
+# do not share
 _IMPLIED: dict[tuple[str, object], dict[str, bool | str]] = {
-    ("float32_matmul_precision", "highest"): {"matmul_allow_tf32": False, "mkldnn_matmul_fp32_precision": "ieee"},
-    ("float32_matmul_precision", "high"): {"matmul_allow_tf32": True, "mkldnn_matmul_fp32_precision": "tf32"},
-    ("float32_matmul_precision", "medium"): {"matmul_allow_tf32": True, "mkldnn_matmul_fp32_precision": "bf16"},
-    # torch refuses to read a precision that its two backends of products do not share
-    ("matmul_allow_tf32", True): {"float32_matmul_precision": "high", "mkldnn_matmul_fp32_precision": "tf32"},
-    ("matmul_allow_tf32", False): {"float32_matmul_precision": "highest", "mkldnn_matmul_fp32_precision": "ieee"},
+    **{("fp32_precision", name): {"cuda_fp32_precision": name} for name in ("none", *_OF_CUDA)},
+    ("fp32_precision", "bf16"): {"cuda_fp32_precision": "none"},  # which CUDA has not
+    **{("float32_matmul_precision", name): moved for name, moved in _MATMUL.items()},
+    ("matmul_allow_tf32", True): _MATMUL["high"],
+    ("matmul_allow_tf32", False): _MATMUL["highest"],
+    ("cuda_matmul_fp32_precision", "tf32"): _MATMUL["high"],
+    ("cuda_matmul_fp32_precision", "ieee"): _MATMUL["highest"],
+    ("cudnn_allow_tf32", True): _CUDNN["tf32"],
+    ("cudnn_allow_tf32", False): _CUDNN["ieee"],
+    **{("cudnn_conv_fp32_precision", name): moved for name, moved in _CUDNN.items()},
+    **{("cudnn_rnn_fp32_precision", name): moved for name, moved in _CUDNN.items()},
 }
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from consistency.capture.wording import and_more
+from consistency.capture.wording import and_more, some
 from consistency.comparison.findings.advice import MOST_ADVICE, about, advise
 from consistency.comparison.result import Comparison
+from consistency.devices.seen import FIRST_STEPS, unseen
 from consistency.report.console import Writer, without_trailing_blanks
 from consistency.report.copy_matrix import write_matrices
 from consistency.report.formats import View
@@ -25,9 +26,18 @@ def print_doctor(comparison: Comparison, console: Console, *, elapsed_s: float, 
                 write.line(text)
             console.print()
         _fix(write, comparison)
+        _first_run(write, comparison)
         write.notes(comparison.findings)
         if folder is not None:
             write.line(f"report and captures: {folder}")
+
+
+def _first_run(write: Writer, comparison: Comparison) -> None:
+    """Say that nobody is known to have run this tool on such a device, and how to see what it does there."""
+    real = [worker for worker in comparison.workers if not worker.simulated]
+    models = unseen((worker.name.partition(":")[0], worker.model) for worker in real)
+    if models:
+        write.line(f"no run on {some(models)} is known yet: {FIRST_STEPS} has ten commands to see what it does there")
 
 
 def _fix(write: Writer, comparison: Comparison) -> None:

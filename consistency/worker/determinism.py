@@ -128,8 +128,20 @@ def switched(**overrides: Any) -> Iterator[None]:
 def restore(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Set back every setting that is not as requested; return what `changed` returned before."""
     found = changed(asked)
-    _apply({name: asked[name] for name in found})
+    if found:
+        _apply(asked)  # all of them: torch moves some together with others, and so does putting these back
     return found
+
+
+@contextmanager
+def repeated_warnings() -> Iterator[None]:
+    """Let torch give each time the warnings that it gives once in the life of a process, in which several cases run."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.set_warn_always(before)
 
 
 def seed_all(seed: int = SEED) -> None:
@@ -246,7 +258,8 @@ def _environment(name: str) -> _Access:
 
 
 def _algorithms() -> _Access:
-    # "warn" rather than "error": an operation without a deterministic version is a note in the report, not a crash
+    # "warn" rather than "error": a model with an operation that has no deterministic version runs nevertheless, and
+    # `consistency.worker.nondeterministic` notes what the operation can reach
     names = {0: "off", 1: "warn", 2: "error"}
 
     def write(value: Any) -> None:
@@ -278,9 +291,14 @@ def _math_reduction() -> _Access:
 
 
 _ACCESS: dict[str, _Access] = {
+    "fp32_precision": _attribute("backends", "fp32_precision"),
+    "cuda_fp32_precision": _attribute("backends.cudnn", "fp32_precision"),
     "float32_matmul_precision": (torch.get_float32_matmul_precision, _precision_write),
     "matmul_allow_tf32": _attribute("backends.cuda.matmul", "allow_tf32"),
     "cudnn_allow_tf32": _attribute("backends.cudnn", "allow_tf32"),
+    "cuda_matmul_fp32_precision": _attribute("backends.cuda.matmul", "fp32_precision"),
+    "cudnn_conv_fp32_precision": _attribute("backends.cudnn.conv", "fp32_precision"),
+    "cudnn_rnn_fp32_precision": _attribute("backends.cudnn.rnn", "fp32_precision"),
     "mkldnn_matmul_fp32_precision": _attribute("backends.mkldnn.matmul", "fp32_precision"),
     "mkldnn_conv_fp32_precision": _attribute("backends.mkldnn.conv", "fp32_precision"),
     "mkldnn_rnn_fp32_precision": _attribute("backends.mkldnn.rnn", "fp32_precision"),

@@ -20,6 +20,8 @@ from consistency.case.load_path import LoadPath
 from consistency.errors import CaptureError
 from consistency.numerics.digest import as_bytes
 from consistency.numerics.dtype import name_of
+from consistency.numerics.rules import Rule
+from consistency.worker.nondeterministic import NondeterministicOperations
 
 
 class RecordStore:
@@ -35,6 +37,8 @@ class RecordStore:
         `stage::layer` prefixes to record; empty records everything.
     remembers : bool
         Keep the digests of what is recorded in `digests`, by stage, layer and tensor, for a soak to compare with.
+    operations : NondeterministicOperations, optional
+        Collects those that have run in the stage; without one none have.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class RecordStore:
         *,
         only: Sequence[str] = (),
         remembers: bool = False,
+        operations: NondeterministicOperations | None = None,
     ) -> None:
         self._file = (folder / "records.jsonl").open("ab", buffering=0)
         self._blobs = blobs
@@ -52,6 +57,7 @@ class RecordStore:
         self._load_path = ""
         self._remembers = remembers
         self.digests: dict[tuple[str, str, str], str] = {}
+        self.operations = operations or NondeterministicOperations()
 
     def __enter__(self) -> Self:
         return self
@@ -81,9 +87,11 @@ class RecordStore:
         if self._remembers and record.digest is not None and not self._load_path:
             self.digests[record.key] = record.digest
         stated = {key: getattr(record, field) for field, key in IN_EVIDENCE.items() if getattr(record, field)}
+        computed = record.digest is not None and record.rule != Rule.BITWISE
         whole = msgspec.structs.replace(
-            record, order=self._order, load_path=self._load_path, evidence=stated | record.evidence
-        )
+            record, order=self._order, load_path=self._load_path, evidence=stated | record.evidence,
+            nondeterministic=self.operations.ran() if computed else (),
+        )  # fmt: skip
         try:
             os.write(self._file.fileno(), encode_json(whole) + b"\n")
         except OSError as error:

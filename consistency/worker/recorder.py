@@ -26,6 +26,7 @@ from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.rules import RoundingError, Rule, passes
 from consistency.numerics.words import Word
+from consistency.worker.nondeterministic import NondeterministicOperations
 from consistency.worker.record_store import RecordStore
 
 KEEP_BYTES = 64 * 2**20
@@ -47,7 +48,7 @@ class Recorder(RecordStore):
 
     Parameters
     ----------
-    folder, blobs, only, remembers
+    folder, blobs, only, remembers, operations
         See `RecordStore`.
     keep : bool
         Store every computed tensor that is judged.
@@ -64,8 +65,9 @@ class Recorder(RecordStore):
         keep: bool = False,
         tolerance: Sequence[Override] = (),
         remembers: bool = False,
+        operations: NondeterministicOperations | None = None,
     ) -> None:
-        super().__init__(folder, blobs, only=only, remembers=remembers)
+        super().__init__(folder, blobs, only=only, remembers=remembers, operations=operations)
         self._keep = keep
         self._tolerance = tolerance
 

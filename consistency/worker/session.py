@@ -39,6 +39,7 @@ from consistency.worker.model.kept_base import BaseKeeper, Taken
 from consistency.worker.model.loading import LoadedBase, load_adapter, load_base
 from consistency.worker.model.structure import Structure
 from consistency.worker.model.weight_files import WeightFiles
+from consistency.worker.nondeterministic import NondeterministicOperations
 from consistency.worker.protocol import STATE_FILE, EventLog, Job, WorkerState
 from consistency.worker.recorder import Recorder
 from consistency.worker.soak.soaking import Soaking
@@ -60,6 +61,7 @@ class Session:
         self._unchanged: Unchanged | None = None
         self._begun: set[Stage] = set()
         self._left = ""  # why there is no model for the stages that are left
+        self._operations = NondeterministicOperations()
         self._placement = Placement(torch.device(job.device))
         if not self._bases.is_first(job):
             reset_peak()
@@ -77,7 +79,8 @@ class Session:
         with Recorder(
             Path(job.folder), Path(job.blobs), only=case.only, keep=case.keep, tolerance=case.tolerance,
             remembers=case.soak_s is not None,
-        ) as record:  # fmt: skip
+            operations=self._operations,
+        ) as record, self._operations:  # fmt: skip
             machine = Machine(
                 job=job, events=self._events, record=record, placement=self._placement, memory=self._memory
             )
@@ -239,6 +242,7 @@ class Session:
 
     def _begin(self, stage: str) -> None:
         determinism.seed_all()
+        self._operations.begin()
         trim()
         self._memory.begin()
         self._events.stage(stage)

@@ -77,10 +77,11 @@ def test_the_pinned_value_is_one_that_the_setting_takes(spec: SettingSpec) -> No
 
 def test_switches_that_torch_moves_together_are_chosen_together_unless_chosen_apart() -> None:
     assert with_implied({"float32_matmul_precision": "medium"}) == {
-        "float32_matmul_precision": "medium", "matmul_allow_tf32": True, "mkldnn_matmul_fp32_precision": "bf16",
+        "float32_matmul_precision": "medium", "matmul_allow_tf32": True, "cuda_matmul_fp32_precision": "tf32",
+        "mkldnn_matmul_fp32_precision": "bf16",
     }  # fmt: skip
     apart = {"float32_matmul_precision": "medium", "mkldnn_matmul_fp32_precision": "ieee"}
-    assert with_implied(apart) == apart | {"matmul_allow_tf32": True}
+    assert with_implied(apart) == apart | {"matmul_allow_tf32": True, "cuda_matmul_fp32_precision": "tf32"}
     assert with_implied({"cudnn_enabled": False}) == {"cudnn_enabled": False}
 
 

@@ -31,6 +31,11 @@ OTHER: dict[str, Any] = {
     "float32_matmul_precision": "high",
     "matmul_allow_tf32": True,
     "cudnn_allow_tf32": True,
+    "fp32_precision": "tf32",
+    "cuda_fp32_precision": "tf32",
+    "cuda_matmul_fp32_precision": "tf32",
+    "cudnn_conv_fp32_precision": "tf32",
+    "cudnn_rnn_fp32_precision": "tf32",
     "mkldnn_matmul_fp32_precision": "bf16",
     "mkldnn_conv_fp32_precision": "bf16",
     "mkldnn_rnn_fp32_precision": "bf16",
@@ -63,6 +68,26 @@ def _settings_as_they_were() -> Iterator[None]:
     assert in_force() == before
 
 
+BACKENDS_OF_TORCH: Any = torch.backends  # whose newest parts have no types
+NEWER: dict[str, Any] = {
+    "fp32_precision": torch.backends,
+    "cuda_fp32_precision": torch.backends.cudnn,
+    "cuda_matmul_fp32_precision": torch.backends.cuda.matmul,
+    "cudnn_conv_fp32_precision": BACKENDS_OF_TORCH.cudnn.conv,
+    "cudnn_rnn_fp32_precision": BACKENDS_OF_TORCH.cudnn.rnn,
+}
+"""What has torch's newer switch of TF32."""
+
+
+MOVED_TOGETHER = (
+    {
+        "float32_matmul_precision", "matmul_allow_tf32", "cuda_matmul_fp32_precision", "mkldnn_matmul_fp32_precision"
+    },
+    {"cudnn_allow_tf32", "cudnn_conv_fp32_precision", "cudnn_rnn_fp32_precision"},
+    {"fp32_precision", "cuda_fp32_precision"},
+)  # fmt: skip
+
+
 def turn_by_hand(name: str) -> None:
     """Change a setting by torch's own function, as a library would."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
@@ -75,6 +100,8 @@ def turn_by_hand(name: str) -> None:
         cuda.matmul.allow_fp16_reduced_precision_reduction = value
     elif name == "bf16_reduced_precision_reduction":
         cuda.matmul.allow_bf16_reduced_precision_reduction = value
+    elif name in NEWER:
+        NEWER[name].fp32_precision = value
     elif name.startswith("mkldnn_"):
         getattr(torch.backends.mkldnn, name.split("_")[1]).fp32_precision = value
     elif name == "fp16_accumulation":
@@ -113,7 +140,9 @@ def test_every_setting_is_pinned_and_in_force() -> None:
 def test_the_list_of_settings_is_whole() -> None:
     not_in_a_cpu_build = {"blas_library", "linalg_library"}
     assert set(OTHER) | not_in_a_cpu_build == set(SETTINGS) | {THREADS} == set(in_force())
-    assert set(SETTINGS) - set(pinned()) == not_in_a_cpu_build | {"rocm_fa_library"}
+    assert set(SETTINGS) - set(pinned()) == not_in_a_cpu_build | {
+        "rocm_fa_library", "fp32_precision", "cuda_fp32_precision"
+    }  # fmt: skip
 
 
 def test_every_setting_is_put_back() -> None:
@@ -151,8 +180,8 @@ def test_a_setting_that_is_flipped_in_mid_run_is_seen_and_restored(name: str) ->
         assert name in seen
         if name != "matmul_allow_tf32":  # set alone, torch calls its own precision unreadable
             assert seen[name] == OTHER[name]
-            # the precision moves these switches with it, and torch refuses to tell a precision that they do not share
-            moved = {"matmul_allow_tf32", "mkldnn_matmul_fp32_precision"} if "matmul" in name else set()
+            # torch moves some switches together, and refuses to tell of others what they contradict
+            moved = next((group for group in MOVED_TOGETHER if name in group), set())
             assert set(seen) <= {name, "float32_matmul_precision"} | moved
         assert restore(asked) == seen
         assert changed(asked) == {}
@@ -180,7 +209,9 @@ def test_a_variant_s_settings_are_asked_for() -> None:
     overrides: dict[str, Any] = dict(variant.settings)
     before = in_force()
     with deterministic(threads=1, **overrides) as asked:
-        assert asked.items() >= (pinned() | {"mkldnn_matmul_fp32_precision": "tf32"} | overrides).items()
+        moved = {name: "tf32" for name in pinned() if name.endswith("_fp32_precision")}
+        moved |= dict.fromkeys(("mkldnn_conv_fp32_precision", "mkldnn_rnn_fp32_precision"), "ieee")
+        assert asked.items() >= (pinned() | moved | overrides).items()
         assert changed(asked) == {}
         assert torch.backends.cuda.matmul.allow_tf32
     assert in_force() == before
@@ -344,9 +375,33 @@ torch.backends.fp32_precision = "tf32"
 before = in_force()
 assert any(str(value).startswith("unreadable") for value in before.values()), before
 with deterministic(threads=2) as asked:
-    assert set(changed(asked)) <= {"cudnn_allow_tf32"}, changed(asked)
+    assert changed(asked) == {}, changed(asked)
+    assert asked["fp32_precision"] == "tf32", "it is the user's, and reaches nothing"
+    assert not torch._C._get_cudnn_allow_tf32() and not torch._C._get_cublas_allow_tf32()
 readable = {name: value for name, value in before.items() if not str(value).startswith("unreadable")}
 assert changed(readable) == {}, changed(readable)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_a_newer_switch_that_is_set_in_mid_run_leaves_torch_able_to_read_its_older_ones(name: str) -> None:
+    """Every product and every convolution on a GPU reads them, and raises where both contradict each other."""
+    script = f"""
+import torch
+from tests.worker.test_determinism import turn_by_hand
+from consistency.worker.determinism import changed, deterministic, in_force, restore
+torch.set_num_threads(1)
+before = in_force()
+with deterministic(threads=1) as asked:
+    turn_by_hand({name!r})
+    assert {name!r} in restore(asked)
+    assert changed(asked) == {{}}, changed(asked)
+    assert torch._C._get_cublas_allow_tf32() is False
+    assert torch._C._get_cudnn_allow_tf32() is False
+    torch.nn.functional.conv2d(torch.ones(1, 1, 3, 3), torch.ones(1, 1, 2, 2))
+assert in_force() == before | {{"threads": 1}}, {{n: (v, before[n]) for n, v in in_force().items() if v != before[n]}}
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -49,7 +49,8 @@ def test_a_healthy_run_is_consistent_whatever_the_precision(healthy: Comparison)
 def test_what_is_in_force_is_recorded_and_only_what_was_chosen_is_asked_for(healthy: Comparison) -> None:
     for worker in healthy.workers:
         assert worker.asked == {
-            "float32_matmul_precision": "medium", "matmul_allow_tf32": True, "mkldnn_matmul_fp32_precision": "bf16",
+            "float32_matmul_precision": "medium", "matmul_allow_tf32": True, "cuda_matmul_fp32_precision": "tf32",
+            "mkldnn_matmul_fp32_precision": "bf16",
         }  # fmt: skip
         assert worker.in_force.items() >= worker.asked.items()
         assert worker.in_force["deterministic_algorithms"] == "off"

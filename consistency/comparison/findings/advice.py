@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from consistency.capture.names import HOST
 from consistency.capture.wording import counted
-from consistency.comparison.findings.transfer_causes import arrow, boot
+from consistency.comparison.findings.transfer_causes import Pair, arrow, boot
 from consistency.comparison.findings.transfers import Matrix, matrices
 from consistency.comparison.result import Comparison
 from consistency.devices.host.facts import Gpu, HostFacts
@@ -46,7 +46,7 @@ def advise(comparison: Comparison) -> tuple[Advice, ...]:
         found += _of_host(host_facts, comparison)
     if not comparison.simulated:
         for matrix in matrices(comparison.tensors):
-            found += _slow(matrix)
+            found += _slow(matrix, _kinds(comparison.hosts))
     unique = {(advice.what, advice.mend): advice for advice in found}
     return tuple(sorted(unique.values(), key=lambda advice: not advice.urgent))
 
@@ -59,7 +59,11 @@ def about(host_facts: HostFacts) -> Iterator[str]:
     for gpu in host_facts.gpus:
         yield f"{gpu.name}: {', '.join(_facts(gpu))}"
     for link in host_facts.links:
-        parts = [text for text in (link.topology, link.ancestor and f"below {link.ancestor}") if text]
+        parts = [
+            text
+            for text in (link.nvlink and "NVLink", link.topology, link.ancestor and f"below {link.ancestor}")
+            if text
+        ]
         if link.peer is not None:
             parts.append(f"peer access {link.peer}")
         yield f"{link.a} and {link.b}: {', '.join(parts) or 'unknown'}"
@@ -123,13 +127,23 @@ def _of_host(host_facts: HostFacts, comparison: Comparison) -> Iterator[Advice]:
         )
 
 
-def _slow(matrix: Matrix) -> Iterator[Advice]:
-    for between in (True, False):
-        speeds = {
-            pair: cell.gb_per_s
-            for pair, cell in matrix.cells.items()
-            if cell.gb_per_s is not None and pair[0] != pair[1] and (HOST not in pair) == between
-        }
+def _kinds(hosts: Sequence[HostFacts]) -> dict[Pair, str]:
+    """Return how two devices are connected, by their names; nothing where hosts have such names connected otherwise."""
+    found: dict[Pair, set[str | None]] = {}
+    for link in (link for host_facts in hosts for link in host_facts.links):
+        for pair in ((link.a, link.b), (link.b, link.a)):
+            found.setdefault(pair, set()).add(link.kind)
+    return {pair: kind for pair, kinds in found.items() if len(kinds) == 1 for kind in kinds if kind is not None}
+
+
+def _slow(matrix: Matrix, kinds: Mapping[Pair, str]) -> Iterator[Advice]:
+    """Name pairs that are slow beside those of their kind: some boxes join only some of their GPUs by NVLink."""
+    of_kind: dict[str, dict[Pair, float]] = {}
+    for pair, cell in matrix.cells.items():
+        if cell.gb_per_s is not None and pair[0] != pair[1]:
+            kind = HOST if HOST in pair else kinds.get(pair, "")
+            of_kind.setdefault(kind, {})[pair] = cell.gb_per_s
+    for speeds in of_kind.values():
         if len(speeds) < _FEW_PAIRS:
             continue
         median = statistics.median(speeds.values())

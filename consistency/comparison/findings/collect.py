@@ -29,6 +29,7 @@ from consistency.comparison.findings.same_program import find_same_program
 from consistency.comparison.findings.soak import find_soak
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.transfers import find_transfer
+from consistency.comparison.findings.unordered import ran_before, without_version
 from consistency.comparison.result import (
     BAD,
     ENVIRONMENT,
@@ -173,7 +174,10 @@ def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
     """Report results that changed between runs; only pinned settings promise that they do not."""
     as_deployed = {p.label for p in compared if not p.case.is_pinned}
     in_soak = {(p.label, tensor_name(*key)) for p in compared for key in p.changes}  # `find_soak` reports these
-    found: dict[tuple[str, str], list[str]] = {}
+    by_label: dict[str, list[ComparedWorker]] = {}
+    for p in compared:
+        by_label.setdefault(p.label, []).append(p)
+    found: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for tensor in tensors:
         for row, alike in tensor.groups:
             # an adapter that is wrong when loaded over poison differs from the first load: that is reported already,
@@ -182,18 +186,22 @@ def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
             if row.repeated is False and not reported:
                 for worker in alike:
                     if (worker, tensor.name) not in in_soak:
-                        found.setdefault((worker, tensor.stage), []).append(tensor.name)
-    by_tensors: dict[tuple[str, tuple[str, ...], bool], list[str]] = {}
-    for (worker, stage), where in found.items():
-        excused = worker in as_deployed and stage not in MOVES_WEIGHTS  # bytes that were moved are the same every time
-        by_tensors.setdefault((stage, tuple(where), excused), []).append(worker)
-    for (stage, same, deployed), workers in by_tensors.items():
+                        key = (tensor.stage, tensor.layer, tensor.tensor)
+                        operations = ran_before(by_label[worker], tensor.load_path, key)
+                        found.setdefault((worker, tensor.stage, operations), []).append(tensor.name)
+    by_tensors: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
+    for (worker, stage, operations), where in found.items():
+        why = without_version(operations) if operations else ""
+        if worker in as_deployed and stage not in MOVES_WEIGHTS:  # bytes that were moved are the same every time
+            why += AS_DEPLOYED
+        by_tensors.setdefault((stage, tuple(where), why), []).append(worker)
+    for (stage, same, why), workers in by_tensors.items():
         yield Finding(
             kind=NOT_REPEATABLE,
-            severity="note" if deployed else "error",
+            severity="note" if why else "error",
             message=(
                 f"{stage} · {some(workers)} · {counted(len(same), 'tensor')} changed bitwise on a repeat run on the "
-                "same device" + (AS_DEPLOYED if deployed else "")
+                f"same device{why}"
             ),
             general=f"{stage} · {some(workers)} · tensors changed bitwise on a repeat run on the same device",
             workers=tuple(workers),

@@ -17,6 +17,7 @@ from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import MOVES_WEIGHTS
 from consistency.comparison.findings.in_common import Facts, clause, facts_of, in_common, lines
+from consistency.comparison.findings.unordered import without_version
 from consistency.comparison.records import Key, Records, tables_of
 from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
 from consistency.comparison.rows import WorkerSet
@@ -49,7 +50,11 @@ def find_same_program(
         facts: Facts = {}
         for stage in dict.fromkeys(key[0] for key in keys):
             tables = tables_of(Records({stage: m.records.stage(stage)}) for m in members)
-            differing = [key for key in keys if key[0] == stage and not _agree(tables, key)]
+            of_stage = [key for key in keys if key[0] == stage]
+            differing = [key for key in of_stage if not _agree(tables, key)]
+            unordered = [key for key in of_stage if key not in differing and not _agree(tables, key, promised=False)]
+            if unordered:
+                yield _unordered(members, stage, unordered, tables)
             if not differing:
                 continue
             sides = _sides(members, stage, differing)
@@ -75,8 +80,10 @@ def _programs(
     return [members for members in found.values() if len(members) > 1]
 
 
-def _agree(tables: Sequence[Mapping[Key, TensorRecord]], key: Key) -> bool:
-    digests = {table[key].digest for table in tables if key in table}
+def _agree(tables: Sequence[Mapping[Key, TensorRecord]], key: Key, *, promised: bool = True) -> bool:
+    """Return whether all digests of a tensor are equal; if `promised`, only those that are expected to be."""
+    records = (table[key] for table in tables if key in table)
+    digests = {record.promised_digest if promised else record.digest for record in records}
     return len(digests - {None}) <= 1
 
 
@@ -93,7 +100,7 @@ def _sides(members: Sequence[ComparedWorker], stage: str, differing: Sequence[Ke
         table = member.records.stage(stage)
         bits = by_table.get(id(table))
         if bits is None:
-            found = tuple(table[key].digest if key in table else None for key in differing)
+            found = tuple(table[key].promised_digest if key in table else None for key in differing)
             bits = by_table[id(table)] = known.setdefault(found, found)
         if any(digest is not None for digest in bits):
             of_member.append((member, bits))
@@ -120,6 +127,30 @@ def _all_of(members: Sequence[ComparedWorker], stage: str, differing: Sequence[K
         severity="note" if suffix else "error",
         message=f"{text} in {counted(len(differing), 'tensor')}{suffix}",
         general=text,
+        workers=labels,
+        tensors=tuple(tensor_name(*key) for key in differing),
+        detail=(f"first: {tensor_name(*differing[0])}",),
+    )
+
+
+def _unordered(
+    members: Sequence[ComparedWorker],
+    stage: str,
+    differing: Sequence[Key],
+    tables: Sequence[Mapping[Key, TensorRecord]],
+) -> Finding:
+    """Note what differs after an operation that need not give the same bits twice."""
+    names = dict.fromkeys(
+        name for key in differing for table in tables if key in table for name in table[key].nondeterministic
+    )
+    labels = tuple(dict.fromkeys(p.label for p in members))
+    text = f"{stage} · {some(labels)} are the same model with the same software, but differ bitwise"
+    why = without_version(names)
+    return Finding(
+        kind="same-model",
+        severity="note",
+        message=f"{text} in {counted(len(differing), 'tensor')}{why}",
+        general=f"{text}{why}",
         workers=labels,
         tensors=tuple(tensor_name(*key) for key in differing),
         detail=(f"first: {tensor_name(*differing[0])}",),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from consistency.capture.soak import MOST_NUMBERS, ChangedTensor, Condition, Occurrences, Soak, SoakedStage
 from consistency.capture.wording import and_more, counted, listed, size
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.comparison.findings.details import describe_change
+from consistency.comparison.findings.unordered import ran_before, without_version
 from consistency.comparison.result import NOT_REPEATABLE, Finding, tensor_name
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.words import Word
@@ -55,19 +56,23 @@ def _changed(
 ) -> Finding:
     assert stage.changed is not None
     changes = [change for change in soak.changes if change.stage == stage.stage]
-    excused = not worker.case.is_pinned and stage.stage not in MOVES_WEIGHTS  # moved bytes are the same every time
+    operations = [ran_before([worker], worker.load_path, change.key) for change in changes]
+    unordered = bool(operations) and all(operations)
+    deployed = not worker.case.is_pinned and stage.stage not in MOVES_WEIGHTS  # moved bytes are the same every time
+    why = without_version(dict.fromkeys(chain.from_iterable(operations))) if unordered else ""
+    why += as_deployed if deployed else ""
     opening = f"{stage.stage} · {worker.label} · "
     what = _what(stage, changes)
     ending = _course(stage.changed, soak.begun, changes)
     cause = next((c for c in changed if _explains(c, stage)), None)
     ending += f": caused by the changed bytes of {cause.stage}" if cause is not None else ""
-    ending += as_deployed if excused else ""
+    ending += why
     # in the order of the model, so the first one is nearest to the cause
     return Finding(
         kind=NOT_REPEATABLE,
-        severity="note" if excused else "error",
+        severity="note" if why else "error",
         message=f"{opening}{what} in {stage.changed.count} of {counted(soak.begun, 'repeat')}{ending}",
-        general=f"{opening}tensors changed in some repeats of the soak{as_deployed if excused else ''}",
+        general=f"{opening}tensors changed in some repeats of the soak{why}",
         workers=(worker.label,),
         tensors=tuple(tensor_name(*change.key) for change in changes),
         detail=tuple(_detail(stage.changed, changes, soak)),

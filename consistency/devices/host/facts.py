@@ -81,6 +81,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         NVML's name for it, as `nvidia-smi topo -m` writes it: PIX, PXB, PHB, NODE, SYS.
     peer : str or None
         What the driver reports of reads and writes from one to the other.
+    nvlink : bool or None
+        Whether NVLink joins the two, by NVML.
     """
 
     a: str
@@ -88,6 +90,12 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ancestor: str | None = None
     topology: str | None = None
     peer: str | None = None
+    nvlink: bool | None = None
+
+    @property
+    def kind(self) -> str | None:
+        """Return what decides how fast copies are; None where it is unknown."""
+        return "NVLink" if self.nvlink else self.topology
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -18,6 +18,7 @@ _PEER = {
 }  # fmt: skip
 
 _READ_WRITE = (0, 1)
+_NVLINK = 2  # nvml.h: NVML_P2P_CAPS_INDEX_NVLINK
 """nvml.h: nvmlGpuP2PCapsIndex_t. In `pynvml` a stray comma makes the first of the two a tuple, so not by its names."""
 
 ECC_CORRECTED, ECC_UNCORRECTED = "ecc corrected, since boot", "ecc uncorrected, since boot"
@@ -141,6 +142,12 @@ def peer(nvml: Any, a: Any, b: Any) -> str | None:
     """Return what the driver reports of reading and writing from one GPU to another."""
     found = [_ask(nvml, "nvmlDeviceGetP2PStatus", a, b, index) for index in _READ_WRITE]
     return " / ".join(dict.fromkeys(_PEER.get(int(s), str(s)) for s in found if s is not None)) or None
+
+
+def nvlink(nvml: Any, a: Any, b: Any) -> bool | None:
+    """Return whether NVLink joins two GPUs, None where it is unknown."""
+    status = _ask(nvml, "nvmlDeviceGetP2PStatus", a, b, _NVLINK)
+    return None if status is None else int(status) == 0
 
 
 def driver(nvml: Any) -> str | None:

@@ -167,6 +167,7 @@ def _ask_nvml(nvml: Any, gpus: Sequence[Gpu], links: Sequence[Link]) -> tuple[li
             link,
             topology=management.topology(nvml, handles[link.a], handles[link.b]),
             peer=management.peer(nvml, handles[link.a], handles[link.b]),
+            nvlink=management.nvlink(nvml, handles[link.a], handles[link.b]),
         )
         for link in links
     ]

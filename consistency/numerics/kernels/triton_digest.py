@@ -5,7 +5,7 @@ kernel's sums there with the plain formula on the CPU, on test words. If they di
 compiled or run, `sums` returns None from then on, the caller takes its plain path, and `state` gives the reason. Triton
 is not a dependency of this package: CUDA builds of torch include it, others do not, which is one of those reasons.
 
-Not proven: Triton 3.9 compiles the kernel for sm_70 to sm_121 and gfx90a to gfx1201 (`tox -e triton`), and its
+Not proven: Triton 3.7 compiles the kernel for sm_70 to sm_121 and gfx90a to gfx1201 (`tox -e triton37`), and its
 interpreter gets the sums right on a CPU, but it has not run on a GPU. `benchmarks/digest_gpu.py` measures its rate
 there.
 """

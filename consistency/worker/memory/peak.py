@@ -97,7 +97,7 @@ class AllocatorMeter:
         return Peaks(before_mark=peaks[0], after_mark=max(peaks[1:], default=0), kept=(last.allocated or 0) - before)
 
     def _figures(self) -> Figures:
-        return self._allocator.figures(self._device)
+        return self._allocator.requested(self._device)
 
 
 def meter_of(device: torch.device, *, before_reset: Callable[[], None]) -> PeakMeter | None:

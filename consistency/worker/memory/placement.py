@@ -71,6 +71,19 @@ class Allocator:
             peak_reserved=self._count("max_memory_reserved", device),
         )
 
+    def requested(self, device: torch.device) -> Figures:
+        """Return what tensors asked for, where that is counted; else `figures`, whose blocks may be larger.
+
+        CUDA's allocator leaves up to 1 MiB more in a block of its large pool rather than split it
+        (`should_split`, c10/cuda/CUDACachingAllocator.cpp).
+        """
+        figures = self.figures(device)
+        stats = self._module.memory_stats(device) if self.in_use and hasattr(self._module, "memory_stats") else {}
+        current, peak = (stats.get(f"requested_bytes.all.{name}") for name in ("current", "peak"))
+        if peak is None or (not current and figures.allocated):  # `cudaMallocAsync` has the name, and counts nothing
+            return figures
+        return Figures(allocated=current, peak_allocated=peak)
+
     def reset_peak(self, device: torch.device) -> None:
         if self.counts_peaks and self.in_use:
             self._module.reset_peak_memory_stats(device)

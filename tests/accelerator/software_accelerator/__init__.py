@@ -14,7 +14,7 @@ def autoload() -> None:
     import torch
     from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
-    from . import _native, copies, device_module, libraries
+    from . import _native, copies, device_module, libraries, not_on_cpu, unordered
     from .settings import read_settings
 
     settings = read_settings()
@@ -24,5 +24,8 @@ def autoload() -> None:
     generate_methods_for_privateuse1_backend(for_storage=True)
     copies.install(settings)
     _native.set_fill(-1 if settings.fill is None else settings.fill)
+    not_on_cpu.install()
+    if settings.unordered_mean is not None:
+        unordered.install(settings)
     if settings.known_to_libraries and settings.visible:
         libraries.install()

@@ -68,6 +68,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Of each device.
     known_to_libraries : bool
         Let PEFT and accelerate take the double for the machine's accelerator, as they take CUDA (`libraries.py`).
+    unordered_mean : str or None
+        Add up `mean` in an order that changes from call to call and from device to device (`unordered.py`): `warns` as
+        torch does of an operation that has no deterministic version, or `silent`. None adds up as the CPU does.
     visible : tuple of int
         Filled from the environment: the devices that this process sees, in its own order.
     """
@@ -78,6 +81,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fill: Byte | None = None
     memory_bytes: Positive = 8 * 2**30
     known_to_libraries: bool = True
+    unordered_mean: Literal["warns", "silent"] | None = None
     visible: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from consistency.capture.folder import SCHEMA, Capture, CaptureManifest, WorkerCapture
@@ -128,3 +129,38 @@ def test_a_device_that_differs_from_itself_has_no_vote() -> None:
     assert len(same_model(node("n0", both), node("n1", both), node("n2", {"cuda:0": bits("a")})).workers) == 3
     healthy = [node(f"n{n}", {"cuda:0": bits("a"), "cuda:0 shared": bits("a")}) for n in (1, 2)]
     assert same_model(node("n0", both), *healthy).workers == ("n0:cuda:0",)
+
+
+CUMSUM = ("cumsum_cuda_kernel",)
+
+
+def reached(*digests: str) -> list[TensorRecord]:
+    """Return records of which all but the first come after an operation without a deterministic version."""
+    first, *others = bits(*digests)
+    return [first, *(msgspec.structs.replace(one, nondeterministic=CUMSUM) for one in others)]
+
+
+def test_what_comes_after_an_operation_without_a_deterministic_version_is_a_note_that_names_it() -> None:
+    captures = [node(f"n{place}", {"cuda:0": reached("a", last)}) for place, last in enumerate("xyx")]
+    finding = same_model(*captures)
+    assert (finding.severity, finding.tensors) == ("note", ("merged::layers.1.q.weight",))
+    assert finding.message == (
+        "merged · n0:cuda:0, n1:cuda:0, n2:cuda:0 are the same model with the same software, but differ bitwise in 1 "
+        "tensor: torch has no deterministic version of cumsum_cuda_kernel, which ran before"
+    )
+
+
+def test_what_came_before_that_operation_is_an_error_of_its_own() -> None:
+    captures = [node(f"n{place}", {"cuda:0": reached(*both)}) for place, both in enumerate(("ax", "by", "ax"))]
+    found = {f.severity: f for f in compare(captures).findings if f.kind == "same-model"}
+    assert found.keys() == {"error", "note"}
+    assert found["error"].tensors == ("merged::layers.0.q.weight",)
+    assert found["error"].workers == ("n1:cuda:0",)
+    assert found["note"].tensors == ("merged::layers.1.q.weight",)
+
+
+def test_devices_without_that_operation_are_still_held_to_each_other() -> None:
+    captures = [node("n0", {"cuda:0": reached("a", "x")})]
+    captures += [node(f"m{place}", {"cuda:0": bits("a", last)}) for place, last in enumerate("ab")]
+    (error,) = [f for f in compare(captures).findings if f.severity == "error"]
+    assert error.tensors == ("merged::layers.1.q.weight",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 
 from consistency.capture.json_codec import decode_json
@@ -265,3 +266,18 @@ def test_a_report_states_the_soak(comparison_of: Any) -> None:
     found = comparison_of(soak(change()))
     written = decode_json(as_bytes(found), dict)
     assert [w["soak"]["changes"][0]["occurrences"]["numbers"] for w in written["workers"] if w["soak"]] == [[50]]
+
+
+def test_changes_after_an_operation_without_a_deterministic_version_are_a_note(make_capture: MakeCapture) -> None:
+    reached = computed(layer="layers.1.q", nondeterministic=("cumsum_cuda_kernel",))
+    records = {name: [moved(), computed(), reached] for name in ("cpu", "cuda:0")}
+
+    def found(name: str, *changes: ChangedTensor) -> Comparison:
+        return compared(make_capture(name, records, info={"cuda:0": {"soak": soak(*changes)}}, case={"soak_s": 600.0}))
+
+    after = msgspec.structs.replace(change(), layer="layers.1.q")
+    (note,) = [f for f in found("after", after).findings if f.kind == "not-repeatable"]
+    assert note.severity == "note"
+    assert note.message.endswith(": torch has no deterministic version of cumsum_cuda_kernel, which ran before")
+    (error,) = errors(found("before", change(), after))
+    assert "deterministic" not in error.message

@@ -12,11 +12,12 @@ import pytest
 from consistency.capture.json_codec import encode_json
 from consistency.capture.names import CHAIN, DIRECT, HOST_STAGED, OVERLAPPED
 from consistency.capture.reader import read_capture
+from consistency.capture.records import TensorRecord
 from consistency.comparison.compare import compare
 from consistency.comparison.findings.advice import advise, as_table
 from consistency.comparison.findings.transfers import home_of, matrices
 from consistency.comparison.result import Comparison, Finding
-from consistency.devices.host import Gpu, HostFacts
+from consistency.devices.host import Gpu, HostFacts, Link
 from consistency.report.console import make_console
 from consistency.report.doctor import print_doctor
 from tests.comparison.made_transfers import ALL, CASE, DEVICES, TWO, compared, copies, workers
@@ -184,6 +185,41 @@ def test_a_pair_that_is_slow_beside_others(make_capture: MakeCapture) -> None:
     assert "slow, the median of its kind is 20 GB/s: cuda:0→cuda:1 0.8 GB/s" in advice.what
     assert not advice.urgent
     assert found.verdict == "consistent"
+
+
+BRIDGED = [("cuda:0", "cuda:1"), ("cuda:0", "cuda:2"), ("cuda:1", "cuda:3"), ("cuda:2", "cuda:3")]
+"""Pairs that NVLink joins, of a box where the two others copy over PCIe."""
+
+
+def bridged(make_capture: MakeCapture, speeds: dict[tuple[str, str], float]) -> Comparison:
+    """Return a comparison where pairs over NVLink copy 100 GB/s and others 10, but for these."""
+    joined = {*BRIDGED, *((b, a) for a, b in BRIDGED)}
+
+    def with_speed(record: TensorRecord) -> TensorRecord:
+        source, _, target = record.layer.partition("->")
+        if record.tensor != DIRECT or not {source, target} <= set(DEVICES):
+            return record
+        speed = speeds.get((source, target), 100.0 if (source, target) in joined else 10.0)
+        return copies((source, target), evidence={"gb_per_s": speed})
+
+    records = {name: [with_speed(record) for record in found] for name, found in workers({}).items()}
+    pairs = [(a, b) for place, a in enumerate(DEVICES) for b in DEVICES[place + 1 :]]
+    links = tuple(Link(a=a, b=b, topology="SYS", peer="ok", nvlink=(a, b) in joined) for a, b in pairs)
+    capture = make_capture("-".join(["capture", *map(str, speeds.values())]), records, case=CASE)
+    return msgspec.structs.replace(
+        compare([read_capture(capture)]), hosts=(msgspec.structs.replace(machine(), links=links),)
+    )
+
+
+def test_pairs_that_nvlink_does_not_join_are_not_slow_beside_those_that_it_does(make_capture: MakeCapture) -> None:
+    assert advise(bridged(make_capture, {})) == ()
+
+
+def test_a_pair_is_slow_beside_those_that_are_joined_alike(make_capture: MakeCapture) -> None:
+    (advice,) = advise(bridged(make_capture, {("cuda:0", "cuda:2"): 11.0}))
+    assert "slow, the median of its kind is 100 GB/s: cuda:0→cuda:2 11 GB/s" in advice.what
+    (other,) = advise(bridged(make_capture, {("cuda:3", "cuda:0"): 1.0}))
+    assert "slow, the median of its kind is 10 GB/s: cuda:3→cuda:0 1 GB/s" in other.what
 
 
 def test_nothing_to_mend_on_a_healthy_machine(make_capture: MakeCapture, tmp_path: Path) -> None:

@@ -67,6 +67,16 @@ def test_workers_that_share_their_records_are_recorded_like_each_alone() -> None
     assert (one.workers[13].host, one.workers[13].device) == ("gpu-0001", "GPU-1-5")
 
 
+def test_bits_that_no_operation_promises_are_no_drift() -> None:
+    """Only what an operation without a deterministic version can reach is left out."""
+    unordered = (HEALTHY[0], (computed("x", nondeterministic=("cumsum",)), computed(layer="layers.1.q")))
+    found = captures({0: unordered}, nodes=1)
+    run, tables = record_of(found, compare(found))
+    (table,) = (decode_json(raw, dict[str, str]) for raw in tables.values())
+    assert set(table) == {"adapter::layers.0.q.lora_A", "adapter::layers.0.q.lora_B", "merged::layers.1.q.weight"}
+    assert {worker.bits.keys() >= {"merged"} for worker in run.workers} == {True}
+
+
 def test_no_tensor_is_gone_through_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     named: list[str] = []
 

@@ -97,7 +97,7 @@ def make_nvml(*, uncorrected: int = 0, remapped: tuple[int, int, int, int] | Non
     def peer(a: str, b: str, index: int) -> int:
         if not isinstance(index, int):
             raise TypeError(index)
-        return 0 if a[:6] == b[:6] else 3
+        return 5 if index == 2 else 0 if a[:6] == b[:6] else 3
 
     return SimpleNamespace(
         NVMLError=NVMLError, NVML_NVLINK_MAX_LINKS=4, NVML_MEMORY_ERROR_TYPE_CORRECTED=0,

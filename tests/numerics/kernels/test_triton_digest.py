@@ -235,6 +235,17 @@ def test_the_digest_on_a_gpu_is_that_of_the_cpu(launch: Launch, monkeypatch: pyt
     assert found == digest(tensor)
 
 
+@pytest.mark.parametrize("offset", [0, 1, 3, 8, 16])
+def test_the_kernel_gets_whole_words_alone(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that does not begin on one is copied first, and takes the plain path."""
+    monkeypatch.setattr(triton_digest, "_launch", right)
+    monkeypatch.setattr(digest_module, "_weights_on", lambda _: weights())
+    monkeypatch.setattr(triton_digest, "_check", functools.partial(checked, triton_digest._check))
+    tensor = large(extra=WORDS).view(torch.uint8)
+    assert digest(tensor.as_subclass(OnCuda)[offset:]) == digest(tensor[offset:])
+    assert (triton_digest.state(CUDA) == "fused") == (offset % 8 == 0)
+
+
 def checked(check: Callable[..., str], w: torch.Tensor, v: torch.Tensor) -> str:
     """Check on plain tensors: only the digested one pretends."""
     return check(w.as_subclass(torch.Tensor), v.as_subclass(torch.Tensor))
@@ -290,49 +301,3 @@ def test_the_kernel_in_tritons_interpreter() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-# --- on a GPU -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpu() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device on this machine")
-    return CUDA
-
-
-@pytest.mark.gpu
-@needs_triton
-@pytest.mark.parametrize("offset", [0, 1, 3, 8, 16])
-@pytest.mark.parametrize("extra", [0, 1, 8, BLOCK_BYTES, 3 * BLOCK_BYTES + 4099])
-def test_the_kernel_runs_and_agrees_with_the_cpu(extra: int, offset: int, gpu: torch.device) -> None:
-    data = large(extra=WORDS).view(torch.uint8)
-    tensor = torch.cat([data, data[: 4 * BLOCK_BYTES]])[: offset + triton_digest._WORTH_BYTES + extra]
-    assert digest(tensor.to(gpu)[offset:]) == digest(tensor[offset:])
-    assert triton_digest.state(gpu) == "fused"
-
-
-@pytest.mark.gpu
-@needs_triton
-def test_more_words_than_fit_an_int_agree_with_the_cpu(gpu: torch.device) -> None:
-    before = 2**31 // BLOCK_WORDS  # blocks, 16 GiB
-    if torch.cuda.mem_get_info(gpu)[0] < before * BLOCK_BYTES * 5 // 4:
-        pytest.skip("less than 20 GiB of free memory on the GPU")
-    end = random_words(3 * WORDS + 5)
-    tensor = torch.zeros(before * BLOCK_WORDS + len(end), dtype=torch.int64, device=gpu)
-    tensor[before * BLOCK_WORDS :] = end.to(gpu)
-    torch.cuda.reset_peak_memory_stats(gpu)
-    held = torch.cuda.memory_allocated(gpu)
-    assert digest(tensor).blocks == (0,) * before + digest(end).blocks
-    assert triton_digest.state(gpu) == "fused"
-    assert torch.cuda.max_memory_allocated(gpu) - held < before * BLOCK_BYTES // 100  # no scratch of its size
-
-
-@pytest.mark.gpu
-@needs_triton
-def test_the_kernel_leaves_the_settings_alone(gpu: torch.device) -> None:
-    with determinism.deterministic() as asked:
-        digest(large().to(gpu))
-        assert triton_digest.state(gpu) == "fused"
-        assert determinism.changed(asked) == {}

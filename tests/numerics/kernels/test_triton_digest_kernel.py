@@ -18,8 +18,7 @@ import torch
 
 from consistency.numerics.kernels.numpy_digest import ROW_WORDS
 
-# earlier ones abort the process for GPUs that they do not know
-triton = pytest.importorskip("triton", minversion="3.9", reason="needs Triton 3.9 or later, as `tox -e triton` has it")
+triton = pytest.importorskip("triton", minversion="3.4", reason="needs Triton, as `tox -e triton37` has it")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402 - Triton may be absent
 
@@ -38,7 +37,19 @@ NVIDIA = [GPUTarget("cuda", capability, 32) for capability in (70, 75, 80, 86, 8
 AMD = [GPUTarget("hip", name, 64) for name in ("gfx90a", "gfx942", "gfx950")]
 AMD += [GPUTarget("hip", name, 32) for name in ("gfx1100", "gfx1201")]
 
-every_gpu = pytest.mark.parametrize("target", [*NVIDIA, *AMD], ids=lambda target: f"{target.arch}")
+INSTALLED = tuple(map(int, triton.__version__.split(".")[:2]))
+FIRST = {103: (3, 6), 121: (3, 6), 110: (3, 7)} | {target.arch: (3, 5) for target in AMD}
+"""The Triton that has a GPU's assembler first, of those that supported versions of torch bring along: 3.4 of torch 2.8
+has no linker for AMD's, and aborts the process for some that it does not know."""
+
+
+def known(target: GPUTarget) -> Any:
+    first = FIRST.get(target.arch, (3, 4))
+    reason = f"Triton {triton.__version__} has no {target.arch}; {first[0]}.{first[1]} has"
+    return pytest.param(target, id=f"{target.arch}", marks=pytest.mark.skipif(first > INSTALLED, reason=reason))
+
+
+every_gpu = pytest.mark.parametrize("target", [known(target) for target in (*NVIDIA, *AMD)])
 every_alignment = pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
 
 
@@ -99,12 +110,12 @@ def test_it_compiles_without_spills_and_with_wide_loads(
     assert used.registers <= _MOST_REGISTERS
     assert used.spilled == 0
     # 16 bytes a load, or it would not come near the memory's rate: of both weight tables, and of words so aligned. A
-    # row that is not full is loaded word by word, under its mask.
+    # row that is not full is loaded word by word, under its mask; LLVM of Triton 3.5 found more to combine.
     tables = 2 if offset else 3
-    assert used.wide_loads == tables * _PART_WORDS // (_WARPS * target.warp_size) // 2
+    assert used.wide_loads >= tables * _PART_WORDS // (_WARPS * target.warp_size) // 2
 
 
-@pytest.mark.parametrize("target", [NVIDIA[2], AMD[1]], ids=["nvidia", "amd"])
+@pytest.mark.parametrize("target", [known(NVIDIA[2]), known(AMD[1])])
 def test_sizes_have_the_binary_that_was_checked(target: GPUTarget, kernels_of: Callable[..., list[Any]]) -> None:
     beyond = torch.empty((1 << 28) + ROW_WORDS, dtype=torch.int64)  # 2 GiB, of which no page is touched
     kernels_of(target, words_at(0))

@@ -84,7 +84,8 @@ def try_all(trials: Trials, record: Recorder, events: EventLog) -> None:
             if reason:
                 _absent(record, operation, dtype, "skipped", reason)
                 continue
-            _look(trials, record, operation, dtype)
+            with record.operations.apart():
+                _look(trials, record, operation, dtype)
 
 
 def compute(operation: Operation, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
