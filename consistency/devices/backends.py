@@ -83,6 +83,8 @@ class Backend:
         Whether devices of this type are numbered.
     visibility : str or None
         Variable that lists the devices a process may see; None where a process cannot be confined to one device.
+    also_masked_by : tuple of str
+        Further variables that show a part of its devices.
     empty_hides_all : bool
         Whether an empty list there hides every device; for some backends it shows every device.
     mask_is_ordered : bool
@@ -121,6 +123,7 @@ class Backend:
     type: str
     has_index: bool = True
     visibility: str | None = None
+    also_masked_by: tuple[str, ...] = ()
     empty_hides_all: bool = True
     mask_is_ordered: bool = True
     builds: tuple[str, ...] = ()
@@ -183,6 +186,7 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             type="cuda",  # ROCm too: torch gives AMD's devices this name
             visibility="CUDA_VISIBLE_DEVICES",  # with ROCm as `consistency.devices.visibility` says
+            also_masked_by=("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
             builds=("cuda", "hip"),
             by_nvml=True,
             shows_contexts=True,
@@ -193,7 +197,7 @@ BACKENDS: dict[str, Backend] = {
             recorded=(
                 "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCH_BLAS_PREFER_CUBLASLT",
                 "TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_LINALG_PREFER_CUSOLVER",
-                "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION", "HSA_XNACK",
+                "HSA_OVERRIDE_GFX_VERSION", "HSA_XNACK",
             ),
             variants=_CUDA_VARIANTS,
             alternatives={
@@ -210,7 +214,8 @@ BACKENDS: dict[str, Backend] = {
             empty_hides_all=False,
             mask_is_ordered=False,  # Level Zero, Programming Guide, "Affinity Mask"
             builds=("xpu",),
-            recorded=("ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER", "ONEAPI_DEVICE_SELECTOR"),
+            also_masked_by=("ONEAPI_DEVICE_SELECTOR",),
+            recorded=("ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"),
         ),
         Backend(type="npu", visibility="ASCEND_RT_VISIBLE_DEVICES"),
         Backend(type="mps", builds=("darwin",), synchronizes_one=False),
@@ -251,8 +256,13 @@ def worker_variables(*, pinned: bool = True) -> dict[str, str]:
     return {**found, **further} if pinned else found
 
 
+def mask_variables() -> frozenset[str]:
+    """Return every variable that shows a part of the devices."""
+    masks = {backend.visibility for backend in BACKENDS.values() if backend.visibility}
+    return frozenset(masks.union(*(backend.also_masked_by for backend in BACKENDS.values())))
+
+
 def recorded_variables() -> frozenset[str]:
     """Return every variable that is written into a capture: those that choose kernels, devices or libraries."""
-    masks = {backend.visibility for backend in BACKENDS.values() if backend.visibility}
     further = {name for backend in BACKENDS.values() for name in backend.recorded}
-    return kernel_variables() | worker_variables().keys() | masks | further
+    return kernel_variables() | worker_variables().keys() | mask_variables() | further

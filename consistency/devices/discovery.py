@@ -22,11 +22,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from consistency.devices.backends import BACKENDS, CPU, Variant, backend_of, worker_variables
+from consistency.devices.backends import BACKENDS, CPU, Variant, backend_of, mask_variables, worker_variables
 from consistency.devices.host import nvml
 from consistency.devices.host.pci import read_text
 from consistency.devices.interpreter import python_command, python_path
-from consistency.devices.spec import DeviceInfo, DeviceSpec, parse_device
+from consistency.devices.spec import AutoChoice, DeviceInfo, DeviceSpec, parse_device
+from consistency.devices.vendors import PLATFORMS
 from consistency.errors import UsageError, meant
 
 PROBE_TIMEOUT_S = 120.0  # importing torch on a cold network disk takes most of a minute
@@ -82,11 +83,35 @@ def accelerators() -> tuple[DeviceInfo, ...]:
 
 
 def _auto() -> tuple[DeviceInfo, ...]:
-    found = accelerators()
-    if found:
-        return (cpu_info(), *found)
-    native = cpu_info()
-    return (native, *(v for v in _variants() if v.architecture != native.architecture))
+    found, native = accelerators(), cpu_info()
+    others = found or tuple(v for v in _variants() if v.architecture != native.architecture)
+    return (replace(native, auto=auto_choice()), *others)
+
+
+def auto_choice() -> AutoChoice:
+    """Return what `auto` finds of accelerators: where torch is built for some and has none, the reason.
+
+    A machine whose driver is gone looks like one without GPUs, and only its user knows which it is.
+    """
+    masks = {name: os.environ[name] for name in sorted(mask_variables()) if name in os.environ}
+    build = next((name for name in PLATFORMS if name in _torch_build()), None)
+    if build is None or accelerators() or _hides_all(build):
+        return AutoChoice(masks=masks)
+    shown = "".join(f"; {name}={value} is set" for name, value in masks.items())
+    return AutoChoice(masks=masks, build=build, reason=_why_none(build) + shown)
+
+
+def _hides_all(build: str) -> bool:
+    """Return whether the user hides every device of a platform on purpose; a list that shows none may be a mistake."""
+    names = {"cuda": ("CUDA_VISIBLE_DEVICES",), "hip": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}.get(build, ())
+    # to HIP an empty list is none; Slurm sets NoDevFiles for a job without GPUs
+    hiding = ("-1", "NoDevFiles") if build == "hip" else ("-1", "NoDevFiles", "")
+    return any(os.environ[name].strip() in hiding for name in names if name in os.environ)
+
+
+def _why_none(build: str) -> str:
+    refused = nvml.refusal() if build == "cuda" else None
+    return "torch lists none" if refused is None else f"NVML: {refused}"
 
 
 def _variants() -> tuple[DeviceInfo, ...]:
@@ -101,7 +126,11 @@ def _find(spec: DeviceSpec) -> DeviceInfo:
         if (info.spec.type, info.spec.index) == (spec.type, spec.index):
             return replace(info, spec=spec)
     names = [CPU, *(info.spec.name for info in found)]
+    none = auto_choice()
     build = "" if _torch_build() else "; the installed torch is a CPU build"
+    build += (
+        f"; torch is built for {PLATFORMS[none.build].name} and finds no device: {none.reason}" if none.build else ""
+    )
     listed = "`consistency devices` lists the devices of this machine"
     raise UsageError(
         f"this machine has no device {spec.name}",

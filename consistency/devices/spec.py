@@ -77,6 +77,25 @@ class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool = False
 
 
+class AutoChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What `auto` found of the accelerators of a host.
+
+    Attributes
+    ----------
+    masks : dict of str to str
+        The user's own variables that show a part of them.
+    build : str
+        Where there is none, and not because the user hides them: what torch is built for, of `vendors.PLATFORMS`.
+        Empty where there are some, or the installed torch can have none.
+    reason : str
+        Why there is none.
+    """
+
+    masks: dict[str, str] = {}
+    build: str = ""
+    reason: str = ""
+
+
 class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
     """What is known of a device before a worker starts.
 
@@ -90,6 +109,8 @@ class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
         What the library that was asked did not report, with its reason.
     asked : str
         That library.
+    auto : AutoChoice or None
+        Of the CPU that `auto` stands for; None where devices were named.
     """
 
     spec: DeviceSpec
@@ -97,6 +118,7 @@ class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
     visible_id: str | None = None
     not_reported: dict[str, str] = {}
     asked: str = "NVML"
+    auto: AutoChoice | None = None
 
 
 def parse_device(text: str, *, where: str = "--devices") -> DeviceSpec:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -15,6 +16,32 @@ class Vendor(StrEnum):
     AMD = "AMD"
     INTEL = "Intel"
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """What a build of torch computes on.
+
+    Attributes
+    ----------
+    name : str
+        As people know it.
+    pci_vendor : int
+        Of its cards, as sysfs has it.
+    hidden_by : str or None
+        Setting that hides all of its devices from a process.
+    """
+
+    name: str
+    pci_vendor: int
+    hidden_by: str | None = None
+
+
+PLATFORMS: Mapping[str, Platform] = {
+    "cuda": Platform(name="CUDA", pci_vendor=0x10DE, hidden_by="CUDA_VISIBLE_DEVICES="),
+    "hip": Platform(name="ROCm", pci_vendor=0x1002, hidden_by="HIP_VISIBLE_DEVICES=-1"),
+    "xpu": Platform(name="XPU", pci_vendor=0x8086),
+}
+"""By the name in torch's `version.py`. Vendors: PCI ID Repository, https://pci-ids.ucw.cz."""
 
 # LLVM, "User Guide for AMDGPU Backend", Processors; names as in AMD's "GPU hardware specifications"
 _AMD = {
@@ -29,8 +56,6 @@ _INTEL = {
     (12, 60): "Xe-HPC", (12, 61): "Xe-HPC", (12, 70): "Xe-LPG", (12, 71): "Xe-LPG", (12, 74): "Xe-LPG",
     (20, 1): "Xe2-HPG", (20, 2): "Xe2-HPG", (20, 4): "Xe2-LPG", (30, 0): "Xe3-LPG", (30, 1): "Xe3-LPG",
 }  # fmt: skip
-
-_INTEL_PCI = 0x8086
 
 
 def amd_architecture(gcn: str) -> str:
@@ -71,7 +96,7 @@ def intel_pci_bus_id(raw: Sequence[int]) -> str | None:
     (`Device::generateUuidFromPciBusInfo` of Intel's compute-runtime).
     """
     data = bytes(raw)
-    if len(data) != 16 or int.from_bytes(data[:2], "little") != _INTEL_PCI:
+    if len(data) != 16 or int.from_bytes(data[:2], "little") != PLATFORMS["xpu"].pci_vendor:
         return None
     return f"{int.from_bytes(data[6:8], 'little'):04x}:{data[8]:02x}:{data[9]:02x}.{data[10]:x}"
 

@@ -13,7 +13,7 @@ import pytest
 from consistency.cli.main import main
 from consistency.devices import discovery
 from consistency.devices.discovery import accelerators, cpu_info, discover, select
-from consistency.devices.spec import parse_device
+from consistency.devices.spec import AutoChoice, parse_device
 from consistency.errors import UsageError
 from tests.devices.amd_and_intel import a770, mi300x
 
@@ -172,6 +172,53 @@ def test_ordinals_follow_what_the_user_made_visible(
     found = accelerators()
     assert [i.uuid for i in found] == uuids
     assert [i.spec.index for i in found] == list(range(len(uuids)))
+
+
+def without_driver(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    """Stand in for a torch that was built with CUDA, on a machine where NVML does not start."""
+    plug_in(monkeypatch)
+    refuse(monkeypatch, "nvmlInit", error)
+    monkeypatch.setattr(discovery, "_probed", lambda: ())
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(9, "Driver Not Loaded"), (12, "NVML Shared Library Not Found"), (18, "RM has detected an NVML/RM version mismatch.")],
+)
+def test_a_torch_for_cuda_without_a_device_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: int, reason: str
+) -> None:
+    without_driver(monkeypatch, error)
+    cpu = select(["auto"])[0]
+    assert cpu.auto == AutoChoice(build="cuda", reason=f"NVML: {reason}")
+    assert select(["cpu"])[0].auto is None, "who names the CPU wants no GPU"
+    with pytest.raises(UsageError, match="no device cuda:0") as caught:
+        select(["cuda:0"])
+    assert reason in (caught.value.hint or "")
+    main(["devices"])
+    assert f"torch is built for CUDA and finds no device: NVML: {reason}" in capsys.readouterr().out
+
+
+def test_a_list_that_shows_no_device_is_part_of_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, *A6000)
+    monkeypatch.setattr(discovery, "_probed", lambda: ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-gone,GPU-111")
+    found = select(["auto"])[0].auto
+    assert found is not None
+    assert found.reason == "torch lists none; CUDA_VISIBLE_DEVICES=GPU-gone,GPU-111 is set"
+
+
+@pytest.mark.parametrize("value", ["", "-1", "NoDevFiles"])
+def test_who_hides_every_device_has_lost_none(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    without_driver(monkeypatch, 9)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert select(["auto"])[0].auto == AutoChoice(masks={"CUDA_VISIBLE_DEVICES": value})
+
+
+def test_a_torch_for_the_cpu_misses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_driver(monkeypatch, 9)
+    monkeypatch.setattr(discovery, "_torch_build", frozenset)
+    assert select(["auto"])[0].auto == AutoChoice()
 
 
 def test_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,11 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
         findings=tuple(f.message for f in comparison.findings if f.severity == "error"),
         workers=workers,
         planted=any(f.kind == PLANTED for f in comparison.findings),
+        auto={
+            capture.manifest.host: facts.auto.masks
+            for capture in captures
+            if (facts := capture.manifest.host_facts) is not None and facts.auto is not None
+        },
     )
     return run, recorder.tables
 
