@@ -106,6 +106,9 @@ class Backend:
         Whether each step of an operation on half types gives a half type: a compiler is handed single steps.
     asked_by : str or None
         The variable by which a user says that this backend is to be used; without it none of its devices is found.
+    computes_on_host : bool
+        Whether its kernels may run on the host's processor: its instruction set and the number of threads are then part
+        of what decides their bits.
     environment : mapping of str to str
         Variables that every worker needs, on any device: libraries read them before the worker could set them.
     pinned_environment : mapping of str to str
@@ -134,6 +137,7 @@ class Backend:
     interface: str | None = None
     asked_by: str | None = None
     rounds_each_step: bool = False
+    computes_on_host: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     pinned_environment: Mapping[str, str] = field(default_factory=dict)
     inherited: tuple[str, ...] = ()
@@ -176,6 +180,7 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             type=CPU,
             has_index=False,
+            computes_on_host=True,
             variants=_CPU_VARIANTS,
             # oneDNN reads each of its variables under its earlier name too
             inherited=(
@@ -227,6 +232,7 @@ BACKENDS: dict[str, Backend] = {
             inherited=("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16"),
             recorded=("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_PERSISTENT_CACHE_PATH"),
             rounds_each_step=True,  # docs/xla.md
+            computes_on_host=True,
             variants=(),  # XLA follows none of torch's switches
         ),
     )

@@ -113,6 +113,9 @@ SETTINGS: dict[str, SettingSpec] = {
 THREADS = "threads"
 """Recorded beside the settings; `--threads` sets it."""
 
+HOST_SETTINGS = frozenset({THREADS})
+"""Settings that decide the bits of what the host's processor computes, and of nothing else."""
+
 _IMPLIED: dict[tuple[str, object], dict[str, bool | str]] = {
     ("float32_matmul_precision", "highest"): {"matmul_allow_tf32": False, "mkldnn_matmul_fp32_precision": "ieee"},
     ("float32_matmul_precision", "high"): {"matmul_allow_tf32": True, "mkldnn_matmul_fp32_precision": "tf32"},

@@ -67,7 +67,7 @@ class Session:
         self._placement.look("import")
         self._memory = StageMemoryLog(torch.device(job.device))
         described, in_force = environment.describe(torch.device(job.device)), determinism.in_force()
-        key = environment.kernel_key(described, in_force)
+        key = environment.kernel_key(torch.device(job.device).type, described, in_force)
         self._state = WorkerState(environment=described, asked=asked, in_force=in_force, kernel_key=key)
         self._update()
 

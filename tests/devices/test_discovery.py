@@ -183,7 +183,11 @@ def without_driver(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(9, "Driver Not Loaded"), (12, "NVML Shared Library Not Found"), (18, "RM has detected an NVML/RM version mismatch.")],
+    [
+        (9, "Driver Not Loaded"),
+        (12, "NVML Shared Library Not Found"),
+        (18, "RM has detected an NVML/RM version mismatch."),
+    ],
 )
 def test_a_torch_for_cuda_without_a_device_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: int, reason: str

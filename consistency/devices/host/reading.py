@@ -63,7 +63,7 @@ def read_host(
                 unread[vendor] = why
             gpus = [_with_card(gpu, cards, unread) if gpu.vendor is vendor else gpu for gpu in gpus]
     auto = next((info.auto for info in devices if info.auto is not None), None)
-    cards = pci.cards(root, PLATFORMS[auto.build].pci_vendor) if auto is not None and auto.build else ()
+    unused = pci.cards(root, PLATFORMS[auto.build].pci_vendor) if auto is not None and auto.build else ()
     options = (pci.read_text(root / "proc/cmdline") or "").split()
     uptime = (pci.read_text(root / "proc/uptime") or "").split()
     return HostFacts(
@@ -78,7 +78,7 @@ def read_host(
         log=log,
         unread=unread,
         auto=auto,
-        unused_cards=cards,
+        unused_cards=unused,
     )
 
 

@@ -29,9 +29,7 @@ def night(tmp_path: Path, make_capture: MakeCapture) -> Night:
     """Add a run of some hosts to a history: the UUIDs of the GPUs of each, which are `cuda:0`, `cuda:1` and so on."""
     count = 0
 
-    def add(
-        *, auto: AutoChoice | None = AUTO, baseline: Baseline | None = None, **hosts: Sequence[str]
-    ) -> Comparison:
+    def add(*, auto: AutoChoice | None = AUTO, baseline: Baseline | None = None, **hosts: Sequence[str]) -> Comparison:
         nonlocal count
         count += 1
         captures = []
