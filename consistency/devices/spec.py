@@ -105,6 +105,15 @@ class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
         None where it is not reported, as for a GPU that shares the host's memory.
     visible_id : str or None
         The entry of the backend's visibility variable that shows this device alone.
+    visible_ids : tuple of str
+        The entries that show every device of the host, in the order of their numbers; empty where they are not known.
+    unusable : str
+        Why no process can use it.
+    alone : str
+        Why a process can use it only where it sees no other device, and no other process uses it: a clause that follows
+        its name.
+    shares_memory : bool
+        Whether its memory is that of the host.
     not_reported : dict of str to str
         What the library that was asked did not report, with its reason.
     asked : str
@@ -116,6 +125,10 @@ class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
     spec: DeviceSpec
     memory_bytes: int | None = None
     visible_id: str | None = None
+    visible_ids: tuple[str, ...] = ()
+    unusable: str = ""
+    alone: str = ""
+    shares_memory: bool = False
     not_reported: dict[str, str] = {}
     asked: str = "NVML"
     auto: AutoChoice | None = None

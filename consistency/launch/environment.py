@@ -21,7 +21,9 @@ def torch_device(info: DeviceInfo, load_path: LoadPath) -> str:
     """Return the device as torch numbers it inside the worker."""
     if info.spec.index is None:
         return info.spec.type
-    return f"{info.spec.type}:{info.spec.index if _mask(info, load_path) is None else 0}"
+    if _mask(info, load_path) is not None:
+        return f"{info.spec.type}:0"
+    return f"{info.spec.type}:{_place(info)}"
 
 
 def worker_environment(
@@ -72,6 +74,11 @@ def worker_environment(
     return found
 
 
+def _place(info: DeviceInfo) -> int | None:
+    """Return the number of a device among all that are visible."""
+    return info.visible_ids.index(info.visible_id) if info.visible_id in info.visible_ids else info.spec.index
+
+
 def _mask(info: DeviceInfo, load_path: LoadPath) -> Visibility | None:
     """Return what confines a worker to its device, None where it is not to be or cannot be confined."""
     return visibility_of(info.spec.type) if load_path is LoadPath.ISOLATED else None
@@ -82,6 +89,10 @@ def _shown(info: DeviceInfo, load_path: LoadPath) -> dict[str, str | None]:
     mask = _mask(info, load_path)
     if mask is not None:
         return mask.applied(info.visible_id or mask.alone(info.spec.index or 0))
+    # by identity too: CUDA may skip a GPU that NVML counts, and every later one would have the number of another
+    everything = visibility_of(info.spec.type)
+    if info.visible_ids and everything is not None:
+        return everything.applied(",".join(info.visible_ids))
     changes: dict[str, str | None] = {}
     if info.spec.is_cpu:  # PEFT asks for the accelerator by itself and would send the adapter through it
         for kind in BACKENDS:

@@ -97,6 +97,15 @@ def test_shared_worker_sees_what_the_user_sees(monkeypatch: pytest.MonkeyPatch) 
     assert torch_device(info, LoadPath.SHARED) == "cuda:1"
 
 
+def test_shared_worker_sees_every_listed_device_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By number a card that CUDA skips would give each later one the number of its neighbour."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    info = device("cuda:1", visible_id="GPU-5", visible_ids=("GPU-3", "GPU-5"))
+    assert worker_environment(info, LoadPath.SHARED, threads=1)["CUDA_VISIBLE_DEVICES"] == "GPU-3,GPU-5"
+    assert torch_device(info, LoadPath.SHARED) == "cuda:1"
+    assert worker_environment(info, LoadPath.ISOLATED, threads=1)["CUDA_VISIBLE_DEVICES"] == "GPU-5"
+
+
 def test_device_without_an_identity_keeps_its_place_in_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert worker_environment(device("cuda:1"), LoadPath.ISOLATED, threads=1)["CUDA_VISIBLE_DEVICES"] == "5"

@@ -109,7 +109,10 @@ def synchronize(device: Device = None) -> None:
 
 def get_device_properties(device: Device = None) -> DeviceProperties:
     """Return what a device says of itself."""
-    return _properties[_index(device)]
+    index = _index(device)
+    if not 0 <= index < len(_properties):
+        raise AssertionError("Invalid device id")  # as torch.cuda does
+    return _properties[index]
 
 
 def get_device_name(device: Device = None) -> str:
