@@ -99,6 +99,7 @@ def _planned(waves: Sequence[Sequence[WorkerPlan]]) -> Iterator[PlannedWorker]:
                 spec=plan.info.spec,
                 device_memory_bytes=plan.info.memory_bytes,
                 simulated=plan.info.simulated,
+                shares_memory=plan.info.shares_memory,
                 makes_reference=plan.makes_reference,
                 paths=len(plan.alternative_paths),
                 sees_others=not plan.info.spec.is_cpu and plan.load_path is LoadPath.SHARED,

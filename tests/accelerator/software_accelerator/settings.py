@@ -71,6 +71,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         The byte that memory is filled with before it is handed out; None leaves what lay there, as accelerators do.
     memory_bytes : int
         Of each device.
+    reclaimable_bytes : int
+        Of `memory_bytes`, what `mem_get_info` counts as used although the kernel would give it back.
+    shares_memory : bool
+        Let the devices say that their memory is the host's, as a Jetson's is.
     known_to_libraries : bool
         Let PEFT and accelerate take the double for the machine's accelerator, as they take CUDA (`libraries.py`).
     lost : tuple of int
@@ -86,6 +90,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     copies: tuple[CopyFault, ...] = ()
     fill: Byte | None = None
     memory_bytes: Positive = 8 * 2**30
+    reclaimable_bytes: Count = 0
+    shares_memory: bool = False
     known_to_libraries: bool = True
     lost: tuple[Count, ...] = ()
     lost_after_discovery: bool = False
