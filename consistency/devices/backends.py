@@ -197,11 +197,21 @@ BACKENDS: dict[str, Backend] = {
             shows_contexts=True,
             # NVML counts in PCI order; cuBLAS reads its variable when the first handle is created
             environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-            pinned_environment={"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE_CONFIG},
-            inherited=("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "HIPBLASLT_ALLOW_TF32"),
+            # MI200 casts the float16 operands of a backward pass to bfloat16 by default, which keeps three bits less
+            # (PyTorch, "Numerical accuracy", on AMD Instinct MI200)
+            pinned_environment={
+                "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE_CONFIG,
+                "ROCBLAS_INTERNAL_FP16_ALT_IMPL": "0",
+                "MIOPEN_DEBUG_CONVOLUTION_ATTRIB_FP16_ALT_IMPL": "0",
+            },
+            # the third to the fifth: cuBLAS, "Floating Point Emulation"
+            inherited=(
+                "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_EMULATE_SINGLE_PRECISION",
+                "CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATION_STRATEGY", "HIPBLASLT_ALLOW_TF32",
+            ),
             recorded=(
-                "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCH_BLAS_PREFER_CUBLASLT",
-                "TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_LINALG_PREFER_CUSOLVER",
+                "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NVML_BASED_CUDA_CHECK",
+                "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_LINALG_PREFER_CUSOLVER",
                 "HSA_OVERRIDE_GFX_VERSION", "HSA_XNACK",
             ),
             variants=_CUDA_VARIANTS,

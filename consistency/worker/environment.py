@@ -92,11 +92,13 @@ def kernel_key(kind: str, environment: dict[str, Any], settings: dict[str, Any])
     kind : str
         Type of the device.
     """
-    on_host = backend_of(kind).computes_on_host
+    backend = backend_of(kind)
+    on_host = backend.computes_on_host
     of_host = ("cpu_capability", "threads") if on_host else ("hip",)
     parts = [environment.get(k) for k in ("torch", "cuda", "cudnn", "transformers", "peft", *of_host)]
     variables = environment.get("variables", {})
-    parts += [variables.get(name) for name in sorted(kernel_variables())]
+    choosing = kernel_variables() | backend.pinned_environment.keys()
+    parts += [f"{name}={variables[name]}" for name in sorted(choosing & variables.keys())]
     parts += [environment.get("device_name"), environment.get("multiprocessors")]
     in_key = sorted(settings if on_host else settings.keys() - HOST_SETTINGS)
     return " ".join(str(p) for p in parts) + " " + " ".join(f"{k}={settings[k]}" for k in in_key)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from consistency.case.load_path import LoadPath
-from consistency.devices.backends import kernel_variables
+from consistency.devices.backends import kernel_variables, recorded_variables
 from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.launch.environment import torch_device, worker_environment, worker_threads
 
@@ -26,6 +26,21 @@ def test_kernel_variables_of_the_user_do_not_reach_a_native_worker(monkeypatch: 
     assert baseline["ATEN_CPU_CAPABILITY"] == "default"
     assert baseline["MKL_CBWR"] == "COMPATIBLE"
     assert baseline["ONEDNN_MAX_CPU_ISA"] == "SSE41"
+
+
+EMULATION = ("CUBLAS_EMULATE_SINGLE_PRECISION", "CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATION_STRATEGY")
+HALF_OPERANDS = ("ROCBLAS_INTERNAL_FP16_ALT_IMPL", "MIOPEN_DEBUG_CONVOLUTION_ATTRIB_FP16_ALT_IMPL")
+
+
+def test_no_variable_lowers_the_precision_of_a_pinned_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*EMULATION, *HALF_OPERANDS):
+        monkeypatch.setenv(name, "1")
+    found = worker_environment(device("cuda:0"), LoadPath.ISOLATED, threads=1)
+    assert not set(EMULATION) & found.keys()
+    assert [found[name] for name in HALF_OPERANDS] == ["0", "0"], "MI200 takes bfloat16 where they are not set"
+    found = worker_environment(device("cuda:0"), LoadPath.ISOLATED, threads=1, pinned=False)
+    assert {found[name] for name in (*EMULATION, *HALF_OPERANDS)} == {"1"}
+    assert {*EMULATION, *HALF_OPERANDS, "PYTORCH_ALLOC_CONF"} <= recorded_variables()
 
 
 def test_as_deployed_the_user_s_own_environment_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,3 +42,17 @@ def test_the_host_s_processor_is_no_part_of_what_an_accelerator_runs(
 def test_threads_in_force_count_where_the_processor_computes(kind: str, counts: bool) -> None:
     assert (kernel_key(kind, FACTS, {**SETTINGS, "threads": 4}) != kernel_key(kind, FACTS, SETTINGS)) is counts
     assert kernel_key(kind, FACTS, {**SETTINGS, "sdpa_math": False}) != kernel_key(kind, FACTS, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "counts"),
+    [
+        ("cuda", "CUBLAS_EMULATE_SINGLE_PRECISION", True),
+        ("cuda", "ROCBLAS_INTERNAL_FP16_ALT_IMPL", True),
+        ("cpu", "ROCBLAS_INTERNAL_FP16_ALT_IMPL", False),
+        ("cuda", "PYTORCH_ALLOC_CONF", False),
+    ],
+)
+def test_variables_that_choose_kernels_count(kind: str, name: str, counts: bool) -> None:
+    usual = kernel_key(kind, FACTS, SETTINGS)
+    assert (kernel_key(kind, {**FACTS, "variables": {name: "1"}}, SETTINGS) != usual) is counts
