@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from consistency.case.load_path import LoadPath
 from consistency.devices.backends import BACKENDS, kernel_variables, worker_variables
+from consistency.devices.cores import available_cores, threads_per_worker
 from consistency.devices.interpreter import python_path
 from consistency.devices.spec import DeviceInfo
 from consistency.devices.visibility import Visibility, visibility_of
+from consistency.launch.plan import WorkerPlan
 
 _KEPT_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 31)}
 """Let glibc keep what is freed. By default each buffer above 32 MiB is mapped anew, and every page of it zeroed by the
@@ -100,6 +102,28 @@ def _shown(info: DeviceInfo, load_path: LoadPath) -> dict[str, str | None]:
             if hidden is not None and hidden.hides_all is not None:
                 changes |= hidden.applied(hidden.hides_all)
     return changes
+
+
+MOST_BESIDE_REFERENCE = 4
+"""Threads of an accelerator's worker beside the CPU's, which computes the float64 passes that it waits for. It copies,
+digests and compares with them; what it computes is computed on its device."""
+
+
+def shared_out(wave: Sequence[WorkerPlan], *, waits: bool) -> list[int]:
+    """Return the threads of each worker of a wave: equal shares of the cores, or most of them for the reference.
+
+    Parameters
+    ----------
+    waits : bool
+        Whether the workers wait for what one of them computes.
+    """
+    share = threads_per_worker(len(wave))
+    maker = next((plan for plan in wave if plan.makes_reference and plan.info.spec.is_cpu), None)
+    if maker is None or not waits or all(plan.info.spec.is_cpu for plan in wave):
+        return [share] * len(wave)
+    found = [share if plan.info.spec.is_cpu else min(share, MOST_BESIDE_REFERENCE) for plan in wave]
+    left = available_cores() - sum(found)
+    return [threads + max(0, left) if plan is maker else threads for plan, threads in zip(wave, found, strict=True)]
 
 
 def worker_threads(asked: int | None, share: int, *, pinned: bool = True) -> int | None:

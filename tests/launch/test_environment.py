@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
+from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
+from consistency.devices import cores as devices_cores
 from consistency.devices.backends import kernel_variables, recorded_variables
 from consistency.devices.spec import DeviceInfo, parse_device
-from consistency.launch.environment import torch_device, worker_environment, worker_threads
+from consistency.launch import environment
+from consistency.launch.environment import shared_out, torch_device, worker_environment, worker_threads
+from consistency.launch.plan import plan_waves
 
 
 def device(name: str, **fields: Any) -> DeviceInfo:
@@ -140,3 +144,27 @@ def test_a_worker_on_the_cpu_keeps_freed_pages(monkeypatch: pytest.MonkeyPatch) 
     assert name not in worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2, pinned=False)
     monkeypatch.setenv(name, "4096")
     assert worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2)[name] == "4096"
+
+
+@pytest.mark.parametrize(
+    ("cores", "names", "waits", "threads"),
+    [
+        (16, ("cpu", *(f"cuda:{i}" for i in range(8))), True, [8] + [1] * 8),
+        (96, ("cpu", *(f"cuda:{i}" for i in range(8))), True, [64] + [4] * 8),
+        (96, ("cpu", *(f"cuda:{i}" for i in range(8))), False, [10] * 9),
+        (2, ("cpu", "cuda:0", "cuda:1"), True, [1, 1, 1]),
+        (12, ("cpu", "cpu@avx2", "cuda:0"), True, [4, 4, 4]),
+        (24, ("cpu", "cpu@avx2", "cuda:0"), True, [12, 8, 4]),
+        (16, ("cpu", "cpu@avx2"), True, [8, 8]),
+        (17, ("cpu", "cpu@avx2"), True, [8, 8]),
+        (16, ("cuda:0", "cuda:1"), True, [8, 8]),
+    ],
+)
+def test_the_worker_that_others_wait_for_has_the_cores_that_they_do_not_need(
+    monkeypatch: pytest.MonkeyPatch, cores: int, names: tuple[str, ...], waits: bool, threads: list[int]
+) -> None:
+    for module in (environment, devices_cores):
+        monkeypatch.setattr(module, "available_cores", lambda: cores)
+    case = Case(name="x", base="base", load_paths=(LoadPath.ISOLATED,))
+    (wave,) = plan_waves(case, [device(name) for name in names])
+    assert shared_out(wave, waits=waits) == threads
