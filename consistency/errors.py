@@ -67,6 +67,10 @@ class CaptureError(ConsistencyError):
     """A capture folder that cannot be written or read."""
 
 
+class DeviceError(ConsistencyError):
+    """A device that cannot be checked: its worker fails, and no other."""
+
+
 class StructureError(ConsistencyError):
     """Two tensors whose shape or dtype differ were given to a comparison of values."""
 

@@ -163,6 +163,7 @@ def make_capture(tmp_path: Path) -> MakeCapture:
         info: dict[str, dict[str, Any]] | None = None,
         case: dict[str, Any] | None = None,
         host_facts: HostFacts | None = None,
+        host: str | None = None,
     ) -> Path:
         full_case = Case(**{"name": "made-up", "base": "base", "adapter": "adapter", **(case or {})})
         with CaptureWriter(tmp_path / name) as writer:
@@ -187,7 +188,7 @@ def make_capture(tmp_path: Path) -> MakeCapture:
                     schema=SCHEMA,
                     tool="0",
                     created="2026-01-01",
-                    host=name,
+                    host=host or name,
                     case=full_case,
                     workers=tuple(slugs),
                     host_facts=host_facts,

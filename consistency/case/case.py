@@ -64,6 +64,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     host_checked_by : str
         The case of the same suite that has the stages of the host, which this one then leaves out; empty where it is
         this one, or where there is no other case.
+    not_shared : str
+        Why its workers cannot see all devices, where they would otherwise; empty where they can.
     fit : Fit
         What it is cut to where memory is short.
     """
@@ -93,6 +95,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     trust_remote_code: bool = False
     fit: Fit = Fit()
     host_checked_by: str = ""
+    not_shared: str = ""
 
     @property
     def sequences(self) -> int:
@@ -149,6 +152,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             rest = [text for text in rest if "second run" not in text]
         if self.repeat > 1:
             rest = [text for text in rest if "again" not in text and "second run" not in text]
+        if self.not_shared:
+            rest.append(f"the load path shared ({self.not_shared})")
         return (*skipped, *rest, *self._of_other_adapters(), *self._cut())
 
     def _of_other_adapters(self) -> list[str]:

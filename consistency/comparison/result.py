@@ -25,6 +25,9 @@ ENVIRONMENT = "environment"
 LOST_NODE = "lost-node"
 """Kind of the finding that nodes of a fleet have no capture that can be compared; its details are their names."""
 
+GONE_DEVICE = "gone-device"
+"""Kind of the finding that a host no longer has an accelerator that an earlier run had."""
+
 PLANTED = "planted"
 """Kind of the finding that a fault was planted on purpose."""
 

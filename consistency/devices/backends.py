@@ -83,6 +83,8 @@ class Backend:
         Whether devices of this type are numbered.
     visibility : str or None
         Variable that lists the devices a process may see; None where a process cannot be confined to one device.
+    also_masked_by : tuple of str
+        Further variables that show a part of its devices.
     empty_hides_all : bool
         Whether an empty list there hides every device; for some backends it shows every device.
     mask_is_ordered : bool
@@ -104,6 +106,9 @@ class Backend:
         Whether each step of an operation on half types gives a half type: a compiler is handed single steps.
     asked_by : str or None
         The variable by which a user says that this backend is to be used; without it none of its devices is found.
+    computes_on_host : bool
+        Whether its kernels may run on the host's processor: its instruction set and the number of threads are then part
+        of what decides their bits.
     environment : mapping of str to str
         Variables that every worker needs, on any device: libraries read them before the worker could set them.
     pinned_environment : mapping of str to str
@@ -121,6 +126,7 @@ class Backend:
     type: str
     has_index: bool = True
     visibility: str | None = None
+    also_masked_by: tuple[str, ...] = ()
     empty_hides_all: bool = True
     mask_is_ordered: bool = True
     builds: tuple[str, ...] = ()
@@ -131,6 +137,7 @@ class Backend:
     interface: str | None = None
     asked_by: str | None = None
     rounds_each_step: bool = False
+    computes_on_host: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     pinned_environment: Mapping[str, str] = field(default_factory=dict)
     inherited: tuple[str, ...] = ()
@@ -173,6 +180,7 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             type=CPU,
             has_index=False,
+            computes_on_host=True,
             variants=_CPU_VARIANTS,
             # oneDNN reads each of its variables under its earlier name too
             inherited=(
@@ -183,17 +191,28 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             type="cuda",  # ROCm too: torch gives AMD's devices this name
             visibility="CUDA_VISIBLE_DEVICES",  # with ROCm as `consistency.devices.visibility` says
+            also_masked_by=("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
             builds=("cuda", "hip"),
             by_nvml=True,
             shows_contexts=True,
             # NVML counts in PCI order; cuBLAS reads its variable when the first handle is created
             environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-            pinned_environment={"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE_CONFIG},
-            inherited=("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "HIPBLASLT_ALLOW_TF32"),
+            # MI200 casts the float16 operands of a backward pass to bfloat16 by default, which keeps three bits less
+            # (PyTorch, "Numerical accuracy", on AMD Instinct MI200)
+            pinned_environment={
+                "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE_CONFIG,
+                "ROCBLAS_INTERNAL_FP16_ALT_IMPL": "0",
+                "MIOPEN_DEBUG_CONVOLUTION_ATTRIB_FP16_ALT_IMPL": "0",
+            },
+            # the third to the fifth: cuBLAS, "Floating Point Emulation"
+            inherited=(
+                "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_EMULATE_SINGLE_PRECISION",
+                "CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATION_STRATEGY", "HIPBLASLT_ALLOW_TF32",
+            ),
             recorded=(
-                "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCH_BLAS_PREFER_CUBLASLT",
-                "TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_LINALG_PREFER_CUSOLVER",
-                "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION", "HSA_XNACK",
+                "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NVML_BASED_CUDA_CHECK",
+                "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_LINALG_PREFER_CUSOLVER",
+                "HSA_OVERRIDE_GFX_VERSION", "HSA_XNACK",
             ),
             variants=_CUDA_VARIANTS,
             alternatives={
@@ -210,7 +229,8 @@ BACKENDS: dict[str, Backend] = {
             empty_hides_all=False,
             mask_is_ordered=False,  # Level Zero, Programming Guide, "Affinity Mask"
             builds=("xpu",),
-            recorded=("ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER", "ONEAPI_DEVICE_SELECTOR"),
+            also_masked_by=("ONEAPI_DEVICE_SELECTOR",),
+            recorded=("ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"),
         ),
         Backend(type="npu", visibility="ASCEND_RT_VISIBLE_DEVICES"),
         Backend(type="mps", builds=("darwin",), synchronizes_one=False),
@@ -222,6 +242,7 @@ BACKENDS: dict[str, Backend] = {
             inherited=("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16"),
             recorded=("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_PERSISTENT_CACHE_PATH"),
             rounds_each_step=True,  # docs/xla.md
+            computes_on_host=True,
             variants=(),  # XLA follows none of torch's switches
         ),
     )
@@ -251,8 +272,13 @@ def worker_variables(*, pinned: bool = True) -> dict[str, str]:
     return {**found, **further} if pinned else found
 
 
+def mask_variables() -> frozenset[str]:
+    """Return every variable that shows a part of the devices."""
+    masks = {backend.visibility for backend in BACKENDS.values() if backend.visibility}
+    return frozenset(masks.union(*(backend.also_masked_by for backend in BACKENDS.values())))
+
+
 def recorded_variables() -> frozenset[str]:
     """Return every variable that is written into a capture: those that choose kernels, devices or libraries."""
-    masks = {backend.visibility for backend in BACKENDS.values() if backend.visibility}
     further = {name for backend in BACKENDS.values() for name in backend.recorded}
-    return kernel_variables() | worker_variables().keys() | masks | further
+    return kernel_variables() | worker_variables().keys() | mask_variables() | further

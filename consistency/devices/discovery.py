@@ -16,17 +16,20 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from consistency.devices.backends import BACKENDS, CPU, Variant, backend_of, worker_variables
+from consistency.devices.backends import BACKENDS, CPU, Variant, backend_of, mask_variables, worker_variables
 from consistency.devices.host import nvml
 from consistency.devices.host.pci import read_text
 from consistency.devices.interpreter import python_command, python_path
-from consistency.devices.spec import DeviceInfo, DeviceSpec, parse_device
+from consistency.devices.kernels import KERNELS, missing_kernels
+from consistency.devices.spec import AutoChoice, DeviceInfo, DeviceSpec, parse_device
+from consistency.devices.vendors import PLATFORMS, SHARES_MEMORY, nvidia_architecture
 from consistency.errors import UsageError, meant
 
 PROBE_TIMEOUT_S = 120.0  # importing torch on a cold network disk takes most of a minute
@@ -82,11 +85,35 @@ def accelerators() -> tuple[DeviceInfo, ...]:
 
 
 def _auto() -> tuple[DeviceInfo, ...]:
-    found = accelerators()
-    if found:
-        return (cpu_info(), *found)
-    native = cpu_info()
-    return (native, *(v for v in _variants() if v.architecture != native.architecture))
+    found, native = accelerators(), cpu_info()
+    others = found or tuple(v for v in _variants() if v.architecture != native.architecture)
+    return (replace(native, auto=auto_choice()), *others)
+
+
+def auto_choice() -> AutoChoice:
+    """Return what `auto` finds of accelerators: where torch is built for some and has none, the reason.
+
+    A machine whose driver is gone looks like one without GPUs, and only its user knows which it is.
+    """
+    masks = {name: os.environ[name] for name in sorted(mask_variables()) if name in os.environ}
+    build = next((name for name in PLATFORMS if name in _torch_build()), None)
+    if build is None or accelerators() or _hides_all(build):
+        return AutoChoice(masks=masks)
+    shown = "".join(f"; {name}={value} is set" for name, value in masks.items())
+    return AutoChoice(masks=masks, build=build, reason=_why_none(build) + shown)
+
+
+def _hides_all(build: str) -> bool:
+    """Return whether the user hides every device of a platform on purpose; a list that shows none may be a mistake."""
+    names = {"cuda": ("CUDA_VISIBLE_DEVICES",), "hip": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}.get(build, ())
+    # to HIP an empty list is none; Slurm sets NoDevFiles for a job without GPUs
+    hiding = ("-1", "NoDevFiles") if build == "hip" else ("-1", "NoDevFiles", "")
+    return any(os.environ[name].strip() in hiding for name in names if name in os.environ)
+
+
+def _why_none(build: str) -> str:
+    refused = nvml.refusal() if build == "cuda" else None
+    return "torch lists none" if refused is None else f"NVML: {refused}"
 
 
 def _variants() -> tuple[DeviceInfo, ...]:
@@ -101,7 +128,11 @@ def _find(spec: DeviceSpec) -> DeviceInfo:
         if (info.spec.type, info.spec.index) == (spec.type, spec.index):
             return replace(info, spec=spec)
     names = [CPU, *(info.spec.name for info in found)]
+    none = auto_choice()
     build = "" if _torch_build() else "; the installed torch is a CPU build"
+    build += (
+        f"; torch is built for {PLATFORMS[none.build].name} and finds no device: {none.reason}" if none.build else ""
+    )
     listed = "`consistency devices` lists the devices of this machine"
     raise UsageError(
         f"this machine has no device {spec.name}",
@@ -166,81 +197,163 @@ def _nvidia() -> tuple[DeviceInfo, ...]:
         if library is None:
             return ()
         driver, (count, _) = nvml.driver(library), nvml.answer(library, "nvmlDeviceGetCount")
-        return _visible([_nvml_device(library, kind, i, driver) for i in range(count or 0)])
+        cards = [_Card(library, kind, number, driver) for number in range(count or 0)]
+        return _numbered(_shown([_Listed(card.number, card.uuid, info) for card in cards for info in card.devices()]))
 
 
-def _nvml_device(library: Any, kind: str, index: int, driver: str | None) -> DeviceInfo:
-    """Describe a GPU by what NVML reports of it: boards and virtual machines refuse one or another question."""
-    unknown: dict[str, str] = {}
+class _Card:
+    """A card by what NVML reports of it: boards and virtual machines refuse one or another question.
 
-    def ask(what: str, function: str, *arguments: Any) -> Any:
-        found, reason = nvml.answer(library, function, *arguments)
+    Parameters
+    ----------
+    number : int
+        NVML's.
+    """
+
+    def __init__(self, library: Any, kind: str, number: int, driver: str | None) -> None:
+        self.number = number
+        self._library = library
+        self._spec = DeviceSpec(type=kind, index=number)
+        self._driver = driver
+        self._unknown: dict[str, str] = {}
+        self._handle = self._ask("handle", "nvmlDeviceGetHandleByIndex", number)
+        self.uuid: str | None = None if self._handle is None else self._ask("UUID", "nvmlDeviceGetUUID", self._handle)
+
+    def devices(self) -> tuple[DeviceInfo, ...]:
+        """Return what a process can use: the card, or its instances where MIG is on."""
+        if self._handle is None:  # it fell off the bus
+            name = f"NVIDIA, {self._unknown['handle']}"
+            lost = DeviceInfo(
+                spec=self._spec, architecture=name, model=name, driver=self._driver, visible_id=_NO_DEVICE,
+                unusable=self._unknown["handle"], alone="which is lost", not_reported=self._unknown,
+            )  # fmt: skip
+            return (lost,)
+        card = self._card()
+        mode, _ = nvml.answer(self._library, "nvmlDeviceGetMigMode", self._handle)
+        if not mode or int(mode[0]) != 1:  # the mode in force; the second is that after a reset
+            return (card,)
+        instances = tuple(self._instances(card))
+        made = "MIG mode is on, and this process sees no instance: nvidia-smi mig -cgi makes one"
+        return instances or (replace(card, unusable=made, alone=_MIG),)
+
+    def _ask(self, what: str, function: str, *arguments: Any) -> Any:
+        found, reason = nvml.answer(self._library, function, *arguments)
         if reason is not None:
-            unknown[what] = reason
+            self._unknown[what] = reason
         return found
 
-    handle = ask("handle", "nvmlDeviceGetHandleByIndex", index)
-    if handle is None:  # a device that fell off the bus keeps its place; its worker is lost, and says why
-        name = f"NVIDIA, {unknown['handle']}"
+    def _card(self) -> DeviceInfo:
+        capability = self._ask("compute capability", "nvmlDeviceGetCudaComputeCapability", self._handle)
+        place = self._ask("PCI bus id", "nvmlDeviceGetPciInfo", self._handle)
+        memory = self._ask("memory", "nvmlDeviceGetMemoryInfo", self._handle)
+        number = None if capability is None else (int(capability[0]), int(capability[1]))
+        mode, _ = nvml.answer(self._library, "nvmlDeviceGetComputeMode", self._handle)
+        unusable, alone = _COMPUTE_MODES.get(mode if isinstance(mode, int) else 0, ("", ""))
         return DeviceInfo(
-            spec=DeviceSpec(type=kind, index=index), architecture=name, model=name, driver=driver, visible_id="-1",
-            not_reported=unknown,
-        )  # fmt: skip
-    capability = ask("compute capability", "nvmlDeviceGetCudaComputeCapability", handle)
-    uuid = ask("UUID", "nvmlDeviceGetUUID", handle)
-    place = ask("PCI bus id", "nvmlDeviceGetPciInfo", handle)
-    memory = ask("memory", "nvmlDeviceGetMemoryInfo", handle)
-    return DeviceInfo(
-        spec=DeviceSpec(type=kind, index=index),
-        architecture="NVIDIA" if capability is None else nvidia_architecture((int(capability[0]), int(capability[1]))),
-        model=ask("name", "nvmlDeviceGetName", handle) or "NVIDIA",
-        uuid=uuid,
-        pci_bus_id=None if place is None else place.busId,
-        driver=driver,
-        capability=None if capability is None else f"{capability[0]}.{capability[1]}",
-        memory_bytes=None if memory is None else int(memory.total),
-        visible_id=uuid,
-        not_reported=unknown,
-    )
+            spec=self._spec,
+            architecture="NVIDIA" if number is None else nvidia_architecture(number),
+            model=self._ask("name", "nvmlDeviceGetName", self._handle) or "NVIDIA",
+            uuid=self.uuid,
+            pci_bus_id=None if place is None else place.busId,
+            driver=self._driver,
+            capability=None if number is None else f"{number[0]}.{number[1]}",
+            memory_bytes=None if memory is None else int(memory.total),
+            # under WSL the driver is Windows', and a list of UUIDs has not been seen to work: the worker checks which
+            # device a number is
+            visible_id=str(self.number) if _WSL.exists() else self.uuid,
+            unusable=unusable,
+            alone=alone,
+            shares_memory=number in SHARES_MEMORY,
+            not_reported=self._unknown,
+        )
+
+    def _instances(self, card: DeviceInfo) -> Iterator[DeviceInfo]:
+        """Yield the instances of the card; what NVML reports of a card alone is that of the card."""
+        count, _ = nvml.answer(self._library, "nvmlDeviceGetMaxMigDeviceCount", self._handle)
+        for number in range(count or 0):
+            handle, _ = nvml.answer(self._library, "nvmlDeviceGetMigDeviceHandleByIndex", self._handle, number)
+            if handle is None:  # as many as there could be, with gaps
+                continue
+            unknown = dict(self._unknown)
+            answers = {}
+            for what, function in (("UUID", "nvmlDeviceGetUUID"), ("memory", "nvmlDeviceGetMemoryInfo")):
+                answers[what], reason = nvml.answer(self._library, function, handle)
+                if reason is not None:
+                    unknown[what] = reason
+            name, _ = nvml.answer(self._library, "nvmlDeviceGetName", handle)
+            yield replace(
+                card,
+                model=name or f"{card.model} MIG",
+                uuid=answers["UUID"],
+                visible_id=answers["UUID"],
+                memory_bytes=None if answers["memory"] is None else int(answers["memory"].total),
+                alone=_MIG,
+                not_reported=unknown,
+            )
 
 
-# NVIDIA's architecture names by compute capability: CUDA C++ programming guide, "Compute Capabilities".
-_NVIDIA = {
-    (5, 0): "Maxwell", (5, 2): "Maxwell", (5, 3): "Maxwell",
-    (6, 0): "Pascal", (6, 1): "Pascal", (6, 2): "Pascal",
-    (7, 0): "Volta", (7, 2): "Volta", (7, 5): "Turing",
-    (8, 0): "Ampere", (8, 6): "Ampere", (8, 7): "Ampere", (8, 9): "Ada Lovelace",
-    (9, 0): "Hopper",
-    (10, 0): "Blackwell", (10, 3): "Blackwell", (11, 0): "Blackwell", (12, 0): "Blackwell", (12, 1): "Blackwell",
-}  # fmt: skip
+_NO_DEVICE = "-1"
+
+_MIG = "of which a process sees one: an instance of MIG"
+
+_WSL = Path("/dev/dxg")
+
+# nvml.h: nvmlComputeMode_t; why no process, and why only one, can use a device
+_EXCLUSIVE = "whose compute mode lets one process use it at a time (nvidia-smi -c 0 ends that)"
+_COMPUTE_MODES = {
+    1: ("", _EXCLUSIVE),
+    2: ("its compute mode is prohibited: nvidia-smi -c 0 lets processes use it", "whose compute mode is prohibited"),
+    3: ("", _EXCLUSIVE),
+}
 
 
-def nvidia_architecture(capability: tuple[int, int]) -> str:
-    """Name an NVIDIA architecture: `(8, 6)` gives `Ampere sm_86`."""
-    major, minor = capability
-    return f"{_NVIDIA.get((major, minor), 'NVIDIA')} sm_{major}{minor}"
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A device, with the number and the UUID of its card."""
+
+    number: int
+    card: str | None
+    info: DeviceInfo
+
+    @property
+    def is_instance(self) -> bool:
+        return self.info.uuid != self.card
 
 
-def _visible(found: Sequence[DeviceInfo]) -> tuple[DeviceInfo, ...]:
+def _shown(found: Sequence[_Listed]) -> list[DeviceInfo]:
     """Apply the user's own visibility variable: `cuda:0` is the first device that it lists.
 
-    Numbers in it count in PCI order, as they do in every worker.
+    Numbers in it count cards in PCI order, as they do in every worker. A card is all of its instances of MIG.
     """
-    mask = backend_of(found[0].spec.type).visibility if found else None
+    mask = backend_of(found[0].info.spec.type).visibility if found else None
     wanted = os.environ.get(mask) if mask else None
     if wanted is None:
-        return tuple(found)
+        return [one.info for one in found]
     chosen: list[DeviceInfo] = []
     for entry in (e.strip() for e in wanted.split(",")):
-        match = [
-            info
-            for i, info in enumerate(found)
-            if (entry.isdigit() and int(entry) == i) or (entry and info.uuid and info.uuid.startswith(entry))
+        instances = [one for one in found if entry and one.is_instance and (one.info.uuid or "").startswith(entry)]
+        cards = [
+            one
+            for one in found
+            if (entry.isdigit() and int(entry) == one.number) or (entry and (one.card or "").startswith(entry))
         ]
-        if len(match) != 1:  # CUDA itself stops at the first entry that it cannot resolve
+        match = instances + cards
+        # CUDA itself stops at the first entry that it cannot resolve
+        if len(instances) > 1 or len({one.number for one in match}) != 1:
             break
-        chosen.append(match[0])
-    return tuple(replace(info, spec=DeviceSpec(type=info.spec.type, index=i)) for i, info in enumerate(chosen))
+        chosen += [one.info for one in match]
+    return chosen
+
+
+def _numbered(found: Sequence[DeviceInfo]) -> tuple[DeviceInfo, ...]:
+    """Number devices as torch does in a process that sees them all, where one can."""
+    entries = tuple(info.visible_id for info in found if info.visible_id is not None)
+    # CUDA skips a card that is lost, and shows one instance of MIG
+    named = [replace(info, spec=DeviceSpec(type=info.spec.type, index=i)) for i, info in enumerate(found)]
+    apart = [f"{info.spec.name}, {info.alone}" for info in named if info.unusable or info.alone == _MIG]
+    beside = f"what it would be numbered beside {apart[0]}, is not known" if apart else ""
+    visible_ids = entries if len(entries) == len(found) and not apart else ()
+    return tuple(replace(info, visible_ids=visible_ids, alone=info.alone or beside) for info in named)
 
 
 @functools.cache
@@ -277,30 +390,8 @@ def _not_listed(kind: Sequence[str], why: str) -> UsageError:
 
 
 def _ask(*kind: str) -> tuple[DeviceInfo, ...]:
-    """Have the probe describe the devices of `torch.accelerator`, or those of one type.
-
-    Raises
-    ------
-    UsageError
-        It fails: what it would have found is not to be left out in silence.
-    """
-    try:
-        done = subprocess.run(
-            [*python_command(), "consistency.devices.probe", *kind],
-            capture_output=True,
-            timeout=PROBE_TIMEOUT_S,
-            env={**os.environ, **python_path(), **worker_variables()},
-            check=True,
-        )
-        rows = json.loads(done.stdout)
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").split("\n") if error.stderr else []
-        last = next((line.strip() for line in reversed(said) if line.strip()), "")
-        raise _not_listed(kind, f"a process that lists them ended with {error.returncode}: {last}") from None
-    except subprocess.TimeoutExpired:
-        raise _not_listed(kind, f"a process that lists them did not end in {PROBE_TIMEOUT_S} s") from None
-    except ValueError:
-        raise _not_listed(kind, "a process that lists them wrote no JSON") from None
+    """Have the probe describe the devices of `torch.accelerator`, or those of one type."""
+    rows = _from_probe(*kind)
     return tuple(
         DeviceInfo(
             spec=DeviceSpec(type=row.pop("type"), index=row.pop("index")),
@@ -310,6 +401,50 @@ def _ask(*kind: str) -> tuple[DeviceInfo, ...]:
         )
         for row in rows
     )
+
+
+def _from_probe(*arguments: str) -> Any:
+    """Return what the probe prints.
+
+    Raises
+    ------
+    UsageError
+        It fails: what it would have found is not to be left out in silence.
+    """
+    kind = [argument for argument in arguments if argument != KERNELS]
+    try:
+        done = subprocess.run(
+            [*python_command(), "consistency.devices.probe", *arguments],
+            capture_output=True,
+            timeout=PROBE_TIMEOUT_S,
+            env={**os.environ, **python_path(), **worker_variables()},
+            check=True,
+        )
+        return json.loads(done.stdout)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").split("\n") if error.stderr else []
+        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        raise _not_listed(kind, f"a process that lists them ended with {error.returncode}: {last}") from None
+    except subprocess.TimeoutExpired:
+        raise _not_listed(kind, f"a process that lists them did not end in {PROBE_TIMEOUT_S} s") from None
+    except ValueError:
+        raise _not_listed(kind, "a process that lists them wrote no JSON") from None
+
+
+def why_unusable(info: DeviceInfo) -> str:
+    """Return why no process can use a device; empty where nothing is known against it.
+
+    A worker finds out for itself that torch has no kernels for its device; without one, torch is asked in a separate
+    process, which takes seconds.
+    """
+    if info.unusable or info.capability is None or info.spec.type != "cuda":
+        return info.unusable
+    return missing_kernels(info.capability, _kernels()) or ""
+
+
+@functools.cache
+def _kernels() -> tuple[str, ...]:
+    return tuple(_from_probe(KERNELS))
 
 
 def is_rocm() -> bool:

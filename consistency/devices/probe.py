@@ -1,7 +1,7 @@
 """Print the devices that torch finds, as JSON; run in a process of its own.
 
 Without an argument those of `torch.accelerator`, with the name of a type those of a plugged-in backend that is not part
-of it.
+of it; with `kernels` the architectures that torch was built for.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from consistency.devices.interface import register
+from consistency.devices.kernels import KERNELS
 from consistency.devices.vendors import described
 
 
@@ -41,5 +42,12 @@ def describe(kind: str | None = None) -> list[dict[str, Any]]:
     return rows
 
 
+def kernels() -> list[str]:
+    """Return the architectures that torch has kernels for, of CUDA or ROCm."""
+    import torch
+
+    return list(torch.cuda.get_arch_list())
+
+
 if __name__ == "__main__":
-    json.dump(describe(*sys.argv[1:]), sys.stdout)
+    json.dump(kernels() if sys.argv[1:] == [KERNELS] else describe(*sys.argv[1:]), sys.stdout)

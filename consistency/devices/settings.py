@@ -17,6 +17,9 @@ AS_FOUND = "as found"
 CUBLAS_WORKSPACE_CONFIG = ":4096:8"
 """One of the two values that make cuBLAS reproducible (cuBLAS documentation, "Results reproducibility")."""
 
+DEFAULT_LIBRARY = "default"
+"""Value that lets torch choose a library; it may report the chosen one instead."""
+
 UNREADABLE = "unreadable"
 """Start of the value of a setting that torch refuses to tell, or does not have."""
 
@@ -100,9 +103,9 @@ SETTINGS: dict[str, SettingSpec] = {
         _setting("bf16_reduced_precision_reduction", False),
         _setting("fp16_accumulation", False),
         _setting("fp16_bf16_reduction_math_sdp", False),
-        _setting("blas_library", AS_FOUND, "default", "cublas", "cublaslt", "ck"),
-        _setting("linalg_library", AS_FOUND, "default", "cusolver", "magma"),
-        _setting("rocm_fa_library", AS_FOUND, "default", "aotriton", "ck"),
+        _setting("blas_library", AS_FOUND, DEFAULT_LIBRARY, "cublas", "cublaslt", "ck"),
+        _setting("linalg_library", AS_FOUND, DEFAULT_LIBRARY, "cusolver", "magma"),
+        _setting("rocm_fa_library", AS_FOUND, DEFAULT_LIBRARY, "aotriton", "ck"),
         _setting("cudnn_enabled", True),
         _setting("cudnn_deterministic", True),
         _setting("cudnn_benchmark", False),
@@ -138,6 +141,9 @@ _CUDNN: dict[str, dict[str, bool | str]] = {
 
 # torch refuses to read a switch of TF32 that its newer ones contradict, and a precision that its backends of products
 # do not share
+HOST_SETTINGS = frozenset({THREADS})
+"""Settings that decide the bits of what the host's processor computes, and of nothing else."""
+
 _IMPLIED: dict[tuple[str, object], dict[str, bool | str]] = {
     **{("fp32_precision", name): {"cuda_fp32_precision": name} for name in ("none", *_OF_CUDA)},
     ("fp32_precision", "bf16"): {"cuda_fp32_precision": "none"},  # which CUDA has not

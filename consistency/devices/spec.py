@@ -77,6 +77,25 @@ class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool = False
 
 
+class AutoChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What `auto` found of the accelerators of a host.
+
+    Attributes
+    ----------
+    masks : dict of str to str
+        The user's own variables that show a part of them.
+    build : str
+        Where there is none, and not because the user hides them: what torch is built for, of `vendors.PLATFORMS`.
+        Empty where there are some, or the installed torch can have none.
+    reason : str
+        Why there is none.
+    """
+
+    masks: dict[str, str] = {}
+    build: str = ""
+    reason: str = ""
+
+
 class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
     """What is known of a device before a worker starts.
 
@@ -86,17 +105,33 @@ class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
         None where it is not reported, as for a GPU that shares the host's memory.
     visible_id : str or None
         The entry of the backend's visibility variable that shows this device alone.
+    visible_ids : tuple of str
+        The entries that show every device of the host, in the order of their numbers; empty where they are not known.
+    unusable : str
+        Why no process can use it.
+    alone : str
+        Why a process can use it only where it sees no other device, and no other process uses it: a clause that follows
+        its name.
+    shares_memory : bool
+        Whether its memory is that of the host.
     not_reported : dict of str to str
         What the library that was asked did not report, with its reason.
     asked : str
         That library.
+    auto : AutoChoice or None
+        Of the CPU that `auto` stands for; None where devices were named.
     """
 
     spec: DeviceSpec
     memory_bytes: int | None = None
     visible_id: str | None = None
+    visible_ids: tuple[str, ...] = ()
+    unusable: str = ""
+    alone: str = ""
+    shares_memory: bool = False
     not_reported: dict[str, str] = {}
     asked: str = "NVML"
+    auto: AutoChoice | None = None
 
 
 def parse_device(text: str, *, where: str = "--devices") -> DeviceSpec:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -15,6 +16,32 @@ class Vendor(StrEnum):
     AMD = "AMD"
     INTEL = "Intel"
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """What a build of torch computes on.
+
+    Attributes
+    ----------
+    name : str
+        As people know it.
+    pci_vendor : int
+        Of its cards, as sysfs has it.
+    hidden_by : str or None
+        Setting that hides all of its devices from a process.
+    """
+
+    name: str
+    pci_vendor: int
+    hidden_by: str | None = None
+
+
+PLATFORMS: Mapping[str, Platform] = {
+    "cuda": Platform(name="CUDA", pci_vendor=0x10DE, hidden_by="CUDA_VISIBLE_DEVICES="),
+    "hip": Platform(name="ROCm", pci_vendor=0x1002, hidden_by="HIP_VISIBLE_DEVICES=-1"),
+    "xpu": Platform(name="XPU", pci_vendor=0x8086),
+}
+"""By the name in torch's `version.py`. Vendors: PCI ID Repository, https://pci-ids.ucw.cz."""
 
 # LLVM, "User Guide for AMDGPU Backend", Processors; names as in AMD's "GPU hardware specifications"
 _AMD = {
@@ -30,7 +57,27 @@ _INTEL = {
     (20, 1): "Xe2-HPG", (20, 2): "Xe2-HPG", (20, 4): "Xe2-LPG", (30, 0): "Xe3-LPG", (30, 1): "Xe3-LPG",
 }  # fmt: skip
 
-_INTEL_PCI = 0x8086
+
+# NVIDIA's architecture names by compute capability: CUDA C++ programming guide, "Compute Capabilities".
+_NVIDIA = {
+    (5, 0): "Maxwell", (5, 2): "Maxwell", (5, 3): "Maxwell",
+    (6, 0): "Pascal", (6, 1): "Pascal", (6, 2): "Pascal",
+    (7, 0): "Volta", (7, 2): "Volta", (7, 5): "Turing",
+    (8, 0): "Ampere", (8, 6): "Ampere", (8, 7): "Ampere", (8, 9): "Ada Lovelace",
+    (9, 0): "Hopper",
+    (10, 0): "Blackwell", (10, 3): "Blackwell", (11, 0): "Blackwell", (12, 0): "Blackwell", (12, 1): "Blackwell",
+}  # fmt: skip
+
+
+SHARES_MEMORY = frozenset({(5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0), (12, 1)})
+"""Capabilities of chips whose GPU has no memory of its own: Jetson (TX1 to Thor, which was 10.1 before CUDA 13) and
+GB10. https://developer.nvidia.com/cuda-gpus"""
+
+
+def nvidia_architecture(capability: tuple[int, int]) -> str:
+    """Name an NVIDIA architecture: `(8, 6)` gives `Ampere sm_86`."""
+    major, minor = capability
+    return f"{_NVIDIA.get((major, minor), 'NVIDIA')} sm_{major}{minor}"
 
 
 def amd_architecture(gcn: str) -> str:
@@ -71,7 +118,7 @@ def intel_pci_bus_id(raw: Sequence[int]) -> str | None:
     (`Device::generateUuidFromPciBusInfo` of Intel's compute-runtime).
     """
     data = bytes(raw)
-    if len(data) != 16 or int.from_bytes(data[:2], "little") != _INTEL_PCI:
+    if len(data) != 16 or int.from_bytes(data[:2], "little") != PLATFORMS["xpu"].pci_vendor:
         return None
     return f"{int.from_bytes(data[6:8], 'little'):04x}:{data[8]:02x}:{data[9]:02x}.{data[10]:x}"
 
@@ -96,27 +143,53 @@ def described(kind: str, properties: Any) -> dict[str, Any]:
     gcn = getattr(properties, "gcnArchName", "") or ""
     if kind == "cuda" and gcn.startswith("gfx"):
         found = _amd(properties, gcn)
+    elif kind == "cuda" and isinstance(getattr(properties, "major", None), int):
+        found = _nvidia(properties)
     elif kind == "xpu":
         found = _intel(properties)
     else:
-        return _any(kind, properties)
+        return _any(kind, properties) | _sharing(properties)
     found["memory_bytes"] = getattr(properties, "total_memory", None)
     asked = {"uuid": "UUID", "pci_bus_id": "PCI bus id", "memory_bytes": "memory", "capability": "architecture"}
     missing = {name: "not among the properties of the device" for key, name in asked.items() if not found.get(key)}
-    return {**found, "not_reported": missing, "asked": "torch"}
+    return {**found, **_sharing(properties), "not_reported": missing, "asked": "torch"}
+
+
+def _sharing(properties: Any) -> dict[str, bool]:
+    """Return whether a device's memory is the host's, where it is."""
+    return {"shares_memory": True} if getattr(properties, "is_integrated", False) else {}
+
+
+def _pci_bus_id(properties: Any) -> str | None:
+    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    domain, bus, device = (part if isinstance(part, int) else None for part in place)
+    known = domain is not None and bus is not None and device is not None
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0" if known else None
+
+
+def _nvidia(properties: Any) -> dict[str, Any]:
+    capability = (int(properties.major), int(properties.minor))
+    model = str(getattr(properties, "name", "") or Vendor.NVIDIA)
+    uuid = str(getattr(properties, "uuid", "") or "")
+    # of an instance of MIG torch may report the UUID of the whole card, which its other instances have too
+    known = bool(uuid) and " MIG " not in model
+    return {
+        "architecture": nvidia_architecture(capability),
+        "model": model,
+        "capability": f"{capability[0]}.{capability[1]}",
+        "uuid": f"GPU-{uuid.removeprefix('GPU-')}" if known else None,
+        "pci_bus_id": _pci_bus_id(properties),
+    }
 
 
 def _amd(properties: Any, gcn: str) -> dict[str, Any]:
     raw = _bytes(getattr(properties, "uuid", None))
-    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    domain, bus, device = (part if isinstance(part, int) else None for part in place)
-    known = domain is not None and bus is not None and device is not None
     return {
         "architecture": amd_architecture(gcn),
         "model": getattr(properties, "name", "") or amd_architecture(gcn),  # some drivers report an empty name
         "capability": gcn,
         "uuid": None if raw is None else amd_uuid(raw) or str(properties.uuid),
-        "pci_bus_id": f"{domain:04x}:{bus:02x}:{device:02x}.0" if known else None,
+        "pci_bus_id": _pci_bus_id(properties),
     }
 
 

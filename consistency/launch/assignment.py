@@ -17,7 +17,7 @@ from consistency.capture.records import WorkerInfo, WorkerStatus
 from consistency.case.case import Case
 from consistency.case.tolerance import of_architecture
 from consistency.devices.spec import DeviceIdentity
-from consistency.errors import CaptureError, ConsistencyError, InputError, UsageError
+from consistency.errors import CaptureError, ConsistencyError, DeviceError, InputError, UsageError
 from consistency.launch.change import Change
 from consistency.launch.engine import Limits
 from consistency.launch.environment import torch_device
@@ -95,6 +95,8 @@ class Assignment:
             parent_pid=os.getpid(),
             fault=self.fault,
             autocast_adapter_dtype=change.autocast_adapter_dtype is not False,
+            uuid=self.plan.info.uuid,
+            unusable=self.plan.info.unusable,
         )
 
     def begin(self) -> None:
@@ -191,6 +193,8 @@ class Assignment:
                 facts = {name: error.get(name) for name in ("where", "got", "wanted", "hint")}
                 found = kind(error["what"], **facts)
                 return Ended(status="failed", reason=found.what, error=found)
+        if error["kind"] == DeviceError.__name__:
+            return Ended(status="failed", reason="; ".join(filter(None, (error["what"], error.get("hint")))))
         if error["kind"] == "OutOfMemory":
             return self.lost("ran out of memory")
         return Ended(status="failed", reason=self._with_last(error["what"]))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from consistency.case.load_path import LoadPath
 from consistency.devices.backends import BACKENDS, kernel_variables, worker_variables
+from consistency.devices.cores import available_cores, threads_per_worker
 from consistency.devices.interpreter import python_path
 from consistency.devices.spec import DeviceInfo
 from consistency.devices.visibility import Visibility, visibility_of
+from consistency.launch.plan import WorkerPlan
 
 _KEPT_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 31)}
 """Let glibc keep what is freed. By default each buffer above 32 MiB is mapped anew, and every page of it zeroed by the
@@ -21,7 +23,9 @@ def torch_device(info: DeviceInfo, load_path: LoadPath) -> str:
     """Return the device as torch numbers it inside the worker."""
     if info.spec.index is None:
         return info.spec.type
-    return f"{info.spec.type}:{info.spec.index if _mask(info, load_path) is None else 0}"
+    if _mask(info, load_path) is not None:
+        return f"{info.spec.type}:0"
+    return f"{info.spec.type}:{_place(info)}"
 
 
 def worker_environment(
@@ -72,6 +76,11 @@ def worker_environment(
     return found
 
 
+def _place(info: DeviceInfo) -> int | None:
+    """Return the number of a device among all that are visible."""
+    return info.visible_ids.index(info.visible_id) if info.visible_id in info.visible_ids else info.spec.index
+
+
 def _mask(info: DeviceInfo, load_path: LoadPath) -> Visibility | None:
     """Return what confines a worker to its device, None where it is not to be or cannot be confined."""
     return visibility_of(info.spec.type) if load_path is LoadPath.ISOLATED else None
@@ -82,6 +91,10 @@ def _shown(info: DeviceInfo, load_path: LoadPath) -> dict[str, str | None]:
     mask = _mask(info, load_path)
     if mask is not None:
         return mask.applied(info.visible_id or mask.alone(info.spec.index or 0))
+    # by identity too: CUDA may skip a GPU that NVML counts, and every later one would have the number of another
+    everything = visibility_of(info.spec.type)
+    if info.visible_ids and everything is not None:
+        return everything.applied(",".join(info.visible_ids))
     changes: dict[str, str | None] = {}
     if info.spec.is_cpu:  # PEFT asks for the accelerator by itself and would send the adapter through it
         for kind in BACKENDS:
@@ -89,6 +102,28 @@ def _shown(info: DeviceInfo, load_path: LoadPath) -> dict[str, str | None]:
             if hidden is not None and hidden.hides_all is not None:
                 changes |= hidden.applied(hidden.hides_all)
     return changes
+
+
+MOST_BESIDE_REFERENCE = 4
+"""Threads of an accelerator's worker beside the CPU's, which computes the float64 passes that it waits for. It copies,
+digests and compares with them; what it computes is computed on its device."""
+
+
+def shared_out(wave: Sequence[WorkerPlan], *, waits: bool) -> list[int]:
+    """Return the threads of each worker of a wave: equal shares of the cores, or most of them for the reference.
+
+    Parameters
+    ----------
+    waits : bool
+        Whether the workers wait for what one of them computes.
+    """
+    share = threads_per_worker(len(wave))
+    maker = next((plan for plan in wave if plan.makes_reference and plan.info.spec.is_cpu), None)
+    if maker is None or not waits or all(plan.info.spec.is_cpu for plan in wave):
+        return [share] * len(wave)
+    found = [share if plan.info.spec.is_cpu else min(share, MOST_BESIDE_REFERENCE) for plan in wave]
+    left = available_cores() - sum(found)
+    return [threads + max(0, left) if plan is maker else threads for plan, threads in zip(wave, found, strict=True)]
 
 
 def worker_threads(asked: int | None, share: int, *, pinned: bool = True) -> int | None:

@@ -22,16 +22,18 @@ from consistency.capture.version import __version__
 from consistency.capture.writer import CaptureWriter
 from consistency.case.engine_file import EngineFile
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Stage
-from consistency.devices.cores import threads_per_worker
+from consistency.case.stages import Stage, stages_of
 from consistency.devices.host import HostFacts, read_host, since
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.assignment import Assignment, Ended
 from consistency.launch.engine import Captured, CaseTask, Limits, Task, Watcher
-from consistency.launch.environment import worker_threads
+from consistency.launch.environment import shared_out, worker_threads
 from consistency.launch.plan import WorkerPlan, merged_waves, side_by_side
 from consistency.launch.process import POLL_S, WorkerProcess
 from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, Event
+
+_WAITED_FOR = stages_of(lambda spec: spec.feeds_inputs)
+"""Stages of which one worker computes the float64 values for all."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,11 +149,13 @@ class _Run:
             yield from self._wave(assigned)
 
     def _wave(self, queues: Sequence[Sequence[Assignment]]) -> Iterator[Captured]:
-        share = threads_per_worker(len(queues))
+        waits = any(set(_WAITED_FOR) & set(one.case.stages) for queue in queues for one in queue)
+        threads = shared_out([queue[0].plan for queue in queues], waits=waits)
+        shares = {queue[0].plan.slug: share for queue, share in zip(queues, threads, strict=True)}
         running: list[WorkerProcess] = []
         try:
             for queue in queues:
-                running.append(self._start(queue, share))
+                running.append(self._start(queue, shares[queue[0].plan.slug]))
             while running:
                 for worker in list(running):
                     for one, ended in worker.ended(self._limits, self._watch):
@@ -164,7 +168,7 @@ class _Run:
                         worker.close()
                         running.remove(worker)
                         if worker.assignments:
-                            running.append(self._start(worker.assignments, share))
+                            running.append(self._start(worker.assignments, shares[worker.assignments[0].plan.slug]))
                 time.sleep(POLL_S)
         finally:
             for worker in running:

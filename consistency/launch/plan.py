@@ -6,6 +6,7 @@ again costs little.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -34,6 +35,8 @@ class WorkerPlan:
         Whether the case has any other.
     peers : tuple of DeviceInfo
         The devices of these.
+    turn : int
+        Which of the workers on its card it is: they run one after the other.
     """
 
     info: DeviceInfo
@@ -43,6 +46,7 @@ class WorkerPlan:
     others_wait: bool = True
     peers: tuple[DeviceInfo, ...] = ()
     change: Change | None = None
+    turn: int = 0
 
     @property
     def name(self) -> str:
@@ -70,31 +74,35 @@ def settings_of(info: DeviceInfo, case: Case) -> dict[str, Any]:
 
 
 def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPlan]]:
-    """Return the workers of a case, one list per default load path; the next wave starts when the one before has ended.
+    """Return the workers of a case in waves; the next one starts when the one before has ended.
 
-    The CPU is in the first wave only, because it has one default load path. The plain CPU computes the float64
-    activations where there is one.
+    There is a wave for each default load path, and one more for each further variant of a card: two of them would share
+    its memory, which each takes for its own. The CPU is in the first wave only, because it has one default load path.
+    The plain CPU computes the float64 activations where there is one.
     """
     load_paths = case.load_paths or default_load_paths(devices, sides=case.plan.sides)
     loads = case.adapter is not None and Stage.ADAPTER in case.stages
     maker = min(devices, key=lambda info: (not info.spec.is_cpu, info.spec.is_cpu and info.spec.variant is not None))
+    turns = _turns(devices)
     waves = []
     chosen = {load_path.main for load_path in load_paths}
     for number, main in enumerate(path for path in LoadPath if path in chosen):
         sides = tuple(path for path in load_paths if loads and path.main is main and not path.is_main)
-        wave = [
+        found = [
             WorkerPlan(
                 info=info,
                 load_path=LoadPath.ISOLATED if info.spec.is_cpu else main,
                 alternative_paths=_on_cpu(sides, chosen=case.load_paths is not None) if info.spec.is_cpu else sides,
                 makes_reference=number == 0 and info is maker,
                 peers=tuple(devices) if number == 0 and info is maker else (),
+                turn=turns[info.spec.name],
             )
             for info in devices
             if number == 0 or not info.spec.is_cpu
         ]
-        if wave:
+        for turn in sorted({plan.turn for plan in found}):
             # started first, because the others wait for its result
+            wave = [plan for plan in found if plan.turn == turn]
             waves.append(sorted(wave, key=lambda plan: not plan.makes_reference))
     alone = sum(map(len, waves)) == 1
     return [[replace(plan, others_wait=not alone) for plan in wave] for wave in waves]
@@ -114,11 +122,12 @@ def merged_waves(
     chosen = {plan.load_path.main for _, plan in plans if not plan.info.spec.is_cpu}
     order = [path for path in LoadPath if path in chosen] or [LoadPath.ISOLATED]
     different = list(dict.fromkeys(keys)) or [None]
-    merged: dict[tuple[object, LoadPath], dict[str, list[tuple[int, WorkerPlan]]]]
-    merged = {(key, path): {} for key in different for path in order}
+    turns = sorted({plan.turn for _, plan in plans})
+    merged: dict[tuple[object, LoadPath, int], dict[str, list[tuple[int, WorkerPlan]]]]
+    merged = {(key, path, turn): {} for key in different for path in order for turn in turns}
     for number, plan in plans:
         path = order[0] if plan.info.spec.is_cpu else plan.load_path.main
-        merged[keys[number] if keys else None, path].setdefault(plan.slug, []).append((number, plan))
+        merged[keys[number] if keys else None, path, plan.turn].setdefault(plan.slug, []).append((number, plan))
     return [list(wave.values()) for wave in merged.values() if wave]
 
 
@@ -133,9 +142,31 @@ def default_load_paths(devices: Sequence[DeviceInfo], *, sides: Sequence[str] = 
 
     A worker that sees only its own device cannot hit a broken copy between devices; one accelerator has no such copy.
     """
-    accelerators = {(info.spec.type, info.spec.index) for info in devices if not info.spec.is_cpu}
-    mains = (LoadPath.ISOLATED, LoadPath.SHARED) if len(accelerators) > 1 else (LoadPath.ISOLATED,)
+    several = has_several(devices) and not why_not_shared(devices)
+    mains = (LoadPath.ISOLATED, LoadPath.SHARED) if several else (LoadPath.ISOLATED,)
     return tuple(path for path in LoadPath if path.main in mains and (path.is_main or path.side in sides))
+
+
+def has_several(devices: Sequence[DeviceInfo]) -> bool:
+    """Return whether there is more than one accelerator, whatever its variants."""
+    return len({(info.spec.type, info.spec.index) for info in devices if not info.spec.is_cpu}) > 1
+
+
+def why_not_shared(devices: Sequence[DeviceInfo]) -> str:
+    """Return why no process can see all of several devices; empty where one can."""
+    found = [info for info in devices if info.alone] if has_several(devices) else []
+    return f"{found[0].spec.name}, {found[0].alone}" if found else ""
+
+
+def _turns(devices: Sequence[DeviceInfo]) -> dict[str, int]:
+    """Return how many variants of its card come before each device; those of the CPU run side by side."""
+    before: Counter[str] = Counter()
+    found = {}
+    for info in devices:
+        card = info.uuid or f"{info.spec.type}:{info.spec.index}"
+        found[info.spec.name] = 0 if info.spec.is_cpu else before[card]
+        before[card] += 1
+    return found
 
 
 def _on_cpu(sides: Sequence[LoadPath], *, chosen: bool) -> tuple[LoadPath, ...]:

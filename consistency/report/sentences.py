@@ -15,7 +15,7 @@ from consistency.case.stages import SPECS, Stage
 from consistency.comparison.by_worker import worst_error
 from consistency.comparison.coverage import Coverage, coverage
 from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
-from consistency.comparison.result import BAD, LOST_NODE, Comparison, Divergence
+from consistency.comparison.result import BAD, GONE_DEVICE, LOST_NODE, Comparison, Divergence
 from consistency.comparison.rows import WorkerSet
 from consistency.comparison.suite import CaseResult
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
@@ -201,11 +201,12 @@ def _of_workers(comparison: Comparison) -> str:
         parts += [_software_mismatch(covered) if not accepted else "", _not_compared(comparison, covered)]
         return "; ".join(filter(None, [*parts, _worst_error(comparison)]))
     if comparison.verdict == "incomplete":
-        nothing = [f.message for f in errors if f.kind == NOTHING_COMPARED]
+        nothing = [f.message for f in errors if f.kind in (NOTHING_COMPARED, GONE_DEVICE)]
         lost = [node for f in errors if f.kind == LOST_NODE for node in f.detail]
         lost += [w.name for w in comparison.workers if w.status != "ok"]
         what = f"{some(lost)} did not finish" if lost else "part of what was requested could not be checked"
-        others = sum(f.kind not in ("lost-worker", "failed-worker", LOST_NODE, NOTHING_COMPARED) for f in errors)
+        said = ("lost-worker", "failed-worker", LOST_NODE, NOTHING_COMPARED, *(() if lost else (GONE_DEVICE,)))
+        others = sum(f.kind not in said for f in errors)
         what = nothing[0] if nothing and not lost else what
         return what + (f"; {counted(others, 'other finding')}" if others else "")
     first = errors[0].message

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from consistency.capture.json_codec import decode_json
-from consistency.errors import CaptureError, ConsistencyError
+from consistency.errors import CaptureError, ConsistencyError, DeviceError
 from consistency.worker import lifeline
 from consistency.worker.heartbeat import Heartbeat
 from consistency.worker.out_of_memory import is_out_of_memory
@@ -101,7 +101,9 @@ def _do(job: Job, events: EventLog, bases: _Bases) -> tuple[int, bool]:
             events.failed({**_described(error), "trace": traceback.format_exc(limit=40)})
         except OSError:
             return CANNOT_WRITE, False
-        return (2, not isinstance(error, CaptureError)) if isinstance(error, ConsistencyError) else (3, False)
+        if isinstance(error, DeviceError) or not isinstance(error, ConsistencyError):
+            return 3, False
+        return 2, not isinstance(error, CaptureError)
 
 
 def _described(error: BaseException) -> dict[str, str | None]:

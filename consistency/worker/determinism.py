@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from consistency.devices.settings import AS_FOUND, SETTINGS, THREADS, UNREADABLE, with_implied
+from consistency.devices.settings import AS_FOUND, DEFAULT_LIBRARY, SETTINGS, THREADS, UNREADABLE, with_implied
 from consistency.errors import UsageError, first_line
 
 SEED = 0
@@ -96,6 +96,7 @@ def deterministic(
     with _generators_kept():
         try:
             _apply(asked, chosen=overrides)
+            asked |= {name: _read(name) for name, value in asked.items() if value == DEFAULT_LIBRARY}
             seed_all(seed)
             _requests.append(_Request(asked=asked, pins=pins))
             try:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from consistency.capture.names import DIGEST_FAULT
-from consistency.devices.backends import CPU, kernel_variables, recorded_variables
+from consistency.devices.backends import CPU, backend_of, kernel_variables, recorded_variables
+from consistency.devices.settings import HOST_SETTINGS
 from consistency.numerics.kernels import device_digest, triton_digest, trust
 from consistency.numerics.precision import Precision
 from consistency.worker.precision import products_of
@@ -28,6 +29,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
@@ -79,15 +81,24 @@ def _accelerator(device: torch.device) -> dict[str, Any]:
     }
 
 
-def kernel_key(environment: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Return what determines results besides the device's model: versions, kernels, threads and settings.
+def kernel_key(kind: str, environment: dict[str, Any], settings: dict[str, Any]) -> str:
+    """Return what determines results besides the device's model: versions, kernels and settings.
 
-    Libraries choose kernels by the number of multiprocessors and split sums by threads, so both are part of it.
+    Libraries choose kernels by the number of multiprocessors, so it is part of it. On the host's processor they choose
+    by its instruction set, and split sums by threads; an accelerator computes the same whatever the host has to spare.
+
+    Parameters
+    ----------
+    kind : str
+        Type of the device.
     """
-    parts = [
-        environment.get(k) for k in ("torch", "cuda", "cudnn", "transformers", "peft", "cpu_capability", "threads")
-    ]
+    backend = backend_of(kind)
+    on_host = backend.computes_on_host
+    of_host = ("cpu_capability", "threads") if on_host else ("hip",)
+    parts = [environment.get(k) for k in ("torch", "cuda", "cudnn", "transformers", "peft", *of_host)]
     variables = environment.get("variables", {})
-    parts += [variables.get(name) for name in sorted(kernel_variables())]
+    choosing = kernel_variables() | backend.pinned_environment.keys()
+    parts += [f"{name}={variables[name]}" for name in sorted(choosing & variables.keys())]
     parts += [environment.get("device_name"), environment.get("multiprocessors")]
-    return " ".join(str(p) for p in parts) + " " + " ".join(f"{k}={settings[k]}" for k in sorted(settings))
+    in_key = sorted(settings if on_host else settings.keys() - HOST_SETTINGS)
+    return " ".join(str(p) for p in parts) + " " + " ".join(f"{k}={settings[k]}" for k in in_key)

@@ -75,6 +75,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
         A fault to plant, of `consistency.worker.faults`.
     autocast_adapter_dtype : bool
         PEFT's argument of this name for the default load path.
+    uuid : str or None
+        Of the device that was planned, where it is known.
+    unusable : str
+        Why no process can use that device, where it was found so.
     """
 
     case: Case
@@ -93,6 +97,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
     peers: tuple[Peer, ...] = ()
     fault: str | None = None
     autocast_adapter_dtype: bool = True
+    uuid: str | None = None
+    unusable: str = ""
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):

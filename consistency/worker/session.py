@@ -25,6 +25,7 @@ from consistency.errors import UsageError
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.words import Word
 from consistency.worker import determinism, environment
+from consistency.worker.device_check import require_device
 from consistency.worker.memory.freed_pages import trim
 from consistency.worker.memory.host_memory import reset_peak
 from consistency.worker.memory.mapped_pages import release
@@ -69,7 +70,7 @@ class Session:
         self._placement.look("import")
         self._memory = StageMemoryLog(torch.device(job.device))
         described, in_force = environment.describe(torch.device(job.device)), determinism.in_force()
-        key = environment.kernel_key(described, in_force)
+        key = environment.kernel_key(torch.device(job.device).type, described, in_force)
         self._state = WorkerState(environment=described, asked=asked, in_force=in_force, kernel_key=key)
         self._update()
 
@@ -330,4 +331,5 @@ def run(job: Job, events: EventLog, bases: BaseKeeper | None = None) -> bool:
         planted = plant(job.fault)
     pins = job.case.is_pinned
     with planted, determinism.deterministic(threads=job.threads, pins=pins, **job.settings) as asked:
+        require_device(job)
         return Session(job, events, asked, bases).run()

@@ -21,7 +21,7 @@ from consistency.devices.discovery import cpu_flags
 from consistency.devices.memory import available_bytes, is_in_memory
 from consistency.devices.spec import DeviceInfo
 from consistency.errors import ConsistencyError, InputError, UsageError
-from consistency.launch.plan import WorkerPlan, plan_waves
+from consistency.launch.plan import WorkerPlan, plan_waves, why_not_shared
 
 
 def host_speed() -> Speed:
@@ -33,6 +33,7 @@ def budget_of(
     case: Case, devices: Sequence[DeviceInfo], *, threads: int | None = None, speed: Speed | None = None
 ) -> Budget:
     """Return the budget of a case on these devices of this host; without its `speed` no time is estimated."""
+    case = _with_reason(case, devices)
     planned = list(_planned(plan_waves(case, devices)))
     return make_budget(case, planned, available_bytes=available_bytes(), speed=speed, threads=threads)
 
@@ -54,6 +55,20 @@ def budgets_of(
         if budget.refusal is None and _checks_host(budget.case):
             host_checked.setdefault(_host_key(budget.case), name)
     return found
+
+
+def _with_reason(case: Case, devices: Sequence[DeviceInfo]) -> Case:
+    """Return a case with the reason why its workers cannot see all devices, where they cannot.
+
+    Raises
+    ------
+    UsageError
+        They were to.
+    """
+    reason = why_not_shared(devices)
+    if reason and case.load_paths is not None and any(path.main is LoadPath.SHARED for path in case.load_paths):
+        raise UsageError("the workers cannot see all devices", where="--load-paths", got=reason, wanted="isolated")
+    return msgspec.structs.replace(case, not_shared=reason if case.load_paths is None else "")
 
 
 def _host_key(case: Case) -> object:
@@ -84,6 +99,7 @@ def _planned(waves: Sequence[Sequence[WorkerPlan]]) -> Iterator[PlannedWorker]:
                 spec=plan.info.spec,
                 device_memory_bytes=plan.info.memory_bytes,
                 simulated=plan.info.simulated,
+                shares_memory=plan.info.shares_memory,
                 makes_reference=plan.makes_reference,
                 paths=len(plan.alternative_paths),
                 sees_others=not plan.info.spec.is_cpu and plan.load_path is LoadPath.SHARED,

@@ -54,7 +54,12 @@ def test_inside(outcomes: Outcomes, name: str) -> None:
     [(None, (0, 1, 2, 3)), ("2", (2,)), ("3,1", (3, 1)), ("", ()), ("1,9,0", (1,)), ("1,1", (1,)), ("-1", ())],
 )
 def test_what_a_process_sees(shown: str | None, devices: tuple[int, ...]) -> None:
-    assert _visible(4, shown) == devices
+    assert _visible(range(4), shown) == devices
+
+
+def test_numbers_skip_a_device_that_is_lost() -> None:
+    assert _visible((0, 2, 3), None) == (0, 2, 3)
+    assert _visible((0, 2, 3), "2,1") == (3, 2)
 
 
 @pytest.mark.parametrize(

@@ -122,3 +122,21 @@ def test_without_offloading_the_worker_runs_out_of_memory(
     assert run.process.returncode == 3
     (worker,) = run.report["workers"]
     assert "out of memory" in worker["reason"]
+
+
+@pytest.mark.parametrize(("shares", "placement"), [(False, "offload: "), (True, "device")])
+def test_what_the_host_can_reclaim_is_free_on_a_device_that_shares_its_memory(
+    double: Double, model: tuple[Path, Path], shares: bool, placement: str
+) -> None:
+    """`cudaMemGetInfo` counts the page cache as used, and a base that has just been read is in it."""
+    code = """
+import sys, torch
+from consistency.case.options import Options
+from consistency.case.preflight import prepare_case
+from consistency.worker.memory.offload_choice import choose
+print(choose(prepare_case(Options(base=sys.argv[1])), torch.device("npu:0")))
+"""
+    size = 2**30
+    settings = {"devices": 1, "memory_bytes": size, "reclaimable_bytes": size - 2**20, "shares_memory": shares}
+    done = double.python("-c", code, model[0], **settings)
+    assert done.stdout.startswith(placement), done.stderr

@@ -6,21 +6,29 @@ import json
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from consistency.case.case import Case
+from consistency.case.load_path import LoadPath
+from consistency.case.stages import Stage
 from consistency.cli.main import main
 from consistency.devices import discovery
 from consistency.devices.discovery import accelerators, cpu_info, discover, select
-from consistency.devices.spec import parse_device
+from consistency.devices.spec import AutoChoice, parse_device
 from consistency.errors import UsageError
-from tests.devices.amd_and_intel import a770, mi300x
+from consistency.launch.plan import default_load_paths, why_not_shared
+from consistency.workflows.planning import budget_of
+from tests.devices.torch_properties import a770, mi300x
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    caches = (discovery._nvidia, discovery._probed, discovery._torch_build, discovery._cpuinfo)
+    caches = (
+        discovery._nvidia, discovery._probed, discovery._torch_build, discovery._cpuinfo, discovery._kernels,
+    )  # fmt: skip
     for cache in caches:
         cache.cache_clear()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -34,6 +42,12 @@ def plug_in(monkeypatch: pytest.MonkeyPatch, *devices: dict[str, Any]) -> None:
     """Stand in for NVML and for a torch that was built with CUDA: no GPU is at hand in a test."""
     import pynvml
 
+    def instance(device: dict[str, Any], number: int) -> dict[str, Any]:
+        if number not in device["instances"]:
+            raise pynvml.NVMLError(6)  # not found
+        found: dict[str, Any] = device["instances"][number]
+        return found
+
     functions: dict[str, Any] = {
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,
@@ -44,7 +58,11 @@ def plug_in(monkeypatch: pytest.MonkeyPatch, *devices: dict[str, Any]) -> None:
         "nvmlDeviceGetUUID": lambda d: d["uuid"],
         "nvmlDeviceGetName": lambda d: d["name"],
         "nvmlDeviceGetPciInfo": lambda d: types.SimpleNamespace(busId=d["bus"]),
-        "nvmlDeviceGetMemoryInfo": lambda _: types.SimpleNamespace(total=48 * 2**30),
+        "nvmlDeviceGetMemoryInfo": lambda d: types.SimpleNamespace(total=d.get("memory", 48) * 2**30),
+        "nvmlDeviceGetComputeMode": lambda d: d.get("mode", 0),
+        "nvmlDeviceGetMigMode": lambda d: (int("instances" in d), 0),
+        "nvmlDeviceGetMaxMigDeviceCount": lambda _: 7,
+        "nvmlDeviceGetMigDeviceHandleByIndex": instance,
     }
     for name, function in functions.items():
         monkeypatch.setattr(pynvml, name, function)
@@ -96,6 +114,7 @@ def test_an_answer_that_nvml_refuses_is_left_out_and_said(
     assert [(info.spec.name, getattr(info, fact), info.not_reported) for info in found] == [
         (f"cuda:{i}", None, {unknown: reason}) for i in range(4)
     ]
+    monkeypatch.setattr(discovery, "_kernels", lambda: ("sm_80",))
     main(["devices"])
     assert f"cuda:2: NVML does not report {unknown}: {reason}" in capsys.readouterr().out
 
@@ -105,7 +124,9 @@ def test_a_gpu_that_fell_off_the_bus_keeps_its_place_and_shows_no_other(monkeypa
     refuse(monkeypatch, "nvmlDeviceGetHandleByIndex", 15, of="1")
     found = accelerators()
     assert [info.uuid for info in found] == ["GPU-000", None, "GPU-222", "GPU-333"]
-    assert (found[1].visible_id, found[1].model) == ("-1", "NVIDIA, GPU is lost")
+    assert (found[1].visible_id, found[1].model, found[1].unusable) == ("-1", "NVIDIA, GPU is lost", "GPU is lost")
+    assert {info.visible_ids for info in found} == {()}, "what a process that sees all would number them is not known"
+    assert found[2].alone == "what it would be numbered beside cuda:1, which is lost, is not known"
 
 
 def test_nvml_that_cannot_count_leaves_the_devices_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +193,174 @@ def test_ordinals_follow_what_the_user_made_visible(
     found = accelerators()
     assert [i.uuid for i in found] == uuids
     assert [i.spec.index for i in found] == list(range(len(uuids)))
+
+
+def without_driver(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    """Stand in for a torch that was built with CUDA, on a machine where NVML does not start."""
+    plug_in(monkeypatch)
+    refuse(monkeypatch, "nvmlInit", error)
+    monkeypatch.setattr(discovery, "_probed", lambda: ())
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (9, "Driver Not Loaded"),
+        (12, "NVML Shared Library Not Found"),
+        (18, "RM has detected an NVML/RM version mismatch."),
+    ],
+)
+def test_a_torch_for_cuda_without_a_device_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: int, reason: str
+) -> None:
+    without_driver(monkeypatch, error)
+    cpu = select(["auto"])[0]
+    assert cpu.auto == AutoChoice(build="cuda", reason=f"NVML: {reason}")
+    assert select(["cpu"])[0].auto is None, "who names the CPU wants no GPU"
+    with pytest.raises(UsageError, match="no device cuda:0") as caught:
+        select(["cuda:0"])
+    assert reason in (caught.value.hint or "")
+    main(["devices"])
+    assert f"torch is built for CUDA and finds no device: NVML: {reason}" in capsys.readouterr().out
+
+
+def test_a_list_that_shows_no_device_is_part_of_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, *A6000)
+    monkeypatch.setattr(discovery, "_probed", lambda: ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-gone,GPU-111")
+    found = select(["auto"])[0].auto
+    assert found is not None
+    assert found.reason == "torch lists none; CUDA_VISIBLE_DEVICES=GPU-gone,GPU-111 is set"
+
+
+@pytest.mark.parametrize("value", ["", "-1", "NoDevFiles"])
+def test_who_hides_every_device_has_lost_none(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    without_driver(monkeypatch, 9)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert select(["auto"])[0].auto == AutoChoice(masks={"CUDA_VISIBLE_DEVICES": value})
+
+
+def test_a_torch_for_the_cpu_misses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_driver(monkeypatch, 9)
+    monkeypatch.setattr(discovery, "_torch_build", frozenset)
+    assert select(["auto"])[0].auto == AutoChoice()
+
+
+A100_MIG = {
+    "capability": (8, 0), "uuid": "GPU-aaa", "name": "NVIDIA A100-SXM4-80GB", "bus": "0000:17:00.0", "memory": 80,
+    "instances": {
+        0: {"uuid": "MIG-0", "name": "NVIDIA A100-SXM4-80GB MIG 3g.40gb", "memory": 40},
+        3: {"uuid": "MIG-3", "name": "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "memory": 10},
+    },
+}  # fmt: skip
+
+
+def test_instances_of_mig_are_devices_and_their_card_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, A100_MIG, A6000[1])
+    found = accelerators()
+    assert [(info.spec.name, info.uuid, info.visible_id, info.memory_bytes) for info in found] == [
+        ("cuda:0", "MIG-0", "MIG-0", 40 << 30),
+        ("cuda:1", "MIG-3", "MIG-3", 10 << 30),
+        ("cuda:2", "GPU-111", "GPU-111", 48 << 30),
+    ]
+    assert (found[1].architecture, found[1].model) == ("Ampere sm_80", "NVIDIA A100-SXM4-80GB MIG 1g.10gb")
+    assert (found[1].pci_bus_id, found[1].capability, found[1].driver) == ("0000:17:00.0", "8.0", "580.65")
+    assert [info.unusable for info in found] == ["", "", ""]
+    assert default_load_paths(found) == (LoadPath.ISOLATED,)
+    assert why_not_shared(found) == "cuda:0, of which a process sees one: an instance of MIG"
+    assert {info.visible_ids for info in found} == {()}
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [
+        ("MIG-3,MIG-0", ["MIG-3", "MIG-0"]),
+        ("0", ["MIG-0", "MIG-3"]),  # the card: all of its instances
+        ("1", ["GPU-111"]),
+        ("GPU-aaa,GPU-111", ["MIG-0", "MIG-3", "GPU-111"]),
+        ("MIG-", []),
+        ("GPU-", []),
+    ],
+)
+def test_a_list_may_name_instances_or_their_card(
+    monkeypatch: pytest.MonkeyPatch, visible: str, uuids: list[str]
+) -> None:
+    plug_in(monkeypatch, A100_MIG, A6000[1])
+    monkeypatch.setattr(discovery, "_probed", lambda: ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [info.uuid for info in accelerators()] == uuids
+
+
+def test_a_card_whose_mig_has_no_instance_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, {**A100_MIG, "instances": {}}, A6000[1])
+    card, other = accelerators()
+    assert card.unusable.startswith("MIG mode is on, and this process sees no instance")
+    assert other.unusable == ""
+
+
+@pytest.mark.parametrize("mode", [1, 3])
+def test_an_exclusive_device_is_not_shared_and_that_is_said(monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+    plug_in(monkeypatch, *({**card, "mode": mode} for card in A6000))
+    found = accelerators()
+    assert {info.unusable for info in found} == {""}
+    assert default_load_paths(found) == (LoadPath.ISOLATED,)
+    case = budget_of(Case(name="x", base="", stages=(Stage.OPERATORS,)), found).case
+    reason = "cuda:0, whose compute mode lets one process use it at a time (nvidia-smi -c 0 ends that)"
+    assert f"the load path shared ({reason})" in case.not_looked_at()
+    assert budget_of(Case(name="x", base="", stages=(Stage.OPERATORS,)), found[:1]).case.not_shared == ""
+    asked = Case(name="x", base="", stages=(Stage.OPERATORS,), load_paths=(LoadPath.SHARED,))
+    with pytest.raises(UsageError, match="cannot see all devices") as caught:
+        budget_of(asked, found)
+    assert caught.value.got == reason
+
+
+def test_a_prohibited_device_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plug_in(monkeypatch, A6000[0], {**A6000[1], "mode": 2})
+    first, second = accelerators()
+    assert (first.unusable, first.alone != "") == ("", True)
+    assert second.unusable.startswith("its compute mode is prohibited")
+    monkeypatch.setattr(discovery, "_kernels", lambda: ("sm_80",))
+    main(["devices"])
+    assert "cuda:1 cannot be used: its compute mode is prohibited" in capsys.readouterr().out
+
+
+def test_a_list_of_every_device_is_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, *A6000[:2])
+    assert {info.visible_ids for info in accelerators()} == {("GPU-000", "GPU-111")}
+    assert {info.alone for info in accelerators()} == {""}
+
+
+def test_under_wsl_the_list_has_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "dxg").touch()
+    monkeypatch.setattr(discovery, "_WSL", tmp_path / "dxg")
+    plug_in(monkeypatch, *A6000[:2])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    (found,) = accelerators()
+    assert (found.visible_id, found.visible_ids, found.uuid) == ("1", ("1",), "GPU-111")
+
+
+@pytest.mark.parametrize(("capability", "shares"), [((12, 1), True), ((8, 7), True), ((9, 0), False)])
+def test_a_chip_without_memory_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], shares: bool
+) -> None:
+    plug_in(monkeypatch, {**A6000[0], "capability": capability})
+    assert accelerators()[0].shares_memory is shares
+
+
+def test_devices_that_torch_has_no_kernels_for_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plug_in(monkeypatch, A6000[0], {**A6000[1], "capability": (7, 0)})
+    monkeypatch.setattr(discovery, "_from_probe", lambda *_: ["sm_75", "sm_80"])
+    main(["devices"])
+    shown = capsys.readouterr().out
+    assert "cuda:1 cannot be used: this torch has kernels for sm_75, sm_80, the device is sm_70" in shown
+    assert "cuda:0 cannot be used" not in shown
+    main(["devices", "--json"])
+    rows = {row["name"]: row["unusable"] for row in json.loads(capsys.readouterr().out)}
+    assert (rows["cpu"], rows["cuda:0"], "sm_70" in rows["cuda:1"]) == ("", "", True)
 
 
 def test_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +462,7 @@ def test_gpus_of_amd_by_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         ("cuda:1", "CDNA 2 gfx90a", "0000:c9:00.0"),
     ]
     assert (found[0].uuid, found[0].visible_id, found[0].memory_bytes) == ("GPU-e044801689257fb4", None, 196592 << 20)
+    monkeypatch.setattr(discovery, "_kernels", lambda: ("gfx942", "gfx90a"))
     main(["devices"])
     shown = capsys.readouterr().out
     assert "cuda:1: torch does not report UUID: not among the properties of the device" in shown

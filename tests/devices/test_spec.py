@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consistency.devices.backends import BACKENDS, kernel_variables
-from consistency.devices.discovery import cpu_variants, nvidia_architecture
+from consistency.devices.discovery import cpu_variants
 from consistency.devices.spec import (
     DeviceSpec,
     parse_device,
     parse_devices,
 )
+from consistency.devices.vendors import nvidia_architecture
 from consistency.errors import UsageError
 
 AVX512 = frozenset({"avx512f", "avx512dq", "avx512bw", "avx512vl"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from consistency.devices.vendors import amd_architecture, described, intel_architecture, intel_version
-from tests.devices.amd_and_intel import Uuid, a770, mi300x
+from tests.devices.torch_properties import Uuid, a770, h100, mi300x
 
 
 def test_an_amd_gpu_is_described_as_rocm_knows_it() -> None:
@@ -19,6 +19,31 @@ def test_an_amd_gpu_is_described_as_rocm_knows_it() -> None:
         "not_reported": {},
         "asked": "torch",
     }
+
+
+def test_an_nvidia_gpu_is_described_as_nvml_does() -> None:
+    """Where NVML does not answer, in a container or on a Jetson."""
+    assert described("cuda", h100()) == {
+        "architecture": "Hopper sm_90",
+        "model": "NVIDIA H100 80GB HBM3",
+        "capability": "9.0",
+        "uuid": "GPU-5d3f3a10-8a0f-0a4b-9d6e-3c5f6e7a8b9c",
+        "pci_bus_id": "0000:1b:00.0",
+        "memory_bytes": 81079 << 20,
+        "not_reported": {},
+        "asked": "torch",
+    }
+
+
+def test_an_instance_of_mig_has_no_uuid_that_is_certain() -> None:
+    found = described("cuda", h100(name="NVIDIA H100 80GB HBM3 MIG 1g.10gb"))
+    assert (found["uuid"], found["architecture"]) == (None, "Hopper sm_90")
+    assert found["not_reported"] == {"UUID": "not among the properties of the device"}
+
+
+def test_a_gpu_without_memory_of_its_own_says_so() -> None:
+    assert described("cuda", h100(is_integrated=1))["shares_memory"] is True
+    assert "shares_memory" not in described("cuda", h100())
 
 
 def test_an_intel_gpu_is_described_and_its_pci_bus_id_is_in_its_uuid() -> None:

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
+from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.devices.backends import kernel_variables
+from consistency.devices import cores as devices_cores
+from consistency.devices.backends import kernel_variables, recorded_variables
 from consistency.devices.spec import DeviceInfo, parse_device
-from consistency.launch.environment import torch_device, worker_environment, worker_threads
+from consistency.launch import environment
+from consistency.launch.environment import shared_out, torch_device, worker_environment, worker_threads
+from consistency.launch.plan import plan_waves
 
 
 def device(name: str, **fields: Any) -> DeviceInfo:
@@ -26,6 +30,21 @@ def test_kernel_variables_of_the_user_do_not_reach_a_native_worker(monkeypatch: 
     assert baseline["ATEN_CPU_CAPABILITY"] == "default"
     assert baseline["MKL_CBWR"] == "COMPATIBLE"
     assert baseline["ONEDNN_MAX_CPU_ISA"] == "SSE41"
+
+
+EMULATION = ("CUBLAS_EMULATE_SINGLE_PRECISION", "CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATION_STRATEGY")
+HALF_OPERANDS = ("ROCBLAS_INTERNAL_FP16_ALT_IMPL", "MIOPEN_DEBUG_CONVOLUTION_ATTRIB_FP16_ALT_IMPL")
+
+
+def test_no_variable_lowers_the_precision_of_a_pinned_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*EMULATION, *HALF_OPERANDS):
+        monkeypatch.setenv(name, "1")
+    found = worker_environment(device("cuda:0"), LoadPath.ISOLATED, threads=1)
+    assert not set(EMULATION) & found.keys()
+    assert [found[name] for name in HALF_OPERANDS] == ["0", "0"], "MI200 takes bfloat16 where they are not set"
+    found = worker_environment(device("cuda:0"), LoadPath.ISOLATED, threads=1, pinned=False)
+    assert {found[name] for name in (*EMULATION, *HALF_OPERANDS)} == {"1"}
+    assert {*EMULATION, *HALF_OPERANDS, "PYTORCH_ALLOC_CONF"} <= recorded_variables()
 
 
 def test_as_deployed_the_user_s_own_environment_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +116,15 @@ def test_shared_worker_sees_what_the_user_sees(monkeypatch: pytest.MonkeyPatch) 
     assert torch_device(info, LoadPath.SHARED) == "cuda:1"
 
 
+def test_shared_worker_sees_every_listed_device_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By number a card that CUDA skips would give each later one the number of its neighbour."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    info = device("cuda:1", visible_id="GPU-5", visible_ids=("GPU-3", "GPU-5"))
+    assert worker_environment(info, LoadPath.SHARED, threads=1)["CUDA_VISIBLE_DEVICES"] == "GPU-3,GPU-5"
+    assert torch_device(info, LoadPath.SHARED) == "cuda:1"
+    assert worker_environment(info, LoadPath.ISOLATED, threads=1)["CUDA_VISIBLE_DEVICES"] == "GPU-5"
+
+
 def test_device_without_an_identity_keeps_its_place_in_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert worker_environment(device("cuda:1"), LoadPath.ISOLATED, threads=1)["CUDA_VISIBLE_DEVICES"] == "5"
@@ -116,3 +144,27 @@ def test_a_worker_on_the_cpu_keeps_freed_pages(monkeypatch: pytest.MonkeyPatch) 
     assert name not in worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2, pinned=False)
     monkeypatch.setenv(name, "4096")
     assert worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2)[name] == "4096"
+
+
+@pytest.mark.parametrize(
+    ("cores", "names", "waits", "threads"),
+    [
+        (16, ("cpu", *(f"cuda:{i}" for i in range(8))), True, [8] + [1] * 8),
+        (96, ("cpu", *(f"cuda:{i}" for i in range(8))), True, [64] + [4] * 8),
+        (96, ("cpu", *(f"cuda:{i}" for i in range(8))), False, [10] * 9),
+        (2, ("cpu", "cuda:0", "cuda:1"), True, [1, 1, 1]),
+        (12, ("cpu", "cpu@avx2", "cuda:0"), True, [4, 4, 4]),
+        (24, ("cpu", "cpu@avx2", "cuda:0"), True, [12, 8, 4]),
+        (16, ("cpu", "cpu@avx2"), True, [8, 8]),
+        (17, ("cpu", "cpu@avx2"), True, [8, 8]),
+        (16, ("cuda:0", "cuda:1"), True, [8, 8]),
+    ],
+)
+def test_the_worker_that_others_wait_for_has_the_cores_that_they_do_not_need(
+    monkeypatch: pytest.MonkeyPatch, cores: int, names: tuple[str, ...], waits: bool, threads: list[int]
+) -> None:
+    for module in (environment, devices_cores):
+        monkeypatch.setattr(module, "available_cores", lambda: cores)
+    case = Case(name="x", base="base", load_paths=(LoadPath.ISOLATED,))
+    (wave,) = plan_waves(case, [device(name) for name in names])
+    assert shared_out(wave, waits=waits) == threads

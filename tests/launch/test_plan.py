@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
@@ -59,6 +60,28 @@ def test_the_reference_is_not_written_where_no_other_worker_waits_for_it() -> No
     assert waiting("cpu", "cuda:0") == {True}
     twice = msgspec.structs.replace(CASE, load_paths=(LoadPath.ISOLATED, LoadPath.SHARED))
     assert {plan.others_wait for wave in plan_waves(twice, devices("cuda:0")) for plan in wave} == {True}
+
+
+def test_variants_of_a_card_run_one_after_the_other() -> None:
+    """Side by side each would take the memory of the card for its own, and an exclusive one would refuse the second."""
+    assert waves(CASE, "cpu", "cpu@avx2", "cuda:0", "cuda:0@tf32", "cuda:0@flash") == [
+        [("cpu", "isolated"), ("cpu@avx2", "isolated"), ("cuda:0", "isolated")],
+        [("cuda:0@tf32", "isolated")],
+        [("cuda:0@flash", "isolated")],
+    ]
+    assert waves(CASE, "cuda:0@tf32", "cuda:1", "cuda:0") == [
+        [("cuda:0@tf32", "isolated"), ("cuda:1", "isolated")],
+        [("cuda:0", "isolated")],
+        [("cuda:0@tf32", "shared"), ("cuda:1", "shared")],
+        [("cuda:0", "shared")],
+    ]
+
+
+def test_two_names_of_one_card_are_one_card() -> None:
+    found = [replace(info, uuid="GPU-a") for info in devices("cuda:0", "cuda:1")]
+    assert [len(wave) for wave in plan_waves(CASE, found)] == [1, 1, 1, 1]
+    found = [replace(info, uuid=f"GPU-{number}") for number, info in enumerate(devices("cuda:0", "cuda:1"))]
+    assert [len(wave) for wave in plan_waves(CASE, found)] == [2, 2]
 
 
 def test_labels_name_the_road_where_it_is_not_the_usual_one() -> None:
@@ -123,6 +146,14 @@ def test_a_process_takes_several_cases_in_turn() -> None:
     assert turns(shared, alone, CASE, names=("cpu", "cuda:0", "cuda:1")) == [
         [("cpu", [0, 1, 2]), ("cuda:0", [1, 2]), ("cuda:1", [1, 2])],
         [("cuda:0 (shared)", [0, 2]), ("cuda:1 (shared)", [0, 2])],
+    ]
+
+
+def test_a_card_has_one_process_at_a_time_whatever_its_variants() -> None:
+    names = ("cpu", "cuda:0", "cuda:0@tf32")
+    assert turns(CASE, CASE, names=names) == [
+        [("cpu", [0, 1]), ("cuda:0", [0, 1])],
+        [("cuda:0@tf32", [0, 1])],
     ]
 
 

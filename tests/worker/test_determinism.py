@@ -405,3 +405,12 @@ assert in_force() == before | {{"threads": 1}}, {{n: (v, before[n]) for n, v in 
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["blas_library", "linalg_library", "rocm_fa_library"])
+def test_the_library_that_torch_chooses_is_the_one_that_was_asked_for(name: str) -> None:
+    """torch reads back `cublas` where `default` was set: that is no setting that was refused."""
+    chosen: dict[str, Any] = {name: "default"}
+    with determinism.deterministic(**chosen) as asked:
+        assert determinism.changed(asked) == {}
+        assert asked[name] == determinism.in_force()[name]

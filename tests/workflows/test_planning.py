@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 
+import msgspec
 import pytest
 
 from consistency.case.budget.fit import MARGIN, Budget
@@ -14,6 +15,7 @@ from consistency.case.preflight import prepare_case
 from consistency.case.stages import HOST_STAGES, Level, Stage
 from consistency.case.suite import SuiteOptions
 from consistency.devices.discovery import select
+from consistency.devices.spec import DeviceInfo, DeviceSpec
 from consistency.errors import InputError, UsageError
 from consistency.report.plan import render_suite, suite_as_table
 from consistency.workflows import pipeline, planning
@@ -39,6 +41,18 @@ def test_workers_that_do_not_fit_side_by_side_take_turns(monkeypatch: pytest.Mon
     plan = pipeline.prepare(OPTIONS)
     assert plan.limits.at_once == 1
     assert plan.case.not_looked_at() == prepare_case(OPTIONS).not_looked_at()
+
+
+def test_a_device_that_shares_the_host_s_memory_takes_it_from_there() -> None:
+    own = DeviceInfo(spec=DeviceSpec(type="cuda", index=0), architecture="Blackwell sm_121", model="GB10")
+    shared = msgspec.structs.replace(own, shares_memory=True)
+    case = prepare_case(OPTIONS)
+    (apart,), (together,) = (planning.budget_of(case, [info]).workers for info in (own, shared))
+    assert apart.device_bytes == together.device_bytes
+    by_stage = {stage.stage: stage for stage in apart.stages}
+    for stage in together.stages:
+        alone = by_stage[stage.stage]
+        assert stage.host_private_bytes == alone.host_private_bytes + (alone.device_bytes or 0)
 
 
 def test_a_host_without_room_for_one_worker_is_refused_before_any_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,9 @@ class PlannedWorker:
     device_memory_bytes : int or None
         None on the CPU, and where the backend does not report it.
     simulated : bool
-        Whether the device is software, whose memory is the host's.
+        Whether the device is software.
+    shares_memory : bool
+        Whether the device's memory is the host's, as that of software is.
     paths : int
         Load paths that it checks besides its own.
     wave : int
@@ -56,6 +58,7 @@ class PlannedWorker:
     spec: DeviceSpec
     device_memory_bytes: int | None = None
     simulated: bool = False
+    shares_memory: bool = False
     makes_reference: bool = False
     paths: int = 0
     sees_others: bool = False
@@ -65,6 +68,10 @@ class PlannedWorker:
     @property
     def on_device(self) -> bool:
         return not self.spec.is_cpu
+
+    @property
+    def takes_from_host(self) -> bool:
+        return self.simulated or self.shares_memory
 
 
 class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,7 +211,7 @@ class _Held:
         self._shape = shape
         self._setting = setting
         self._offloads = offloads
-        self._simulated = worker.simulated
+        self._takes_from_host = worker.takes_from_host
         self._scratch_in_memory = worker.scratch_in_memory
         drives = setting.on_device and not worker.simulated
         self._private = ACCELERATOR_PROCESS_BYTES if drives else PROCESS_BYTES
@@ -234,7 +241,10 @@ class _Held:
         return StageEstimate(
             stage=name,
             host_private_bytes=(
-                self._private + own + (on_device or 0) * self._simulated + cost.scratch_bytes * self._scratch_in_memory
+                self._private
+                + own
+                + (on_device or 0) * self._takes_from_host
+                + cost.scratch_bytes * self._scratch_in_memory
             ),
             host_mapped_bytes=mapped,
             device_bytes=on_device,
@@ -278,7 +288,7 @@ def load_memory(worker: PlannedWorker) -> tuple[int, int]:
         return LOAD_BYTES, 0
     whole = 3 * 4 * LOAD_SIDE**2
     of_device = whole if worker.device_memory_bytes is None else min(whole, worker.device_memory_bytes // LOAD_SHARE)
-    return 2 * of_device // 3 + of_device * worker.simulated, of_device
+    return 2 * of_device // 3 + of_device * worker.takes_from_host, of_device
 
 
 def together(workers: Sequence[WorkerEstimate]) -> tuple[int, int]:

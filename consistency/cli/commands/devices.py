@@ -24,13 +24,23 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _devices(parsed: argparse.Namespace) -> int:
-    from consistency.devices.discovery import discover
+    from consistency.devices.discovery import auto_choice, discover, why_unusable
 
     found = list(discover())
     if parsed.json:
-        print_json([{"name": info.spec.name, **{name: getattr(info, name) for name in _FIELDS}} for info in found])
+        print_json(
+            [
+                {
+                    "name": info.spec.name,
+                    **{name: getattr(info, name) for name in _FIELDS},
+                    "unusable": why_unusable(info),
+                }
+                for info in found
+            ]
+        )
     else:
         from consistency.capture.wording import size
+        from consistency.devices.vendors import PLATFORMS
         from consistency.report.console import make_console, plain_cells, print_table, without_trailing_blanks
 
         rows = [
@@ -43,6 +53,11 @@ def _devices(parsed: argparse.Namespace) -> int:
         with without_trailing_blanks(console := make_console()):
             print_table(console, ("device", "architecture", "model", "memory", "uuid", "PCI bus id", "driver"), rows)
             for info in found:
+                if reason := why_unusable(info):
+                    console.print(f"{info.spec.name} cannot be used: {reason}", markup=False)
                 for what, reason in info.not_reported.items():
                     console.print(f"{info.spec.name}: {info.asked} does not report {what}: {reason}", markup=False)
+            if (none := auto_choice()).build:
+                platform = PLATFORMS[none.build].name
+                console.print(f"torch is built for {platform} and finds no device: {none.reason}", markup=False)
     return 0

@@ -10,6 +10,7 @@ import msgspec
 
 from consistency.capture.names import HOST
 from consistency.capture.wording import counted
+from consistency.comparison.findings.host import UNUSED_CARD
 from consistency.comparison.findings.transfer_causes import Pair, arrow, boot
 from consistency.comparison.findings.transfers import Matrix, matrices
 from consistency.comparison.result import Comparison
@@ -38,7 +39,11 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 def advise(comparison: Comparison) -> tuple[Advice, ...]:
     """Return what to fix, present faults before risks."""
     found = [
-        Advice(what=finding.message, mend=finding.next, urgent=finding.severity == "error")
+        Advice(
+            what=finding.message,
+            mend=finding.next,
+            urgent=finding.severity == "error" or finding.kind == UNUSED_CARD,
+        )
         for finding in comparison.findings
         if finding.severity != "note"
     ]

@@ -45,7 +45,7 @@ from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.workers import ComparedWorker, in_order_of
 from consistency.devices.host.facts import HostFacts
 
-_SOFTWARE = ("torch", "cuda", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
+_SOFTWARE = ("torch", "cuda", "hip", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
 
 REPEAT = " --repeat 2"
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from consistency.capture.wording import counted, some
 from consistency.comparison.result import Finding
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
+from consistency.devices.vendors import PLATFORMS
 
 _MOST_LINES = 8
+NO_ACCELERATOR = "no-accelerator"
+"""Kind of the finding that torch is built for accelerators and finds none."""
+
+UNUSED_CARD = "unused-card"
+"""Kind of the finding that it finds none on a host that has such cards."""
+
 _WORRYING = ("uncorrected", "failed")  # data was lost; a corrected error is a warning of that
 
 
@@ -32,7 +40,34 @@ def find_host_problems(hosts: Sequence[HostFacts], *, workers: Sequence[str] = (
                 message=f"{host_facts.host}: the kernel logged {LOGGED} during the run",
                 detail=host_facts.new_log[-_MOST_LINES:],
             )
+    yield from _without_accelerators(hosts)
     yield from _reboots(hosts)
+
+
+def _without_accelerators(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    same: dict[tuple[str, str, bool], list[HostFacts]] = {}
+    for host_facts in hosts:
+        if host_facts.auto is not None and host_facts.auto.build:
+            key = (host_facts.auto.build, host_facts.auto.reason, bool(host_facts.unused_cards))
+            same.setdefault(key, []).append(host_facts)
+    for (build, reason, has_cards), found in same.items():
+        platform, names = PLATFORMS[build], list(dict.fromkeys(host_facts.host for host_facts in found))
+        cards = [f"{host_facts.host}: {card}" for host_facts in found for card in host_facts.unused_cards]
+        what = f"torch is built for {platform.name} and finds no device"
+        if has_cards:
+            what += f", although there {'is' if len(cards) == 1 else 'are'} {counted(len(cards), 'card')} for it"
+        meant = f"; {platform.hidden_by} in the environment says that none is meant" if platform.hidden_by else ""
+        yield Finding(
+            kind=UNUSED_CARD if has_cards else NO_ACCELERATOR,
+            severity="warning",
+            message=f"{some(names)}: {what} ({reason}): the CPU alone was checked",
+            detail=tuple(cards[:_MOST_LINES]),
+            next=(
+                "install or repair its driver; a container has to be given its devices"
+                if has_cards
+                else f"install or repair the driver{meant}"
+            ),
+        )
 
 
 def _risen(host_facts: HostFacts, gpu: Gpu, workers: Sequence[str]) -> Iterator[Finding]:

@@ -17,10 +17,11 @@ from consistency.case.stages import MOVES_WEIGHTS
 from consistency.comparison.by_worker import verdicts
 from consistency.comparison.findings.collect import AS_DEPLOYED
 from consistency.comparison.history.baseline import Baseline, apply
+from consistency.comparison.history.gone import find_gone
 from consistency.comparison.history.recording import record_of
 from consistency.comparison.history.records import RunRecord, Table, WorkerRecord, device_count, digest_of
 from consistency.comparison.history.store import MOST_IN_RECORD, History
-from consistency.comparison.result import Comparison, Finding, with_findings
+from consistency.comparison.result import GONE_DEVICE, Comparison, Finding, with_findings
 
 DRIFT = "drift"
 """Kind of the finding that a device's bits are not those of an earlier run."""
@@ -74,19 +75,25 @@ def judge_drift(
 ) -> tuple[Comparison, RunRecord]:
     """Return a comparison with a finding for each device that has drifted, and the record of that.
 
-    An accepted drift is not recorded as one: the device is compared with this run from now on.
+    An accepted drift is not recorded as one: the device is compared with this run from now on. Nor is a device that is
+    gone; where that is not accepted, a part was not checked.
     """
     pinned = "deployed" not in comparison.profile
     findings, stages = find_drift(history, record, tables, pinned=pinned)
+    losses, gone = find_gone(history, record)
     damage = [
         Finding(kind="damaged-night", severity="warning", message=f"history: {text}: left out")
         for text in history.damage
     ]
-    comparison = with_findings(comparison, [*findings, *comparison.findings, *damage])
+    comparison = with_findings(comparison, [*losses, *findings, *comparison.findings, *damage])
     if baseline is not None:
         comparison = apply(baseline, comparison)
     errors = [f for f in comparison.findings if f.severity == "error"]
     drifted = {label for f in errors if f.kind == DRIFT for label in f.workers}
+    if any(f.kind == GONE_DEVICE for f in errors):
+        comparison = msgspec.structs.replace(comparison, verdict="incomplete")
+    else:
+        gone = ()
     found = verdicts(comparison)
     workers = tuple(
         msgspec.structs.replace(
@@ -97,7 +104,9 @@ def judge_drift(
         for w in record.workers
     )
     messages = tuple(f.message for f in errors)
-    return comparison, msgspec.structs.replace(record, workers=workers, verdict=comparison.verdict, findings=messages)
+    return comparison, msgspec.structs.replace(
+        record, workers=workers, verdict=comparison.verdict, findings=messages, gone=gone
+    )
 
 
 def find_drift(

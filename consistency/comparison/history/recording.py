@@ -19,12 +19,14 @@ import msgspec
 from consistency.capture import origin
 from consistency.capture.folder import Capture
 from consistency.capture.json_codec import encode_json
-from consistency.capture.records import TensorRecord
+from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.comparison.by_worker import worst_ratios
 from consistency.comparison.history.records import SCHEMA, RunRecord, WorkerRecord, digest_of
 from consistency.comparison.records import Key
 from consistency.comparison.result import PLANTED, Comparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
+from consistency.devices.backends import backend_of
+from consistency.devices.settings import HOST_SETTINGS
 from consistency.numerics.real import Real
 
 
@@ -48,6 +50,11 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
         findings=tuple(f.message for f in comparison.findings if f.severity == "error"),
         workers=workers,
         planted=any(f.kind == PLANTED for f in comparison.findings),
+        auto={
+            capture.manifest.host: facts.auto.masks
+            for capture in captures
+            if (facts := capture.manifest.host_facts) is not None and facts.auto is not None
+        },
     )
     return run, recorder.tables
 
@@ -109,7 +116,7 @@ class _Recorder:
             architecture=info.architecture,
             model=info.model,
             status=info.status,
-            software=digest_of([info.kernel_key, info.driver, sorted(info.in_force.items(), key=str)]),
+            software=_software(info),
             inputs=self._inputs(worker, stages),
             bits={name: stage.bits for name, stage in stages.items() if stage.bits},
             table=self._table(tuple(stages.values())),
@@ -163,6 +170,14 @@ class _Recorder:
             parts += [[one.name, _marks(one.path)] for one in case.adapters]
             self._files[same] = digest_of(parts)
         return self._files[same]
+
+
+def _software(info: WorkerInfo) -> str:
+    """Return a digest of what decides the bits of a worker: of an accelerator without what concerns the host alone."""
+    kind = info.name.partition("@")[0].partition(":")[0]
+    left_out = frozenset() if backend_of(kind).computes_on_host else HOST_SETTINGS
+    settings = {name: value for name, value in info.in_force.items() if name not in left_out}
+    return digest_of([info.kernel_key, info.driver, sorted(settings.items(), key=str)])
 
 
 def _marks(folder: str | None) -> list[Any]:

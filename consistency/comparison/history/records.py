@@ -91,6 +91,15 @@ class FleetWorkers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     simulated: bool = False
 
 
+class GoneDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """An accelerator that a host no longer has: identity, name and host; `last` is the time of the last run with it."""
+
+    device: str
+    name: str
+    host: str
+    last: str
+
+
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One run.
 
@@ -108,6 +117,10 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         A fault was planted on purpose.
     fleet : FleetWorkers or None
         None where the workers are in this record.
+    auto : dict of str to dict
+        By host whose devices `auto` chose: the user's variables that show a part of them.
+    gone : tuple of GoneDevice
+        Accelerators that these hosts had before, where that has not been accepted.
     """
 
     schema: str
@@ -123,6 +136,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     report: str = ""
     planted: bool = False
     fleet: FleetWorkers | None = None
+    auto: dict[str, dict[str, str]] = {}
+    gone: tuple[GoneDevice, ...] = ()
 
 
 Table = dict[str, str]

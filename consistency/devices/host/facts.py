@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from consistency.devices.spec import AutoChoice
 from consistency.devices.vendors import Vendor
 
 TRANSLATING: frozenset[str] = frozenset({"DMA", "DMA-FQ"})
@@ -113,6 +114,10 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Lines of the kernel with Xid, IO_PAGE_FAULT or an error of the PCI bus: since boot, and those of the run itself.
     unread : dict
         Why a fact is not here.
+    auto : AutoChoice or None
+        What `auto` found; None where the devices of the run were named.
+    unused_cards : tuple of str
+        PCI addresses, with the driver, of cards of the kind that torch is built for, where none of them is a device.
     """
 
     host: str
@@ -126,6 +131,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     log: tuple[str, ...] = ()
     new_log: tuple[str, ...] = ()
     unread: dict[str, str] = {}
+    auto: AutoChoice | None = None
+    unused_cards: tuple[str, ...] = ()
 
     def gpu(self, name: str) -> Gpu | None:
         return next((gpu for gpu in self.gpus if gpu.name == name), None)

@@ -53,14 +53,8 @@ REPLAYS = "pcie replays"
 @contextmanager
 def library() -> Iterator[ModuleType | None]:
     """Yield NVML, initialized, or None where there is none."""
-    try:
-        import pynvml
-    except ImportError:
-        yield None
-        return
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    pynvml, _ = _started()
+    if pynvml is None:
         yield None
         return
     try:
@@ -68,6 +62,28 @@ def library() -> Iterator[ModuleType | None]:
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def refusal() -> str | None:
+    """Return why NVML does not answer: no library, no driver, or one of another version; None where it does."""
+    pynvml, reason = _started()
+    if pynvml is not None:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+    return reason
+
+
+def _started() -> tuple[Any, str | None]:
+    """Return NVML, initialized, or None and the reason why it cannot be."""
+    try:
+        import pynvml
+    except ImportError as error:
+        return None, str(error)
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return None, str(error) or type(error).__name__
+    return pynvml, None
 
 
 def handle_of(nvml: Any, pci_bus_id: str) -> Any:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import re
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 _ADDRESS = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
+
+# PCI Code and ID Assignment Specification, 1.4 and 1.19: data center cards of AMD are processing accelerators
+_DISPLAY, _ACCELERATOR = 0x03, 0x12
+
+_GIVEN_AWAY = "vfio-pci"  # the driver of a card that a virtual machine has
 
 _EXTENDED = 0x100  # where the extended capabilities begin (PCI Express Base Specification, 7.6.1)
 _ACS = 0x000D  # the ID of Access Control Services there (7.7.11); its control register is 6 bytes further on
@@ -45,6 +51,23 @@ def read_text(path: Path) -> str | None:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return None
+
+
+def cards(root: Path, vendor: int) -> tuple[str, ...]:
+    """Return the addresses of a vendor's graphics cards and accelerators, each with its driver; none given to a VM."""
+    found = []
+    with suppress(OSError):  # no PCI bus
+        for device in sorted((root / "sys/bus/pci/devices").iterdir()):
+            kind, made_by = (_hexadecimal(device / name) for name in ("class", "vendor"))
+            driver = (device / "driver").resolve().name if (device / "driver").exists() else None
+            if made_by == vendor and kind >> 16 in (_DISPLAY, _ACCELERATOR) and driver != _GIVEN_AWAY:
+                found.append(f"{device.name} ({'no driver' if driver is None else f'driver {driver}'})")
+    return tuple(found)
+
+
+def _hexadecimal(path: Path) -> int:
+    text = read_text(path) or ""
+    return int(text, 16) if re.fullmatch(r"0x[0-9a-f]+", text) else 0
 
 
 def group_of(device: Path) -> tuple[str | None, str | None]:

@@ -15,7 +15,7 @@ from consistency.devices.host import nvml as management
 from consistency.devices.host.facts import Gpu, HostFacts, Link
 from consistency.devices.host.kernel_log import Run, read_log
 from consistency.devices.spec import DeviceInfo
-from consistency.devices.vendors import Vendor, vendor_of
+from consistency.devices.vendors import PLATFORMS, Vendor, vendor_of
 
 HOST_BRIDGE = "host bridge"
 _OPTIONS = ("iommu", "intel_iommu", "amd_iommu", "iommu.passthrough", "iommu.strict")
@@ -62,6 +62,8 @@ def read_host(
             if why is not None:
                 unread[vendor] = why
             gpus = [_with_card(gpu, cards, unread) if gpu.vendor is vendor else gpu for gpu in gpus]
+    auto = next((info.auto for info in devices if info.auto is not None), None)
+    unused = pci.cards(root, PLATFORMS[auto.build].pci_vendor) if auto is not None and auto.build else ()
     options = (pci.read_text(root / "proc/cmdline") or "").split()
     uptime = (pci.read_text(root / "proc/uptime") or "").split()
     return HostFacts(
@@ -75,6 +77,8 @@ def read_host(
         links=tuple(links),
         log=log,
         unread=unread,
+        auto=auto,
+        unused_cards=unused,
     )
 
 

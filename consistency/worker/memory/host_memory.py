@@ -47,13 +47,21 @@ def available_bytes() -> int | None:
 
 
 def free_bytes(device: Any) -> int | None:
-    """Return how much memory is free on a `torch.device` or on the host; None where that is unknown."""
+    """Return how much memory is free on a `torch.device` or on the host; None where that is unknown.
+
+    A device that shares the host's memory counts the pages of files as used, which the kernel gives back when asked.
+    """
     if device.type == "cpu":
         return available_bytes()
     import torch
 
     module = torch.get_device_module(device.type)
-    return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else None
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free = int(module.mem_get_info(device)[0])
+    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    shares = bool(getattr(properties, "is_integrated", False))
+    return max(free, available_bytes() or 0) if shares else free
 
 
 def _field(path: str, field: str) -> int | None:

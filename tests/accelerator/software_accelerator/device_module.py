@@ -25,6 +25,8 @@ class DeviceProperties:
     architecture: str
     uuid: str
     total_memory: int
+    reclaimable_memory: int
+    is_integrated: int
     multi_processor_count: int = MULTIPROCESSORS
 
 
@@ -42,6 +44,8 @@ def install(settings: Settings) -> None:
                 # by what the device is and not by how this process numbers it
                 uuid=f"SIM-{uuid.uuid5(uuid.NAMESPACE_OID, f'simulated accelerator {physical}')}",
                 total_memory=settings.memory_bytes,
+                reclaimable_memory=settings.reclaimable_bytes,
+                is_integrated=int(settings.shares_memory),
             )
         )
     _native.set_devices([(PIECES[kind], settings.memory_bytes) for kind in kinds])
@@ -109,7 +113,10 @@ def synchronize(device: Device = None) -> None:
 
 def get_device_properties(device: Device = None) -> DeviceProperties:
     """Return what a device says of itself."""
-    return _properties[_index(device)]
+    index = _index(device)
+    if not 0 <= index < len(_properties):
+        raise AssertionError("Invalid device id")  # as torch.cuda does
+    return _properties[index]
 
 
 def get_device_name(device: Device = None) -> str:
@@ -155,8 +162,8 @@ def empty_cache() -> None:
 def mem_get_info(device: Device = None) -> tuple[int, int]:
     """Return the free and the total bytes of a device."""
     index = _index(device)
-    total = _properties[index].total_memory
-    return total - _native.usage(index)[2], total
+    total, reclaimable = _properties[index].total_memory, _properties[index].reclaimable_memory
+    return max(0, total - reclaimable - _native.usage(index)[2]), total
 
 
 Stream = torch.Stream

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 
 VARIABLE = "CONSISTENCY_DOUBLE"
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+
+DISCOVERY = "consistency.devices.probe"
+"""The module whose process lists the devices."""
 
 PIECES = {"A": 3, "B": 5, "C": 8}
 """Into how many partial sums each architecture cuts a dot product; the CPU's own kernels cut none off."""
@@ -66,11 +71,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         The byte that memory is filled with before it is handed out; None leaves what lay there, as accelerators do.
     memory_bytes : int
         Of each device.
+    reclaimable_bytes : int
+        Of `memory_bytes`, what `mem_get_info` counts as used although the kernel would give it back.
+    shares_memory : bool
+        Let the devices say that their memory is the host's, as a Jetson's is.
     known_to_libraries : bool
         Let PEFT and accelerate take the double for the machine's accelerator, as they take CUDA (`libraries.py`).
     unordered_mean : str or None
         Add up `mean` in an order that changes from call to call and from device to device (`unordered.py`): `warns` as
         torch does of an operation that has no deterministic version, or `silent`. None adds up as the CPU does.
+    lost : tuple of int
+        Devices that fell off the bus: those after them have one number less.
+    lost_after_discovery : bool
+        Let the process that lists the devices still see them, as NVML counts a GPU that CUDA skips.
     visible : tuple of int
         Filled from the environment: the devices that this process sees, in its own order.
     """
@@ -80,8 +93,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     copies: tuple[CopyFault, ...] = ()
     fill: Byte | None = None
     memory_bytes: Positive = 8 * 2**30
+    reclaimable_bytes: Count = 0
+    shares_memory: bool = False
     known_to_libraries: bool = True
     unordered_mean: Literal["warns", "silent"] | None = None
+    lost: tuple[Count, ...] = ()
+    lost_after_discovery: bool = False
     visible: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -116,16 +133,18 @@ def read_settings() -> Settings:
         The variable does not hold what `Settings` says.
     """
     found = Settings.checked(os.environ.get(VARIABLE) or "{}")
-    return msgspec.structs.replace(found, visible=_visible(found.devices, os.environ.get(VISIBLE)))
+    counted = found.lost_after_discovery and DISCOVERY in sys.orig_argv
+    there = [device for device in range(found.devices) if counted or device not in found.lost]
+    return msgspec.structs.replace(found, visible=_visible(there, os.environ.get(VISIBLE)))
 
 
-def _visible(devices: int, shown: str | None) -> tuple[int, ...]:
+def _visible(devices: Sequence[int], shown: str | None) -> tuple[int, ...]:
     """Return the devices in the order in which this process numbers them; an entry that is none ends the list."""
     if shown is None:
-        return tuple(range(devices))
+        return tuple(devices)
     found: list[int] = []
     for entry in shown.split(","):
-        if not entry.strip().isdigit() or int(entry) >= devices or int(entry) in found:
+        if not entry.strip().isdigit() or int(entry) >= len(devices) or devices[int(entry)] in found:
             break
-        found.append(int(entry))
+        found.append(devices[int(entry)])
     return tuple(found)

@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.comparison.findings.host import find_host_problems
 from consistency.devices.host import HostFacts, nvml, read_host, since
 from consistency.devices.host.kernel_log import read_log
+from consistency.devices.spec import AutoChoice, DeviceInfo, DeviceSpec
 from tests.devices.host.made_host import BOOT, gpus, make_host, make_nvml
 
 RR_CR = 0b1100  # request and completion redirect
@@ -136,3 +139,54 @@ def test_a_boot_between_captures_is_told(tmp_path: Path) -> None:
     (note,) = find_host_problems([host_facts, read(tmp_path)])
     assert (note.kind, note.severity) == ("rebooted", "note")
     assert f"{host_facts.host} was rebooted between these captures" in note.message
+
+
+def add_card(root: Path, address: str, vendor: str, kind: str, driver: str | None) -> None:
+    """Add a card to a machine made of files."""
+    device = root / "sys/bus/pci/devices" / address
+    device.mkdir(parents=True)
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "class").write_text(f"{kind}\n")
+    if driver is not None:
+        (root / "sys/bus/pci/drivers" / driver).mkdir(parents=True, exist_ok=True)
+        (device / "driver").symlink_to(root / "sys/bus/pci/drivers" / driver)
+
+
+def without_device(root: Path, build: str = "cuda") -> HostFacts:
+    """Read a machine whose torch finds no device."""
+    auto = AutoChoice(build=build, reason="NVML: Driver Not Loaded")
+    cpu = DeviceInfo(spec=DeviceSpec(type="cpu"), architecture="x86-64", model="chip", auto=auto)
+    return read_host([cpu], root=root, run=lambda _: None)
+
+
+def test_cards_that_torch_is_built_for_and_cannot_use(tmp_path: Path) -> None:
+    root = make_host(tmp_path)
+    add_card(root, "0000:01:00.0", "0x10de", "0x030200", None)
+    add_card(root, "0000:02:00.0", "0x10de", "0x030000", "nouveau")
+    add_card(root, "0000:02:00.1", "0x10de", "0x040300", "snd_hda_intel")  # its sound
+    add_card(root, "0000:03:00.0", "0x10de", "0x030200", "vfio-pci")  # a virtual machine has it
+    add_card(root, "0000:00:02.0", "0x8086", "0x030000", "i915")  # graphics of the processor
+    add_card(root, "0000:04:00.0", "0x1002", "0x120000", "amdgpu")
+    assert without_device(root).unused_cards == ("0000:01:00.0 (no driver)", "0000:02:00.0 (driver nouveau)")
+    assert without_device(root, "hip").unused_cards == ("0000:04:00.0 (driver amdgpu)",)
+    assert read(root).unused_cards == ()
+    assert without_device(tmp_path / "nothing").unused_cards == ()
+
+
+def test_a_torch_that_finds_no_device_is_a_warning_and_urgent_where_there_is_a_card(tmp_path: Path) -> None:
+    bare = without_device(make_host(tmp_path / "bare"))
+    (finding,) = find_host_problems([bare, msgspec.structs.replace(bare, host="other")])
+    assert (finding.kind, finding.severity) == ("no-accelerator", "warning")
+    assert finding.message == (
+        f"{bare.host}, other: torch is built for CUDA and finds no device (NVML: Driver Not Loaded): "
+        "the CPU alone was checked"
+    )
+    assert "CUDA_VISIBLE_DEVICES=" in (finding.next or "")
+    add_card(make_host(tmp_path / "full"), "0000:01:00.0", "0x10de", "0x030200", None)
+    full = without_device(tmp_path / "full")
+    (finding,) = find_host_problems([full])
+    assert (finding.kind, finding.severity) == ("unused-card", "warning")
+    assert "although there is 1 card for it" in finding.message
+    assert finding.detail == (f"{full.host}: 0000:01:00.0 (no driver)",)
+    assert list(find_host_problems([msgspec.structs.replace(full, auto=AutoChoice())])) == []
+    assert list(find_host_problems([msgspec.structs.replace(full, auto=None)])) == []

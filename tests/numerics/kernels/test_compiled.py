@@ -349,7 +349,9 @@ def test_a_worker_tells_which_path_it_takes(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_devices_are_the_same_program_whichever_path_they_took() -> None:
     told = {"torch": "2", "compiled_kernel": "compiled: avx2"}
-    assert environment.kernel_key(told, {}) == environment.kernel_key({**told, "compiled_kernel": "numpy: no"}, {})
+    assert environment.kernel_key("cpu", told, {}) == environment.kernel_key(
+        "cpu", {**told, "compiled_kernel": "numpy: no"}, {}
+    )
 
 
 # --- how it is built ------------------------------------------------------------------------------------------------

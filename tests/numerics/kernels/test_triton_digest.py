@@ -283,8 +283,10 @@ def test_a_worker_tells_what_became_of_it(tmp_path: Path, monkeypatch: pytest.Mo
 def test_devices_are_the_same_program_whichever_path_they_took() -> None:
     told = {"torch": "2", "device_name": "H200", "digest_kernel": "fused"}
     plain = {**told, "digest_kernel": "plain: no compiler"}
-    assert environment.kernel_key(told, {}) == environment.kernel_key(plain, {})
-    assert environment.kernel_key(told, {}) != environment.kernel_key({**told, "device_name": "H100"}, {})
+    assert environment.kernel_key("cuda", told, {}) == environment.kernel_key("cuda", plain, {})
+    assert environment.kernel_key("cuda", told, {}) != environment.kernel_key(
+        "cuda", {**told, "device_name": "H100"}, {}
+    )
 
 
 # --- the kernel itself ----------------------------------------------------------------------------------------------

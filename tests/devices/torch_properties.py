@@ -1,4 +1,4 @@
-"""Devices of AMD and Intel as torch reports them, after outputs that users have published.
+"""Devices of NVIDIA, AMD and Intel as torch reports them, the latter two after outputs that users have published.
 
 MI300X: https://github.com/pytorch/ao/pull/2853, the output of `torch.cuda.get_device_properties(0)`. Arc A770: driver
 and UUID as in https://github.com/oobabooga/textgen/issues/3761 (`clinfo`, which has the same UUID), its number in SYCL
@@ -40,5 +40,15 @@ def a770(**changed: Any) -> SimpleNamespace:
     found: dict[str, Any] = {
         "name": "Intel(R) Arc(TM) A770 Graphics", "total_memory": 16225243136, "driver_version": "23.35.27191.42",
         "device_id": 0x56A0, "architecture": 0x000000030DC00800, "uuid": Uuid("8680a056-0800-0000-0300-000000000000"),
+    }  # fmt: skip
+    return SimpleNamespace(**{**found, **changed})
+
+
+def h100(**changed: Any) -> SimpleNamespace:
+    """Return the properties of an H100, by the fields that torch 2.13 has (`torch/csrc/cuda/Module.cpp`)."""
+    found: dict[str, Any] = {
+        "name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory": 81079 << 20, "is_integrated": 0,
+        "multi_processor_count": 132, "uuid": Uuid("5d3f3a10-8a0f-0a4b-9d6e-3c5f6e7a8b9c"),
+        "pci_bus_id": 0x1B, "pci_device_id": 0, "pci_domain_id": 0,
     }  # fmt: skip
     return SimpleNamespace(**{**found, **changed})

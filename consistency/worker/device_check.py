@@ -1,0 +1,77 @@
+"""Whether a worker's device is the one that was planned, and torch has kernels for it.
+
+CUDA may skip a GPU that NVML counts, so that a number, and a list of visible devices, mean another card: its results
+would be reported under the name of its neighbour.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from consistency.devices.kernels import missing_kernels
+from consistency.devices.vendors import described
+from consistency.devices.visibility import visibility_of
+from consistency.errors import DeviceError, first_line
+from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.protocol import Job
+
+
+def require_device(job: Job) -> None:
+    """Raise a DeviceError where this process cannot check the device of its job.
+
+    Raises
+    ------
+    DeviceError
+        It was found unusable before, torch cannot open it, it is another one, or torch has no kernels for it.
+    """
+    device = torch.device(job.device)
+    if job.unusable:
+        raise DeviceError(f"{job.name} cannot be used: {job.unusable}")
+    if device.type == "cpu":
+        return
+    module = torch.get_device_module(device.type)
+    if not hasattr(module, "get_device_properties"):
+        return
+    try:
+        properties = module.get_device_properties(device.index or 0)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that there is such an index
+        if is_out_of_memory(error):
+            raise
+        raise DeviceError(f"torch cannot open {job.name}: {first_line(error)}{_mask(device.type)}") from error
+    found = described(device.type, properties)
+    uuid = found.get("uuid")
+    if job.uuid and uuid and not job.uuid.startswith("MIG-") and _bare(uuid) != _bare(job.uuid):
+        raise DeviceError(
+            f"{job.name} is another device than was listed: {uuid}, not {job.uuid}{_mask(device.type)}",
+            hint="a device before it may have fallen off the bus: see the kernel's log, and run again",
+        )
+    missing = missing_kernels(found.get("capability"), _built_for(module))
+    if missing is not None and not _runs_a_kernel(device):
+        raise DeviceError(f"{job.name} ({properties.name}) cannot be used: {missing}")
+
+
+def _built_for(module: Any) -> list[str]:
+    return list(module.get_arch_list()) if hasattr(module, "get_arch_list") else []
+
+
+def _runs_a_kernel(device: torch.device) -> bool:
+    """Return whether any kernel runs: the list of architectures is no proof that none does."""
+    try:
+        return float(torch.ones(2, device=device).sum()) == 2
+    except RuntimeError:
+        return False
+
+
+def _mask(kind: str) -> str:
+    """Return what this process's environment shows of the devices, for an error."""
+    mask = visibility_of(kind)
+    shown = None if mask is None else os.environ.get(mask.variable)
+    return "" if mask is None or shown is None else f" ({mask.variable}={shown})"
+
+
+def _bare(uuid: str) -> str:
+    """Return a UUID as torch has it: NVML and ROCm's tools write `GPU-` before it."""
+    return uuid.removeprefix("GPU-").lower()
