@@ -92,8 +92,8 @@ _EXACT = frozenset({
     "maximum", "minimum", "fmax", "fmin", "amax", "amin", "aminmax", "topk", "sort", "median", "nanmedian",
     "kthvalue", "mode", "cummax", "cummin", "clamp", "clamp_min", "clamp_max", "relu", "relu6", "hardtanh",
     "threshold", "threshold_backward", "hardtanh_backward", "abs", "neg", "sign", "sgn", "round", "floor", "ceil",
-    "trunc", "heaviside", "floor_divide", "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d",
-    "adaptive_max_pool3d", "fractional_max_pool2d", "fractional_max_pool3d",
+    "trunc", "heaviside", "floor_divide", "histc", "max_pool2d_with_indices", "max_pool3d_with_indices",
+    "adaptive_max_pool2d", "adaptive_max_pool3d", "fractional_max_pool2d", "fractional_max_pool3d",
 })  # fmt: skip
 """Operations whose results are elements of their operands, or integers. One that is missing here is taken to round."""
 
@@ -243,6 +243,8 @@ class RoundingNoise(TorchDispatchMode):
         if kind is _Kind.ACCUMULATION:
             return self._accumulated(func, args, kwargs)
         terms = _reduced(_name_of(func), args) if kind is _Kind.SUM else 1
+        if terms > 1 and _are_whole(args[0]):  # counts, which no device rounds
+            return func(*args, **kwargs)
         return self._noisy(func, func(*self._shaken(args, 0, terms), **kwargs), args, terms, kind)
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -332,7 +334,7 @@ class RoundingNoise(TorchDispatchMode):
     def _drawn(self, pool: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return noise of a tensor's shape from a pool, from another place of it for each operation."""
         elements, parts = like.numel(), []
-        for start in range(0, elements, _LENGTH):
+        for start in range(0, max(1, elements), _LENGTH):
             self._operations += 1
             begin = self._operations * _STRIDE % _LENGTH
             parts.append(pool[begin : begin + min(_LENGTH, elements - start)])
@@ -359,6 +361,15 @@ def _reduced(name: str, args: tuple[Any, ...]) -> int:
     along = next((value for value in args[1:] if _is_dimension(value)), None)
     dimensions = range(operand.dim()) if along in (None, [], ()) else [along] if isinstance(along, int) else along
     return max(1, math.prod(int(operand.shape[dimension]) for dimension in dimensions))
+
+
+def _are_whole(values: torch.Tensor) -> bool:
+    """Report whether all are whole numbers whose sums are exact."""
+    if (
+        values.dtype not in _TESTED or not values.numel() or bool(values.reshape(-1)[:1] % 1)
+    ):  # an element tells nearly always
+        return False
+    return torch.equal(values, values.round()) and float(values.abs().sum(dtype=torch.float64)) < 2**24
 
 
 def _is_dimension(value: object) -> bool:

@@ -39,7 +39,12 @@ def rounding_errors(
         for name in names:
             truth = exact(name)
             tensors = [tensor for read in reads if (tensor := read(name)) is not None]
-            if truth is not None and tensors and all(tensor.shape == truth.shape for tensor in tensors):
+            if (
+                truth is not None
+                and 0 not in truth.shape
+                and tensors
+                and all(tensor.shape == truth.shape for tensor in tensors)
+            ):
                 errors[title][name] = yardstick.rounding_error(tensors, truth, samples)
     return errors
 

@@ -34,10 +34,40 @@ inline at::ScalarType wide(at::ScalarType type) {
 
 inline bool rounds(at::ScalarType type) { return at::isFloatingType(type) || at::isComplexType(type); }
 
+// One accumulator for each element, to which the terms are added one after the other: what the float32 kernels of a GPU do.
+inline at::Tensor in_one_accumulator(const at::Tensor& left, const at::Tensor& right) {
+  auto sizes = left.sizes().vec();
+  sizes.back() = right.size(-1);
+  auto sum = at::zeros(sizes, left.options());
+  for (int64_t k = 0; k < left.size(-1); ++k) sum.addcmul_(left.narrow(-1, k, 1), right.narrow(-2, k, 1));
+  return sum;
+}
+
+// A matrix unit after Fasi et al. (PeerJ CS 7:e330): sixteen exact products at once are added to the accumulator, and the
+// result is cut, not rounded, to float32. Sums of so few products of a half type are exact in float64.
+inline at::Tensor in_a_cutting_unit(const at::Tensor& left, const at::Tensor& right) {
+  auto a = left.to(at::kDouble), b = right.to(at::kDouble);
+  auto sizes = left.sizes().vec();
+  sizes.back() = right.size(-1);
+  auto sum = at::zeros(sizes, left.options());
+  for (int64_t from = 0; from < left.size(-1); from += 16) {
+    int64_t length = std::min<int64_t>(16, left.size(-1) - from);
+    auto exact = at::matmul(a.narrow(-1, from, length), b.narrow(-2, from, length)).add_(sum);
+    sum = exact.to(at::kFloat);
+    auto beyond = sum.to(at::kDouble).abs().gt(exact.abs());
+    sum = at::where(beyond, at::nextafter(sum, at::zeros({}, sum.options())), sum);
+  }
+  return sum;
+}
+
 // a @ b, of two matrices or of two stacks of them.
 inline at::Tensor product(const at::Tensor& a, const at::Tensor& b, int pieces) {
   int64_t inner = a.size(-1);
   auto left = a.to(wide(a.scalar_type())), right = b.to(wide(b.scalar_type()));
+  if (rounds(a.scalar_type()) && pieces < 2) {
+    bool cuts = pieces < 1 && left.scalar_type() != a.scalar_type();
+    return cuts ? in_a_cutting_unit(left, right) : in_one_accumulator(left, right);
+  }
   auto one = [&](int64_t from, int64_t length) {
     // contiguous, so that no kernel is chosen by where a slice happens to lie
     return at::matmul(left.narrow(-1, from, length).contiguous(), right.narrow(-2, from, length).contiguous());
@@ -116,7 +146,13 @@ inline at::Tensor sum(const at::Tensor& tensor, at::OptionalIntArrayRef over, bo
   int64_t length = 1;
   for (auto dim : dims) length *= host.size(dim);
   auto rows = host.to(wide(type)).permute(order).reshape({-1, length});
-  int64_t piece = (length + models()[index].pieces - 1) / models()[index].pieces;
+  int pieces = models()[index].pieces;
+  if (pieces < 2) {
+    auto total = at::zeros({rows.size(0)}, rows.options());
+    for (int64_t k = 0; k < length; ++k) total.add_(rows.select(1, k));
+    return on_device(total.to(type).reshape(shape), index);
+  }
+  int64_t piece = (length + pieces - 1) / pieces;
   auto total = rows.narrow(1, 0, piece).contiguous().sum(1);
   for (int64_t from = piece; from < length; from += piece)
     total.add_(rows.narrow(1, from, std::min(piece, length - from)).contiguous().sum(1));

@@ -14,7 +14,7 @@ def autoload() -> None:
     import torch
     from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
-    from . import _native, copies, device_module, libraries, not_on_cpu, unordered
+    from . import _native, as_cuda, copies, device_module, libraries, not_on_cpu, unordered
     from .settings import read_settings
 
     settings = read_settings()
@@ -25,6 +25,8 @@ def autoload() -> None:
     copies.install(settings)
     _native.set_fill(-1 if settings.fill is None else settings.fill)
     not_on_cpu.install()
+    if settings.as_cuda:
+        as_cuda.install()
     if settings.unordered_mean is not None:
         unordered.install(settings)
     if settings.known_to_libraries and settings.visible:

@@ -15,8 +15,12 @@ VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 DISCOVERY = "consistency.devices.probe"
 """The module whose process lists the devices."""
 
-PIECES = {"A": 3, "B": 5, "C": 8}
-"""Into how many partial sums each architecture cuts a dot product; the CPU's own kernels cut none off."""
+PIECES = {"A": 3, "B": 5, "C": 8, "S": 1, "T": 0}
+"""Into how many partial sums each architecture cuts a dot product; the CPU's own kernels cut none off.
+
+S has one accumulator for each element, as the float32 kernels of a GPU do; T has that too, and multiplies half types
+in a matrix unit that cuts its accumulator.
+"""
 
 Byte = Annotated[int, msgspec.Meta(ge=0, le=255)]
 Positive = Annotated[int, msgspec.Meta(gt=0)]
@@ -75,6 +79,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Of `memory_bytes`, what `mem_get_info` counts as used although the kernel would give it back.
     shares_memory : bool
         Let the devices say that their memory is the host's, as a Jetson's is.
+    as_cuda : bool
+        Add the terms of `cumsum` in float32, and return those of `topk` without an order by their places, as CUDA does.
     known_to_libraries : bool
         Let PEFT and accelerate take the double for the machine's accelerator, as they take CUDA (`libraries.py`).
     unordered_mean : str or None
@@ -89,12 +95,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     devices: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
-    architectures: tuple[Literal["A", "B", "C"], ...] = ()
+    architectures: tuple[Literal["A", "B", "C", "S", "T"], ...] = ()
     copies: tuple[CopyFault, ...] = ()
     fill: Byte | None = None
     memory_bytes: Positive = 8 * 2**30
     reclaimable_bytes: Count = 0
     shares_memory: bool = False
+    as_cuda: bool = False
     known_to_libraries: bool = True
     unordered_mean: Literal["warns", "silent"] | None = None
     lost: tuple[Count, ...] = ()

@@ -195,7 +195,9 @@ def _draw(
     passes = yardstick.passes_for(3 * runs.multiplications)  # forward, and backward for inputs and factors
 
     def independent(drawn: TensorFile) -> int:
-        gradients = ((drawn.read(name), found.gradients.read(name)) for name in layout)
+        gradients = (
+            (drawn.read(name), found.gradients.read(name)) for name, (_, shape) in layout.items() if 0 not in shape
+        )
         return min((independent_lines(a, b) for a, b in gradients if a is not None and b is not None), default=1)
 
     for title, products in yardstick.products_of_run(context.job, runs.model).items():
