@@ -1,4 +1,4 @@
-"""What CUDA's kernels do otherwise than the CPU's, and as rightly: how running sums are rounded, how sets are ordered."""
+"""What CUDA's kernels do otherwise than the CPU's, and as rightly: rounding of running sums, order of sets."""
 
 from __future__ import annotations
 
