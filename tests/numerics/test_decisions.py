@@ -129,6 +129,37 @@ def test_a_selection_can_be_another_one(run: Callable[[], torch.Tensor], kept: l
         assert torch.equal(values.reshape(wanted.shape), SCORES.gather(one.dim, wanted))
 
 
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("largest", [True, False])
+def test_without_an_order_a_selection_is_a_set(dim: int, largest: bool) -> None:
+    """The CPU returns such a set in an order of its own, CUDA by the places of its elements."""
+    scores = torch.rand(6, 6, generator=torch.Generator().manual_seed(0))
+
+    def run() -> torch.Tensor:
+        return torch.topk(scores, 2, dim=dim, largest=largest, sorted=False).indices
+
+    (decision,) = seen(run)
+    chosen = torch.zeros(6, 6, dtype=torch.bool).scatter_(dim, run(), True)
+    assert torch.equal(decision.decided, chosen)
+    assert decision.dim is None
+    assert decision.scores == 2
+    margins = decision.margins(scores.double())
+    bounds = scores.double().sort(dim=dim, descending=largest).values.movedim(dim, -1)
+    last, first = bounds[..., 1:2].movedim(-1, dim), bounds[..., 2:3].movedim(-1, dim)
+    assert torch.equal(margins, torch.where(chosen, (scores - first).abs(), (scores - last).abs()))
+    other = chosen.roll(1, 1 if dim == 0 else 0)  # another set of as many in each line
+    indices = forced(run, other)
+    assert torch.equal(torch.zeros_like(other).scatter_(dim, indices, True), other)
+
+
+def test_a_set_of_all_and_masked_scores_cannot_be_another_one() -> None:
+    masked = torch.tensor([[0.5, -math.inf, -math.inf, 0.25]])
+    (of_all,) = seen(lambda: torch.topk(masked, 4, sorted=False))
+    assert torch.equal(of_all.margins(masked.double()), torch.full((1, 4), math.inf, dtype=torch.float64))
+    (of_masked,) = seen(lambda: torch.topk(masked, 3, sorted=False))
+    assert of_masked.margins(masked.double())[0, 1:3].tolist() == [0.0, 0.0], "of equal scores any may be chosen"
+
+
 def test_the_margin_of_a_selection_is_the_gap_between_both_scores() -> None:
     here, there = torch.tensor([[0], [2]]), torch.tensor([[2], [2]])
     assert gaps(SCORES, 1, here, there).tolist() == [[0.125], [0.0]]

@@ -14,7 +14,7 @@ def install() -> None:
         """Add in float32; the CPU adds in float64."""
         host = x.cpu().to(dtype or (torch.int64 if not x.is_floating_point() else x.dtype))
         if not host.is_floating_point() or host.dim() == 0:
-            return host.cumsum(dim).to(x.device)
+            return host.cumsum(dim, dtype=host.dtype).to(x.device)
         total, steps = torch.zeros_like(host.select(dim, 0), dtype=torch.float32), []
         for place in range(host.shape[dim]):
             total = total + host.select(dim, place)

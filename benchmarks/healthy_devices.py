@@ -1,0 +1,154 @@
+"""Check models of today's kinds on healthy devices with a GPU's arithmetic: nothing has to be found.
+
+    python -m benchmarks.healthy_devices                       # five tiny kinds, the built-in cases, three dtypes
+    python -m benchmarks.healthy_devices --wide                # hidden size 2048, two layers, as well
+    python -m benchmarks.healthy_devices --dtypes float32 --only deepseek
+
+The devices are of the software accelerator (`tests/accelerator`): one accumulator for each element (S), half types in a
+matrix unit that cuts its accumulator (T), sums split into three (A); with `cumsum` in float32 and CUDA's `topk`. They
+are a double: what holds here is that such arithmetic raises no alarm, not that a GPU has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+
+from tests.accelerator.build import build
+from tests.accelerator.fixtures import Double
+
+DEVICES = {"npu:0": "S", "npu:1": "T", "npu:2": "A"}
+BUILT_IN = ("llama", "gpt2", "bert")
+SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def dense() -> Any:
+    config = transformers.LlamaConfig(**SMALL, intermediate_size=160, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config), ["q_proj", "v_proj", "down_proj"]
+
+
+def deepseek() -> Any:
+    """Make a mixture of experts whose routing is `topk(sorted=False)`, by groups."""
+    config = transformers.DeepseekV3Config(
+        **SMALL, intermediate_size=96, moe_intermediate_size=32, num_key_value_heads=4, n_routed_experts=8, n_group=2,
+        topk_group=1, num_experts_per_tok=3, n_shared_experts=1, first_k_dense_replace=1, kv_lora_rank=16,
+        q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
+    )  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(config), ["q_a_proj", "o_proj"]
+
+
+def mamba() -> Any:
+    config = transformers.Mamba2Config(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=16, n_groups=1,
+        chunk_size=8,
+    )  # fmt: skip
+    return transformers.Mamba2ForCausalLM(config), ["in_proj"]
+
+
+def encoder() -> Any:
+    config = transformers.BertConfig(**SMALL, intermediate_size=96, num_labels=3)
+    return transformers.BertForSequenceClassification(config), ["query", "value"]
+
+
+def encoder_decoder() -> Any:
+    config = transformers.T5Config(
+        vocab_size=97, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config), ["q", "v"]
+
+
+def wide() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=2048, intermediate_size=5632, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), ["q_proj", "v_proj", "down_proj"]
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "dense": dense, "deepseek": deepseek, "mamba": mamba, "encoder": encoder, "encoder-decoder": encoder_decoder,
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", default="float32,bfloat16,float16")
+    parser.add_argument("--only", default="", help="names of kinds and built-in cases, separated by commas")
+    parser.add_argument("--wide", action="store_true", help="one of real width too")
+    parser.add_argument("--stages", default="merged,forward,gradient")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    chosen = [name for name in arguments.only.split(",") if name]
+    kinds = KINDS | ({"wide": wide} if arguments.wide else {})
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        lines = []
+        for name in (*kinds, *BUILT_IN):
+            if chosen and name not in chosen:
+                continue
+            files = {"base": f"builtin:{name}"}
+            if name not in BUILT_IN:
+                files = made(folder / name, kinds[name], arguments.seed)
+            for dtype in arguments.dtypes.split(","):
+                fields = {"name": f"{name}-{dtype}", "dtype": dtype, **files}
+                lines += ["[[case]]", *(f"{field} = {json.dumps(value)}" for field, value in fields.items())]
+        suite = folder / "suite.toml"
+        suite.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        double = Double(folder=build(Path.home() / ".cache" / "consistency-double"))
+        out = folder / "out"
+        done = double.python(
+            "-m", "consistency", "run", suite, "--devices", ",".join(("cpu", *DEVICES)), "--stages", arguments.stages,
+            "--load-paths", "isolated", "--out", out, devices=len(DEVICES), architectures=list(DEVICES.values()),
+            as_cuda=True,
+        )  # fmt: skip
+        if not (out / "suite.json").exists():
+            print(done.stdout, done.stderr)
+            return 2
+        return _told(out)
+
+
+def made(folder: Path, make: Callable[[], Any], seed: int) -> dict[str, str]:
+    """Save a base and an adapter on it, and return the fields of a case that name them."""
+    torch.manual_seed(seed)
+    model, targets = make()
+    model.save_pretrained(folder / "base")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    adapted.save_pretrained(folder / "adapter")
+    return {"base": str(folder / "base"), "adapter": str(folder / "adapter")}
+
+
+def _told(out: Path) -> int:
+    """Print a row of the worst ratio and of what was skipped for each case; return 1 where anything is found."""
+    alarms = 0
+    print("| case | verdict | forward | gradient | merged | skipped |\n|---|---|---|---|---|---|")
+    for report in sorted(out.glob("cases/*/report.json")):
+        content = json.loads(report.read_text(encoding="utf-8"))
+        worst: dict[str, float] = collections.defaultdict(float)
+        skipped: collections.Counter[str] = collections.Counter()
+        for tensor in content["tensors"]:
+            for row in tensor["rows"]:
+                if isinstance(row["bound_ratio"], float):
+                    worst[tensor["stage"]] = max(worst[tensor["stage"]], row["bound_ratio"])
+                if row["status"] == "skipped":
+                    skipped[f"{tensor['stage']}: {row['reason']}"] += 1
+        found = [finding["message"] for finding in content["findings"] if finding["severity"] != "note"]
+        alarms += bool(found)
+        ratios = " | ".join(f"{worst[stage]:.2f}" for stage in ("forward", "gradient", "merged"))
+        reasons = "; ".join(f"{count} {reason}" for reason, count in skipped.items()) or "none"
+        print(f"| {report.parent.name} | {content['verdict']} | {ratios} | {reasons} |", *found, sep="\n    ")
+    print(f"{alarms} cases with a finding")
+    return 1 if alarms else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
