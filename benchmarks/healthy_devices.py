@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -106,11 +107,12 @@ def main() -> int:
         suite.write_text("\n".join(lines) + "\n", encoding="utf-8")
         double = Double(folder=build(Path.home() / ".cache" / "consistency-double"))
         out = folder / "out"
-        done = double.python(
-            "-m", "consistency", "run", suite, "--devices", ",".join(("cpu", *DEVICES)), "--stages", arguments.stages,
-            "--load-paths", "isolated", "--out", out, devices=len(DEVICES), architectures=list(DEVICES.values()),
-            as_cuda=True,
-        )  # fmt: skip
+        settings: dict[str, Any] = {"devices": len(DEVICES), "architectures": list(DEVICES.values()), "as_cuda": True}
+        command = [sys.executable, "-m", "consistency", "run", str(suite), "--devices", ",".join(("cpu", *DEVICES))]
+        options = ["--stages", arguments.stages, "--load-paths", "isolated", "--out", str(out)]
+        done = subprocess.run(
+            [*command, *options], capture_output=True, text=True, check=False, env=double.environment(**settings)
+        )
         if not (out / "suite.json").exists():
             print(done.stdout, done.stderr)
             return 2

@@ -48,11 +48,12 @@ def test_a_run_of_today_gives_the_cells_of_the_page(tmp_path: Path, cli_here: Cl
 
 
 def of_any_kernel(cells: Sequence[str]) -> tuple[str, ...]:
-    """Return cells without what was left out because the CPU's own error is large: that depends on its kernels."""
-    return tuple(re.sub(r" · the CPU's[^·]*would let a tensor of zeros pass", "", cell) for cell in cells)
+    """Return cells without what was left out because rounding makes large errors: that depends on its luck."""
+    wide = r" · (rounding in|few errors of|the CPU's)[^·]*would let a tensor of zeros pass"
+    return tuple(re.sub(wide, "", cell) for cell in cells)
 
 
 def test_only_what_kernels_decide_is_taken_from_a_cell() -> None:
-    zeros = "the CPU's own error in float16 is so large that twice that would let a tensor of zeros pass"
+    zeros = "rounding in float16 makes errors so large that twice those would let a tensor of zeros pass"
     cells = (f"yes · {zeros}", f"yes · {zeros} · PEFT does not merge it", "no · PEFT does not merge it", "**block**")
     assert of_any_kernel(cells) == ("yes", "yes · PEFT does not merge it", "no · PEFT does not merge it", "**block**")

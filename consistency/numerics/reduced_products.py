@@ -1,10 +1,10 @@
 """Compute float32 products as a unit does that rounds their operands: in TF32 or bfloat16, accumulated in float32.
 
-The `relative` rule compares a device's error with the CPU's own. Where a device may multiply in a lower precision, the
-CPU's error that fits is that of the same products: `ReducedProducts` sits below autograd and below torch's composite
-operations, and rounds the operands of every matrix product and convolution, forward and backward, before the CPU's
-float32 kernels multiply them. A product of two operands of 11 or 8 bits is exact in float32, so that this is what such
-a unit computes, up to the order in which it adds.
+The `relative` rule compares a device's error with that of rounding. Where a device may multiply in a lower precision,
+the error that fits is that of the same products on the CPU: `ReducedProducts` sits below autograd and below torch's
+composite operations, and rounds the operands of every matrix product and convolution, forward and backward, before the
+CPU's float32 kernels multiply them. A product of two operands of 11 or 8 bits is exact in float32, so that this is what
+such a unit computes, up to the order in which it adds.
 
 Operands in TF32 are truncated: the wider of the two errors that units make (`consistency.numerics.precision`).
 """

@@ -84,7 +84,7 @@ def products_in(model: torch.nn.Module, products: Products) -> Products:
 
 
 def name_of(products: Products) -> str:
-    """Return the name under which the CPU's errors with such products are shared."""
+    """Return the name under which the errors with such products are shared."""
     if products.matmul is products.convolution:
         return str(products.matmul)
     return f"{products.matmul}, convolutions {products.convolution}"

@@ -36,8 +36,7 @@ PASSES = 4
 """Backward passes over as many parts of the batch.
 
 The gradient of a LoRA factor of rank r has at most r independent errors, often one or two that carry all, and the
-largest of so few varies widely: `rules.error_factor` allows 24 times the CPU's error for 8 samples and 32 thousand
-times for 2. Passes over other sequences have independent errors.
+largest of so few varies widely (`rules.error_factor`). Passes over other sequences have independent errors.
 """
 
 ONE_PASS = 1 << 22
