@@ -48,7 +48,8 @@ def select(names: Sequence[str]) -> tuple[DeviceInfo, ...]:
     chosen: dict[str, DeviceInfo] = {}
     for name in names:
         found = _auto() if name == "auto" else (_find(parse_device(name)),)
-        chosen.update((info.spec.name, info) for info in found)
+        # a CPU that is named too stays the one that `auto` stands for
+        chosen.update((info.spec.name, info) for info in found if info.auto or info.spec.name not in chosen)
     return tuple(chosen.values())
 
 

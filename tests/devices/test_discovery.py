@@ -217,6 +217,7 @@ def test_a_torch_for_cuda_without_a_device_says_why(
     cpu = select(["auto"])[0]
     assert cpu.auto == AutoChoice(build="cuda", reason=f"NVML: {reason}")
     assert select(["cpu"])[0].auto is None, "who names the CPU wants no GPU"
+    assert select(["cpu", "auto"])[0].auto == select(["auto", "cpu"])[0].auto == cpu.auto
     with pytest.raises(UsageError, match="no device cuda:0") as caught:
         select(["cuda:0"])
     assert reason in (caught.value.hint or "")
