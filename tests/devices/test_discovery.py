@@ -347,7 +347,8 @@ def test_a_chip_without_memory_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], shares: bool
 ) -> None:
     plug_in(monkeypatch, {**A6000[0], "capability": capability})
-    assert accelerators()[0].shares_memory is shares
+    (found,) = accelerators()
+    assert (found.shares_memory, found.visible_id) == (shares, "0" if shares else "GPU-000")
 
 
 def test_devices_that_torch_has_no_kernels_for_are_named(
