@@ -48,7 +48,8 @@ def select(names: Sequence[str]) -> tuple[DeviceInfo, ...]:
     chosen: dict[str, DeviceInfo] = {}
     for name in names:
         found = _auto() if name == "auto" else (_find(parse_device(name)),)
-        chosen.update((info.spec.name, info) for info in found)
+        # a CPU that is named too stays the one that `auto` stands for
+        chosen.update((info.spec.name, info) for info in found if info.auto or info.spec.name not in chosen)
     return tuple(chosen.values())
 
 
@@ -258,9 +259,9 @@ class _Card:
             driver=self._driver,
             capability=None if number is None else f"{number[0]}.{number[1]}",
             memory_bytes=None if memory is None else int(memory.total),
-            # under WSL the driver is Windows', and a list of UUIDs has not been seen to work: the worker checks which
-            # device a number is
-            visible_id=str(self.number) if _WSL.exists() else self.uuid,
+            # under WSL, whose driver is Windows', and on chips with a GPU, a list of UUIDs has not been seen to work:
+            # the worker checks which device a number is
+            visible_id=str(self.number) if _WSL.exists() or number in SHARES_MEMORY else self.uuid,
             unusable=unusable,
             alone=alone,
             shares_memory=number in SHARES_MEMORY,

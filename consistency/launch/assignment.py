@@ -96,6 +96,7 @@ class Assignment:
             fault=self.fault,
             autocast_adapter_dtype=change.autocast_adapter_dtype is not False,
             uuid=self.plan.info.uuid,
+            pci_bus_id=self.plan.info.pci_bus_id,
             unusable=self.plan.info.unusable,
         )
 

@@ -7,10 +7,12 @@ would be reported under the name of its neighbour.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from consistency.devices.host.pci import address
 from consistency.devices.kernels import missing_kernels
 from consistency.devices.vendors import described
 from consistency.devices.visibility import visibility_of
@@ -42,15 +44,25 @@ def require_device(job: Job) -> None:
             raise
         raise DeviceError(f"torch cannot open {job.name}: {first_line(error)}{_mask(device.type)}") from error
     found = described(device.type, properties)
-    uuid = found.get("uuid")
-    if job.uuid and uuid and not job.uuid.startswith("MIG-") and _bare(uuid) != _bare(job.uuid):
+    if _is_another(job, found):
         raise DeviceError(
-            f"{job.name} is another device than was listed: {uuid}, not {job.uuid}{_mask(device.type)}",
+            f"{job.name} is another device than was listed: {found['uuid']}, not {job.uuid}{_mask(device.type)}",
             hint="a device before it may have fallen off the bus: see the kernel's log, and run again",
         )
     missing = missing_kernels(found.get("capability"), _built_for(module))
     if missing is not None and not _runs_a_kernel(device):
         raise DeviceError(f"{job.name} ({properties.name}) cannot be used: {missing}")
+
+
+def _is_another(job: Job, found: Mapping[str, Any]) -> bool:
+    """Return whether both the UUID and, as far as it is known, the place on the PCI bus are those of another device.
+
+    A virtual or an integrated GPU may have one UUID by NVML and another by CUDA: its place says that it is the same.
+    """
+    uuid, place = found.get("uuid"), found.get("pci_bus_id")
+    if not uuid or not job.uuid or job.uuid.startswith("MIG-") or _bare(uuid) == _bare(job.uuid):
+        return False
+    return place is None or job.pci_bus_id is None or address(place) != address(job.pci_bus_id)
 
 
 def _built_for(module: Any) -> list[str]:

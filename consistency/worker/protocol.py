@@ -75,8 +75,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
         A fault to plant, of `consistency.worker.faults`.
     autocast_adapter_dtype : bool
         PEFT's argument of this name for the default load path.
-    uuid : str or None
-        Of the device that was planned, where it is known.
+    uuid, pci_bus_id : str or None
+        Of the device that was planned, where they are known.
     unusable : str
         Why no process can use that device, where it was found so.
     """
@@ -98,6 +98,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"
     fault: str | None = None
     autocast_adapter_dtype: bool = True
     uuid: str | None = None
+    pci_bus_id: str | None = None
     unusable: str = ""
 
 

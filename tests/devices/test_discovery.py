@@ -217,6 +217,7 @@ def test_a_torch_for_cuda_without_a_device_says_why(
     cpu = select(["auto"])[0]
     assert cpu.auto == AutoChoice(build="cuda", reason=f"NVML: {reason}")
     assert select(["cpu"])[0].auto is None, "who names the CPU wants no GPU"
+    assert select(["cpu", "auto"])[0].auto == select(["auto", "cpu"])[0].auto == cpu.auto
     with pytest.raises(UsageError, match="no device cuda:0") as caught:
         select(["cuda:0"])
     assert reason in (caught.value.hint or "")
@@ -346,7 +347,8 @@ def test_a_chip_without_memory_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], shares: bool
 ) -> None:
     plug_in(monkeypatch, {**A6000[0], "capability": capability})
-    assert accelerators()[0].shares_memory is shares
+    (found,) = accelerators()
+    assert (found.shares_memory, found.visible_id) == (shares, "0" if shares else "GPU-000")
 
 
 def test_devices_that_torch_has_no_kernels_for_are_named(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,24 @@ def test_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         f"cuda:1 is another device than was listed: GPU-{H100}, not GPU-87654321-9abc-def0-1234-56789abcdef0 "
         "(CUDA_VISIBLE_DEVICES=GPU-87654321)"
     )
+
+
+@pytest.mark.parametrize(
+    ("planned", "here", "same"),
+    [
+        ("00000000:1B:00.0", 0x1B, True),  # a virtual GPU may have a UUID by NVML and another by CUDA
+        ("00000000:1C:00.0", 0x1B, False),
+        (None, 0x1B, False),
+        ("00000000:1B:00.0", None, False),
+    ],
+)
+def test_a_device_in_the_place_that_was_planned_is_that_device(
+    plugged_in: SimpleNamespace, planned: str | None, here: int | None, same: bool
+) -> None:
+    plugged_in.properties = properties(pci_domain_id=0, pci_bus_id=here, pci_device_id=0)
+    other = job(uuid="GPU-87654321-9abc-def0-1234-56789abcdef0", pci_bus_id=planned)
+    with contextlib.nullcontext() if same else pytest.raises(DeviceError, match="another device"):
+        require_device(other)
 
 
 def test_amd_has_one_form_of_a_uuid_in_the_list_and_here(plugged_in: SimpleNamespace) -> None:

@@ -1,0 +1,19 @@
+"""Variants of one card: the worker of one has ended before that of the next begins, and the reference is there."""
+
+from __future__ import annotations
+
+import json
+
+from tests.accelerator.fixtures import RunsOnDouble
+
+
+def test_variants_of_a_card_run_one_after_the_other(run_on_double: RunsOnDouble) -> None:
+    run = run_on_double({"devices": 1}, devices="cpu,npu:0,npu:0@math", stages="base,forward", level="quick")
+    assert run.process.returncode == 0, run.process.stdout + run.process.stderr
+    times = {}
+    for path in (run.folder / "captures" / "workers").glob("*/events.jsonl"):
+        at = [json.loads(line)["at"] for line in path.read_text(encoding="utf-8").splitlines()]
+        times[path.parent.name] = (at[0], at[-1])
+    assert times["npu_0.isolated"][1] < times["npu_0@math.isolated"][0]
+    forward = [row for row in run.report["tensors"] if row["stage"] == "forward"]
+    assert {row["worker"] for tensor in forward for row in tensor["rows"]} == {"cpu", "npu:0", "npu:0@math"}
