@@ -14,6 +14,9 @@ from collections.abc import Iterable
 KERNELS = "kernels"
 """The probe's argument for this list."""
 
+_RENAMED = {(10, 1): (11, 0)}
+"""Thor reports 11.0 from CUDA 13 on, and runs what was built for it as 10.1 (torch's own `DEVICE_REQUIREMENT`)."""
+
 _ENTRY = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<only>[af]?)")
 
 
@@ -36,6 +39,8 @@ def missing_kernels(capability: str | None, built_for: Iterable[str]) -> str | N
     elif re.fullmatch(r"\d+\.\d", capability):
         major, minor = map(int, capability.split("."))
         name = f"sm_{major}{minor}"
+        if not all(map(_ENTRY.fullmatch, entries)):
+            return None  # a name of a later CUDA: what it runs on is not known
         runs = any(_runs_on_nvidia(entry, major, minor) for entry in entries)
     else:
         return None
@@ -49,6 +54,7 @@ def _runs_on_nvidia(entry: str, major: int, minor: int) -> bool:
     if found is None:
         return False
     built, device = (int(found["major"]), int(found["minor"])), (major, minor)
+    built = device if _RENAMED.get(built) == device else built
     if found["only"] == "a":
         return built == device
     if found["kind"] == "compute" and not found["only"]:

@@ -34,6 +34,8 @@ def test_a_device_without_kernels_has_one_sentence() -> None:
         ("sm_100a", "10.3", False),
         ("sm_100f", "10.3", True),
         ("sm_86", "8.0", False),
+        ("sm_101", "11.0", True),  # Thor, which CUDA 13 numbers anew
+        ("sm_next", "8.0", True),  # a name of a later CUDA: not known
         ("gfx942", "gfx942:sramecc+:xnack-", True),
         ("gfx90a", "gfx942:sramecc+:xnack-", False),
         ("gfx90a:xnack+", "gfx90a:sramecc+:xnack+", True),

@@ -49,7 +49,7 @@ def read_host(
         if info.pci_bus_id is not None
     }
     gpus = [_gpu(root, name, address, info, unread) for name, address, info in known.values()]
-    links = [_link(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :]]
+    links = [_link(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :] if a.pci_bus_id != b.pci_bus_id]
     if any(gpu.vendor is Vendor.NVIDIA for gpu in gpus):
         with library() as nvml:
             if nvml is None:

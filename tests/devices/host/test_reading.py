@@ -117,6 +117,17 @@ def test_a_library_that_knows_nothing_is_no_error(tmp_path: Path) -> None:
     assert nvml.peer(Nothing(), "a", "b") is None
 
 
+def test_instances_of_one_card_have_no_link_between_them(tmp_path: Path) -> None:
+    card, other = gpus(2)
+    instances = [
+        msgspec.structs.replace(card, uuid=f"MIG-{i}", spec=DeviceSpec(type="cuda", index=i)) for i in range(2)
+    ]
+    other = msgspec.structs.replace(other, spec=DeviceSpec(type="cuda", index=2))
+    found = read_host([*instances, other], root=make_host(tmp_path), run=lambda _: None)
+    assert [gpu.name for gpu in found.gpus] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [(link.a, link.b) for link in found.links] == [("cuda:0", "cuda:2"), ("cuda:1", "cuda:2")]
+
+
 def test_counters_that_rise_while_it_runs(tmp_path: Path) -> None:
     root = make_host(tmp_path, log=LOG)
     before = read(root, make_nvml())
