@@ -108,7 +108,16 @@ def main() -> int:
         double = Double(folder=build(Path.home() / ".cache" / "consistency-double"))
         out = folder / "out"
         settings: dict[str, Any] = {"devices": len(DEVICES), "architectures": list(DEVICES.values()), "as_cuda": True}
-        command = [sys.executable, "-P", "-m", "consistency", "run", str(suite), "--devices", ",".join(("cpu", *DEVICES))]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "consistency",
+            "run",
+            str(suite),
+            "--devices",
+            ",".join(("cpu", *DEVICES)),
+        ]
         options = ["--stages", arguments.stages, "--load-paths", "isolated", "--out", str(out)]
         done = subprocess.run(
             [*command, *options], capture_output=True, text=True, check=False, env=double.environment(**settings)

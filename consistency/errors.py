@@ -67,7 +67,7 @@ class CaptureError(ConsistencyError):
     """A capture folder that cannot be written or read."""
 
 
-class DeviceError(ConsistencyError):
+class UnusableDeviceError(ConsistencyError):
     """A device that cannot be checked: its worker fails, and no other."""
 
 

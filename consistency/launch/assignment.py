@@ -17,15 +17,28 @@ from consistency.capture.records import WorkerInfo, WorkerStatus
 from consistency.case.case import Case
 from consistency.case.tolerance import of_architecture
 from consistency.devices.spec import DeviceIdentity
-from consistency.errors import CaptureError, ConsistencyError, DeviceError, InputError, UsageError
+from consistency.errors import CaptureError, ConsistencyError, InputError, UnusableDeviceError, UsageError
 from consistency.launch.change import Change
 from consistency.launch.engine import Limits
 from consistency.launch.environment import torch_device
 from consistency.launch.plan import WorkerPlan, settings_of
-from consistency.worker.protocol import CANNOT_WRITE, STATE_FILE, Event, EventReader, Job, Peer, WorkerState
+from consistency.worker.protocol import (
+    CANNOT_WRITE,
+    DEVICE_FAILED,
+    OUT_OF_MEMORY,
+    STATE_FILE,
+    Event,
+    EventReader,
+    Job,
+    Peer,
+    WorkerState,
+)
 
 JOBS = "jobs.json"
 """Name of the file with the jobs of a process, in the folder of the first."""
+
+_LOST = {OUT_OF_MEMORY: "ran out of memory", DEVICE_FAILED: "its device failed"}
+"""What a worker is lost of, by the kind of the error that it reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +207,11 @@ class Assignment:
                 facts = {name: error.get(name) for name in ("where", "got", "wanted", "hint")}
                 found = kind(error["what"], **facts)
                 return Ended(status="failed", reason=found.what, error=found)
-        if error["kind"] == DeviceError.__name__:
+        if error["kind"] == UnusableDeviceError.__name__:
             return Ended(status="failed", reason="; ".join(filter(None, (error["what"], error.get("hint")))))
-        if error["kind"] == "OutOfMemory":
-            return self.lost("ran out of memory")
+        if error["kind"] in _LOST:
+            meaning = f" ({error['hint']})" if error["hint"] else ""
+            return self.lost(f"{_LOST[error['kind']]}: {error['what']}{meaning}")
         return Ended(status="failed", reason=self._with_last(error["what"]))
 
     def _with_last(self, reason: str) -> str:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from consistency.capture.json_codec import decode_json
-from consistency.errors import CaptureError, ConsistencyError, DeviceError
+from consistency.errors import CaptureError, ConsistencyError, UnusableDeviceError, UsageError
 from consistency.worker import lifeline
+from consistency.worker.device_error import DeviceError, Trouble, ends_the_worker
 from consistency.worker.heartbeat import Heartbeat
-from consistency.worker.out_of_memory import is_out_of_memory
-from consistency.worker.protocol import CANNOT_WRITE, EventLog, Job
+from consistency.worker.protocol import CANNOT_WRITE, DEVICE_FAILED, OUT_OF_MEMORY, EventLog, Job
 from consistency.worker.uncollected import uncollected
 
 if TYPE_CHECKING:
@@ -97,20 +97,23 @@ def _do(job: Job, events: EventLog, bases: _Bases) -> tuple[int, bool]:
         events.done()
         return 0, usable
     except BaseException as error:  # nothing may pass here: the parent reports the error
+        told = isinstance(error, (UsageError, CaptureError, UnusableDeviceError))
+        lost = None if told else ends_the_worker(error, job.device)
         try:
-            events.failed({**_described(error), "trace": traceback.format_exc(limit=40)})
+            events.failed({**_described(error, lost), "trace": traceback.format_exc(limit=40)})
         except OSError:
             return CANNOT_WRITE, False
-        if isinstance(error, DeviceError) or not isinstance(error, ConsistencyError):
-            return 3, False
-        return 2, not isinstance(error, CaptureError)
+        if lost is None and isinstance(error, ConsistencyError) and not isinstance(error, UnusableDeviceError):
+            return 2, not isinstance(error, CaptureError)
+        return 3, False
 
 
-def _described(error: BaseException) -> dict[str, str | None]:
+def _described(error: BaseException, lost: DeviceError | None) -> dict[str, str | None]:
+    if lost is not None:
+        kind = OUT_OF_MEMORY if lost.trouble is Trouble.MEMORY else DEVICE_FAILED
+        return {"kind": kind, "what": lost.words, "hint": lost.meaning}
     if isinstance(error, ConsistencyError):
         return {"kind": type(error).__name__, **error.parts}
-    if is_out_of_memory(error):
-        return {"kind": "OutOfMemory", "what": "out of memory"}
     return {"kind": type(error).__name__, "what": f"{type(error).__name__}: {error}"}
 
 

@@ -16,22 +16,22 @@ from consistency.devices.host.pci import address
 from consistency.devices.kernels import missing_kernels
 from consistency.devices.vendors import described
 from consistency.devices.visibility import visibility_of
-from consistency.errors import DeviceError, first_line
-from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.errors import UnusableDeviceError, first_line
+from consistency.worker.device_error import computes, is_out_of_memory
 from consistency.worker.protocol import Job
 
 
 def require_device(job: Job) -> None:
-    """Raise a DeviceError where this process cannot check the device of its job.
+    """Raise a UnusableDeviceError where this process cannot check the device of its job.
 
     Raises
     ------
-    DeviceError
+    UnusableDeviceError
         It was found unusable before, torch cannot open it, it is another one, or torch has no kernels for it.
     """
     device = torch.device(job.device)
     if job.unusable:
-        raise DeviceError(f"{job.name} cannot be used: {job.unusable}")
+        raise UnusableDeviceError(f"{job.name} cannot be used: {job.unusable}")
     if device.type == "cpu":
         return
     module = torch.get_device_module(device.type)
@@ -42,16 +42,16 @@ def require_device(job: Job) -> None:
     except (RuntimeError, AssertionError) as error:  # torch asserts that there is such an index
         if is_out_of_memory(error):
             raise
-        raise DeviceError(f"torch cannot open {job.name}: {first_line(error)}{_mask(device.type)}") from error
+        raise UnusableDeviceError(f"torch cannot open {job.name}: {first_line(error)}{_mask(device.type)}") from error
     found = described(device.type, properties)
     if _is_another(job, found):
-        raise DeviceError(
+        raise UnusableDeviceError(
             f"{job.name} is another device than was listed: {found['uuid']}, not {job.uuid}{_mask(device.type)}",
             hint="a device before it may have fallen off the bus: see the kernel's log, and run again",
         )
     missing = missing_kernels(found.get("capability"), _built_for(module))
-    if missing is not None and not _runs_a_kernel(device):
-        raise DeviceError(f"{job.name} ({properties.name}) cannot be used: {missing}")
+    if missing is not None and not computes(device):  # the list of architectures is no proof that none runs
+        raise UnusableDeviceError(f"{job.name} ({properties.name}) cannot be used: {missing}")
 
 
 def _is_another(job: Job, found: Mapping[str, Any]) -> bool:
@@ -67,14 +67,6 @@ def _is_another(job: Job, found: Mapping[str, Any]) -> bool:
 
 def _built_for(module: Any) -> list[str]:
     return list(module.get_arch_list()) if hasattr(module, "get_arch_list") else []
-
-
-def _runs_a_kernel(device: torch.device) -> bool:
-    """Return whether any kernel runs: the list of architectures is no proof that none does."""
-    try:
-        return float(torch.ones(2, device=device).sum()) == 2
-    except RuntimeError:
-        return False
 
 
 def _mask(kind: str) -> str:

@@ -37,6 +37,9 @@ REFERENCE_LOST = "reference.lost"
 CANNOT_WRITE = 4
 """Exit status of a worker whose disk is full, so that it could not write an event."""
 
+OUT_OF_MEMORY, DEVICE_FAILED = "OutOfMemory", "DeviceError"
+"""Kinds of a reported error that are no class's name: what of its device ended the worker."""
+
 STATE_FILE = "state.json"
 """Name of the file with a worker's `WorkerState`."""
 

@@ -17,8 +17,8 @@ from consistency.case.stages import StageSpec
 from consistency.errors import ConsistencyError, first_line
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.identity import start_of
+from consistency.worker.device_error import ends_the_worker
 from consistency.worker.model.structure import Structure
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.quantized.held import is_composite
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.context import Context
@@ -27,19 +27,9 @@ from consistency.worker.stages.context import Context
 def is_of_a_stage(error: Exception, device: torch.device) -> bool:
     """Report whether an error is that of a stage's code alone, so that the worker can go on.
 
-    It is not where the input is invalid, where memory or a disk is full, and where the device no longer computes: torch
-    raises `RuntimeError` for that as for a wrong shape, so the device is asked.
+    It is not where the input is invalid, where a disk is full, and where the device or its memory fails.
     """
-    if isinstance(error, (ConsistencyError, OSError)) or is_out_of_memory(error):
-        return False
-    return device.type == "cpu" or not isinstance(error, RuntimeError) or _computes(device)
-
-
-def _computes(device: torch.device) -> bool:
-    try:
-        return float(torch.ones(2, device=device).sum()) == 2  # read back, so that it waits for all that is queued
-    except RuntimeError:
-        return False
+    return not isinstance(error, (ConsistencyError, OSError)) and ends_the_worker(error, device) is None
 
 
 def stated(error: BaseException) -> str:

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from tests.accelerator.software_accelerator import _native, copies
-    from tests.accelerator.software_accelerator.settings import CopyFault
+    from tests.accelerator.software_accelerator import _native, answers, copies
+    from tests.accelerator.software_accelerator.settings import CopyFault, DeviceFailure, DeviceWait, Settings
 else:
-    from software_accelerator import _native, copies
-    from software_accelerator.settings import CopyFault
+    from software_accelerator import _native, answers, copies
+    from software_accelerator.settings import CopyFault, DeviceFailure, DeviceWait, Settings
 
 MEMORY_BYTES = 2**20
 KIB = 256  # elements of float32
@@ -31,6 +31,7 @@ def _clean() -> Iterator[None]:
     npu.empty_cache()
     yield
     copies.clear()
+    _native.set_answer(None)
     _native.set_fill(-1)
 
 
@@ -336,3 +337,62 @@ def test_a_load_takes_a_part_of_the_memory_and_gives_it_back() -> None:
     assert (told.size, told.error) == ("32 × 32 float32", None)
     assert told.products >= 4
     assert npu.memory_allocated(1) == before
+
+
+# ---- what a device answers
+
+
+def failing(**settings: Any) -> None:
+    failure = DeviceFailure(**{"device": "npu:1", "says": "CUDA error: it is broken", **settings})
+    answers.install(Settings(visible=(0, 1, 2, 3), failures=(failure,)))
+
+
+def test_a_call_fails_once_and_on_its_device_alone() -> None:
+    a, b = torch.ones(2, device="npu:0"), torch.ones(2, device="npu:1")
+    failing(from_call=2)
+    b.add_(1)
+    with pytest.raises(torch.AcceleratorError, match=r"^CUDA error: it is broken"):
+        b.add_(1)
+    b.add_(1)
+    a.add_(1)
+    assert a.tolist() == [2, 2]
+    assert b.tolist() == [3, 3]
+
+
+def test_after_a_sticky_failure_every_call_fails() -> None:
+    a, b = torch.ones(2, device="npu:0"), torch.ones(2, device="npu:1")
+    failing(sticky=True)
+    for call in (lambda: b + 1, b.tolist, lambda: b.to("npu:0"), lambda: npu.synchronize(1), lambda: b @ b):
+        with pytest.raises(torch.AcceleratorError, match="it is broken"):
+            call()
+    assert (a + 1).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["OutOfMemoryError", "RuntimeError"])
+def test_a_failure_is_of_the_class_that_torch_has_for_it(name: str) -> None:
+    failing(raises=name)
+    with pytest.raises(RuntimeError, match="it is broken") as caught:
+        torch.ones(2, device="npu:1")
+    assert type(caught.value).__name__ == name
+
+
+def test_a_failure_comes_at_its_time_also_in_autograds_thread() -> None:
+    x = torch.ones(2, device="npu:1", requires_grad=True)
+    loss = (x * x).sum()
+    failing(during="inside.py:at_that_time", from_call=2)
+
+    def at_that_time() -> None:
+        loss.backward()
+
+    assert (x * x).tolist() == [1, 1]
+    with pytest.raises(torch.AcceleratorError, match="it is broken"):
+        at_that_time()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_wait_is_waited_for_once(reads: bool) -> None:
+    answers.install(Settings(visible=(0, 1, 2, 3), waits=(DeviceWait(device="npu:1", seconds=0.01, reads=reads),)))
+    torch.ones(2, device="npu:0")
+    assert answers.left() == 1
+    assert torch.ones(2, device="npu:1").tolist() == [1, 1]
+    assert answers.left() == 0

@@ -52,8 +52,8 @@ def hold(device: str) -> int:
 
 def run_out(place: str, device: str) -> dict[str, Any]:
     """Run out of memory: in the first call, which makes the context, in a product, or in a merge by PEFT."""
+    from consistency.worker.device_error import is_out_of_memory
     from consistency.worker.model.merging import merged
-    from consistency.worker.out_of_memory import is_out_of_memory
 
     def first_call() -> None:
         torch.ones(1, device=device).add_(1)

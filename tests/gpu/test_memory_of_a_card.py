@@ -30,7 +30,7 @@ def test_a_context_that_finds_no_memory_is_known_as_that(machine: Machine, one_g
 @on_gpus
 def test_a_product_that_finds_no_memory_is_known_as_that(machine: Machine, one_gpu: Card) -> None:
     """The first product makes the library's handle and workspace. If torch says it in other words than
-    `worker/out_of_memory.py` knows, it has to learn them."""
+    `worker/device_error.py` knows, it has to learn them."""
     found = machine.inside("run_out", "product", one_gpu.name)
     assert found["raised"] is None or found["recognized"], found
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from consistency.case.case import Case
-from consistency.errors import DeviceError
+from consistency.errors import UnusableDeviceError
 from consistency.worker import device_check
 from consistency.worker.device_check import require_device
 from consistency.worker.protocol import Job
@@ -60,7 +60,7 @@ def test_the_planned_device_is_taken(uuid: str | None) -> None:
 @pytest.mark.usefixtures("plugged_in")
 def test_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-87654321")
-    with pytest.raises(DeviceError) as caught:
+    with pytest.raises(UnusableDeviceError) as caught:
         require_device(job(uuid="GPU-87654321-9abc-def0-1234-56789abcdef0"))
     assert caught.value.what == (
         f"cuda:1 is another device than was listed: GPU-{H100}, not GPU-87654321-9abc-def0-1234-56789abcdef0 "
@@ -82,7 +82,7 @@ def test_a_device_in_the_place_that_was_planned_is_that_device(
 ) -> None:
     plugged_in.properties = properties(pci_domain_id=0, pci_bus_id=here, pci_device_id=0)
     other = job(uuid="GPU-87654321-9abc-def0-1234-56789abcdef0", pci_bus_id=planned)
-    with contextlib.nullcontext() if same else pytest.raises(DeviceError, match="another device"):
+    with contextlib.nullcontext() if same else pytest.raises(UnusableDeviceError, match="another device"):
         require_device(other)
 
 
@@ -90,7 +90,7 @@ def test_amd_has_one_form_of_a_uuid_in_the_list_and_here(plugged_in: SimpleNames
     plugged_in.properties = mi300x()
     plugged_in.get_arch_list = lambda: ["gfx942"]
     require_device(job(uuid="GPU-e044801689257fb4"))
-    with pytest.raises(DeviceError, match="another device"):
+    with pytest.raises(UnusableDeviceError, match="another device"):
         require_device(job(uuid="GPU-e044801689257fb5"))
 
 
@@ -101,7 +101,7 @@ def test_a_device_that_torch_cannot_open(plugged_in: SimpleNamespace, monkeypatc
         raise AssertionError("Invalid device id")
 
     plugged_in.get_device_properties = refuse
-    with pytest.raises(DeviceError) as caught:
+    with pytest.raises(UnusableDeviceError) as caught:
         require_device(job())
     assert caught.value.what == (
         "torch cannot open cuda:1: AssertionError: Invalid device id (CUDA_VISIBLE_DEVICES=GPU-1)"
@@ -110,7 +110,7 @@ def test_a_device_that_torch_cannot_open(plugged_in: SimpleNamespace, monkeypatc
 
 def test_a_device_without_kernels(plugged_in: SimpleNamespace) -> None:
     plugged_in.properties, plugged_in.failure = properties(7, 0), NO_IMAGE
-    with pytest.raises(DeviceError) as caught:
+    with pytest.raises(UnusableDeviceError) as caught:
         require_device(job())
     assert caught.value.what == (
         "cuda:1 (NVIDIA chip) cannot be used: this torch has kernels for sm_80, sm_90, the device is sm_70: "
@@ -129,6 +129,6 @@ def test_a_device_with_kernels_is_not_asked_to_run_one(plugged_in: SimpleNamespa
 
 
 def test_what_was_found_before_the_worker_started() -> None:
-    with pytest.raises(DeviceError, match="cuda:1 cannot be used: GPU is lost"):
+    with pytest.raises(UnusableDeviceError, match="cuda:1 cannot be used: GPU is lost"):
         require_device(job(unusable="GPU is lost"))
     require_device(job("cpu"))

@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from consistency.errors import first_line
-from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.device_error import is_of_the_device
+from consistency.worker.model.running import device_of
 
 
 class DisableRefusedError(Exception):
@@ -28,7 +29,7 @@ def disabled(model: Any) -> Iterator[None]:
         try:
             stack.enter_context(model.disable_adapter())
         except Exception as error:  # PEFT's code raises anything
-            if is_out_of_memory(error):
+            if is_of_the_device(error, device_of(model)):
                 raise
             raise DisableRefusedError(first_line(error)) from error
         yield

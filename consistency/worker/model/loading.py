@@ -23,10 +23,11 @@ from consistency.errors import InputError
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.identity import Start, start_of
+from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.head_class import HEAD, auto_class, labels
+from consistency.worker.model.running import device_of
 from consistency.worker.model.synthetic_head import is_synthetic, overwrite, synthetic
 from consistency.worker.model.weight_files import WeightFiles, file_names
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.quantized.held import is_composite, quantized_layers, stored_names
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def load_adapter(
         base.offload.detach()
     problem, hint = "PEFT cannot load this adapter onto this base", f"is it for {case.base}?"
     try:
-        with _as_input_error(UNUSABLE, problem, where=path, hint=hint), recording:
+        with _as_input_error(UNUSABLE, problem, where=path, hint=hint, device=device_of(base.model)), recording:
             model = PeftModel.from_pretrained(
                 base.model, path, adapter_name=ADAPTER_NAME if instead is None else instead.name,
                 autocast_adapter_dtype=autocast,
@@ -222,13 +223,13 @@ def load_adapter(
 
 @contextmanager
 def _as_input_error(
-    kinds: tuple[type[Exception], ...], what: str, *, where: object, hint: str | None = None
+    kinds: tuple[type[Exception], ...], what: str, *, where: object, device: torch.device | str, hint: str | None = None
 ) -> Iterator[None]:
-    """Raise errors of these kinds as the user's, except memory that ran out."""
+    """Raise errors of these kinds as the user's, except those of the device or its memory."""
     try:
         yield
     except kinds as error:
-        if is_out_of_memory(error):
+        if is_of_the_device(error, device):
             raise
         lines = " ".join([line for line in str(error).strip().splitlines() if line.strip()][:3])[:600]
         raise InputError(what, where=where, got=f"{type(error).__name__}: {lines}", hint=hint) from error
@@ -268,7 +269,8 @@ def class_and_labels(case: Case) -> tuple[Any, int | None]:
     from transformers import AutoConfig
 
     of_config = (ValueError, KeyError, TypeError, OSError)
-    with _as_input_error(of_config, "transformers cannot use this config", where=Path(case.base) / "config.json"):
+    problem = "transformers cannot use this config"
+    with _as_input_error(of_config, problem, where=Path(case.base) / "config.json", device="cpu"):
         config = AutoConfig.from_pretrained(case.base, trust_remote_code=case.trust_remote_code)
     return auto_class(config, case), labels(config, case)
 
@@ -289,7 +291,8 @@ def _from_folder(
         arguments["device_map"] = {"": device}
     if wanted is not None:
         arguments.update(num_labels=wanted, ignore_mismatched_sizes=True)
-    with _as_input_error(UNUSABLE, f"transformers cannot load this base as {auto.__name__}", where=case.base):
+    problem = f"transformers cannot load this base as {auto.__name__}"
+    with _as_input_error(UNUSABLE, problem, where=case.base, device=device):
         model, info = auto.from_pretrained(case.base, **arguments)
     mismatched = {name: (found, shape) for name, found, shape in info.get("mismatched_keys") or ()}
     anew = {name for name in mismatched if wanted is not None and HEAD.search(name)}
@@ -308,7 +311,7 @@ def _from_factory(text: str, device: str) -> torch.nn.Module:
     except (ImportError, AttributeError) as error:
         raise InputError("cannot import the model factory", where=f"python:{text}", got=error) from error
     # a user's own function may raise anything, and is theirs to fix
-    with _as_input_error((Exception,), "the model factory failed", where=f"python:{text}"):
+    with _as_input_error((Exception,), "the model factory failed", where=f"python:{text}", device=device):
         model = factory()
     if not isinstance(model, torch.nn.Module):
         raise InputError(

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import torch
 
 from consistency.errors import first_line
+from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.model.running import device_of
 from consistency.worker.quantized.held import dequantized, is_quantized
 
 T = TypeVar("T")
@@ -142,9 +143,9 @@ def in_merged(model: Any, run: Callable[[], T], *, merge: Merge | None = None) -
     Raises
     ------
     MergeRefusedError
-        Any error of PEFT's but memory that ran out.
+        Any error of PEFT's, but none of the device or its memory.
     """
-    with _as_refusal():
+    with _as_refusal(model):
         check = getattr(model.base_model, "_check_merge_allowed", None)
         if check is not None:
             check()
@@ -220,7 +221,7 @@ def _or_refused(merge: Merge) -> Merge:
     @contextmanager
     def merging(layer: Any) -> Iterator[None]:
         with ExitStack() as stack:
-            with _as_refusal():
+            with _as_refusal(layer):
                 stack.enter_context(merge(layer))
             yield
 
@@ -228,10 +229,10 @@ def _or_refused(merge: Merge) -> Merge:
 
 
 @contextmanager
-def _as_refusal() -> Iterator[None]:
+def _as_refusal(module: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     except NO_MERGE as failure:
-        if is_out_of_memory(failure):
+        if is_of_the_device(failure, device_of(module)):
             raise
         raise MergeRefusedError(first_line(failure)) from failure

@@ -14,7 +14,7 @@ import torch
 
 from consistency.case.case import Case
 from consistency.errors import InputError, first_line
-from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.device_error import is_of_the_device
 from consistency.worker.quantized.exact import as_loaded
 
 Activations = dict[str, torch.Tensor]
@@ -24,15 +24,8 @@ TASKS = "task_ids"
 
 
 def is_of_the_model(error: Exception, model: torch.nn.Module) -> bool:
-    """Report whether the model's code raises an error on every device, rather than this device or its memory failing.
-
-    Torch raises `RuntimeError` for both, so of an accelerator's errors only Python's own are the model's.
-    """
-    if is_out_of_memory(error):
-        return False
-    if device_of(model).type == "cpu" or _is_out_of_reach(error):
-        return True
-    return not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError)
+    """Report whether the model's code raises an error, rather than this device or its memory failing."""
+    return not is_of_the_device(error, device_of(model))
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

@@ -17,13 +17,13 @@ from consistency.case.stages import Level
 from consistency.errors import first_line
 from consistency.numerics.rules import passes, ratio
 from consistency.numerics.words import Word
+from consistency.worker.device_error import is_of_the_device
 from consistency.worker.memory.host_memory import peak_bytes, reset_peak, resident_bytes
 from consistency.worker.memory.merge_peak import MergePeak, measure_merge
 from consistency.worker.memory.peak import PeakMeter, meter_of
 from consistency.worker.memory.placement import Placement
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import NO_MERGE, adapted_layers, weight_of
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.context import Context, Machine
 
@@ -166,7 +166,7 @@ def _merge_peak(
     try:
         found = measure_merge(layer, meter, safe=safe)
     except NO_MERGE as failure:
-        if is_out_of_memory(failure):
+        if is_of_the_device(failure, context.device):
             raise
         fact(status="skipped", reason=f"PEFT does not merge this layer: {first_line(failure)}")
         return

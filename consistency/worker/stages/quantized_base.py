@@ -20,9 +20,9 @@ from consistency.numerics.identity import start_of
 from consistency.numerics.quantized import QuantizedWeight
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
+from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.loading import LoadedBase
 from consistency.worker.model.running import is_of_the_model
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.quantized.exact import as_loaded
 from consistency.worker.quantized.held import (
     STATE,
@@ -73,6 +73,8 @@ def _after_a_pass(context: Context, name: str, layer: Any) -> None:
                 off, largest = float((after - before).abs().max()), float(before.abs().max())
                 read = f"off by up to {off:.3g}, where the largest is {largest:.3g}"
         except (RuntimeError, ValueError, TypeError) as error:
+            if is_of_the_device(error, context.device):
+                raise
             same, read = False, first_line(error)
     vars(layer).update(attributes)
     context.record.fact(
@@ -87,7 +89,7 @@ def _dequantized(context: Context, name: str, layer: Any) -> None:
         with torch.no_grad():
             actual = dequantized(layer)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        if is_out_of_memory(error):
+        if is_of_the_device(error, context.device):
             raise
         context.record.absent(
             "base", name, DEQUANTIZED, status="skipped", rule=Rule.BOUND,

@@ -16,8 +16,9 @@ import torch
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import RecordStatus
 from consistency.errors import InputError, first_line
+from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.loading import load_base
-from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.model.running import device_of
 from consistency.worker.stages.context import Context
 from consistency.worker.wrapper_check import WrapperReport, check_wrapped
 
@@ -58,7 +59,7 @@ def wrap(text: str, plain: torch.nn.Module) -> torch.nn.Module:
     try:
         wrapped = function(plain)
     except Exception as error:  # a user's own function may raise anything, and is theirs to fix
-        if is_out_of_memory(error):
+        if is_of_the_device(error, device_of(plain)):
             raise
         raise InputError("the wrapper failed", where=text, got=first_line(error)) from error
     if not isinstance(wrapped, torch.nn.Module):

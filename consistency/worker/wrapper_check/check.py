@@ -14,8 +14,9 @@ from consistency.capture.wording import some
 from consistency.errors import first_line
 from consistency.numerics.dtype import name_of
 from consistency.numerics.words import Word
+from consistency.worker.device_error import is_of_the_device, is_out_of_memory
 from consistency.worker.model.inputs import made_inputs, with_labels
-from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.model.running import device_of
 from consistency.worker.wrapper_check.held import Held, held_twice
 from consistency.worker.wrapper_check.keys import other_keys, prefix_of
 from consistency.worker.wrapper_check.peft_view import (
@@ -105,6 +106,10 @@ class _Check:
         )
         self.findings.append(found)
 
+    def _raise_if_of_the_device(self, error: Exception) -> None:
+        if is_of_the_device(error, device_of(self.plain)):
+            raise error
+
     def _check_storages(self) -> None:
         wrapped, plain = Held.by(self.wrapped), Held.by(self.plain)
         twice = held_twice(wrapped, plain)
@@ -138,12 +143,14 @@ class _Check:
             config, plain = _on_plain(self.plain, adapter)
             wanted, resolved = adapted_layers(plain, "base_model.model."), plain.peft_config["default"]
         except Exception as error:  # PEFT rejects unknown models in many ways
+            self._raise_if_of_the_device(error)
             self.skipped["adapter_layers"] = f"PEFT cannot adapt the plain model: {first_line(error)}"
             return None
         try:
             found, refused = inject(self.wrapped, config), None
             layers = adapted_layers(found, f"base_model.model.{self.prefix or ''}")
         except Exception as error:
+            self._raise_if_of_the_device(error)
             # what PEFT finds through the wrapper where the layers are given by name
             anyway = _try(lambda: inject_anyway(self.wrapped, resolved))
             refused, layers = first_line(error), {} if anyway is None else adapted_layers(anyway, self.prefix or "")
@@ -188,6 +195,7 @@ class _Check:
         try:
             got: int | str = checkpointed(prepared(self.wrapped, quantized=True))
         except Exception as error:
+            self._raise_if_of_the_device(error)
             got = first_line(error)
         self.figures["reach"] |= {"checkpointed": got, "checkpointed_plain": wanted}
         if got != wanted:
@@ -212,13 +220,14 @@ class _Check:
         try:
             plain = self._step(self.plain, config, batch)
         except Exception as error:
+            if not is_out_of_memory(error):  # a step takes several times the model, and nothing else asks for it
+                self._raise_if_of_the_device(error)
             self.skipped["training_step"] = f"the plain model cannot be trained: {first_line(error)}"
             return
         try:
             wrapped = self._step(self.wrapped, config, batch)
         except Exception as error:
-            if is_out_of_memory(error):
-                raise
+            self._raise_if_of_the_device(error)
             self._add(
                 "training_step", Word.DOES_NOT_RUN, "the adapter cannot be trained through the wrapper",
                 where="forward and backward", got=first_line(error), wanted="a training step, as without the wrapper",
@@ -275,7 +284,7 @@ def _try(make: Callable[[], Any]) -> Any:
     try:
         return make()
     except Exception as error:  # PEFT and model code may raise anything
-        if is_out_of_memory(error):
+        if is_of_the_device(error):
             raise
         return None
 

@@ -36,6 +36,8 @@ inline void carry(const at::Tensor& source, const at::Tensor& target, bool non_b
     if (inside_kernel == 0) streams().launch(place(target));
     return;
   }
+  ask(place(source));
+  ask(place(target));
   bool beside = streams().beside_work(place(source), place(target));
   {
     pybind11::gil_scoped_acquire gil;
@@ -50,6 +52,7 @@ inline void carry(const at::Tensor& source, const at::Tensor& target, bool non_b
 }
 
 inline void synchronize(int index) {
+  ask(index);
   if (arrival != nullptr) {
     pybind11::gil_scoped_acquire gil;
     pybind11::reinterpret_borrow<pybind11::object>(arrival)(index);

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <utility>
 
+#include "answers.h"
 #include "devices.h"
 
 namespace simulated {
@@ -34,6 +35,7 @@ class Streams {
 
   // Note that a kernel was put on the current stream of a device.
   void launch(int index) {
+    ask(index);
     Lane lane{index, mine()[slot(index)]};
     std::lock_guard<std::mutex> lock(mutex_);
     ++launched_[lane];

@@ -14,7 +14,7 @@ def autoload() -> None:
     import torch
     from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
-    from . import _native, as_cuda, copies, device_module, libraries, not_on_cpu, unordered
+    from . import _native, answers, as_cuda, copies, device_module, libraries, not_on_cpu, unordered
     from .settings import read_settings
 
     settings = read_settings()
@@ -23,6 +23,8 @@ def autoload() -> None:
     torch._register_device_module(NAME, device_module)
     generate_methods_for_privateuse1_backend(for_storage=True)
     copies.install(settings)
+    if settings.failures or settings.waits:
+        answers.install(settings)
     _native.set_fill(-1 if settings.fill is None else settings.fill)
     not_on_cpu.install()
     if settings.as_cuda:

@@ -61,6 +61,52 @@ class CopyFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
 
+class DeviceFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device that answers a kernel, a copy or a synchronization with an error of its runtime.
+
+    Attributes
+    ----------
+    device : str
+        `npu:2`, as without a visibility variable.
+    during : str
+        What has to be on the stack of some thread: a part of `path/of/file.py:function`. Empty is any time.
+    from_call : int
+        Which of the device's calls at that time is the first to fail.
+    raises : str
+        Torch's class of the error.
+    says : str
+        Its words.
+    sticky : bool
+        Let every later call fail too, at any time, as after an error that takes a device's context with it.
+    """
+
+    device: str
+    says: str
+    during: str = ""
+    from_call: Positive = 1
+    raises: Literal["AcceleratorError", "OutOfMemoryError", "RuntimeError"] = "AcceleratorError"
+    sticky: bool = False
+
+
+class DeviceWait(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device whose first call at a time takes long, in the process: once per process.
+
+    Attributes
+    ----------
+    device, during : str
+        As of `DeviceFailure`.
+    seconds : float
+    reads : bool
+        Let new pages of memory be touched in the meantime, as a slow disk delivers mapped weights. Without, the thread
+        spins, as one does that waits for a device that never answers.
+    """
+
+    device: str
+    seconds: float
+    during: str = ""
+    reads: bool = False
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The devices and their faults.
 
@@ -90,6 +136,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Devices that fell off the bus: those after them have one number less.
     lost_after_discovery : bool
         Let the process that lists the devices still see them, as NVML counts a GPU that CUDA skips.
+    failures : tuple of DeviceFailure
+        The first that hits a call decides.
+    waits : tuple of DeviceWait
     visible : tuple of int
         Filled from the environment: the devices that this process sees, in its own order.
     """
@@ -106,6 +155,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     unordered_mean: Literal["warns", "silent"] | None = None
     lost: tuple[Count, ...] = ()
     lost_after_discovery: bool = False
+    failures: tuple[DeviceFailure, ...] = ()
+    waits: tuple[DeviceWait, ...] = ()
     visible: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

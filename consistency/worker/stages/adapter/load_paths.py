@@ -20,9 +20,9 @@ from consistency.errors import first_line
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
+from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE
 from consistency.worker.model.poison import POISON, as_it_was, poison
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.adapter.stale_bytes import file_of_another, stale_bytes
 from consistency.worker.stages.context import Context
 
@@ -49,7 +49,7 @@ def _by_peft(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]
                 context.job.case.adapter, ADAPTER_NAME, torch_device=device, low_cpu_mem_usage=load_path.low_memory
             )
         except UNUSABLE as error:
-            if is_out_of_memory(error):  # torch's is a RuntimeError
+            if is_of_the_device(error, context.device):
                 raise
             skip(context, f"PEFT cannot load this adapter twice: {first_line(error)}")
             return
@@ -72,7 +72,7 @@ def _by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[s
                 context.job.case.adapter, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=load_path.low_memory
             )
     except UNUSABLE as error:
-        if is_out_of_memory(error):
+        if is_of_the_device(error, context.device):
             raise
         why = first_line(error)
         if context.rewritten:

@@ -10,9 +10,9 @@ import torch
 from consistency.capture.names import LOADED_AGAIN, SETTINGS_LAYER
 from consistency.errors import first_line
 from consistency.numerics.digest import digest
+from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE
 from consistency.worker.model.poison import as_it_was, poison
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.adapter.load_paths import skip
 from consistency.worker.stages.context import Context
 
@@ -47,7 +47,7 @@ def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
             try:
                 context.model.load_adapter(context.job.case.adapter, ADAPTER_NAME)  # type: ignore[operator]
             except UNUSABLE as error:
-                if is_out_of_memory(error):  # torch's is a RuntimeError
+                if is_of_the_device(error, context.device):
                     raise
                 skip(context, f"PEFT cannot load this adapter twice: {first_line(error)}")
                 return {}

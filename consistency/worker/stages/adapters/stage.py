@@ -20,13 +20,13 @@ from consistency.capture.names import WHOLE_MODEL, adapter_place
 from consistency.errors import first_line
 from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import Rule
+from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.expected_adapter import expected_adapter
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import UNUSABLE, load_adapter
 from consistency.worker.model.running import is_of_the_model
 from consistency.worker.model.structure import Structure
 from consistency.worker.model.weight_files import WeightFiles
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.adapters.combining import combine
 from consistency.worker.stages.adapters.hotswap import hotswap
 from consistency.worker.stages.adapters.merging import merge
@@ -96,7 +96,7 @@ def _loaded(context: Context) -> Several | None:
                 one.path, adapter_name=one.name, autocast_adapter_dtype=context.job.autocast_adapter_dtype
             )
         except UNUSABLE as error:
-            if is_out_of_memory(error):
+            if is_of_the_device(error, context.device):
                 raise
             _skip(context, f"PEFT does not load {one.name} beside {first.name}: {first_line(error)}")
             return None
@@ -201,7 +201,7 @@ def _unless_refused(several: Several, step: str, check: Callable[[Several], None
             check(several)
         several.done(step)
     except (*UNUSABLE, NotImplementedError) as error:
-        if is_out_of_memory(error) or not is_of_the_model(error, several.model):
+        if is_of_the_device(error, several.context.device):
             raise
         several.refused(step, f"PEFT does not do this with these adapters: {first_line(error)}")
 

@@ -21,8 +21,8 @@ from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.quantized import QuantizedWeight, Requantized
 from consistency.numerics.rules import Rule
+from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.merging import NO_MERGE, merged
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.low_rank import LowRank, allowance_of
 from consistency.worker.stages.quantized_base import from_file
@@ -41,7 +41,7 @@ def record(context: Context, place: str, layer: Any, low_rank: LowRank | None) -
                 digests = [digest(weight)]
             digests += [_digest_again(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
         except (*NO_MERGE, AssertionError) as failure:  # torchao asserts
-            if is_out_of_memory(failure):
+            if is_of_the_device(failure, context.device):
                 raise
             context.record.absent(
                 "merged", place, tensor, rule=Rule.BOUND, status="skipped",

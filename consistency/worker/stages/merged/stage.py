@@ -31,6 +31,7 @@ from consistency.numerics.independent_errors import independent_lines
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import RoundingError, Rule
 from consistency.worker import yardstick
+from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import (
     NO_MERGE,
@@ -42,7 +43,6 @@ from consistency.worker.model.merging import (
     weight_name,
     weight_of,
 )
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.precision import products_of
 from consistency.worker.stages.bound_rule import record_bounded
 from consistency.worker.stages.context import Context
@@ -134,7 +134,7 @@ def _merged(
                 here, bias = digest(weight), bias_of(layer)
             again = [_digest_again(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
         except NO_MERGE as failure:
-            if is_out_of_memory(failure):
+            if is_of_the_device(failure, context.device):
                 raise
             context.record.absent(
                 "merged", place, SAFE_WEIGHT if safe else WEIGHT, rule=rule, status="skipped",
@@ -181,7 +181,7 @@ def _delta(context: Context, place: str, layer: Any, truth: Truth) -> list[Compu
             delta = delta_weight(layer)
             again = [digest(delta_weight(layer)) for _ in range(context.job.case.repeat - 1)]
     except (*NO_MERGE, KeyError) as failure:
-        if is_out_of_memory(failure):
+        if is_of_the_device(failure, context.device):
             raise
         context.record.absent(
             "merged", place, DELTA, rule=Rule.BOUND, status="skipped",
@@ -227,7 +227,7 @@ def _truth(context: Context, name: str, layer: Any, low_rank: LowRank | None) ->
         with Float64Mode():
             return Truth(exact=_merge_copy(twin, safe=False))
     except NO_MERGE as failure:
-        if is_out_of_memory(failure):
+        if is_of_the_device(failure, context.device):
             raise
         return Truth()
 

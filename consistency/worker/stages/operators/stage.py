@@ -23,7 +23,7 @@ from consistency.numerics.measure import Measure
 from consistency.numerics.precision import Precision
 from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic, Tracked, measure_tracked
-from consistency.worker.out_of_memory import is_out_of_memory
+from consistency.worker.device_error import ends_the_worker
 from consistency.worker.precision import products_of
 from consistency.worker.protocol import EventLog
 from consistency.worker.recorder import Recorder
@@ -104,7 +104,7 @@ def _look(trials: Trials, record: Recorder, operation: Operation, dtype: str) ->
         _absent(record, operation, dtype, "skipped", f"no {operation.name} on this device: {first_line(error)}")
         return
     except RuntimeError as error:
-        if is_out_of_memory(error):
+        if ends_the_worker(error, trials.device):
             raise
         _absent(record, operation, dtype, "missing", f"it failed: {first_line(error)}")
         return
@@ -154,7 +154,7 @@ def _why_not(device: torch.device, dtype: str) -> str:
         one = torch.ones(2, dtype=named(dtype)).to(device)
         (one + one).to("cpu")
     except (TypeError, RuntimeError) as error:
-        if is_out_of_memory(error):
+        if ends_the_worker(error, device):
             raise
         return f"no {dtype} on this device: {first_line(error)}"
     return ""

@@ -35,12 +35,12 @@ from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.rules import Verdict, judge_relative
 from consistency.numerics.words import Word
 from consistency.worker import yardstick
+from consistency.worker.device_error import computes, is_of_the_device, is_out_of_memory
 from consistency.worker.memory.host_memory import available_bytes
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost, is_kernel_assert
 from consistency.worker.model.inputs import fixed_inputs, with_labels
 from consistency.worker.model.loading import load_adapter, load_base, load_model
 from consistency.worker.model.running import matrix_elements, tokens_of
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.input_checks import inputs_fit
@@ -154,8 +154,10 @@ def _answer(context: Context, way: Layout, inputs: Inputs, make: Callable[[], to
             if context_is_lost(error):
                 raise KernelAssertedError(sentence) from error  # the session records it
             record(Word.IDS_CHANGED, sentence, {"inputs": sorted(inputs)})
-        elif is_out_of_memory(error):
+        elif is_out_of_memory(error) and computes(context.device):
             _skip(context, way.name, "no memory for another copy of the model")
+        elif is_of_the_device(error, context.device):
+            raise
         elif way.own:
             raise InputError(
                 "the model cannot be laid out by this device map",

@@ -26,6 +26,7 @@ from consistency.capture.names import (
 from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Level, Stage
+from consistency.errors import first_line
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved
 from consistency.numerics.digest import as_bytes, combine
@@ -33,8 +34,8 @@ from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
 from consistency.numerics.measure import Measure
 from consistency.numerics.words import Word
+from consistency.worker.device_error import computes, device_error, ends_the_worker, is_out_of_memory
 from consistency.worker.memory.host_memory import free_bytes
-from consistency.worker.out_of_memory import is_out_of_memory
 from consistency.worker.protocol import Job
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.context import Machine
@@ -170,16 +171,33 @@ class Copies:
             self._absent(name, kind, "skipped", str(error), evidence)
             return
         except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                self._absent(name, kind, "skipped", "no memory left for it", evidence)
-            else:
-                self._broken.add(name)
-                self._absent(name, kind, "missing", f"the copy fails: {type(error).__name__}: {error}", evidence)
+            self._failed(name, kind, path, error, evidence)
             return
         last = found[-1]
         if kind in (DIRECT, *map(large_copy, LARGE)) and not last.wrong:  # a dropped copy would be the fastest
             evidence["gb_per_s"] = float(f"{last.payload.bytes / max(last.took_s, 1e-9) / 1e9:.3g}")
         self._write(name, kind, found, evidence)
+
+    def _failed(
+        self, name: str, kind: str, path: tuple[Place, ...], error: Exception, evidence: dict[str, Any]
+    ) -> None:
+        """Record a copy that raised an error.
+
+        One of this worker's device ends the worker, and is raised. Where another device is on the path, that may be the
+        one that fails, which its own worker will know.
+        """
+        own = self._places[0]
+        is_alone = all(place.is_host or place == own for place in path)
+        if ends_the_worker(error, own.device) is not None and not computes(own.device):
+            raise error
+        if is_out_of_memory(error):
+            self._absent(name, kind, "skipped", "no memory left for it", evidence)
+            return
+        if is_alone and ends_the_worker(error, own.device) is not None:
+            raise error
+        self._broken.add(name)
+        status: RecordStatus = "missing" if device_error(error) is None else "blocked"
+        self._absent(name, kind, status, f"the copy fails: {first_line(error)}", evidence)
 
     def _trouble(self, name: str, kind: str, found: Delivery) -> None:
         """Record that a device cannot be filled or read, which is no fault of a copy between devices."""
