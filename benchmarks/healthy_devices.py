@@ -3,6 +3,7 @@
     python -m benchmarks.healthy_devices                       # five tiny kinds, the built-in cases, three dtypes
     python -m benchmarks.healthy_devices --wide                # hidden size 2048, two layers, as well
     python -m benchmarks.healthy_devices --dtypes float32 --only deepseek
+    python -m benchmarks.healthy_devices --dtypes float32 --only invariant --seeds 100 --stages gradient
 
 The devices are of the software accelerator (`tests/accelerator`): one accumulator for each element (S), half types in a
 matrix unit that cuts its accumulator (T), sums split into three (A); with `cumsum` in float32 and CUDA's `topk`. They
@@ -76,6 +77,12 @@ def wide() -> Any:
     return transformers.LlamaForCausalLM(config), ["q_proj", "v_proj", "down_proj"]
 
 
+def invariant() -> Any:
+    """Make an encoder whose biases are trained too: a key's changes no weight of a softmax, so its gradient is zero."""
+    config = transformers.BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    return transformers.BertForSequenceClassification(config), ["query", "key"]
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "dense": dense, "deepseek": deepseek, "mamba": mamba, "encoder": encoder, "encoder-decoder": encoder_decoder,
 }  # fmt: skip
@@ -87,22 +94,23 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names of kinds and built-in cases, separated by commas")
     parser.add_argument("--wide", action="store_true", help="one of real width too")
     parser.add_argument("--stages", default="merged,forward,gradient")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="models of each kind, with other weights")
     arguments = parser.parse_args()
     chosen = [name for name in arguments.only.split(",") if name]
-    kinds = KINDS | ({"wide": wide} if arguments.wide else {})
+    kinds = KINDS | ({"wide": wide} if arguments.wide else {}) | ({"invariant": invariant} if chosen else {})
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         lines = []
         for name in (*kinds, *BUILT_IN):
             if chosen and name not in chosen:
                 continue
-            files = {"base": f"builtin:{name}"}
-            if name not in BUILT_IN:
-                files = made(folder / name, kinds[name], arguments.seed)
-            for dtype in arguments.dtypes.split(","):
-                fields = {"name": f"{name}-{dtype}", "dtype": dtype, **files}
-                lines += ["[[case]]", *(f"{field} = {json.dumps(value)}" for field, value in fields.items())]
+            for seed in range(1 if name in BUILT_IN else arguments.seeds):
+                place = f"{name}-{seed}" if seed else name
+                built_in = {"base": f"builtin:{name}"}
+                files = built_in if name in BUILT_IN else made(folder / place, kinds[name], seed)
+                for dtype in arguments.dtypes.split(","):
+                    fields = {"name": f"{place}-{dtype}", "dtype": dtype, **files}
+                    lines += ["[[case]]", *(f"{field} = {json.dumps(value)}" for field, value in fields.items())]
         suite = folder / "suite.toml"
         suite.write_text("\n".join(lines) + "\n", encoding="utf-8")
         double = Double(folder=build(Path.home() / ".cache" / "consistency-double"))
@@ -133,7 +141,9 @@ def made(folder: Path, make: Callable[[], Any], seed: int) -> dict[str, str]:
     torch.manual_seed(seed)
     model, targets = make()
     model.save_pretrained(folder / "base")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    bias: Any = "all" if make is invariant else "none"
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, bias=bias)
+    adapted = peft.get_peft_model(model, config)
     adapted.save_pretrained(folder / "adapter")
     return {"base": str(folder / "base"), "adapter": str(folder / "adapter")}
 
