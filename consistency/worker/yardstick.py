@@ -113,6 +113,11 @@ def passes_for(multiplications: int) -> range:
     return range(min(2, most), most + 1)
 
 
+def is_large(passes: range) -> bool:
+    """Report whether a model is so large that one pass with noise is a good part of the work."""
+    return passes.stop <= 2
+
+
 def draw(products: Products, passes: range, compute: Callable[[], Drawn], count: Callable[[Drawn], int]) -> list[Drawn]:
     """Compute as many passes with noise as give each tensor enough independent errors, which `count` counts in one."""
     drawn: list[Drawn] = []

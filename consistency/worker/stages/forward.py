@@ -223,7 +223,11 @@ def _draw(
     found: Passes,
     kernels: RoundedProducts | None,
 ) -> None:
-    """Compute a mode with noise, on the track, after the CPU's own pass of it."""
+    """Compute a mode with noise, on the track, after the CPU's own pass of it.
+
+    Of a large model the merged pass is not computed again, which would merge all layers once more: what noise does to
+    the unmerged one is added to it. What merging rounds is the same on every device.
+    """
     has_adapter = context.job.case.adapter is not None
 
     def computed(title: str) -> Activations:
@@ -241,6 +245,13 @@ def _draw(
         return min((independent_rows(drawn[name], tensor) for name, tensor in own.items()), default=1)
 
     passes = yardstick.passes_for(matrix_elements(model) * tokens_of(inputs))
+    if mode == MERGED and ON in found.outputs and yardstick.is_large(passes):
+        unmerged = found.judged(ON)
+        for modes in exact.drawn.values():
+            modes[mode] = [
+                {name: own[name] + (noisy[name].double() - unmerged[name]) for name in own} for noisy in modes[ON]
+            ]
+        return
     for title, products in yardstick.products_of_run(context.job, model).items():
         context.events.step(f"{mode}, {title}", 0, 1)
         drawn = yardstick.draw(products, passes, functools.partial(computed, title), independent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Protocol
@@ -61,6 +62,12 @@ class Runs:
         self.multiplications = matrix_elements(model) * tokens_of(inputs)
         self.parameters = {name: model.get_parameter(name) for name in names}
         self.counts = {n: 1 if p.numel() >= ONE_PASS else len(self._passes) for n, p in self.parameters.items()}
+
+    def first_part(self) -> Runs:
+        """Return the passes over the first part of the batch alone."""
+        first = copy.copy(self)
+        first._passes, first.counts = self._passes[:1], dict.fromkeys(self.counts, 1)
+        return first
 
     def in_dtype(
         self,

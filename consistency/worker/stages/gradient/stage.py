@@ -15,7 +15,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from consistency.capture.records import RecordStatus
 from consistency.devices.backends import CPU
 from consistency.errors import first_line
 from consistency.numerics.digest import TensorDigest
+from consistency.numerics.file_tensor import Readable, mapped
 from consistency.numerics.independent_errors import independent_lines
 from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.rules import Rule
@@ -189,16 +190,21 @@ def _backward(
 def _draw(
     context: Context, found: Backward, runs: Runs, kernels: RoundedProducts | None, stem: Path, layout: Layout
 ) -> None:
-    """Compute the gradients with noise, on the track, each into a file of its own."""
+    """Compute the gradients with noise, on the track, into files; of a large model over the first part of the batch."""
     numbers, track = itertools.count(), found.track
     assert track is not None
     passes = yardstick.passes_for(3 * runs.multiplications)  # forward, and backward for inputs and factors
+    if yardstick.is_large(passes):
+        runs = runs.first_part()
+        layout = {name: (dtype, (1, *shape[1:])) for name, (dtype, shape) in layout.items()}
 
     def independent(drawn: TensorFile) -> int:
-        gradients = (
-            (drawn.read(name), found.gradients.read(name)) for name, (_, shape) in layout.items() if 0 not in shape
-        )
-        return min((independent_lines(a, b) for a, b in gradients if a is not None and b is not None), default=1)
+        counts = []
+        for name, (_, shape) in layout.items():
+            gradient, own = drawn.read(name), found.gradients.read(name)
+            if gradient is not None and own is not None and 0 not in shape:
+                counts.append(independent_lines(gradient, _first(own, shape[0])))
+        return min(counts, default=1)
 
     for title, products in yardstick.products_of_run(context.job, runs.model).items():
 
@@ -236,12 +242,37 @@ def _publish(context: Context, found: Backward, names: list[str]) -> Reference:
         exact = TensorFile(context.scratch / f"{GRADIENT_FILE}.tmp", {})
         exact.close()
     drawn = {title: [file.read for file in files] for title, files in found.drawn.items()}
+    parts = {name: _parts_drawn(found, name) for name in names}
+
+    def truth(name: str) -> Readable | None:
+        gradient = exact.read(name)
+        return None if gradient is None else _first(gradient, parts[name])
+
+    errors = rounding_errors(names, drawn, truth, independent_lines)
+    for of_products in errors.values():
+        for name, error in of_products.items():  # a device makes those of all parts
+            gradient = exact.read(name)
+            passes = parts[name] if gradient is None else gradient.shape[0]
+            of_products[name] = replace(error, samples=error.samples * passes // parts[name])
     tables = Tables(
-        errors=rounding_errors(names, drawn, exact.read, independent_lines),
+        errors=errors,
         failures={ADAPTER_ON: failure} if failure else {}, names=() if failure else tuple(exact.written),
         computed_by=found.computed_by,
     )  # fmt: skip
     return publish_file(exact.path, context.scratch / GRADIENT_FILE, tables)
+
+
+def _parts_drawn(found: Backward, name: str) -> int:
+    """Return over how many parts of the batch the gradients with noise are."""
+    gradients = [
+        gradient for files in found.drawn.values() for file in files if (gradient := file.read(name)) is not None
+    ]
+    return gradients[0].shape[0] if gradients else 1
+
+
+def _first(gradients: Readable, parts: int) -> Readable:
+    """Return the gradients over the first parts of the batch."""
+    return gradients if gradients.shape[0] == parts else mapped(gradients)[:parts]
 
 
 def _judge(
