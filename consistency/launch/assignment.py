@@ -43,10 +43,19 @@ _LOST = {OUT_OF_MEMORY: "ran out of memory", DEVICE_FAILED: "its device failed"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a worker's case ended; `error` concerns more than the worker: the files are wrong, the disk is full."""
+    """How a worker's case ended.
+
+    Attributes
+    ----------
+    meaning : str
+        What the reason means and what to do, where the reason is a device's own words.
+    error : ConsistencyError or None
+        It concerns more than the worker: the files are wrong, the disk is full.
+    """
 
     status: WorkerStatus
     reason: str | None = None
+    meaning: str = ""
     error: ConsistencyError | None = None
 
 
@@ -165,8 +174,8 @@ class Assignment:
         tail = self._read("log.txt").splitlines()[-1:]
         return self.lost(f"ended with exit status {status}" + "".join(f" ({line[:300]})" for line in tail))
 
-    def lost(self, reason: str) -> Ended:
-        return Ended(status="lost", reason=self._with_last(reason))
+    def lost(self, reason: str, *, meaning: str = "") -> Ended:
+        return Ended(status="lost", reason=self._with_last(reason), meaning=meaning)
 
     def info(self, ended: Ended) -> WorkerInfo:
         """Return what identifies the worker: its device as discovered, what it reported, and how it ended."""
@@ -184,7 +193,7 @@ class Assignment:
             name=self.plan.name,
             load_path=self.plan.load_path,
             status=ended.status,
-            reason=ended.reason,
+            reason=f"{ended.reason}: {ended.meaning}" if ended.meaning else ended.reason,
             stack=None if ended.status == "ok" else self.stack(),
             elapsed_s=round(time.monotonic() - self.started, 3),
             planted=self.fault,
@@ -210,8 +219,7 @@ class Assignment:
         if error["kind"] == UnusableDeviceError.__name__:
             return Ended(status="failed", reason="; ".join(filter(None, (error["what"], error.get("hint")))))
         if error["kind"] in _LOST:
-            meaning = f" ({error['hint']})" if error["hint"] else ""
-            return self.lost(f"{_LOST[error['kind']]}: {error['what']}{meaning}")
+            return self.lost(f"{_LOST[error['kind']]}: {error['what']}", meaning=error["hint"])
         return Ended(status="failed", reason=self._with_last(error["what"]))
 
     def _with_last(self, reason: str) -> str:

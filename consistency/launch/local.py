@@ -30,7 +30,7 @@ from consistency.launch.engine import Captured, CaseTask, Limits, Task, Watcher
 from consistency.launch.environment import shared_out, worker_threads
 from consistency.launch.plan import WorkerPlan, merged_waves, side_by_side
 from consistency.launch.process import POLL_S, WorkerProcess
-from consistency.worker.protocol import REFERENCE_LOST, Event
+from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, Event
 
 _WAITED_FOR = stages_of(lambda spec: spec.feeds_inputs)
 """Stages of which one worker computes the float64 values for all."""
@@ -77,7 +77,7 @@ class _OpenCase:
         self.writer.write_worker(one.plan.slug, one.info(ended))
         one.tidy(ended.status)
         self.error = self.error or ended.error
-        if one.plan.makes_reference:  # of no use to who waits for a file that is there
+        if one.plan.makes_reference and not (self.scratch / REFERENCE_FILE).exists():
             text = f"{one.plan.name}, which computes it, is lost: {ended.reason or 'it computed none'}"
             (self.scratch / REFERENCE_LOST).write_text(text, encoding="utf-8")
 

@@ -28,3 +28,17 @@ def test_a_lost_device_takes_nobody_with_it(run_on_double: RunsOnDouble, loss: L
     assert loss.wrong(run.process.returncode, run.report if there else None) == [], run.process.stderr
     (finding,) = (finding for finding in run.report["findings"] if finding["kind"] == "lost-worker")
     assert [name.partition(" ")[0] for name in finding["workers"]] == [LOST]
+
+
+def test_a_load_that_is_slow_is_waited_for_and_one_that_is_frozen_is_not(run_on_double: RunsOnDouble) -> None:
+    """Both write no event for longer than the limit: one waits for its disk, the other for its device."""
+    during = "model/loading.py:load_base"
+    slow = {"device": "npu:0", "during": during, "seconds": 16, "reads": True}
+    frozen = {"device": "npu:1", "during": during, "seconds": 600}
+    settings = {"devices": 2, "waits": [slow, frozen]}
+    run = run_on_double(settings, devices="cpu,npu:0,npu:1", load_paths="isolated", stages="base", stall="12")
+    assert run.process.returncode == 3, run.process.stderr
+    workers = {worker["name"]: worker for worker in run.report["workers"]}
+    assert workers["npu:0"]["status"] == "ok"
+    assert workers["npu:1"]["status"] == "lost"
+    assert "gave no sign of life for 12 s" in workers["npu:1"]["reason"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,27 +13,60 @@ import pytest
 from consistency.worker.heartbeat import Heartbeat
 from consistency.worker.protocol import EventLog, EventReader
 
+_BUFFER = bytearray(2048)
+Act = Callable[[], None]
 
-def beats_while(path: Path, busy: bool, *, is_on_cpu: bool, until: int = 2) -> int:
+
+def beats_while(path: Path, act: Act, *, is_on_cpu: bool, until: int = 2) -> int:
     """Return how many signs of life came until there were enough, or a second had passed."""
     reader, found, end = EventReader(path), 0, time.monotonic() + 1
     with EventLog(path, is_on_cpu=is_on_cpu) as log, Heartbeat(log, every_s=0.05):
         while found < until and time.monotonic() < end:
-            if busy:
-                sum(range(100_000))
-            else:
-                time.sleep(0.05)
+            act()
             found += sum(event.kind == "alive" for event in reader.new())
     return found
 
 
+def compute() -> None:
+    sum(range(100_000))
+
+
+def sleep() -> None:
+    time.sleep(0.05)
+
+
+def touch_memory() -> None:
+    """Touch memory slowly, as mapped weights arrive from a disk, with next to no processor time."""
+    with mmap.mmap(-1, 1 << 20) as memory:
+        memory.write(bytes(1 << 20))
+    time.sleep(0.05)
+
+
+def read_file() -> None:
+    with Path(__file__).open("rb", buffering=0) as file:  # into the same small buffer each time
+        for _ in range(300):
+            file.seek(0)
+            file.readinto(_BUFFER)
+    time.sleep(0.01)
+
+
 def test_a_computation_gives_signs_of_life(tmp_path: Path) -> None:
-    assert beats_while(tmp_path / "events.jsonl", busy=True, is_on_cpu=True) >= 2
+    assert beats_while(tmp_path / "events.jsonl", compute, is_on_cpu=True) >= 2
 
 
-@pytest.mark.parametrize(("busy", "is_on_cpu"), [(False, True), (True, False)])
-def test_a_deadlock_or_a_wait_for_a_device_gives_none(tmp_path: Path, busy: bool, is_on_cpu: bool) -> None:
-    assert beats_while(tmp_path / "events.jsonl", busy=busy, is_on_cpu=is_on_cpu) == 0
+@pytest.mark.parametrize("act", [touch_memory, read_file])
+def test_what_an_accelerators_worker_does_itself_gives_them(tmp_path: Path, act: Act) -> None:
+    assert beats_while(tmp_path / "events.jsonl", act, is_on_cpu=False) >= 2
+
+
+@pytest.mark.parametrize(("act", "is_on_cpu"), [(sleep, True), (sleep, False)])
+def test_a_deadlock_gives_none(tmp_path: Path, act: Act, is_on_cpu: bool) -> None:
+    assert beats_while(tmp_path / "events.jsonl", act, is_on_cpu=is_on_cpu) == 0
+
+
+def test_a_wait_for_a_device_gives_none(tmp_path: Path) -> None:
+    """It takes processor time, and no memory."""
+    assert beats_while(tmp_path / "events.jsonl", compute, is_on_cpu=False) == 0
 
 
 def test_the_thread_ends_with_the_case(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.workers import ComparedWorker, in_order_of
 from consistency.devices.host.facts import HostFacts
 
+_MOST_CARDS = 3
 _SOFTWARE = ("torch", "cuda", "hip", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
 
 REPEAT = " --repeat 2"
@@ -115,8 +116,16 @@ def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             message=f"{some([_place(p) for p in lost])} {verb}: {reason}",
             general=f"{some([_place(p) for p in lost])} {verb}: {(reason or '').partition(';')[0]}",
             workers=tuple(p.label for p in lost),
-            detail=tuple((stack or "").splitlines()[-12:]),
+            detail=(*_cards(lost), *(stack or "").splitlines()[-12:]),
         )
+
+
+def _cards(lost: Sequence[ComparedWorker]) -> Iterable[str]:
+    """Name the cards of lost workers as other tools do: the number of a device is its place in one process."""
+    for p in lost[:_MOST_CARDS]:
+        named = (p.info.model, p.info.uuid, p.info.pci_bus_id and f"PCI {p.info.pci_bus_id}")
+        if p.info.uuid or p.info.pci_bus_id:
+            yield f"{p.label} is {', '.join(filter(None, named))}"
 
 
 def _software(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:

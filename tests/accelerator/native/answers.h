@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
 #include <string>
 #include <utility>
 
@@ -21,6 +22,14 @@ inline void ask(int index) {
   if (kind == "AcceleratorError") throw c10::AcceleratorError(here, 1, words);
   if (kind == "OutOfMemoryError") throw c10::OutOfMemoryError(here, words);
   throw c10::Error(here, words);
+}
+
+// Take processor time inside one call, as a thread does that waits for a device.
+inline void spin(double seconds) {
+  pybind11::gil_scoped_release no_gil;
+  auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  while (std::chrono::steady_clock::now() < end) {
+  }
 }
 
 }  // namespace simulated

@@ -138,6 +138,7 @@ PYBIND11_MODULE(_native, m) {
     arrival = deliver.release().ptr();
   });
   m.def("set_answer", [](pybind11::object given) { answer = given.is_none() ? nullptr : given.release().ptr(); });
+  m.def("spin", simulated::spin);
   m.def("set_fill", [](int byte) { memory().fill = byte; });
   m.def("current_device", [] { return current; });
   m.def("set_device", [](int index) {

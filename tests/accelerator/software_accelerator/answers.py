@@ -75,8 +75,7 @@ def _on_stacks() -> Iterator[str]:
 def _wait(wait: DeviceWait) -> None:
     end = time.monotonic() + wait.seconds
     if not wait.reads:
-        while time.monotonic() < end:
-            pass
+        _native.spin(wait.seconds)
     while time.monotonic() < end:
         with mmap.mmap(-1, _BLOCK) as memory:
             memory.write(bytes(_BLOCK))

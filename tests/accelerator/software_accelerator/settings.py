@@ -98,7 +98,7 @@ class DeviceWait(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seconds : float
     reads : bool
         Let new pages of memory be touched in the meantime, as a slow disk delivers mapped weights. Without, the thread
-        spins, as one does that waits for a device that never answers.
+        spins inside one call, as one does that waits for a device that never answers.
     """
 
     device: str

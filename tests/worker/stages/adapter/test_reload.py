@@ -65,6 +65,7 @@ class Made:
         self.expected = dict.fromkeys(self.names)
         self.case = Case(name="x", base="base", adapter=str(folder), repeat=repeat)
         self.bits = {name: digest(tensor).value for name, tensor in self.state.items()}
+        self.device = torch.device("cpu")
         self.job = self
 
     def reload(self) -> dict[str, Any]:
