@@ -42,3 +42,14 @@ def test_a_load_that_is_slow_is_waited_for_and_one_that_is_frozen_is_not(run_on_
     assert workers["npu:0"]["status"] == "ok"
     assert workers["npu:1"]["status"] == "lost"
     assert "gave no sign of life for 12 s" in workers["npu:1"]["reason"]
+
+
+def test_a_model_that_does_not_run_is_no_device_that_fails(run_on_double: RunsOnDouble) -> None:
+    """Torch raises the same `RuntimeError` for both; the device still computes."""
+    base = "python:tests.worker.model.made_models:a_llama_that_does_not_run"
+    options = {"base": base, "devices": "cpu,npu:0", "load_paths": "isolated", "stages": "base,forward"}
+    run = run_on_double({"devices": 1}, **options)
+    assert run.process.returncode == 0, run.process.stdout
+    rows = [row for tensor in run.report["tensors"] if tensor["stage"] == "forward" for row in tensor["rows"]]
+    assert {(row["worker"], row["status"]) for row in rows} == {("cpu", "skipped"), ("npu:0", "skipped")}
+    assert all("does not run on inputs made from its config" in row["reason"] for row in rows)

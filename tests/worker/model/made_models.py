@@ -9,6 +9,7 @@ import peft
 import torch
 import transformers
 
+from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -84,3 +85,11 @@ def an_attention() -> torch.nn.Module:
     """Return a model with attention of torch's."""
     torch.manual_seed(0)
     return Attention()
+
+
+def a_llama_that_does_not_run() -> torch.nn.Module:
+    """Return a model whose code raises torch's error for a shape on any inputs."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(builtin_folder("llama") / "base")
+    model.register_forward_pre_hook(lambda *_: torch.ones(7).view(3, -1))
+    assert isinstance(model, torch.nn.Module)
+    return model

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
+from consistency.worker import device_error
+from consistency.worker.model import running
 from consistency.worker.model.disabling import disabled
-from consistency.worker.model.running import outputs, parameters_kept, refusal
+from consistency.worker.model.running import is_of_the_model, outputs, parameters_kept, refusal
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import adapter_on, an_attention
 
@@ -75,6 +77,20 @@ def test_a_method_that_asks_for_tasks_gets_one_for_each_sequence(tmp_path: Path)
         with disabled(model), torch.no_grad():
             _, off = outputs(model, inputs)
         assert torch.equal(off["logits"], AutoModelForCausalLM.from_pretrained(base)(**inputs).logits)
+
+
+def test_of_an_accelerator_the_device_is_asked_whose_error_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, shape = torch.nn.Linear(1, 1), RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert is_of_the_model(shape, layer)
+    monkeypatch.setattr(running, "device_of", lambda _: torch.device("cuda:0"))
+    monkeypatch.setattr(device_error, "computes", lambda _: True)
+    assert is_of_the_model(shape, layer)
+    assert is_of_the_model(IndexError("a mask"), layer)
+    assert not is_of_the_model(torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), layer)
+    assert not is_of_the_model(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"), layer)
+    monkeypatch.setattr(device_error, "computes", lambda _: False)
+    assert not is_of_the_model(shape, layer)
+    assert is_of_the_model(IndexError("a mask"), layer)
 
 
 def reason_of(call: Callable[[], object]) -> str:
