@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -118,6 +118,22 @@ class Contexts:
     def __init__(self, own: torch.device) -> None:
         self._own = own
 
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Hold NVML open while several devices are looked at: opening it takes milliseconds each time.
+
+        NVML counts its users, so that `listed_by_nvml` opens and closes no more than a count meanwhile.
+        """
+        with ExitStack() as stack:
+            if backend_of(self._own.type).shows_contexts and torch.cuda.is_initialized():
+                with suppress(ImportError):
+                    import pynvml
+
+                    with suppress(pynvml.NVMLError):
+                        pynvml.nvmlInit()
+                        stack.callback(_closed, pynvml)
+            yield
+
     def look(self, device: torch.device) -> ContextSeen:
         if not backend_of(device.type).shows_contexts:
             return ContextSeen(exists=None, reason=f"contexts cannot be observed on {device.type}")
@@ -131,6 +147,11 @@ class Contexts:
         if by_driver is not None:
             return ContextSeen(exists=by_driver, seen_by="the driver")
         return ContextSeen(exists=None, reason="NVML does not list this process even on its own device")
+
+
+def _closed(nvml: Any) -> None:
+    with suppress(nvml.NVMLError):
+        nvml.nvmlShutdown()
 
 
 def listed_by_nvml(uuid: str, *, own: str, pid: int, nvml: ModuleType | None = None) -> tuple[bool | None, int | None]:
@@ -209,6 +230,10 @@ class Placement:
 
     def look(self, step: str) -> None:
         """Read every counter; a change since the last call happened in this step."""
+        with self._contexts.asking() if self.others else nullcontext():
+            self._look(step)
+
+    def _look(self, step: str) -> None:
         for device in self.others:
             if step in ON_PURPOSE:
                 self._start_again(device, f"the stages {listed(sorted(ON_PURPOSE))} open every device")

@@ -235,6 +235,36 @@ def _as_input_error(
         raise InputError(what, where=where, got=f"{type(error).__name__}: {lines}", hint=hint) from error
 
 
+@contextmanager
+def _conversions_raise() -> Iterator[None]:
+    """Let an error of the device out of transformers' conversions of weights, such as a merge of experts.
+
+    They log any error, and raise another at the end that says to read the log.
+    """
+    from transformers import core_model_loading
+
+    real, skipping = (getattr(core_model_loading, name, None) for name in ("log_conversion_errors", "SkipParameters"))
+    if real is None or skipping is None:  # another version of transformers
+        yield
+        return
+
+    @contextmanager
+    def raising(*args: Any, **options: Any) -> Iterator[None]:
+        try:
+            with real(*args, **options):
+                yield
+        except skipping as skipped:
+            if skipped.__context__ is not None and is_of_the_device(skipped.__context__):
+                raise skipped.__context__ from None
+            raise
+
+    core_model_loading.log_conversion_errors = raising
+    try:
+        yield
+    finally:
+        core_model_loading.log_conversion_errors = real
+
+
 def load_model(case: Case, device: str, *, device_map: str | Mapping[str, Any] | None = None) -> torch.nn.Module:
     """Load the base of a case, with its adapter if it has one."""
     base = load_base(case, device, device_map=device_map)
@@ -292,7 +322,7 @@ def _from_folder(
     if wanted is not None:
         arguments.update(num_labels=wanted, ignore_mismatched_sizes=True)
     problem = f"transformers cannot load this base as {auto.__name__}"
-    with _as_input_error(UNUSABLE, problem, where=case.base, device=device):
+    with _as_input_error(UNUSABLE, problem, where=case.base, device=device), _conversions_raise():
         model, info = auto.from_pretrained(case.base, **arguments)
     mismatched = {name: (found, shape) for name, found, shape in info.get("mismatched_keys") or ()}
     anew = {name for name in mismatched if wanted is not None and HEAD.search(name)}

@@ -18,6 +18,7 @@ import torch
 
 from consistency.capture.soak import Load
 from consistency.errors import first_line
+from consistency.worker.device_error import is_of_the_device, is_out_of_memory
 from consistency.worker.memory.host_memory import free_bytes
 
 _SEED = 2522
@@ -45,6 +46,7 @@ class Busy:
     def __init__(self) -> None:
         self.size = ""
         self.error: str | None = None
+        self.of_the_device: Exception | None = None
         self.products = 0
         self.began_s = time.monotonic()
 
@@ -56,7 +58,10 @@ class Busy:
 
 @contextmanager
 def busy(device: torch.device) -> Iterator[Busy]:
-    """Keep a device busy; it has begun on entry. A load that fails ends, and says why."""
+    """Keep a device busy; it has begun on entry.
+
+    A load that fails ends, and says why. An error of the device, but for memory, is raised at the end.
+    """
     state, stop, begun = Busy(), threading.Event(), threading.Event()
     thread = threading.Thread(target=_work, args=(device, state, begun, stop), name="load", daemon=True)
     thread.start()
@@ -66,6 +71,8 @@ def busy(device: torch.device) -> Iterator[Busy]:
     finally:
         stop.set()
         thread.join()
+    if state.of_the_device is not None:
+        raise state.of_the_device
 
 
 def _work(device: torch.device, state: Busy, begun: threading.Event, stop: threading.Event) -> None:
@@ -77,6 +84,8 @@ def _work(device: torch.device, state: Busy, begun: threading.Event, stop: threa
             begun.set()
     except (RuntimeError, MemoryError) as error:
         state.error = f"the load ended: {first_line(error)}"
+        if not is_out_of_memory(error) and is_of_the_device(error, device):
+            state.of_the_device = error
     finally:
         begun.set()
 

@@ -186,6 +186,34 @@ def facts(tmp_path: Path) -> Any:
     return tell
 
 
+def test_nvml_is_opened_once_for_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts its users: what is opened while it is open costs nothing."""
+    users = SimpleNamespace(now=0, opened=0)
+
+    def use(number: int) -> None:
+        users.opened += users.now == 0 and number > 0
+        users.now += number
+
+    class Asking(Contexts):
+        def look(self, device: torch.device) -> ContextSeen:
+            assert device != OWN
+            listed_by_nvml("other", own="own", pid=PID)
+            return ContextSeen(exists=False, seen_by="NVML")
+
+    fake = fake_nvml(own={PID: 1}, other={})
+    for name in ("nvmlDeviceGetHandleByUUID", "nvmlDeviceGetComputeRunningProcesses"):
+        monkeypatch.setattr(pynvml, name, getattr(fake, name))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: use(1))
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: use(-1))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(Counters, "figures", lambda *_: Counters.figures_now)
+    monkeypatch.setattr(module, "Allocator", Counters)
+    monkeypatch.setattr(module, "other_devices", lambda _: tuple(torch.device("cuda", n) for n in (0, 2, 3)))
+    count()
+    Placement(OWN, contexts=Asking(OWN)).look("load base")
+    assert (users.opened, users.now) == (1, 0)
+
+
 def test_a_device_that_nobody_touched_is_equal(found: Placement, facts: Any) -> None:
     found.look("import")
     told = facts(found)

@@ -6,13 +6,60 @@ from pathlib import Path
 
 import peft
 import pytest
+import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from transformers import core_model_loading
 
 from consistency.errors import InputError
 from consistency.worker.model.loading import load_adapter, load_base
-from tests.worker.model.made_models import case_of, on_llama
+from tests.worker.model.made_models import SIZES, case_of, on_llama
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
+
+
+@pytest.mark.parametrize("says", ["CUDA error: out of memory", "CUDA error: uncorrectable ECC error encountered"])
+def test_an_error_of_the_device_is_no_base_that_cannot_be_loaded(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.AcceleratorError(says)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", fail)
+    with pytest.raises(torch.AcceleratorError, match=says):
+        load_base(case_of(llama, None), "cpu")
+
+
+def test_an_error_of_the_device_is_no_adapter_of_another_base(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    case = case_of(llama, on_llama(llama, peft.LoraConfig(r=2, target_modules=["q_proj"])))
+    base = load_base(case, "cpu")
+    monkeypatch.setattr(peft.PeftModel, "from_pretrained", fail)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        load_adapter(base, case)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(torch.AcceleratorError("CUDA error: out of memory"), torch.AcceleratorError), (ValueError("odd"), InputError)],
+)
+def test_what_transformers_converts_does_not_hide_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception]
+) -> None:
+    """It merges the experts of a mixture into one tensor, and logs what goes wrong in that."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1)
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
+    case = case_of(tmp_path, None)
+    load_base(case, "cpu")
+    monkeypatch.setattr(core_model_loading.MergeModulelist, "convert", fail)
+    with pytest.raises(raised):
+        load_base(case, "cpu")
 
 
 def test_a_file_without_a_tensor_that_its_config_asks_for_is_told_so(llama: Path) -> None:

@@ -37,6 +37,17 @@ def test_a_load_that_fails_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) ->
     assert found.told().error == "the load ended: MemoryError: no room"
 
 
+def test_an_error_of_the_device_is_not_the_loads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+    def fails(*_: object, **__: object) -> None:
+        raise lost
+
+    monkeypatch.setattr(np, "matmul", fails)
+    with pytest.raises(torch.AcceleratorError, match="ECC"), busy(torch.device("cpu")):
+        pass
+
+
 def test_a_device_gets_products_that_fill_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sides double until a product takes long enough; the CPU stands for a device here."""
     plain = SimpleNamespace(synchronize=lambda: None)  # a backend without streams

@@ -263,6 +263,8 @@ def _no_room(context: Context) -> str:
             return f"no room for another copy of the base: {wanted} bytes wanted, {free} free in {where}"
     module = None if context.device.type == "cpu" else torch.get_device_module(context.device.type)
     if module is not None and hasattr(module, "mem_get_info"):
+        if hasattr(module, "empty_cache"):  # what the allocator keeps for reuse counts as taken
+            module.empty_cache()
         free = int(module.mem_get_info(context.device.index or 0)[0])
         if free < wanted:
             return f"no room for another copy of the base: {wanted} bytes wanted, {free} free on {context.device}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,16 @@ def test_without_room_it_is_skipped(look: Look, monkeypatch: pytest.MonkeyPatch)
     assert found.verdict == "consistent"
     rows = [row for t in found.tensors for row in t.rows if row.status == "skipped"]
     assert "no room for another copy of the base" in (rows[0].reason or "")
+
+
+def test_what_the_allocator_keeps_for_reuse_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(free=0)
+    device.empty_cache = lambda: setattr(device, "free", 1 << 30)
+    device.mem_get_info = lambda _: (device.free, 1 << 30)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    base = SimpleNamespace(tensors={"weight": torch.ones(1)})
+    context: Any = SimpleNamespace(base=base, scratch=tmp_path, device=torch.device("cuda:0"))
+    assert sharding._no_room(context) == ""
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
