@@ -11,7 +11,6 @@ import torch
 
 from consistency.case.case import Case
 from consistency.errors import UnusableDeviceError
-from consistency.worker import device_check
 from consistency.worker.device_check import require_device
 from consistency.worker.protocol import Job
 from tests.devices.torch_properties import Uuid, mi300x
@@ -44,7 +43,7 @@ def plugged_in(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return torch.full((2,), 1.0)
 
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    monkeypatch.setattr(device_check, "torch", SimpleNamespace(**{**vars(torch), "ones": ones}))
+    monkeypatch.setattr(torch, "ones", ones)
     return module
 
 
