@@ -73,6 +73,7 @@ PLUGIN_NEEDS = [
     "consistency.case.stages",
     "consistency.errors",
     "consistency.numerics",  # the rules of the stages: plain Python
+    "consistency.numerics.real",
     "consistency.numerics.rules",
     "consistency.pytest_plugin",
     "consistency.pytest_plugin.plugin",

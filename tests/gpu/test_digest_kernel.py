@@ -11,7 +11,9 @@ from consistency.numerics.digest import digest
 from consistency.numerics.kernels import triton_digest
 from consistency.numerics.kernels.numpy_digest import BLOCK_BYTES, ROW_BYTES
 from consistency.worker import determinism
-from tests.numerics.kernels.test_triton_digest import BLOCK_WORDS, large, random_words
+from tests.numerics.kernels.made_words import large, random_words
+
+BLOCK_WORDS = BLOCK_BYTES // 8
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,6 +24,7 @@ from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
 from consistency.worker.protocol import WorkerState
 from consistency.worker.session import Session
+from tests.numerics.kernels.made_words import large
 
 WORDS = ROW_BYTES // 8
 BLOCK_WORDS = BLOCK_BYTES // 8
@@ -46,15 +47,6 @@ def _nothing_tried_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.cache
 def weights() -> tuple[torch.Tensor, torch.Tensor]:
     return digest_module._weights_on(CPU)
-
-
-def large(extra: int = 5, seed: int = 0) -> torch.Tensor:
-    """Make words enough for the kernel to be worth it."""
-    return random_words(triton_digest._WORTH_BYTES // 8 + extra, seed)
-
-
-def random_words(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, size=count, dtype=np.int64))
 
 
 def right(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
