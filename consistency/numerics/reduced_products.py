@@ -24,7 +24,7 @@ _TF32_DROPPED = 13
 
 _aten = torch.ops.aten
 
-_MATMUL: dict[Any, tuple[int, ...]] = {
+MATRIX_PRODUCTS: dict[Any, tuple[int, int]] = {
     _aten.mm.default: (0, 1),
     _aten.bmm.default: (0, 1),
     _aten.mv.default: (0, 1),
@@ -70,7 +70,7 @@ class ReducedProducts(TorchDispatchMode):
     def __init__(self, *, matmul: Precision, convolution: Precision) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
         self._round = {
-            **{func: (places, _ROUND[matmul]) for func, places in _MATMUL.items()},
+            **{func: (places, _ROUND[matmul]) for func, places in MATRIX_PRODUCTS.items()},
             **{func: (places, _ROUND[convolution]) for func, places in _CONVOLUTION.items()},
         }
 

@@ -47,21 +47,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.grouped_products import GROUPED
+from consistency.numerics.reduced_products import MATRIX_PRODUCTS
 
 _aten = torch.ops.aten
 
-_FACTORS: dict[Any, tuple[int, int]] = {
-    _aten.mm.default: (0, 1),
-    _aten.bmm.default: (0, 1),
-    _aten.mv.default: (0, 1),
-    _aten.dot.default: (0, 1),
-    _aten.addmm.default: (1, 2),
-    _aten.baddbmm.default: (1, 2),
-    _aten.addbmm.default: (1, 2),
-    _aten.addmv.default: (1, 2),
-    _aten._addmm_activation.default: (1, 2),
-    GROUPED: (0, 1),
-}
+_FACTORS: dict[Any, tuple[int, int]] = {**MATRIX_PRODUCTS, GROUPED: (0, 1)}
 """Matrix products, and the places of their factors."""
 
 _CONVOLUTIONS = frozenset({_aten.convolution.default, _aten.convolution_backward.default})
