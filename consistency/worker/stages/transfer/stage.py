@@ -184,13 +184,13 @@ class Copies:
         """Record a copy that raised an error.
 
         One of this worker's device ends the worker, and is raised. Where another device is on the path, that may be the
-        one that fails, which its own worker will know.
+        one that fails, which its own worker will know. Memory may run out of a large copy alone.
         """
         own = self._places[0]
         is_alone = all(place.is_host or place == own for place in path)
         if ends_the_worker(error, own.device) is not None and not computes(own.device):
             raise error
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) and (not is_alone or kind in map(large_copy, LARGE)):
             self._absent(name, kind, "skipped", "no memory left for it", evidence)
             return
         if is_alone and ends_the_worker(error, own.device) is not None:

@@ -96,7 +96,7 @@ def test_bytes_beside_the_target_are_looked_at_too(tmp_path: Path, monkeypatch: 
     assert measured.mismatched == 1
 
 
-def test_a_copy_that_fails_or_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_and_one_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("peer mapping resources exhausted")
 
@@ -109,7 +109,22 @@ def test_a_copy_that_fails_or_has_no_room(tmp_path: Path, monkeypatch: pytest.Mo
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(copies, "copy", no_room)
-    assert {r.status for r in look(tmp_path / "b").values()} == {"skipped"}
+    with pytest.raises(torch.OutOfMemoryError):
+        look(tmp_path / "b")
+
+
+def test_memory_that_runs_out_of_a_large_copy_leaves_that_copy_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(copies, "copy", no_room)
+    monkeypatch.setattr(transfer, "LARGE", (1024,))
+    monkeypatch.setattr(transfer, "places", lambda _: (Place(name=HOST, device=CPU),) * 2)  # as of a device and a host
+    monkeypatch.setattr(transfer.Copies, "pair", lambda self, *path: self._large("cpu->cpu", path, 1024))
+    (found,) = look(tmp_path).values()
+    assert (found.tensor, found.status, found.reason) == (large_copy(1024), "skipped", "no memory left for it")
 
 
 def test_a_digest_that_disagrees_with_the_bytes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
