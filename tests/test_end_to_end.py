@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from consistency.case.builtin import builtin_folder
 from consistency.comparison.result import BAD
@@ -103,6 +103,29 @@ def test_one_token_is_judged_by_more_passes(cli_here: Cli, tmp_path: Path) -> No
     found = read(tmp_path / "out")["tensors"]
     statuses = {(t["layer"] == "hidden_states.0", t["rows"][0]["status"]) for t in found}
     assert statuses == {(True, "equal"), (False, "within")}
+
+
+def test_a_nan_in_the_adapter_is_no_agreement(cli: Cli, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(builtin_folder("llama") / "adapter", adapter)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    name = next(name for name in sorted(tensors) if "layers.1.self_attn.q_proj.lora_B" in name)
+    tensors[name][0, 0] = np.nan
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    done = cli(
+        "run", "--base", builtin_folder("llama") / "base", "--adapter", adapter, "--devices", "cpu",
+        "--stages", "adapter,forward", "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert done.returncode == 3, done.stdout + done.stderr
+    text = " ".join(done.stdout.split())
+    assert "of 1024 values of lora_B of model.layers.1.self_attn.q_proj" in text
+    assert "the logits are NaN or infinite in the unmerged model too" in text
+    report = read(tmp_path / "out")
+    (finding,) = (f for f in report["findings"] if f["severity"] == "error")
+    assert finding["kind"] == "nothing-compared"
+    judged = [t for t in report["tensors"] if t["rows"][0]["status"] in ("equal", "within") and t["stage"] == "forward"]
+    # the file's NaN reaches what comes after its layer, with the adapter alone
+    assert {t["tensor"] for t in judged if t["layer"] == "logits"} == {"adapter_off"}
 
 
 def flip_bit(file: Path, tensor: str, element: int, bit: int) -> tuple[str, list[int]]:

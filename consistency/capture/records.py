@@ -84,6 +84,8 @@ class TensorRecord(
         delta: `zero-delta` if it is zero.
     merging : MergeEffect or None
         What merging does to the outputs: a fact of the case and not of a device, which has no row in a report.
+    not_finite : int
+        Elements that are NaN or infinite in the file; looked for by the worker that makes the reference.
     nondeterministic : tuple of str
         Operations without a deterministic version that had run in its stage before it was recorded: its bits may be
         others each time, on the same device too. Empty for bytes that were moved.
@@ -119,6 +121,7 @@ class TensorRecord(
     unsupported: bool = False
     effect: Effect = ""
     merging: MergeEffect | None = None
+    not_finite: int = 0
     nondeterministic: tuple[str, ...] = ()
 
     @property

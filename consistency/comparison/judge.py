@@ -23,6 +23,9 @@ from consistency.numerics.words import Word
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})
 FILE, FLOAT64, PAYLOAD = "file", "float64", "payload"
 
+NOT_FINITE = "every value is NaN or infinite in float64 too"
+"""The reason to skip a tensor that has no value to compare with."""
+
 
 def judge(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Row:
     """Judge what a worker recorded of a tensor, or why it recorded nothing."""
@@ -41,6 +44,8 @@ def judge(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Row:
         case Rule.RELATIVE:
             return _relative(subject, reference, record, expected)
         case Rule.BOUND | Rule.USER:
+            if record.measure is not None and _is_unknown(record.measure):
+                return _skipped(subject, record, NOT_FINITE)
             return _measured(subject, record, record.measure, status=_status(record), reference=FLOAT64)
         case Rule.PEER:
             return _peer(subject, reference, record, expected)
@@ -165,6 +170,8 @@ def _relative(
         reason = "the CPU's own values overflow float16 (largest value 65504): there is no error to compare with"
     if rounding is None or reason is not None:
         return Row(worker=subject.label, reference=None, status="skipped", reason=reason)
+    if _is_unknown(found):
+        return _skipped(subject, record, NOT_FINITE)
     share, allowed, judged = judge_relative(found, record.dtype, rounding)
     status: Status = judged
     diagnosis = record.diagnosis or (Word.ACCUMULATION_ORDER if status == "within" else None)
@@ -179,6 +186,11 @@ def _relative(
         return msgspec.structs.replace(row, diagnosis=None, reason=reason)
     row = _measured(subject, record, found, status=status, reference=truth, diagnosis=diagnosis)
     return msgspec.structs.replace(row, bound_ratio=Real(share), allowed=Real(allowed))
+
+
+def _is_unknown(found: Measure) -> bool:
+    """Return whether a tensor has no exact value that is a number, and its own are the same NaN and infinities."""
+    return found.elements == found.not_finite > 0 and float(found.max_abs) == 0
 
 
 def _idle(dtype: str, rounding: RoundingError, magnitude: float) -> str:

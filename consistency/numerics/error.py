@@ -159,6 +159,7 @@ def _result(tally: ErrorTally, tensor: Readable) -> Measure:
         max_ulp=tally.max_ulp,
         bound_ratio=None if tally.ratio is None else Real(tally.ratio),
         magnitude=Real(tally.magnitude),
+        not_finite=tally.not_finite,
         **(NO_WORST if tally.worst is None else _described(tally.worst, mapped(tensor), shape, tally.ratio)),
     )
 

@@ -38,6 +38,9 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=
         Offsets of the first and the last element that differs, in bytes from the start of the tensor.
     magnitude : float
         Largest finite magnitude of an exact reference; not taken where bits are compared.
+    not_finite : int
+        Elements whose exact reference is NaN or infinite: no error is known there, and the same NaN or infinity counts
+        as none. Not taken where bits are compared.
     """
 
     elements: int
@@ -58,6 +61,7 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=
     first_byte: int | None = None
     last_byte: int | None = None
     magnitude: Real
+    not_finite: int = 0
 
     def without_values(self) -> Measure:
         """Return it without the worst element's values: a third of its size, and shown only of mismatches."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from consistency.capture.wording import and_more, some
@@ -32,6 +33,8 @@ def merging_text(one: Merging) -> str:
     """Return what merging does to the outputs of a case, in one line."""
     if one.reason:
         return f"not merged: {one.reason}"
+    if one.unmerged_error is not None and not math.isfinite(one.unmerged_error):
+        return f"{_what(one)} are NaN or infinite in the unmerged model too: nothing to compare"
     figures = "; ".join(filter(None, [*_figures(one), _top1(one), _in_float32(one)]))
     advice = _advice(one)
     return f"{figures}. {advice[:1].upper()}{advice[1:]}" if advice else figures

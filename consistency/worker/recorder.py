@@ -91,6 +91,7 @@ class Recorder(RecordStore):
         cast: str = "",
         name_in_file: str = "",
         digests: tuple[TensorDigest, TensorDigest] | None = None,
+        not_finite: int = 0,
     ) -> None:
         """Compare a tensor whose bytes were only moved with the bytes in the file, and record the result.
 
@@ -104,7 +105,7 @@ class Recorder(RecordStore):
             What else the tensor could hold.
         keep : bool
             Store both tensors, so that captures made apart can be compared element by element.
-        cast, name_in_file : str
+        cast, name_in_file, not_finite
             See `TensorRecord`.
         digests : tuple of TensorDigest, optional
             Of both tensors, if they are known.
@@ -124,6 +125,7 @@ class Recorder(RecordStore):
             evidence=dict(evidence or {}),
             cast=cast,
             name_in_file=name_in_file,
+            not_finite=not_finite,
         )
         if here.value == reference.value:
             blob = self.keep(actual) if keep else None

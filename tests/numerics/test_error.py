@@ -192,3 +192,11 @@ def test_the_measure_is_what_one_element_after_the_other_gives(
         assert np.array_equal(found.worst.exact, exact[found.worst.index], equal_nan=True)
     if np.isnan(off).any():
         assert found.max_ulp is None
+
+
+def test_exact_values_without_a_number_are_counted_in_every_chunk() -> None:
+    exact = normal(3 * CHUNK).to(torch.float64)
+    exact[[0, CHUNK, CHUNK + 1]] = torch.tensor([NAN, INF, -INF], dtype=torch.float64)
+    found = measure_against_exact(exact.to(torch.float32), exact)
+    assert found.not_finite == 3
+    assert (found.mismatched, float(found.max_abs) < 1e-6) == (0, True)

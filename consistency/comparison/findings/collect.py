@@ -22,6 +22,7 @@ from consistency.comparison.findings.host import find_host_problems
 from consistency.comparison.findings.in_common import find_unknown_hosts
 from consistency.comparison.findings.load_paths import find_casts
 from consistency.comparison.findings.no_effect import find_no_effect
+from consistency.comparison.findings.not_finite import find_not_finite
 from consistency.comparison.findings.nothing_compared import find_nothing_compared
 from consistency.comparison.findings.placement import find_device_use
 from consistency.comparison.findings.quantized import find_quantized
@@ -30,6 +31,7 @@ from consistency.comparison.findings.soak import find_soak
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.transfers import find_transfer
 from consistency.comparison.findings.unordered import ran_before, without_version
+from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.result import (
     BAD,
     ENVIRONMENT,
@@ -68,6 +70,7 @@ def find(
         *_lost(compared),
         *find_failed_stages(compared),
         *find_nothing_compared(compared, tensors),
+        *find_not_finite(compared, tensors),
         *_software(compared),
         *_inputs(compared),
         *find_wrong_digests(compared),
@@ -223,7 +226,7 @@ def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCompari
     facts = {tensor.name for tensor in tensors if tensor.rule == "limit"}
     for tensor in tensors:
         for row, workers in tensor.groups:
-            if row.status == "skipped":
+            if row.status == "skipped" and row.reason != NOT_FINITE:  # a finding already
                 found = reasons.setdefault((tensor.stage, row.reason or "no reason given"), (WorkerSet(), {}))
                 found[0].take(workers)
                 found[1][tensor.name] = None

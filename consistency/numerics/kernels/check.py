@@ -130,7 +130,7 @@ def cut(stretch: Stretch, part: slice) -> Stretch:
 
 def errors_differ_in(actual: ErrorTally, expected: ErrorTally) -> str | None:
     """Return the first measure in which two paths disagree; None if they agree. Sums may be `SUMS_APART`."""
-    for name in ("mismatched", "max_abs", "max_rel", "max_ulp", "ratio", "magnitude"):
+    for name in ("mismatched", "max_abs", "max_rel", "max_ulp", "ratio", "magnitude", "not_finite"):
         if not _same(getattr(actual, name), getattr(expected, name)):
             return name
     x, y = actual.worst, expected.worst

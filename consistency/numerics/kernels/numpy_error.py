@@ -55,7 +55,9 @@ def _errors(actual: torch.Tensor, exact: np.ndarray, allowed: np.ndarray | None,
     np.abs(exact, out=size)
     tally.magnitude = float(np.maximum.reduce(size))
     if not math.isfinite(tally.magnitude):
-        tally.magnitude = float(np.max(size, where=np.isfinite(size), initial=0.0))
+        finite = np.isfinite(size)
+        tally.magnitude = float(np.max(size, where=finite, initial=0.0))
+        tally.not_finite = len(size) - int(np.count_nonzero(finite))
     relative = _divided(difference, size, quotient)
     if not math.isfinite(largest):
         relative[np.isinf(difference)] = math.inf  # not NaN where the reference is infinite too

@@ -53,7 +53,8 @@ class WorstError:
 class ErrorTally:
     """Counts, maxima and sums over a tensor and its exact value; `sums` and `squares` by chunk.
 
-    `ratio` is None as long as no tolerance was given, `max_ulp` once it is not defined.
+    `ratio` is None as long as no tolerance was given, `max_ulp` once it is not defined; `not_finite` counts exact
+    values.
     """
 
     mismatched: int = 0
@@ -62,6 +63,7 @@ class ErrorTally:
     max_ulp: int | None = 0
     ratio: float | None = None
     magnitude: float = 0.0
+    not_finite: int = 0
     sums: list[float] = field(default_factory=list)
     squares: list[float] = field(default_factory=list)
     worst: WorstError | None = None
@@ -75,6 +77,7 @@ class ErrorTally:
         if other.ratio is not None:
             self.ratio = worse(self.ratio or 0.0, other.ratio)
         self.magnitude = max(self.magnitude, other.magnitude)
+        self.not_finite += other.not_finite
         self.sums += other.sums
         self.squares += other.squares
         if other.worst is not None and other.worst.comes_before(self.worst):

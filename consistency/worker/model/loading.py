@@ -71,6 +71,8 @@ class LoadedBase:
         Names of the state dict: parameters and persistent buffers.
     in_file : dict of str to TensorDigest
         Of the values that the files imply, by name in the model, as far as they were read.
+    not_finite : dict of str to int
+        How many elements of a parameter are NaN or infinite there, by name in the model, as far as that was looked for.
     offload : Offload or None
         Brings the tensors to the device; None where they are there.
     """
@@ -82,6 +84,7 @@ class LoadedBase:
     not_in_file: frozenset[str]
     persistent: frozenset[str]
     in_file: dict[str, TensorDigest] = field(default_factory=dict)
+    not_finite: dict[str, int] = field(default_factory=dict)
     offload: Offload | None = None
 
     @property

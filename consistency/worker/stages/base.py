@@ -18,6 +18,7 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.exact import in_float64
 from consistency.numerics.measure import Measure
+from consistency.numerics.not_finite import count_not_finite
 from consistency.numerics.rules import RoundingError, Rule
 from consistency.numerics.words import Word
 from consistency.worker.recorder import PEER_KEEP_BYTES
@@ -29,6 +30,7 @@ def run(context: Context) -> None:
     """Record every tensor of the base, and note the digests of all."""
     base, record, found = context.base, context.record, context.digests
     exact = _exact_tables(base.model)
+    parameters = {name for name, _ in base.model.named_parameters()}  # a buffer may hold infinities, as masks do
     wanted = {name for name in base.tensors if record.wants("base", split_name(name)[0])}
     for done, (name, tensor) in enumerate(base.on_device(wanted)):
         layer, part = split_name(name)
@@ -44,10 +46,13 @@ def run(context: Context) -> None:
         found[name] = here
         if expected is not None:
             base.in_file[name] = in_file or digest(expected)
+            if context.job.makes_reference and name in parameters and name not in base.not_finite:
+                base.not_finite[name] = count_not_finite(expected.to("cpu"))
             key = base.file_names.get(name, name)
             record.moved(
                 "base", layer, part, actual=tensor, expected=expected, evidence=evidence,
                 name_in_file="" if key == name else key, digests=(here, base.in_file[name]),
+                not_finite=base.not_finite.get(name, 0),
             )  # fmt: skip
             continue
         table = exact.get(name)

@@ -18,6 +18,7 @@ from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.identity import start_of
+from consistency.numerics.not_finite import count_not_finite
 from consistency.numerics.words import Word
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.poison import POISON
@@ -75,7 +76,7 @@ def run(context: Context) -> None:
             )
         record.moved(
             "adapter", layer, part, actual=actual, expected=expected, known=known, keep=True, repeats=loads.digests,
-            evidence=evidence,
+            evidence=evidence, not_finite=count_not_finite(expected) if context.job.makes_reference else 0,
         )  # fmt: skip
     missing = _missing(context, state)
     _made_on_loading(context, state, missing)

@@ -45,11 +45,12 @@ def record_step(context: Context, name: str, layer: str, tensor: str, gradients:
     """Record a parameter after a step by its gradients `(passes, *shape)`, which are added up: of the whole batch."""
     parameter = context.model.get_parameter(name)
     gradient, elements = added(gradients), parameter.numel()
-    if parameter.dtype not in UNIT_ROUNDOFF or not _is_finite(gradient, elements):
+    unknown = parameter.dtype not in UNIT_ROUNDOFF
+    if unknown or not _is_finite(gradient, elements):
+        reason = f"no bound is derived in {name_of(parameter.dtype)}" if unknown else "the gradient is NaN or infinite"
         context.record.absent(
-            "gradient", layer, tensor, status="skipped", rule=Rule.BOUND,
-            reason=f"no bound for the step of a {parameter.dtype} parameter, or by a gradient that is not finite",
-        )  # fmt: skip
+            "gradient", layer, tensor, status="skipped", rule=Rule.BOUND, reason=f"AdamW step not judged: {reason}"
+        )
         return
     flat = parameter.detach().reshape(-1)
     if not _is_bounded(flat, gradient):

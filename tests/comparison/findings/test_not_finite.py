@@ -1,0 +1,64 @@
+"""NaN that equals NaN is no agreement: what was not compared for it is said, with the file that has it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from consistency.capture.records import TensorRecord
+from consistency.comparison.findings.not_finite import NON_FINITE
+from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
+from consistency.numerics.real import Real
+from tests.comparison.made_records import compared, computed, forward, measured, moved
+from tests.conftest import MakeCapture
+
+ALL = measured(mismatched=0, max_abs=Real(0.0), bound_ratio=None, elements=2**16, not_finite=2**16)
+SOME = measured(max_abs=Real(1e-7), bound_ratio=None, elements=2**16, not_finite=3)
+
+
+def with_measure(record: TensorRecord, **changes: object) -> TensorRecord:
+    return msgspec.structs.replace(record, **changes)
+
+
+def test_equal_nan_is_not_compared_and_the_run_is_incomplete(make_capture: MakeCapture) -> None:
+    records = [moved(not_finite=1), with_measure(forward(), measure=ALL)]
+    found = compared(make_capture("a", {"cpu": records, "cuda:0": records}))
+    assert found.verdict == "incomplete"
+    (finding,) = found.findings
+    assert (finding.kind, finding.severity, finding.workers) == (NOTHING_COMPARED, "error", ("cpu", "cuda:0"))
+    assert finding.message == (
+        "nothing was compared in 1 tensor of forward: every value is NaN or infinite in float64 too, first in "
+        "adapter_on of logits; in the adapter's file: 1 of 4 values of lora_B of layers.0.q"
+    )
+    (row,) = (row for tensor in found.tensors if tensor.stage == "forward" for row, _ in tensor.groups)
+    assert row.status == "skipped"
+
+
+@pytest.mark.parametrize("rule", ["bound", "user"])
+def test_so_are_values_with_a_bound(make_capture: MakeCapture, rule: str) -> None:
+    record = computed(rule=rule, status="equal", measure=msgspec.structs.replace(ALL, bound_ratio=Real(0.0)))
+    found = compared(make_capture("a", {"cpu": [moved(), record], "cuda:0": [moved(), record]}))
+    assert found.verdict == "incomplete"
+
+
+def test_nan_where_float64_has_another_is_a_mismatch(make_capture: MakeCapture) -> None:
+    wrong = msgspec.structs.replace(ALL, max_abs=Real("nan"))
+    records = {"cpu": [with_measure(forward(), measure=ALL)], "cuda:0": [with_measure(forward("b"), measure=wrong)]}
+    found = compared(make_capture("a", records))
+    row = next(tensor.row("cuda:0") for tensor in found.tensors)
+    assert row is not None
+    assert (row.status, row.diagnosis) == ("outside", "non-finite")
+
+
+def test_a_file_alone_is_a_warning_and_some_values_are_a_note(make_capture: MakeCapture) -> None:
+    found = compared(make_capture("a", {"cpu": [moved(not_finite=2)], "cuda:0": [moved()]}))
+    (warning,) = found.findings
+    assert (found.verdict, warning.kind, warning.severity) == ("consistent", NON_FINITE, "warning")
+    assert warning.message == (
+        "values are NaN or infinite in the adapter's file: 2 of 4 values of lora_B of layers.0.q"
+    )
+    records = [moved(), with_measure(forward(), measure=SOME)]
+    found = compared(make_capture("b", {"cpu": records, "cuda:0": records}))
+    (note,) = found.findings
+    assert (found.verdict, note.kind, note.severity) == ("consistent", NON_FINITE, "note")
+    assert "3 of 65536 values of adapter_on of logits" in note.message
