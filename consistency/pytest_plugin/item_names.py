@@ -1,7 +1,9 @@
 """The test items of a case, from JSON files and safetensors headers alone: no torch, no tensor data.
 
-Tensors that only the loaded model has (buffers, activations of unusual models, weights that transformers fuses) have no
-items of their own; one item per stage and device stands for all of them, so that none goes unreported.
+An adapter has items for what its file holds, and for what it should hold. Tensors that only the loaded model has
+(buffers, activations of unusual models, weights that transformers fuses) have no items of their own. Each belongs to
+the first item of its layer, and where its layer has none, to one item per stage and device that stands for all others:
+none goes unreported, and whoever selects a layer selects all of its tensors.
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ from consistency.capture.names import (
 )  # fmt: skip
 from consistency.case.adapter_fit import read_adapter
 from consistency.case.case import Case
-from consistency.case.checkpoint import read_checkpoint, read_json
-from consistency.case.quantized import states_settings
+from consistency.case.checkpoint import TensorHeader, read_checkpoint, read_json
+from consistency.case.quantized import states_settings, weights_of
 from consistency.case.stages import SPECS, Stage
 from consistency.comparison.result import Comparison, Row, TensorComparison
 from consistency.launch.plan import WorkerPlan
+from consistency.pytest_plugin.expected_tensors import expected_places
 
 EVERYTHING_ELSE = "everything_else"
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -43,6 +46,8 @@ _WITH_LOGITS = re.compile(r"For(CausalLM|MaskedLM)$|LMHeadModel$")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """One tensor of one stage, which has an item for each worker; `everything_else` is the rest of the stage.
+
+    The first place of a layer has its tensors without a place of their own too.
 
     The names are those of the file for `base`, and those of the model otherwise.
     """
@@ -78,11 +83,12 @@ class RowFinder:
 
     def __init__(self, comparison: Comparison, known: Sequence[Place]) -> None:
         self._tensors: dict[Place, list[TensorComparison]] = {place: [] for place in known}
+        of_layer = {(place.stage, place.layer): place for place in reversed(known)}
         for tensor in comparison.tensors:
-            layer, part = _place_in_file(tensor)
-            place = Place(stage=Stage(tensor.stage), layer=layer, tensor=part)
+            place = own_place(tensor)
             if place not in self._tensors:
-                place = Place(stage=place.stage, layer="", tensor=EVERYTHING_ELSE)
+                rest = Place(stage=place.stage, layer="", tensor=EVERYTHING_ELSE)
+                place = of_layer.get((place.stage, place.layer), rest)
             self._tensors.setdefault(place, []).append(tensor)
 
     def rows(self, place: Place, plan: WorkerPlan) -> Iterator[tuple[TensorComparison, Row]]:
@@ -93,25 +99,34 @@ class RowFinder:
                 yield tensor, row
 
 
-def _place_in_file(tensor: TensorComparison) -> tuple[str, str]:
+def own_place(tensor: TensorComparison) -> Place:
+    """Return the place of a tensor's own, whether it is one of the case or not."""
+    layer, part = tensor.layer, tensor.tensor
     for row, _ in tensor.groups:
         if tensor.stage == Stage.BASE and row.name_in_file:
-            return split_name(row.name_in_file)
-    return tensor.layer, tensor.tensor
+            layer, part = split_name(row.name_in_file)
+            break
+    return Place(stage=Stage(tensor.stage), layer=layer, tensor=part)
 
 
 def base_items(case: Case) -> Iterator[tuple[str, str]]:
     """Yield layer and tensor of the stage `base`; this and the next three are named by `StageSpec.items`."""
-    if case.factory is None:
-        weights = read_checkpoint(
-            Path(case.base), stem="model", pickle_stem="pytorch_model", allow_pickle=case.allow_pickle
-        )
-        yield from (split_name(name) for name in weights.tensors if not states_settings(name))
+    yield from (split_name(name) for name in _base_tensors(case) if not states_settings(name))
+
+
+def _base_tensors(case: Case) -> Mapping[str, TensorHeader]:
+    """Return the headers of the base's file; none of a factory's model."""
+    if case.factory is not None:
+        return {}
+    return read_checkpoint(
+        Path(case.base), stem="model", pickle_stem="pytorch_model", allow_pickle=case.allow_pickle
+    ).tensors
 
 
 def adapter_items(case: Case) -> Iterator[tuple[str, str]]:
     """Yield layer and tensor of the stage `adapter`."""
-    yield from (adapter_place(key) for key in _adapter_keys(case))
+    yield from (adapter_place(key) for key in _adapter(case)[1])
+    yield from _expected(case)
     yield SETTINGS_LAYER, RANK_AND_SCALING
     if case.reloads:
         yield SETTINGS_LAYER, LOADED_AGAIN
@@ -119,15 +134,21 @@ def adapter_items(case: Case) -> Iterator[tuple[str, str]]:
 
 def merged_items(case: Case) -> Iterator[tuple[str, str]]:
     """Yield layer and tensor of the stage `merged`."""
-    layers = dict.fromkeys(adapter_place(key)[0] for key in _adapter_keys(case) if is_method_tensor(key))
+    held = (adapter_place(key)[0] for key in _adapter(case)[1] if is_method_tensor(key))
+    layers = dict.fromkeys([*held, *(layer for layer, _ in _expected(case))])
     tensors = (DELTA, WEIGHT, SAFE_WEIGHT) if case.plan.safe_merge else (DELTA, WEIGHT)
     yield from ((layer, tensor) for layer in layers for tensor in tensors)
 
 
-def _adapter_keys(case: Case) -> Mapping[str, Any]:
-    if case.adapter is None:
-        return {}
-    return read_adapter(Path(case.adapter), allow_pickle=case.allow_pickle)[1]
+def _expected(case: Case) -> list[tuple[str, str]]:
+    """Return layer and tensor of what the adapter should hold."""
+    config, tensors = _adapter(case)
+    return expected_places(config, tensors, weights_of(_base_tensors(case)))
+
+
+def _adapter(case: Case) -> tuple[Mapping[str, Any], Mapping[str, TensorHeader]]:
+    """Return the adapter's config and the headers of its tensors."""
+    return ({}, {}) if case.adapter is None else read_adapter(Path(case.adapter), allow_pickle=case.allow_pickle)
 
 
 def forward_items(case: Case) -> Iterator[tuple[str, str]]:

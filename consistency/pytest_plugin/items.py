@@ -23,7 +23,7 @@ from consistency.comparison.result import BAD, Comparison, Finding, Row, TensorC
 from consistency.errors import ConsistencyError
 from consistency.launch.plan import WorkerPlan
 from consistency.numerics.words import Word
-from consistency.pytest_plugin.item_names import Place
+from consistency.pytest_plugin.item_names import Place, own_place
 from consistency.pytest_plugin.session import LostWorkerError, Session
 from consistency.pytest_plugin.session_case import SessionCase
 from consistency.report.summary import class_text
@@ -103,8 +103,9 @@ class DeviceItem(CaseItem):
             pytest.skip("nothing else was checked" if self.place.is_rest else "the loaded model has no such tensor")
         if self.plan.info.simulated:
             self.user_properties.append(("simulated", "true"))
-        for _, row in found:
-            self._record(row)
+        for tensor, row in found:
+            if own_place(tensor) == self.place:
+                self._record(row)
         bad = [(tensor, row) for tensor, row in found if row.status in BAD]
         accepted = [self.session_of_case.accepted(self.case, tensor, row) for tensor, row in bad]
         if bad and all(accepted):
@@ -117,12 +118,11 @@ class DeviceItem(CaseItem):
             pytest.skip("; ".join(sorted(reasons)))
 
     def _record(self, row: Row) -> None:
-        if not self.place.is_rest:
-            self.user_properties += [("status", row.status), ("reference", row.reference or "none")]
-            if row.bound_ratio is not None:
-                self.user_properties.append(("bound_ratio", f"{float(row.bound_ratio):.6g}"))
-            if row.mismatched is not None:
-                self.user_properties.append(("mismatched", row.mismatched))
+        self.user_properties += [("status", row.status), ("reference", row.reference or "none")]
+        if row.bound_ratio is not None:
+            self.user_properties.append(("bound_ratio", f"{float(row.bound_ratio):.6g}"))
+        if row.mismatched is not None:
+            self.user_properties.append(("mismatched", row.mismatched))
 
 
 class RunItem(CaseItem):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from consistency.cli.main import main
 from consistency.devices.discovery import select
 
 BASE = ("--consistency-base", "builtin:llama", "--consistency-devices", "cpu")
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "llama"
 LAYER = "model.layers.1.self_attn.v_proj"
 
 # A fault for the device's worker, planted from a conftest: the option for it exists in no command line.
@@ -57,8 +60,7 @@ def test_items_are_made_from_headers(pytester: pytest.Pytester) -> None:
 def test_a_stage_that_needs_an_adapter_is_a_usage_error_without_one(pytester: pytest.Pytester) -> None:
     builtin = pytester.runpytest_subprocess("--consistency-base", "builtin:llama", "--co", "-q")
     assert builtin.ret == 0
-    base = str(Path(__file__).parents[2] / "fixtures/llama/base")
-    done = pytester.runpytest_subprocess(f"--consistency-base={base}", "--consistency-stages", "adapter")
+    done = pytester.runpytest_subprocess(f"--consistency-base={FIXTURES / 'base'}", "--consistency-stages", "adapter")
     assert done.ret == pytest.ExitCode.USAGE_ERROR
     done.stderr.fnmatch_lines(["*adapter without an adapter", "*--consistency-stages"])
 
@@ -184,6 +186,22 @@ def test_items_of_an_architecture(pytester: pytest.Pytester) -> None:
     done = pytester.runpytest_subprocess(*options, "--consistency-arch=sm_90")
     assert done.ret == pytest.ExitCode.USAGE_ERROR
     done.stderr.fnmatch_lines([f"*no device has such an architecture: sm_90; there are {first.architecture}, *"])
+
+
+def test_a_tensor_that_is_missing_fails_whoever_selects_its_layer(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    """One layer lacks a factor, and one both: no other item of that has a name from the adapter's file."""
+    adapter = shutil.copytree(FIXTURES / "adapter", tmp_path / "holed")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    place = f"base_model.model.{LAYER}"
+    other = place.replace("layers.1", "layers.2")
+    kept = {k: v for k, v in tensors.items() if k != f"{place}.lora_B.weight" and not k.startswith(other)}
+    save_file(kept, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    options = (f"--consistency-base={FIXTURES / 'base'}", f"--consistency-adapter={adapter}", "-k", "v_proj and lora_")
+    done = pytester.runpytest_subprocess(*options, "--consistency-devices=cpu", "--consistency-level=quick", "-v")
+    missing = {f"{LAYER}.lora_B", *(f"{LAYER.replace('1', '2')}.lora_{side}" for side in "AB")}
+    failed = {line.split("::")[3].split("[")[0] for line in done.outlines if "[cpu] FAILED" in line}
+    assert failed == missing
+    done.assert_outcomes(failed=3, passed=5, deselected=done.parseoutcomes()["deselected"])
 
 
 def test_tolerances_of_file_and_options(pytester: pytest.Pytester) -> None:

@@ -1,0 +1,121 @@
+"""The tensors that an adapter's file should hold: of each layer of the base that its config names, by headers alone.
+
+PEFT decides this on the loaded model. What is said here names test items: one too many is skipped, and a tensor that
+the model has and this misses is part of another item.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from consistency.capture.names import adapter_place, is_method_tensor
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_FIRST_INDEX = r".*?\.[^.]*\.(?P<index>\d+)\."
+_OTHER_SIDE = {"A": "B", "B": "A"}
+
+
+def expected_places(config: Mapping[str, Any], keys: Iterable[str], weights: Iterable[str]) -> list[tuple[str, str]]:
+    """Return layer and tensor of what an adapter should hold of its method, in the order of the base.
+
+    Parameters
+    ----------
+    config : mapping
+        `adapter_config.json`.
+    keys : iterable of str
+        Of the adapter's file. A layer should hold what most layers of its kind do, whose names are equal but for the
+        numbers in them.
+    weights : iterable of str
+        Names of the base's weights in its file.
+    """
+    parts: dict[str, dict[str, None]] = {}
+    for layer, tensor in (adapter_place(key) for key in keys if is_method_tensor(key)):
+        parts.setdefault(layer, {})[tensor] = None
+    if not parts or config.get("layer_replication"):
+        return []
+    kinds: dict[str, list[Iterable[str]]] = {}
+    for layer, tensors in parts.items():
+        kinds.setdefault(_NUMBER.sub("*", layer), []).append(tensors)
+    of_kind = {kind: _usual(layers) for kind, layers in kinds.items()}
+    of_any = _usual(one for layers in kinds.values() for one in layers)
+    modules = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    return [
+        (layer, tensor)
+        for layer in _in_model(modules, parts)
+        if _is_target(layer, config)
+        for tensor in _both_sides(of_kind.get(_NUMBER.sub("*", layer), of_any))
+    ]
+
+
+def _usual(layers: Iterable[Iterable[str]]) -> list[str]:
+    """Return the tensors that half of the layers have, or more."""
+    sets = list(layers)
+    counts = Counter(tensor for tensors in sets for tensor in tensors)
+    return [tensor for tensor, count in counts.items() if 2 * count >= len(sets)]
+
+
+def _both_sides(tensors: Sequence[str]) -> Iterable[str]:
+    """Return tensors with the other factor of each: `lora_B` beside `lora_A`."""
+    other = [f"{name[:-1]}{_OTHER_SIDE[name[-1]]}" for name in tensors if name.endswith(("_A", "_B"))]
+    return dict.fromkeys([*tensors, *other])
+
+
+def _in_model(modules: Iterable[str], layers: Iterable[str]) -> Iterator[str]:
+    """Yield the names of the base's modules in the model, whose files may have them under other leading components.
+
+    The layers that the adapter's file has say which: `transformer.h.0.attn` is `h.0.attn` in files of GPT-2.
+    """
+    files = list(modules)
+    endings: dict[str, list[str]] = {}
+    for module in files:
+        for ending in _endings(module):
+            endings.setdefault(ending, []).append(module)
+    renamed: dict[str, str] = {}
+    for layer in layers:
+        ending = next((one for one in _endings(layer) if len(endings.get(one, ())) == 1), None)
+        if ending is not None:
+            renamed.setdefault(endings[ending][0].removesuffix(ending), layer.removesuffix(ending))
+    for module in files:
+        start = max((one for one in renamed if module.startswith(one)), key=len, default="")
+        yield renamed.get(start, "") + module.removeprefix(start)
+
+
+def _endings(name: str) -> Iterator[str]:
+    """Yield the name with ever fewer leading components."""
+    yield name
+    yield from (name[match.end() :] for match in re.finditer(r"\.", name))
+
+
+def _is_target(module: str, config: Mapping[str, Any]) -> bool:
+    """Return whether PEFT adapts a module, as its `check_target_module_exists` says."""
+    targets = config.get("target_modules")
+    if _names(module, config.get("exclude_modules")) or not _names(module, targets):
+        return False
+    wanted = config.get("layers_to_transform")
+    if wanted in (None, []) or isinstance(targets, str) or module in (targets or ()):
+        return True
+    patterns = config.get("layers_pattern") or ()
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    forms = [rf"(?:.*?\.|^){pattern}\.(?P<index>\d+)\." for pattern in patterns] or [_FIRST_INDEX]
+    found = next((match for form in forms if (match := _pattern(form).match(module))), None)
+    return found is not None and int(found["index"]) in (wanted if isinstance(wanted, list) else [wanted])
+
+
+def _names(module: str, given: object) -> bool:
+    """Return whether a list of names, or a pattern of whole names, has a module."""
+    if isinstance(given, str):
+        return _pattern(given).fullmatch(module) is not None
+    return isinstance(given, list) and any(module == one or module.endswith(f".{one}") for one in given)
+
+
+@functools.cache
+def _pattern(text: str) -> re.Pattern[str]:
+    """Compile a pattern of somebody's config; one that is none matches nothing, and PEFT says so when it loads it."""
+    try:
+        return re.compile(text)
+    except re.error:
+        return re.compile(r"(?!)")

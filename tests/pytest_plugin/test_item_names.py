@@ -1,0 +1,34 @@
+"""Which item a row of a comparison belongs to."""
+
+from __future__ import annotations
+
+import pytest
+
+from consistency.case.load_path import LoadPath
+from consistency.case.stages import Stage
+from consistency.comparison.result import Comparison
+from consistency.devices.discovery import select
+from consistency.launch.plan import WorkerPlan
+from consistency.pytest_plugin.item_names import EVERYTHING_ELSE, Place, RowFinder
+from tests.report.made_comparisons import comparison, tensor
+
+DELTA, WEIGHT = (Place(stage=Stage.MERGED, layer="layers.0", tensor=name) for name in ("delta", "weight"))
+REST = Place(stage=Stage.MERGED, layer="", tensor=EVERYTHING_ELSE)
+
+
+def of(place: Place, found: Comparison) -> list[str]:
+    plan = WorkerPlan(info=select(("cpu",))[0], load_path=LoadPath.ISOLATED)
+    return [row[0].tensor for row in RowFinder(found, [DELTA, WEIGHT, REST]).rows(place, plan)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "place"),
+    [("layers.0", "weight", WEIGHT), ("layers.0", "bias", DELTA), ("layers.1", "bias", REST)],
+    ids=["own", "first-of-its-layer", "rest"],
+)
+def test_every_tensor_belongs_to_an_item(layer: str, name: str, place: Place) -> None:
+    """Of its layer, where that has any: `-k` of the layer then selects it."""
+    found = comparison([tensor([["cpu"]], stage="merged", layer=layer, tensor=name)])
+    assert {one: of(one, found) for one in (DELTA, WEIGHT, REST)} == {
+        one: [name] if one == place else [] for one in (DELTA, WEIGHT, REST)
+    }
