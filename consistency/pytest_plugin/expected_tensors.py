@@ -76,8 +76,7 @@ def _in_model(modules: Iterable[str], layers: Iterable[str]) -> Iterator[str]:
             endings.setdefault(ending, []).append(module)
     renamed: dict[str, str] = {}
     for layer in layers:
-        ending = next((one for one in _endings(layer) if len(endings.get(one, ())) == 1), None)
-        if ending is not None:
+        if ending := next((one for one in _endings(layer) if len(endings.get(one, ())) == 1), ""):
             renamed.setdefault(endings[ending][0].removesuffix(ending), layer.removesuffix(ending))
     for module in files:
         start = max((one for one in renamed if module.startswith(one)), key=len, default="")

@@ -20,9 +20,9 @@ from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
 from consistency.comparison.history.drift import DRIFT
 from consistency.comparison.result import BAD, Comparison, Finding, Row, TensorComparison
-from consistency.errors import ConsistencyError
 from consistency.launch.plan import WorkerPlan
 from consistency.numerics.words import Word
+from consistency.pytest_plugin.failed_run import without_stack
 from consistency.pytest_plugin.item_names import Place, own_place
 from consistency.pytest_plugin.session import LostWorkerError, Session
 from consistency.pytest_plugin.session_case import SessionCase
@@ -58,12 +58,19 @@ class CaseItem(pytest.Item):
     def reportinfo(self) -> tuple[Path, int | None, str]:
         return self.path, None, self.nodeid.replace("::", " ")  # pytest splits a node id at dots
 
+    def setup(self) -> None:
+        with without_stack():
+            self.prepare()
+
+    def prepare(self) -> None:
+        """Get what the test needs; an error of it is an error of the set-up."""
+        raise NotImplementedError
+
     def repr_failure(self, excinfo: ExceptionInfo[BaseException], style: Any = None) -> str | TerminalRepr:
-        if isinstance(excinfo.value, (MismatchError, LostWorkerError, ConsistencyError)):
+        if isinstance(excinfo.value, MismatchError):
             text = clean(str(excinfo.value))
             # a FAILED line has the message of the place of the crash, and little room beside a long node id
-            reason = getattr(excinfo.value, "reason", text.partition("\n")[0])
-            place = ReprFileLocation(str(self.path), 0, clean(reason))
+            place = ReprFileLocation(str(self.path), 0, clean(excinfo.value.reason))
             return ReprExceptionInfo(reprtraceback=ReprTracebackNative([text + "\n"]), reprcrash=place)
         return super().repr_failure(excinfo, style)
 
@@ -87,7 +94,7 @@ class DeviceItem(CaseItem):
         self.extra_keyword_matches.add(plan.info.architecture)  # for -k sm_90
         self.found: list[tuple[TensorComparison, Row]] = []
 
-    def setup(self) -> None:
+    def prepare(self) -> None:
         comparison = self.session_of_case.comparison(self.case)
         self.found = list(self.session_of_case.rows(self.case).rows(self.place, self.plan))
         if not self.found:
@@ -128,7 +135,7 @@ class DeviceItem(CaseItem):
 class RunItem(CaseItem):
     """Findings about more than one tensor: results that do not repeat, equal devices that differ, other load paths."""
 
-    def setup(self) -> None:
+    def prepare(self) -> None:
         comparison = self.session_of_case.comparison(self.case)
         for worker in comparison.workers:
             self.lost(comparison, worker.name, worker.load_path)
@@ -158,7 +165,7 @@ class RunItem(CaseItem):
 class InputItem(CaseItem):
     """A case of a suite whose input cannot be used, which is an error of its set-up."""
 
-    def setup(self) -> None:
+    def prepare(self) -> None:
         if self.case.error is not None:
             raise self.case.error
 
@@ -244,20 +251,26 @@ def _part(name: str) -> str:
 
 def _message(tensor: TensorComparison, row: Row, *, simulated: bool) -> str:
     worker = f"{row.worker} (simulated)" if simulated else row.worker
-    return "\n".join([
-        f"{tensor.stage}: {worker} is {row.status}" + (f" ({row.diagnosis})" if row.diagnosis else ""),
-        describe(tensor, row),
-        f"compared with {row.reference or 'nothing'}; rule: {tensor.rule}",
-        f"bitwise equal: {class_text(tensor.classes)}",
-    ])  # fmt: skip
+    place, _, detail = describe(tensor, row).partition(" · ")
+    word = _diagnosis(row)
+    lines = [f"{tensor.stage}: {place} is {row.status} on {worker}" + (f" ({word})" if word else ""), detail]
+    if row.reference is not None:
+        lines.append(f"compared with {row.reference}; rule: {tensor.rule}")
+    if tensor.classes:
+        lines.append(f"bitwise equal: {class_text(tensor.classes)}")
+    return "\n".join(filter(None, lines))
+
+
+def _diagnosis(row: Row) -> str | None:
+    """Return what the diagnosis adds to the status."""
+    return None if row.diagnosis in (Word.UNKNOWN, row.status) else row.diagnosis
 
 
 def _reason(tensor: TensorComparison, row: Row) -> str:
     """Return why a row is bad without what the node id has: `bit-flip: [0, 5] · got 0.25 (0x3e800000), wanted …`."""
     detail = describe(tensor, row).removeprefix(f"{tensor.layer}.{tensor.tensor}").removeprefix(" · ")
-    word = row.status if row.diagnosis in (None, Word.UNKNOWN) else row.diagnosis
     share = "" if row.bound_ratio is None else f", {float(row.bound_ratio):.3g}× tolerance"
-    return f"{word}{share}: {detail}"
+    return f"{_diagnosis(row) or row.status}{share}: {detail}"
 
 
 def _is_alternative(finding: Finding) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.whole_file import write_whole
 from consistency.comparison.result import Comparison
-from consistency.errors import ConsistencyError
+from consistency.pytest_plugin.failed_run import leaving_its_error, raise_error, without_stack
 from consistency.pytest_plugin.given import by_attribute
 from consistency.pytest_plugin.session import Session
 from consistency.workflows.api import run
@@ -44,7 +43,7 @@ def without_items(config: pytest.Config, folder: Path) -> Session:
     """Return a session whose cases have no items, for fixtures alone."""
     home = folder / "session"
     home.mkdir(exist_ok=True)
-    with _failing():
+    with without_stack():
         return Session.of(config, home)
 
 
@@ -55,20 +54,10 @@ def own_comparison(options: Mapping[str, Any], folder: Path) -> Comparison:
     if not options.get("base") and not options.get("adapter"):
         pytest.fail("the test names no model: give base or adapter to @pytest.mark.consistency", pytrace=False)
     key = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:16]
-    path = folder / f"{key}.json"
-    with _failing(), FileLock(folder / f"{key}.lock"):
+    path, error = folder / f"{key}.json", folder / f"{key}.error.json"
+    with without_stack(), FileLock(folder / f"{key}.lock"):
+        raise_error(error)
         if not path.exists():
-            write_whole(path, [encode_json(run(**options).comparison)])
+            with leaving_its_error(error):
+                write_whole(path, [encode_json(run(**options).comparison)])
     return decode_json(path.read_bytes(), Comparison)
-
-
-@contextmanager
-def _failing() -> Iterator[None]:
-    """Turn an input that cannot be used into an error of the test's set-up, without a stack."""
-    try:
-        yield
-    except ConsistencyError as error:
-        failure = str(error)
-    else:
-        return
-    pytest.fail(failure, pytrace=False)

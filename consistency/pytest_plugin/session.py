@@ -31,6 +31,7 @@ from consistency.comparison.result import Comparison, Row, TensorComparison
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.plan import WorkerPlan
+from consistency.pytest_plugin.failed_run import leaving_its_error, raise_error
 from consistency.pytest_plugin.given import Given, read_given
 from consistency.pytest_plugin.item_names import Place, RowFinder
 from consistency.pytest_plugin.session_case import SessionCase
@@ -46,7 +47,7 @@ _LAYERS = "layers.json"
 _MOST_CASES = 5  # whose layers fit a screen
 
 
-class LostWorkerError(Exception):
+class LostWorkerError(ConsistencyError):
     """The worker of a device was lost, so there is nothing to compare."""
 
 
@@ -224,7 +225,7 @@ class Session:
 
     def _reading(self, case: SessionCase) -> _Read:
         if case in self._failures:
-            raise self._failures[case]
+            raise self._failures[case].with_traceback(None)  # it would grow with each item
         if self._last is None or self._last.case is not case:
             from filelock import FileLock
 
@@ -244,9 +245,8 @@ class Session:
     def _read(self, case: SessionCase) -> Comparison | None:
         """Return the comparison that a process of the pytest session made, or raise its error."""
         home = self._home(case)
-        for errors in (self.folder / _ERROR, home / _ERROR):
-            if errors.exists():
-                raise ConsistencyError(**decode_json(errors.read_bytes(), dict[str, Any]))
+        for place in (self.folder, home):
+            raise_error(place / _ERROR)
         if (home / _COMPARISON).exists():
             return decode_json((home / _COMPARISON).read_bytes(), Comparison)
         if (self.folder / _STARTED).exists() and not (self.folder / _RESULT).exists():
@@ -260,11 +260,8 @@ class Session:
     def _make(self) -> None:
         """Run the selected cases, all of them where no item is selected."""
         (self.folder / _STARTED).write_text(f"process {os.getpid()}", encoding="utf-8")
-        try:
+        with leaving_its_error(self.folder / _ERROR):
             result = self._run(self.selected or dict.fromkeys(self.cases, ()))
-        except ConsistencyError as error:
-            (self.folder / _ERROR).write_bytes(encode_json(error.parts))
-            raise
         (self.folder / _RESULT).write_bytes(encode_json(result))
 
     def _run(self, chosen: Mapping[SessionCase, Sequence[tuple[Place, WorkerPlan]]]) -> SuiteResult:

@@ -135,8 +135,9 @@ def test_mismatch_is_a_failure_until_the_baseline_accepts_it(
     place = "model.layers.0.mlp.gate_proj.lora_B"
     done.stdout.fnmatch_lines(
         [
-            "*adapter: cpu is outside (bit-flip)*",
-            f"*{place}[[]0, 5[]] · got *bit 20 (mantissa)*1 of 2048 elements*",
+            f"adapter: {place}[[]0, 5[]] is outside on cpu (bit-flip)",
+            "got *bit 20 (mantissa)*1 of 2048 elements*",
+            "compared with file; rule: bitwise",
             "*- consistency: worst layer by architecture and stage -*",
             f"*  adapter: ✗ 0.00049 / 0 *  adapter::{place}",
             "*inconsistent: adapter · cpu · single-bit flips in lora_B of model.layers.0.mlp.gate_proj*",
@@ -267,6 +268,49 @@ def test_process_that_held_the_lock_and_died_is_told(pytester: pytest.Pytester, 
     done = pytester.runpytest_subprocess(*options)
     done.stdout.fnmatch_lines(["*the pytest process that ran the devices died before it was done*"])
     assert done.ret != 0
+
+
+STOPPED = """
+import signal
+
+import pytest
+from consistency.workflows import pipeline
+
+
+def too_long(_number, _frame):
+    pytest.fail("Timeout (>3.0s) from pytest-timeout.")
+
+
+def run(*arguments, **options):
+    with open("runs.txt", "a") as file:
+        file.write("run\\n")
+    signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    signal.pause()
+
+
+pipeline.run = run
+"""
+
+
+def test_a_run_that_is_stopped_is_not_started_again(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pytest-timeout stops an item: by a failure raised from an alarm. The first item carries the whole run."""
+    monkeypatch.setenv("COLUMNS", "200")
+    pytester.makeconftest(STOPPED)
+    case = '@pytest.mark.consistency(base="builtin:llama", devices="cpu", level="quick")'
+    tests = "".join(f"{case}\ndef test_{i}(consistency_report): pass\n" for i in range(2))
+    pytester.makepyfile(test_own=f"import pytest\n{tests}")
+    done = pytester.runpytest_subprocess(*BASE, "--consistency-stages=adapter", "test_own.py")
+    done.assert_outcomes(errors=60 + 2)
+    assert (pytester.path / "runs.txt").read_text() == "run\n" * 2, "one of the items, one of the tests of one's own"
+    done.stdout.fnmatch_lines([
+        "ERROR test_own.py::test_0 - Failed: Timeout (>3.0s) from pytest-timeout.",
+        "ERROR test_own.py::test_1 - Failed: the run was stopped, and is not started again for other items",
+        "ERROR consistency::llama::adapter::* - Failed: Timeout (>3.0s) from pytest-timeout.",
+        "ERROR consistency::llama::adapter::* - Failed: the run was stopped, and is not started again for other items",
+    ])  # fmt: skip
+    assert sum("got:    Failed: Timeout (>3.0s)" in line for line in done.outlines) == 60
+    assert not any("During handling" in line for line in done.outlines)
 
 
 def test_auto_starts_as_many_as_there_are_devices(pytester: pytest.Pytester) -> None:
