@@ -94,15 +94,18 @@ def parse(table: Mapping[str, object], *, where: Callable[[str], str]) -> dict[s
     values: dict[str, Any] = {}
     for name, given in table.items():
         if name not in _BY_NAME:
-            known = [option.name for option in OPTIONS]
-            raise UsageError(
-                f"unknown option: {name}", where=where(name), wanted=", ".join(known), hint=meant(str(name), known)
-            )
+            raise unknown_option(name, where(name))
         option = _BY_NAME[name]
         if option.attribute in values:
             raise UsageError(f"{option.name} is given twice", where=where(name), hint=f"{name} is its earlier name")
         values[option.attribute] = _value(option, given, where(name))
     return values
+
+
+def unknown_option(name: str, where: str) -> UsageError:
+    """Return the error for an option that does not exist."""
+    known = [option.name for option in OPTIONS]
+    return UsageError(f"unknown option: {name}", where=where, wanted=", ".join(known), hint=meant(name, known))
 
 
 def _value(option: Option, given: object, where: str) -> object:

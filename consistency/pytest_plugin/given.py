@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 
 from consistency.capture.transport import is_remote
 from consistency.case.options import OPTIONS, Edge, Option
-from consistency.case.reading import parse, read_options
+from consistency.case.reading import parse, read_options, unknown_option
 from consistency.case.suite import gather_suite
 from consistency.errors import UsageError
+from consistency.workflows.api import run
 
 _NO_PATH = ("python:", "builtin:")
-_ATTRIBUTES = {name: option.attribute for option in OPTIONS for name in (option.name, *option.aliases)}
+_ATTRIBUTES = {n: option.attribute for option in OPTIONS for n in (option.name, option.attribute, *option.aliases)}
+_OF_A_RUN = frozenset(inspect.signature(run).parameters) - {"case", "options"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +56,17 @@ class Given:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def by_attribute(options: Mapping[str, object]) -> dict[str, Any]:
-    """Return options by their names in Python; an option has one of them, whichever name it was given by."""
+def by_attribute(options: Mapping[str, object], where: str = "") -> dict[str, Any]:
+    """Return options by their names in Python; an option has one of them, whichever name it was given by.
+
+    Raises
+    ------
+    UsageError
+        There is no such option; `where` names the place.
+    """
+    for name in options:
+        if name not in _ATTRIBUTES and name not in _OF_A_RUN:
+            raise unknown_option(str(name), where)
     return {_ATTRIBUTES.get(name, name): value for name, value in options.items()}
 
 

@@ -6,29 +6,46 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.whole_file import write_whole
 from consistency.comparison.result import Comparison
+from consistency.errors import UsageError, meant
 from consistency.pytest_plugin.failed_run import leaving_its_error, raise_error, without_stack
 from consistency.pytest_plugin.given import by_attribute
 from consistency.pytest_plugin.session import Session
 from consistency.workflows.api import run
 
 _MARKER = "consistency"
+_SPELLED = f"@pytest.mark.{_MARKER}"
 
 
-def marked_options(node: pytest.Item) -> dict[str, Any]:
-    """Return the options of the markers of a test; those nearest to it win."""
+def own_options(node: pytest.Item, config: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options that the fixture `consistency_config` gives, and those of the markers, the nearest winning."""
+    if not isinstance(config, Mapping):
+        pytest.fail(f"consistency_config returns no options by name, but {config!r}", pytrace=False)
     found: dict[str, Any] = {}
-    for marker in reversed(list(node.iter_markers(_MARKER))):
-        if marker.args:
-            pytest.fail(f"@pytest.mark.consistency takes options by name, got {marker.args[0]!r}", pytrace=False)
-        found |= by_attribute(marker.kwargs)
-    return found
+    with without_stack():
+        for marker in reversed(list(node.iter_markers(_MARKER))):
+            if marker.args:
+                raise UsageError(f"{_SPELLED} takes options by name, got {marker.args[0]!r}")
+            found |= by_attribute(marker.kwargs, _SPELLED)
+        return by_attribute(config, "the fixture consistency_config"), found
+
+
+def without_case(config: pytest.Config, node: pytest.Item | None = None) -> NoReturn:
+    """Fail the set-up of a test that asks for a report and has no case, or skip it where an option says so."""
+    names = () if node is None else (marker.name for marker in node.iter_markers())
+    meant_for = next((name for name in names if meant(name, [_MARKER])), None)
+    if meant_for is not None:
+        pytest.fail(f"no case: the marker {meant_for} is unknown; did you mean {_SPELLED}?", pytrace=False)
+    text = f"no case: give {_SPELLED}(base=…), --consistency-base=…, --consistency-adapter=… or --consistency-config=…"
+    if config.getoption("consistency_skip_without_case"):
+        pytest.skip(text)
+    pytest.fail(f"{text}; --consistency-skip-without-case skips such tests", pytrace=False)
 
 
 def shared_folder(factory: pytest.TempPathFactory) -> Path:
@@ -52,7 +69,8 @@ def own_comparison(options: Mapping[str, Any], folder: Path) -> Comparison:
     from filelock import FileLock
 
     if not options.get("base") and not options.get("adapter"):
-        pytest.fail("the test names no model: give base or adapter to @pytest.mark.consistency", pytrace=False)
+        pytest.fail(f"the test names no model: give base or adapter to {_SPELLED} or in consistency_config",
+                    pytrace=False)  # fmt: skip
     key = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:16]
     path, error = folder / f"{key}.json", folder / f"{key}.error.json"
     with without_stack(), FileLock(folder / f"{key}.lock"):

@@ -31,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for name, metavar, text in _OWN_OPTIONS:
         group.addoption(Edge.PYTEST.spell(name), metavar=metavar, help=text)
         parser.addini(Edge.PYTEST_INI.spell(name), text, default=None)
+    group.addoption("--consistency-skip-without-case", action="store_true", help="skip a test that asks for a report "
+                    "and has no case; without this it is an error")  # fmt: skip
     group.addoption("--consistency-arch", action="append", metavar="PATTERN", help=_ARCH)
     parser.addini("consistency_arch", _ARCH, type="linelist", default=None)
 
@@ -248,10 +250,10 @@ def consistency_reports(
     """Return the comparisons of the cases that the options name, by name; they run once per session."""
     session = pytestconfig.stash.get(_SESSION, None)
     if session is None:
-        if not _is_used(pytestconfig):
-            pytest.skip("no case: give --consistency-base=…, --consistency-adapter=… or --consistency-config=…")
-        from consistency.pytest_plugin.own_case import shared_folder, without_items
+        from consistency.pytest_plugin.own_case import shared_folder, without_case, without_items
 
+        if not _is_used(pytestconfig):
+            without_case(pytestconfig)
         session = without_items(pytestconfig, shared_folder(tmp_path_factory))
     return session.comparisons()
 
@@ -260,12 +262,13 @@ def consistency_reports(
 def consistency_report(request: pytest.FixtureRequest, consistency_config: Mapping[str, Any]) -> Comparison:
     """Return the comparison of the test's case: of its marker and `consistency_config`, or the one of the session."""
     from consistency.pytest_plugin.explaining import show_reason
-    from consistency.pytest_plugin.given import by_attribute
-    from consistency.pytest_plugin.own_case import marked_options, own_comparison, shared_folder
+    from consistency.pytest_plugin.own_case import own_comparison, own_options, shared_folder, without_case
 
-    options = by_attribute(consistency_config)
-    marked = marked_options(request.node)
-    if marked or options != _default_options(request.config):
+    options, marked = own_options(request.node, consistency_config)
+    is_of_session = not marked and options == _default_options(request.config)
+    if is_of_session and not _is_used(request.config):
+        without_case(request.config, request.node)
+    if not is_of_session:
         found = own_comparison({**options, **marked}, shared_folder(request.getfixturevalue("tmp_path_factory")))
     else:
         reports = request.getfixturevalue("consistency_reports")

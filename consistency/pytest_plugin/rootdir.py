@@ -42,7 +42,7 @@ def refuse_displaced_root(config: pytest.Config, arguments: Sequence[str]) -> No
 
 def _spaced(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the options of the plugin that are given without an equals sign, each with its value."""
-    switches = {Edge.PYTEST.spell(option.name) for option in OPTIONS if option.type is bool}
+    switches = {Edge.PYTEST.spell(name) for name in ("skip_without_case", *(o.name for o in OPTIONS if o.type is bool))}
     for name, value in itertools.pairwise(arguments):
         if name.startswith(Edge.PYTEST.value) and "=" not in name and name not in switches:
             yield name, value

@@ -90,6 +90,8 @@ def test_failures_show_tensor_device_and_cause(own_tests: pytest.Pytester) -> No
         f"FAILED test_own.py::test_asserted - AssertionError: inconsistent: {CAUSE}*",
         f"FAILED test_own.py::test_bare - assert inconsistent: {CAUSE}*",
         "ERROR test_own.py::test_misspelt - Failed: unknown option: bas",
+        "  where:  @pytest.mark.consistency",
+        "  hint:   did you mean base[?]",
         "ERROR test_own.py::test_by_place - Failed: *takes options by name, got 'builtin:llama'",
         "ERROR test_own.py::test_nothing_named - Failed: the test names no model: *",
         "ERROR test_own.py::test_without_the_fixture - Failed: *does nothing without the fixture consistency_report",
@@ -111,3 +113,56 @@ def test_an_ini_file_that_names_a_case(pytester: pytest.Pytester, monkeypatch: p
         found = [line for line in done.outlines if "::" in line]
         assert (found[:2], found[-1], len(found)) == (own, named, count)
     pytester.runpytest_subprocess("test_own.py").assert_outcomes(passed=2)
+
+
+def test_a_report_without_a_case_is_an_error_unless_an_option_says_so(own_tests: pytest.Pytester) -> None:
+    """A marker that is misspelt would make a green session."""
+    own_tests.makeconftest("")
+    own_tests.makepyfile(
+        test_own="""
+        import pytest
+
+        @pytest.mark.consistancy(base="builtin:llama")
+        def test_misspelt(consistency_report): pass
+
+        def test_none(consistency_report): pass
+
+        def test_several(consistency_reports): pass
+        """
+    )
+    options = ("-o", "consistency_level=quick", "-rEs")
+    done = own_tests.runpytest_subprocess(*options)
+    done.assert_outcomes(errors=3, warnings=1)
+    done.stdout.fnmatch_lines([
+        "ERROR *::test_misspelt - Failed: no case: the marker consistancy is unknown; did you mean "
+        "@pytest.mark.consistency[?]",
+        "ERROR *::test_none - Failed: no case: give @pytest.mark.consistency(base=…), --consistency-base=…, *",
+        "ERROR *::test_several - Failed: no case: give *",
+    ])  # fmt: skip
+    done = own_tests.runpytest_subprocess(*options, "--consistency-skip-without-case")
+    done.assert_outcomes(errors=1, skipped=2, warnings=1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (
+            '{"bse": "builtin:llama"}',
+            ["unknown option: bse", "*the fixture consistency_config", "*did you mean base[?]"],
+        ),
+        ("None", ["consistency_config returns no options by name, but None"]),
+        (
+            '{"level": "quick"}',
+            ["the test names no model: give base or adapter to *.consistency or in consistency_config"],
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_used(own_tests: pytest.Pytester, returned: str, told: list[str]) -> None:
+    own_tests.makeconftest(
+        f"import pytest\n\n@pytest.fixture(scope='session')\ndef consistency_config():\n    return {returned}\n"
+    )
+    own_tests.makepyfile(test_own="def test_one(consistency_report): pass")
+    done = own_tests.runpytest_subprocess()
+    done.assert_outcomes(errors=1)
+    done.stdout.fnmatch_lines(told)
+    assert not any("During handling" in line for line in done.outlines)

@@ -349,10 +349,3 @@ def test_fixtures(pytester: pytest.Pytester) -> None:
     )
     done = pytester.runpytest_subprocess(*BASE, "--consistency-stages", "adapter", "test_own.py")
     done.assert_outcomes(passed=5 + 59, skipped=1)
-
-
-def test_report_fixture_without_a_case_is_skipped(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("def test_own(consistency_report): pass")
-    done = pytester.runpytest_subprocess("-rs")
-    done.assert_outcomes(skipped=1)
-    done.stdout.fnmatch_lines(["*give --consistency-base*"])
