@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 pytest_plugins = ["pytester"]
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("COLUMNS", None)  # what is printed is compared as a pipe has it
 
 # machines are shared: an example may take long for reasons that are not ours
 settings.register_profile("consistency", deadline=None, suppress_health_check=[HealthCheck.too_slow])

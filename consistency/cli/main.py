@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from consistency.capture.origin import running
 from consistency.capture.version import __version__
+from consistency.cli.exit_status import CLOSED_PIPE, OF_EVERY_COMMAND, VERDICT
 from consistency.cli.parser import Parser, adder, layout
 from consistency.errors import ConsistencyError, InterruptedRunError
 
@@ -50,7 +51,20 @@ _LIBRARIES = ("torch", "transformers", "peft")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     signal.signal(signal.SIGTERM, _terminate)
-    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        try:
+            return _answer(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # the reader has seen enough; what is left in the buffers must not fail once more when Python flushes them
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        return CLOSED_PIPE
+
+
+def _answer(arguments: Sequence[str]) -> int:
     try:
         parser = build_parser(arguments[0] if arguments else None)
         if not arguments:
@@ -58,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         parsed = parser.parse_args(arguments)
         with running(["consistency", *arguments]):
-            return int(parsed.command(parsed))
+            status = int(parsed.command(parsed))
+        assert status in parsed.statuses, f"{parsed.parser.prog} has no exit status {status}"
+        return status
     except ConsistencyError as error:
         _complain(str(error))
         return error.exit_status
@@ -66,9 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stopped = InterruptedRunError("stopped: no worker is left, and no half-written capture")
         _complain(str(stopped))
         return stopped.exit_status
-    except BrokenPipeError:  # the reader of our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:
+        raise
     except OSError as error:
         _complain(f"{error.strerror or error}\n  where:  {error.filename or 'this host'}")
         return 2
@@ -82,7 +97,7 @@ def build_parser(named: str | None = None) -> argparse.ArgumentParser:
     parser = Parser(
         prog="consistency",
         description="Check that a base model and a LoRA adapter produce the same numbers on every device.",
-        **layout(EXAMPLES),
+        **layout(EXAMPLES, {**VERDICT, **OF_EVERY_COMMAND}),
     )
     parser.add_argument("--version", action=_Version, help="print the versions of this tool and of what it checks")
     command = adder(parser.add_subparsers(title="commands", required=True, metavar="COMMAND"))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from consistency.cli.exit_status import EXIT_STATUS, status_line
 from consistency.errors import UsageError, meant
-
-EXIT_STATUS = "exit status: 0 consistent, 1 inconsistent, 2 bad usage or bad input, 3 incomplete (a worker was lost)"
 
 Example = tuple[str, str]
 """What a command line does, and the command line."""
@@ -71,18 +70,21 @@ class Parser(argparse.ArgumentParser):
         return UsageError(message, hint=self._help_hint())
 
 
-def layout(examples: Sequence[Example]) -> dict[str, Any]:
-    """Return what every parser is made with; its help ends with the examples."""
+def layout(examples: Sequence[Example], statuses: Mapping[int, str]) -> dict[str, Any]:
+    """Return what every parser is made with; its help ends with the meaning of its exit statuses and the examples."""
     lines = [f"  # {what}\n  {line}" for what, line in examples]
     return {
-        "epilog": "\n".join([EXIT_STATUS, "", "examples:", *lines]),
+        "epilog": "\n".join([status_line(statuses), "", "examples:", *lines]),
         "formatter_class": argparse.RawDescriptionHelpFormatter,
         "allow_abbrev": False,
     }
 
 
-def adder(commands: Any) -> Callable[..., argparse.ArgumentParser]:
-    """Return the function by which a module adds its command: name, function, help, and its own examples."""
+def adder(commands: Any, of: str | None = None) -> Callable[..., argparse.ArgumentParser]:
+    """Return the function by which a module adds its command: name, function, help, and its own examples.
+
+    An action of a command has the exit statuses of that, which `of` names.
+    """
 
     def command(
         name: str,
@@ -91,10 +93,11 @@ def adder(commands: Any) -> Callable[..., argparse.ArgumentParser]:
         examples: Sequence[Example] = (),
     ) -> argparse.ArgumentParser:
         description = f"{text[0].upper()}{text[1:]}."
+        statuses = EXIT_STATUS[of or name]
         added: argparse.ArgumentParser = commands.add_parser(
-            name, help=text, description=description, **layout(examples)
+            name, help=text, description=description, **layout(examples, statuses)
         )
-        added.set_defaults(command=function, parser=added)
+        added.set_defaults(command=function, parser=added, statuses=statuses)
         return added
 
     return command

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from rich.console import Console
@@ -93,7 +93,7 @@ class _Plain:
 
         def speak() -> None:
             while not over.wait(SILENT_S / 4):
-                with self._lock:
+                with self._lock, suppress(BrokenPipeError):  # the next event's line ends the run
                     if time.monotonic() - self._spoke > SILENT_S - SILENT_S / 4:
                         self._still()
 

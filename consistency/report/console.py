@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,11 +35,18 @@ _LEAST_ROOM = 20  # characters of a line, however narrow the terminal is
 _GAPS = (4, 2)  # blanks between the columns of a grid: the second where the first does not fit
 
 
+class _Console(Console):
+    """A console that leaves a closed pipe to the command line, which has an exit status for it: rich exits with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def make_console(file: TextIO | None = None) -> Console:
-    """Return a console: colours on a terminal, plain text elsewhere."""
+    """Return a console: colours on a terminal, plain text elsewhere. `COLUMNS` is the width of either."""
     file = file or sys.stdout
-    console = Console(file=file, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
+    console = _Console(file=file, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():  # rich heeds it
         console.width = max(console.width, PIPE_WIDTH)
     return console
 

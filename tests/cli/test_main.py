@@ -458,17 +458,42 @@ def test_full_disk(cli: Cli, tmp_path: Path, kib: int) -> None:
     assert left == []
 
 
-def test_output_that_nobody_reads(finished_run: FinishedRun) -> None:
+@pytest.mark.parametrize("words", ["devices --json", "compare {} -v", "compare {} --json", "run --base gone"])
+def test_output_that_nobody_reads(words: str, finished_run: FinishedRun) -> None:
+    """It has a status of its own: 1 would be a verdict."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    line = command(*words.format(finished_run.folder).split())
+    try:
+        done = subprocess.run(line, stdout=writing, stderr=writing, check=False)
+        told = subprocess.run(line, stdout=writing, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writing)
+    assert done.returncode == 141
+    assert b"Traceback" not in told.stderr
+    assert b"Exception ignored" not in told.stderr
+
+
+def test_a_run_whose_progress_nobody_reads(tmp_path: Path, worker_commands: Callable[[], list[str]]) -> None:
+    """As in `consistency run 2>&1 | head -1`."""
+    out = tmp_path / "out"
     process = subprocess.Popen(
-        command("compare", finished_run.folder, "-v"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        command("run", "--out", out, "--devices", "cpu", "--stages", "base,adapter"),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     assert process.stdout is not None
-    assert process.stderr is not None
+    assert b": import" in process.stdout.readline()
     process.stdout.close()
-    errors = process.stderr.read()
-    process.wait(timeout=60)
-    process.stderr.close()
-    assert "Traceback" not in errors
+    assert process.wait(timeout=120) == 141
+    assert not any(str(tmp_path) in line for line in worker_commands())
+    assert not out.exists()
+
+
+def test_the_width_of_a_pipe(cli: Cli) -> None:
+    """`COLUMNS` counts as on a terminal; without it a pipe is wide."""
+    lines = cli("devices", env={**os.environ, "COLUMNS": "60"}).stdout.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert max(map(len, cli("devices").stdout.splitlines())) > 60
 
 
 def test_plain_text_where_the_terminal_has_no_unicode(cli: Cli, finished_run: FinishedRun) -> None:

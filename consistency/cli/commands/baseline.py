@@ -21,7 +21,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command, with its two actions."""
     text = "accept findings of a report, so that only new ones fail a run"
     baseline = command("baseline", _accept, text, (*INIT_EXAMPLES, *ACCEPT_EXAMPLES))
-    action = adder(baseline.add_subparsers(title="actions", required=True, metavar="ACTION"))
+    action = adder(baseline.add_subparsers(title="actions", required=True, metavar="ACTION"), of="baseline")
 
     init = action("init", _init, "write an empty baseline", INIT_EXAMPLES)
     init.add_argument("baseline", type=Path, metavar="FILE", help="the file to write; it must not exist")

@@ -23,7 +23,7 @@ EXAMPLES = (
 
 FORMATS = {
     "text": "one line",
-    "nagios": "one line with performance data, and Nagios' exit status",
+    "nagios": "one line with performance data, and exit status 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN",
     "nhc": "nothing, or one line `ERROR: ...` and status 1, for LBNL's Node Health Check",
     "prometheus": "metrics for node_exporter's textfile collector",
     "json": "status.json, with age_s, stale and state",
@@ -37,7 +37,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
                         help="the --out folder of a run; of dated runs, the latest")  # fmt: skip
     parser.add_argument("--format", choices=list(FORMATS), default="text", help="what is printed: "
                         + "; ".join(f"{name}: {text}" for name, text in FORMATS.items()))  # fmt: skip
-    parser.add_argument("--max-age", metavar="TIME", help="a result that is older says nothing: 90m, 26h, 2d")
+    parser.add_argument("--max-age", metavar="TIME", help="treat an older result as stale, e.g. 90m, 26h, 2d")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write to a file, whole or not at all")
 
 

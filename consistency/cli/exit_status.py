@@ -1,0 +1,47 @@
+"""The exit status of each command and what it means: what `--help` prints, and what `main` holds the command to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from consistency.report.status.lines import NO_RESULT, STALE
+
+BAD_USE = {2: "bad usage or bad input"}
+
+VERDICT = {0: "consistent", 1: "inconsistent", **BAD_USE, 3: "incomplete (a worker was lost)"}
+
+CLOSED_PIPE = 141
+"""The reader of the output closed it: 128 and the number of SIGPIPE, as a shell counts; 130 is SIGINT's."""
+
+OF_EVERY_COMMAND = {130: "stopped by Ctrl-C or SIGTERM", CLOSED_PIPE: "the reader of the output closed it"}
+
+EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
+    "run": VERDICT,
+    "compare": VERDICT,
+    "fleet": VERDICT,
+    "doctor": {**VERDICT, 0: "nothing is wrong", 1: "something is wrong"},
+    "capture": {0: "captured", **BAD_USE, 3: "incomplete (a worker was lost)"},
+    "diff": {0: "equal", 1: "different", **BAD_USE},
+    "drill": {0: "every planted fault was found and named", 1: "one was not", **BAD_USE},
+    "bisect": {0: "a setting explains it, or it does not occur again", 1: "no setting explains it", **BAD_USE},
+    "reproduce": {0: "written, whether it happens on this machine or not", **BAD_USE},
+    "status": {
+        0: "consistent",
+        1: "inconsistent",
+        NO_RESULT: "nothing was checked, no result, or bad usage",
+        STALE: "incomplete, or stale",
+    },
+    "show": {0: "printed, whatever the verdict is", **BAD_USE},
+    "devices": {0: "listed", **BAD_USE},
+    "inputs": {0: "written", **BAD_USE},
+    "engine": {0: "written", **BAD_USE},
+    "history": {0: "printed, written or removed, whatever the verdicts are", **BAD_USE},
+    "baseline": {0: "written", **BAD_USE},
+    "completion": {0: "printed", **BAD_USE},
+}
+"""By command. Those of Nagios and NHC are in the help of `status --format`."""
+
+
+def status_line(statuses: Mapping[int, str]) -> str:
+    """Return the line of a help."""
+    return "exit status: " + "; ".join(f"{status} {meaning}" for status, meaning in statuses.items())

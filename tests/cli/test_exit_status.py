@@ -1,0 +1,103 @@
+"""Each command's help tells its own exit statuses, and the command has no others."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from consistency.cli import main as command_line
+from consistency.cli.exit_status import EXIT_STATUS
+from consistency.cli.main import build_parser, main
+from consistency.workflows import bisect, drill
+from consistency.workflows.reproduce import folder
+
+BAD = "2 bad usage or bad input"
+VERDICT = f"0 consistent; 1 inconsistent; {BAD}; 3 incomplete (a worker was lost)"
+LINES = {
+    "run": VERDICT,
+    "compare": VERDICT,
+    "fleet": VERDICT,
+    "doctor": f"0 nothing is wrong; 1 something is wrong; {BAD}; 3 incomplete (a worker was lost)",
+    "capture": f"0 captured; {BAD}; 3 incomplete (a worker was lost)",
+    "diff": f"0 equal; 1 different; {BAD}",
+    "drill": f"0 every planted fault was found and named; 1 one was not; {BAD}",
+    "bisect": f"0 a setting explains it, or it does not occur again; 1 no setting explains it; {BAD}",
+    "reproduce": f"0 written, whether it happens on this machine or not; {BAD}",
+    "status": "0 consistent; 1 inconsistent; 2 nothing was checked, no result, or bad usage; 3 incomplete, or stale",
+    "show": f"0 printed, whatever the verdict is; {BAD}",
+    "devices": f"0 listed; {BAD}",
+    "inputs": f"0 written; {BAD}",
+    "engine": f"0 written; {BAD}",
+    "history": f"0 printed, written or removed, whatever the verdicts are; {BAD}",
+    "baseline": f"0 written; {BAD}",
+    "completion": f"0 printed; {BAD}",
+}
+
+
+def parsers(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner, one in action.choices.items():
+                yield name or inner, one
+                yield from parsers(one, name or inner)
+
+
+def test_each_help_has_the_line_of_its_command() -> None:
+    found = [(name, parser.format_help()) for name, parser in parsers(build_parser())]
+    assert {name for name, _ in found} == set(EXIT_STATUS)
+    for name, text in found:
+        assert [line for line in text.splitlines() if line.startswith("exit status")] == [f"exit status: {LINES[name]}"]
+    assert f"exit status: {VERDICT}; 130 stopped by Ctrl-C or SIGTERM; 141 the" in build_parser().format_help()
+
+
+@pytest.mark.parametrize("name", [name for name, statuses in EXIT_STATUS.items() if 1 not in statuses])
+def test_a_status_that_the_help_does_not_have_is_an_error_of_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = command_line.build_parser(name)
+
+    def parsed(_arguments: object) -> argparse.Namespace:
+        parser = next(one for of, one in parsers(made) if of == name)
+        return argparse.Namespace(command=lambda _: 1, parser=parser, statuses=EXIT_STATUS[name])
+
+    monkeypatch.setattr(made, "parse_args", parsed)
+    monkeypatch.setattr(command_line, "build_parser", lambda _named: made)
+    with pytest.raises(AssertionError, match=f"consistency {name}.* has no exit status 1"):
+        main([name])
+
+
+@pytest.mark.parametrize(("passed", "status"), [(True, 0), (False, 1)])
+def test_drill(passed: bool, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    row = SimpleNamespace(
+        planted=True,
+        passed=passed,
+        found=passed,
+        fault="f",
+        case="C1",
+        worker="cpu",
+        expected="x",
+        named="",
+        message="",
+    )
+    monkeypatch.setattr(drill, "prepare_trials", lambda *_, **__: ())
+    monkeypatch.setattr(drill, "plan_of", lambda _: None)
+    monkeypatch.setattr("consistency.workflows.suite.expected", lambda _: {})
+    monkeypatch.setattr(drill, "drill", lambda *_, **__: [row])
+    assert main(["drill"]) == status
+    assert f"{int(passed)} of 1 planted faults" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("explained", "repeats", "status"), [(("set",), True, 0), ((), False, 0), ((), True, 1)])
+def test_bisect(explained: tuple[str, ...], repeats: bool, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(explained_by=explained, repeats=repeats, sentence="so it is")
+    monkeypatch.setattr(bisect, "bisect", lambda *_, **__: found)
+    assert main(["bisect", "run-1", "--finding", "1"]) == status
+
+
+@pytest.mark.parametrize("happens", [True, False])
+def test_reproduce(happens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(output="", sentence="", folder=Path("repro"), happens_here=happens)
+    monkeypatch.setattr(folder, "reproduce", lambda *_, **__: found)
+    assert main(["reproduce", "run-1", "--finding", "1", "--out", "repro"]) == 0
