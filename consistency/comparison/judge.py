@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from consistency.capture.folder import unpack_blocks
-from consistency.capture.names import SETTINGS_LAYER
+from consistency.capture.names import SETTINGS_LAYER, WHOLE_MODEL
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS, Stage
 from consistency.comparison.records import Key
 from consistency.comparison.result import NO_DIFFERENCE, Row, Status
 from consistency.comparison.stored_tensors import StoredDifference, compare_stored
@@ -25,6 +25,9 @@ FILE, FLOAT64, PAYLOAD = "file", "float64", "payload"
 
 NOT_FINITE = "every value is NaN or infinite in float64 too"
 """The reason to skip a tensor that has no value to compare with."""
+
+NO_RECORD = "missing on this worker"
+"""The reason of a tensor that a worker left out without one."""
 
 
 def judge(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Row:
@@ -65,8 +68,16 @@ def _unseen(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Row
         reference=reference.label,
         status="missing",
         diagnosis=Word.MISSING,
-        reason="missing on this worker",
+        reason=_why_not_run(subject, key) or NO_RECORD,
     )
+
+
+def _why_not_run(subject: ComparedWorker, key: Key) -> str | None:
+    """Return why a stage, or the mode of it that a tensor is named after, did not run as a whole on a worker."""
+    stage, _, mode = key
+    names = dict.fromkeys((mode, SPECS[Stage(stage)].whole)) if stage in set(Stage) else (mode,)
+    rows = (subject.records.get((stage, WHOLE_MODEL, name)) for name in names)
+    return next((row.reason for row in rows if row is not None and row.status == "skipped"), None)
 
 
 def _absent(

@@ -62,7 +62,7 @@ def _diagnose(chunks: Chunks) -> Diagnosis | None:
             lambda: non_finite(seen.nan, seen.inf) if seen.nan + seen.inf == seen.wrong else None,
             lambda: _rounded(seen),
             lambda: _wrong_scale(seen, chunks),
-            lambda: block(seen.first, seen.last, wrong=seen.wrong, elements=seen.elements, size=seen.dtype.itemsize),
+            lambda: _block(seen),
             lambda: non_finite(seen.nan, seen.inf),
         ))  # fmt: skip
 
@@ -164,6 +164,16 @@ def _bit_flip(seen: _Summary) -> Diagnosis | None:
     if chance > _BY_CHANCE:
         return None
     return bit_flip(seen.dtype, bits, {"elements": seen.wrong})
+
+
+def _block(seen: _Summary) -> Diagnosis | None:
+    """Return one range of wrong elements that leaves at least a tenth of the tensor right.
+
+    An error of the whole tensor spares its small elements, and with them some at its ends.
+    """
+    if seen.last - seen.first + 1 > 0.9 * seen.elements:
+        return None
+    return block(seen.first, seen.last, wrong=seen.wrong, elements=seen.elements, size=seen.dtype.itemsize)
 
 
 def _rounded(seen: _Summary) -> Diagnosis | None:

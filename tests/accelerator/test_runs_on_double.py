@@ -50,9 +50,9 @@ def test_findings_name_the_road_and_no_device_that_is_well(faulty: RunOnDouble) 
     for finding in moved:
         assert "when all devices are visible, and correct when isolated" in finding.message
         assert "peer copies 0→1 drop data; 0→2 is fine" in finding.message
-    computed = [f for f in errors if f.message.startswith(("merged", "forward"))]
-    assert computed
-    assert all(f.message.endswith("caused by the wrong bytes above") for f in computed)
+    assert not [f for f in errors if f.message.startswith(("merged", "forward"))]
+    led_to = [line for f in moved for line in f.detail if line.startswith("leads to: ")]
+    assert {line.split()[2] for line in led_to} == {"merged", "forward"}
 
 
 def test_devices_form_architectures(faulty: RunOnDouble) -> None:

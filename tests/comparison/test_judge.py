@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
-from tests.comparison.made_records import compared, computed, measured, only_row, rounding
+from tests.comparison.made_records import compared, computed, forward, measured, only_row, rounding
 from tests.conftest import MakeCapture
 
 
@@ -35,3 +36,29 @@ def test_few_logits_may_be_off_by_more(make_capture: MakeCapture) -> None:
 def test_only_float16_may_overflow(make_capture: MakeCapture, dtype: str, status: str) -> None:
     records = {name: [relative(name, math.nan, math.nan, dtype=dtype)] for name in ("cpu", "cuda:0")}
     assert only_row(compared(make_capture("a", records)), "cuda:0").status == status
+
+
+def test_a_stage_that_raises_on_one_device_is_told_by_its_exception(make_capture: MakeCapture) -> None:
+    gradient = [
+        computed(stage="gradient", layer=f"layers.{n}.q", tensor="lora_A.gradient", rule="relative",
+                 measure=measured(bound_ratio=None), rounding=rounding(1e-7), status="measured", diagnosis=None)
+        for n in range(3)
+    ]  # fmt: skip
+    why = "the backward pass of this model fails: RuntimeError: modified by an inplace operation"
+    raised = computed(
+        stage="gradient", layer="model", tensor="adapter_on", rule="relative", status="skipped", reason=why,
+        measure=None, diagnosis=None,
+    )  # fmt: skip
+    found = compared(make_capture("a", {"cpu": gradient, "cuda:0": [raised]}))
+    (finding,) = found.findings
+    assert finding.message == f"gradient · cuda:0 · 3 of 3 lora_A.gradient tensors missing: {why}"
+    assert not any(why in line for line in finding.detail)
+
+
+def test_a_mode_that_raises_on_one_device_is_told_by_its_exception(make_capture: MakeCapture) -> None:
+    why = "PEFT does not merge this adapter: KeyError"
+    merged = msgspec.structs.replace(forward("b"), tensor="adapter_merged")
+    raised = msgspec.structs.replace(merged, layer="model", status="skipped", reason=why, measure=None, digest=None)
+    found = compared(make_capture("a", {"cpu": [forward(), merged], "cuda:0": [forward(), raised]}))
+    (finding,) = found.findings
+    assert finding.message == f"forward · cuda:0 · adapter_merged of logits missing: {why}"

@@ -154,6 +154,17 @@ def test_a_range_that_was_not_merged_is_a_block(options: dict[str, torch.dtype])
     assert found == Diagnosis(word=Word.BLOCK, evidence=place)
 
 
+def test_an_error_of_the_whole_tensor_that_spares_small_elements_at_its_ends_is_no_block() -> None:
+    exact = normal(2048).to(torch.float64)
+    exact[:21], exact[-3:] = 1e-3, -1e-3
+    actual = (exact * (1.5 + 0.2 * normal(2048, seed=1))).to(torch.float32)
+    allowed = torch.full_like(exact, 2e-3)
+    found = measure_against_exact(actual, exact, allowed)
+    chunks = partial(exact_chunks, actual, exact, allowed)
+    assert found.bound_ratio is not None
+    assert diagnose_computed(found, chunks) == Diagnosis(word=Word.UNKNOWN)
+
+
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_named_and_counted(options: dict[str, torch.dtype], value: float) -> None:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+import msgspec
+
 from consistency.capture.names import SETTINGS_LAYER, WHOLE_MODEL
 from consistency.capture.wording import and_more, listed, some
 from consistency.case.load_path import is_alternative
@@ -19,6 +21,7 @@ from consistency.comparison.findings.load_paths import (
     judge_load_paths,
     load_paths_taken,
 )
+from consistency.comparison.judge import NO_RECORD
 from consistency.comparison.result import Finding, Row, TensorComparison
 from consistency.comparison.rows import Workers, WorkerSet
 from consistency.numerics.rules import Rule
@@ -99,24 +102,35 @@ def find_causes(
     tensors = [t for t in tensors if not any(row.diagnosis == Word.TOUCHED for row, _ in t.groups)]
     wrong = _by_name(tensors)
     groups = _grouped(wrong, many=len({t.load_path for t in tensors if not is_alternative(t.load_path)}) > 1)
-    moved = {place for c, group in groups.items() if c.stage in MOVES_WEIGHTS for place in group.places}
     totals = _totals(tensors)
+    follows = _consequences(groups)
     for cause, group in groups.items():
+        if any(cause in caused for caused in follows.values()):
+            continue
         load_paths = group.load_paths
         same = [wrong[t.name][path] for t in group.tensors for path in load_paths if path in wrong[t.name]]
         software = is_software(same, cause.workers)
-        total = totals.get((cause.stage, group.tensors[0].load_path), Counter())
+        caused = [(other, groups[other]) for other in follows.get(cause, ())]
         opening = f"{cause.stage} · {some(cause.workers)} · "
-        ending = cause.verdict.where + _why(cause, group, same, software=software) + _origin(cause, group, moved)
+        ending = cause.verdict.where + _why(cause, group, same, software=software)
+        ending += ": the files differ" if all(row.own_file is True for row in group.samples) else ""
+        what = _what(cause, group, totals)
         yield Finding(
             kind=cause.word,
             severity="warning" if software else "error",
-            message=f"{opening}{_what(cause, group, total)}{ending}",
+            message=f"{opening}{what}{ending}",
             general=f"{opening}{_in_general(cause, group)}{ending}",
             workers=cause.workers,
-            tensors=tuple(t.name for t in group.tensors),
-            detail=tuple(
-                describe(t, row) for t, row in zip(group.tensors[:_MOST_DETAILS], group.samples, strict=False)
+            tensors=tuple(dict.fromkeys(t.name for one in (group, *(of for _, of in caused)) for t in one.tensors)),
+            detail=(
+                *(
+                    _described(t, row, what)
+                    for t, row in zip(group.tensors[:_MOST_DETAILS], group.samples, strict=False)
+                ),
+                *(
+                    f"leads to: {other.stage} · {some(other.workers)} · {_what(other, of, totals)}"
+                    for other, of in caused
+                ),
             ),
             next=next_step(cause.workers),
             load_paths=load_paths,
@@ -222,7 +236,24 @@ def _totals(tensors: Sequence[TensorComparison]) -> dict[tuple[str, str], Counte
     return totals
 
 
-def _what(cause: _Cause, group: _Group, totals: Counter[str]) -> str:
+def _consequences(groups: Mapping[_Cause, _Group]) -> dict[_Cause, list[_Cause]]:
+    """Return what was computed with wrong bytes, on every worker and load path, by the first cause of these."""
+    moved = {cause: group for cause, group in groups.items() if cause.stage in MOVES_WEIGHTS}
+    every = {place for group in moved.values() for place in group.places}
+    found: dict[_Cause, list[_Cause]] = {}
+    for cause, group in groups.items():
+        if cause.stage in COMPUTES_WITH_WEIGHTS and every.issuperset(group.places):
+            first = next(c for c, of in moved.items() if not of.places.keys().isdisjoint(group.places))
+            found.setdefault(first, []).append(cause)
+    return found
+
+
+def _described(tensor: TensorComparison, row: Row, what: str) -> str:
+    """Describe a tensor, without a reason that the finding gives already."""
+    return describe(tensor, msgspec.structs.replace(row, reason=None) if row.reason and row.reason in what else row)
+
+
+def _what(cause: _Cause, group: _Group, totals: Mapping[tuple[str, str], Counter[str]]) -> str:
     """Name the difference and the tensors; of facts, the workers' own sentences, which are more exact."""
     if group.rule == Rule.LIMIT:
         reasons = list(dict.fromkeys(row.reason for row in group.samples if row.reason))
@@ -230,7 +261,12 @@ def _what(cause: _Cause, group: _Group, totals: Counter[str]) -> str:
             reasons = [*reasons[:_MOST_SENTENCES], and_more(len(reasons) - _MOST_SENTENCES)]
         if reasons:
             return "; ".join(reasons)
-    return cause.word.about(_how_many(group, totals), computed=group.rule in _COMPUTED)
+    total = totals.get((cause.stage, group.tensors[0].load_path), Counter())
+    text = cause.word.about(_how_many(group, total), computed=group.rule in _COMPUTED)
+    if cause.word == Word.MISSING:
+        why = {row.reason for row in group.samples} - {None, NO_RECORD}
+        text += f": {why.pop()}" if len(why) == 1 else ""
+    return text
 
 
 def _in_general(cause: _Cause, group: _Group) -> str:
@@ -269,12 +305,3 @@ def _right(same: Sequence[TensorComparison], workers: Sequence[str]) -> list[str
         if row.status != "equal":
             hurt.take(alike)
     return [worker for worker in seen.names if worker not in hurt.names]
-
-
-def _origin(cause: _Cause, group: _Group, moved: Set[tuple[str, str]]) -> str:
-    """State where a difference is not the device's own: its file differs, or the bytes that it computed with."""
-    text = ": the files differ" if all(row.own_file is True for row in group.samples) else ""
-    computed = cause.stage in COMPUTES_WITH_WEIGHTS
-    if computed and all((path, worker) in moved for path in group.load_paths for worker in cause.workers):
-        text += ": caused by the wrong bytes above"
-    return text

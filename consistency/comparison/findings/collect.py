@@ -224,9 +224,12 @@ def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
 def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     reasons: dict[tuple[str, str], tuple[WorkerSet, dict[str, None]]] = {}
     facts = {tensor.name for tensor in tensors if tensor.rule == "limit"}
+    # findings already: what has no number to compare with, and what is missing because a stage did not run
+    said = {(t.stage, row.reason) for t in tensors for row, _ in t.groups if row.status == "missing"}
+    said |= {(stage.value, NOT_FINITE) for stage in Stage}
     for tensor in tensors:
         for row, workers in tensor.groups:
-            if row.status == "skipped" and row.reason != NOT_FINITE:  # a finding already
+            if row.status == "skipped" and (tensor.stage, row.reason) not in said:
                 found = reasons.setdefault((tensor.stage, row.reason or "no reason given"), (WorkerSet(), {}))
                 found[0].take(workers)
                 found[1][tensor.name] = None

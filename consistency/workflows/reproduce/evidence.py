@@ -99,7 +99,8 @@ def find_evidence(path: Path, number: int, scratch: Path) -> Evidence:
     seen = _seen(finding, participants)
     if not seen or reference is None:
         raise CaptureError("the captures do not contain the tensors of the finding", where=folder, got=finding.message)
-    participant, record = min(seen, key=lambda pair: _rank(pair[1]))
+    first = finding.tensors[0].partition("::")[0]  # the others are of what it leads to
+    participant, record = min(seen, key=lambda pair: (pair[1].stage != first, *_rank(pair[1])))
     name = tensor_name(*record.key)
     return Evidence(
         finding=finding,

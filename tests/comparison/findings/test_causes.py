@@ -107,18 +107,18 @@ def test_what_was_computed_has_phrases_of_its_own(rule: str, word: str, phrase: 
     assert finding.message == f"merged · cuda:0 · {phrase} in w of layers.0"
 
 
-def test_what_follows_from_wrong_bytes_says_so() -> None:
-    wrong, follows = causes(
-        tensor("a", "w", "cuda:0", diagnosis=Word.ZEROS),
+def test_what_follows_from_wrong_bytes_is_told_below_them() -> None:
+    (wrong,) = causes(
         tensor("a", "weight", "cuda:0", diagnosis=Word.UNKNOWN, stage="merged", rule="bound"),
+        tensor("a", "w", "cuda:0", diagnosis=Word.ZEROS),
     )
-    assert "caused by" not in wrong.message
-    assert follows.message.endswith(": caused by the wrong bytes above")
+    assert (wrong.kind, wrong.tensors) == ("zeros", ("adapter::a.w", "merged::a.weight"))
+    assert wrong.detail[-1] == "leads to: merged · cuda:0 · errors that exceed tolerance in weight of a"
     _, other = causes(
         tensor("a", "w", "cuda:0", diagnosis=Word.ZEROS),
         tensor("a", "weight", "cuda:1", diagnosis=Word.UNKNOWN, stage="merged", rule="bound"),
     )
-    assert "caused by" not in other.message
+    assert (other.kind, other.workers) == ("unknown", ("cuda:1",))
 
 
 def test_a_cpu_is_not_judged_with_the_devices_that_share_its_row() -> None:

@@ -293,7 +293,7 @@ def test_a_road_that_one_device_alone_cannot_take_is_one_finding(make_capture: M
     )  # fmt: skip
     finding = only_error(found)
     assert (finding.kind, finding.workers) == ("missing", ("cuda:0",))
-    assert "KeyError" in finding.detail[0]
+    assert "KeyError" in finding.message
     assert finding.tensors == ("adapter::adapter_settings.loaded_again",)
 
 
