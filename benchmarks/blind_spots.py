@@ -64,7 +64,7 @@ def our_word(perturbation: Perturbation, dtype: torch.dtype) -> str:
 
 
 def table_of_words() -> str:
-    """Return the table of our word by perturbation and dtype, and why some are `unknown`."""
+    """Return the table of our word by perturbation and dtype, and why some are `differs`."""
     rows, reasons, faults = [], [], False
     for perturbation in SET:
         cells = [""] * len(ALL)
@@ -81,7 +81,7 @@ def table_of_words() -> str:
         parts.append(
             "† A known fault of the diagnosis: the difference is seen and counted, the word should be another."
         )
-    parts.append("Why it is `unknown`:\n\n" + "\n".join(f"* {name}: {why}." for name, why in reasons))
+    parts.append("Why it is `differs`:\n\n" + "\n".join(f"* {name}: {why}." for name, why in reasons))
     return "\n\n".join(parts)
 
 

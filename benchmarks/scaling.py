@@ -326,7 +326,7 @@ def _bounded(where: dict[str, Any], bits: str, *, is_faulty: bool) -> TensorReco
         blocks=blocks,
         reference="float64",
         measure=_measure(ratio * 1e-7, mismatched=int(value[:4], 16), ratio=ratio),
-        diagnosis=Word.UNKNOWN if is_faulty else Word.ACCUMULATION_ORDER,
+        diagnosis=Word.DIFFERS if is_faulty else Word.ACCUMULATION_ORDER,
     )
 
 

@@ -141,7 +141,7 @@ def _moved(
         more["blocks"] = _differing_blocks(record.blocks, expected.blocks)
     row = _measured(
         subject, record, found.measure, status="outside", reference=reference.label,
-        diagnosis=found.word or Word.UNKNOWN, more={**found.evidence, **more},
+        diagnosis=found.word or Word.DIFFERS, more={**found.evidence, **more},
     )  # fmt: skip
     return msgspec.structs.replace(row, own_file=own_file, unread=found.unread or msgspec.UNSET)
 
@@ -187,7 +187,7 @@ def _relative(
     status: Status = judged
     diagnosis = record.diagnosis or (Word.ACCUMULATION_ORDER if status == "within" else None)
     if status == "outside" and diagnosis in (None, Word.ACCUMULATION_ORDER):
-        diagnosis = Word.UNKNOWN if math.isfinite(float(found.max_abs)) else Word.NON_FINITE
+        diagnosis = Word.DIFFERS if math.isfinite(float(found.max_abs)) else Word.NON_FINITE
     truth = FLOAT64
     if record.stage == "base" and status == "within" and expected is not None and record.digest == expected.digest:
         status, truth, diagnosis = "equal", reference.label, None
@@ -244,7 +244,7 @@ def _peer(
     found = _difference(subject, record, reference, expected, expected.blob)
     row = _measured(
         subject, record, found.measure, status="outside", reference=reference.label,
-        diagnosis=record.diagnosis or found.word or Word.UNKNOWN, more=found.evidence,
+        diagnosis=record.diagnosis or found.word or Word.DIFFERS, more=found.evidence,
     )  # fmt: skip
     return msgspec.structs.replace(row, unread=found.unread or msgspec.UNSET)
 

@@ -1,7 +1,7 @@
 """Diagnose a computed tensor that exceeds its tolerance.
 
 Devices may round in a different order, so bits carry no information here: each rule asks what would bring the tensor
-back within tolerance. Rules are tried from the most to the least specific, over chunks; `unknown` is an honest answer.
+back within tolerance. Rules are tried from the most to the least specific, over chunks; `differs` is an honest answer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def diagnose_computed(
         ratio = in_tf32().bound_ratio
         if ratio is not None and ratio <= 1:
             return Diagnosis(word=Word.TF32_PRODUCTS, evidence={"tf32_bound_ratio": float(ratio)})
-    return Diagnosis(word=Word.UNKNOWN)
+    return Diagnosis(word=Word.DIFFERS)
 
 
 def _diagnose(chunks: Chunks) -> Diagnosis | None:

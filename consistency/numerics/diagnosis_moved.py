@@ -1,6 +1,6 @@
 """Diagnose a difference between a tensor and the bytes that it should hold.
 
-Rules are tried from the most to the least specific; `unknown` is an honest answer. Each reads the tensor in chunks and
+Rules are tried from the most to the least specific; `differs` is an honest answer. Each reads the tensor in chunks and
 stops at the first that contradicts it, so a rule that does not apply costs little, and nothing of the size of a tensor
 is allocated.
 """
@@ -79,14 +79,14 @@ def diagnose_moved(
     Parameters
     ----------
     actual, expected : torch.Tensor
-        On the CPU, of equal shape and dtype. If their bits are equal there is nothing to diagnose: `unknown`.
+        On the CPU, of equal shape and dtype. If their bits are equal there is nothing to diagnose: `differs`.
     found : Measure
         Of both.
     known : Known, optional
         Other contents that the tensor may hold.
     """
     if found.mismatched == 0:
-        return Diagnosis(word=Word.UNKNOWN)
+        return Diagnosis(word=Word.DIFFERS)
     known = known or Known()
     pair = _Pair(actual, expected, found)
     answer = first_answer((
@@ -104,7 +104,7 @@ def diagnose_moved(
         lambda: block(*pair.ends(), wrong=found.mismatched, elements=found.elements, size=pair.number_bytes),
         lambda: _non_finite(pair, alone=False),
     ))  # fmt: skip
-    return answer or Diagnosis(word=Word.UNKNOWN)
+    return answer or Diagnosis(word=Word.DIFFERS)
 
 
 class _Pair:

@@ -78,7 +78,7 @@ class Word(enum.StrEnum):
     ACCUMULATION_ORDER = "accumulation-order", "a different order of accumulation"
     TF32_PRODUCTS = "tf32-products", "errors that exceed float32 tolerance but not that of TF32 products"
     DECISION_FLIPPED = "decision-flipped", "decisions that rounding does not explain"
-    UNKNOWN = "unknown", "bitwise differences", "errors that exceed tolerance", "deliver wrong bytes"
+    DIFFERS = "differs", "bitwise differences", "errors that exceed tolerance", "deliver wrong bytes"
 
     # structure
     MISSING = "missing", "{} missing", "", "fail"

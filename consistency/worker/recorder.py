@@ -138,7 +138,7 @@ class Recorder(RecordStore):
             diagnosis = diagnose_moved(host, expected, found, known=known)
             if found.mismatched == 0:
                 # the digest on the device and the bytes on the host disagree: the read-back changed the tensor
-                diagnosis = dataclasses.replace(diagnosis, word=Word.UNKNOWN, evidence={"digest_only": True})
+                diagnosis = dataclasses.replace(diagnosis, word=Word.DIFFERS, evidence={"digest_only": True})
         self.differs(
             row,
             host,

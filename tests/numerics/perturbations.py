@@ -87,7 +87,7 @@ class Perturbation:
     word : str
         Of the report's vocabulary, or `EQUAL`.
     why : str
-        Why there is no better word than `unknown`.
+        Why there is no better word than `differs`.
     dtypes : tuple of torch.dtype
         For which the change makes sense.
     reference : callable
@@ -143,7 +143,7 @@ PERTURBATIONS = (
     Perturbation(
         name="one element 1 ULP off, with a carry",
         change=step_with_carry,
-        word="unknown",
+        word="differs",
         why=_CARRY,
         dtypes=NUMBERS,
         touched=1,
@@ -186,7 +186,7 @@ PERTURBATIONS = (
     Perturbation(
         name="two bits of one element",
         change=two_bits_of_one,
-        word="unknown",
+        word="differs",
         why=_ONE,
         dtypes=NUMBERS,
         touched=1,
@@ -194,7 +194,7 @@ PERTURBATIONS = (
     Perturbation(
         name="one element 10⁴",
         change=ten_thousand,
-        word="unknown",
+        word="differs",
         why=_ONE,
         dtypes=(*WIDE, torch.float8_e5m2, torch.int64),
         touched=1,
@@ -219,7 +219,7 @@ PERTURBATIONS = (
     Perturbation(
         name="another NaN payload, several bits",
         change=other_payload,
-        word="unknown",
+        word="differs",
         why=_NAN_BITS,
         dtypes=WIDE,  # the payload of a float8 has at most one bit
         reference=holding(nan),
@@ -237,7 +237,7 @@ PERTURBATIONS = (
     Perturbation(
         name="a number for NaN",
         change=put(lambda t: int(bits_of(another(t.dtype))[PLACE])),
-        word="unknown",
+        word="differs",
         why="`non-finite` is said of the tested tensor, and this one is finite; both values stand in the measures",
         dtypes=FLOATS,
         reference=holding(nan),
@@ -254,7 +254,7 @@ PERTURBATIONS = (
     Perturbation(
         name="the largest number for infinity",
         change=largest_finite,
-        word="unknown",
+        word="differs",
         why="`non-finite` is said of the tested tensor, and this one is finite; both values stand in the measures",
         dtypes=WITH_INFINITY,
         reference=holding(infinity),
@@ -263,7 +263,7 @@ PERTURBATIONS = (
     Perturbation(
         name="subnormal numbers flushed to zero",
         change=flush_subnormals,
-        word="unknown",
+        word="differs",
         why="the vocabulary has no word for it",
         dtypes=(torch.float64, torch.float32, torch.float16, torch.bfloat16),
         reference=with_subnormals,
@@ -306,7 +306,7 @@ PERTURBATIONS = (
     Perturbation(
         name="all elements 1 ULP off",
         change=step_all,
-        word="unknown",
+        word="differs",
         why=_NOISE,
         dtypes=NUMBERS,
         touched=20_480,
@@ -318,14 +318,14 @@ PERTURBATIONS = (
     Perturbation(
         name="5·10⁻⁴ added everywhere",
         change=in_float64(lambda x: x + 5e-4),
-        word="unknown",
+        word="differs",
         why="the vocabulary has no word for a constant offset",
         dtypes=WIDE,
     ),
     Perturbation(
         name="conjugated, lazily",
         change=torch.conj,
-        word="unknown",
+        word="differs",
         why="the vocabulary has no word for it",
         dtypes=(torch.complex64,),
         touched=20_480,
@@ -363,14 +363,14 @@ PERTURBATIONS = (
     Perturbation(
         name="rounded through float32",
         change=through(torch.float32),
-        word="unknown",
+        word="differs",
         why="the vocabulary has no word for it",
         dtypes=(torch.float64,),
     ),
     Perturbation(
         name="rounded through float8_e4m3fn",
         change=through(torch.float8_e4m3fn),
-        word="unknown",
+        word="differs",
         why="the vocabulary has no word for it",
         dtypes=(torch.float32, torch.float16, torch.bfloat16),
     ),

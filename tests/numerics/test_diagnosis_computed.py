@@ -138,7 +138,7 @@ def test_a_bit_that_flipped_after_the_merge_is_told_from_rounding(options: dict[
     found = case.diagnose(actual)
     if bit == "mantissa" and case.adapter == torch.bfloat16:
         # eight bits of mantissa, and a bound of several of their last: too near for a rounding to be ruled out
-        assert found == Diagnosis(word=Word.UNKNOWN)
+        assert found == Diagnosis(word=Word.DIFFERS)
         return
     assert (found.word, found.evidence["bits"], found.evidence["fields"]) == ("bit-flip", [flipped], [bit])
 
@@ -162,7 +162,7 @@ def test_an_error_of_the_whole_tensor_that_spares_small_elements_at_its_ends_is_
     found = measure_against_exact(actual, exact, allowed)
     chunks = partial(exact_chunks, actual, exact, allowed)
     assert found.bound_ratio is not None
-    assert diagnose_computed(found, chunks) == Diagnosis(word=Word.UNKNOWN)
+    assert diagnose_computed(found, chunks) == Diagnosis(word=Word.DIFFERS)
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -218,7 +218,7 @@ def test_products_in_tf32_are_named(weight: torch.dtype | None, truncated: bool)
 def test_another_adapter_is_unknown() -> None:
     case = Case()
     case.delta = normal(ROWS, COLUMNS, seed=9)
-    assert case.diagnose(case.healthy()) == Diagnosis(word=Word.UNKNOWN)
+    assert case.diagnose(case.healthy()) == Diagnosis(word=Word.DIFFERS)
 
 
 # --- against an exact value, one allowance for all ------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_inside_the_bound_is_accumulation_order() -> None:
 
 def test_outside_the_bound_or_without_one_is_unknown() -> None:
     for ratio in (1.0000001, 1e9, math.nan, None):
-        assert diagnose_computed(measured(ratio)) == Diagnosis(word=Word.UNKNOWN)
+        assert diagnose_computed(measured(ratio)) == Diagnosis(word=Word.DIFFERS)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -278,7 +278,7 @@ def test_noise_of_a_few_times_the_bound_is_no_word_of_a_cause(seed: int, factor:
     exact = normal(40, 50, seed=seed, dtype=torch.float64)
     allowed = 1e-5
     noise = torch.from_numpy(np.random.default_rng(seed + 1).choice([-factor, factor], exact.shape)) * allowed
-    assert activations((exact + noise).float(), exact, allowed) == Diagnosis(word=Word.UNKNOWN)
+    assert activations((exact + noise).float(), exact, allowed) == Diagnosis(word=Word.DIFFERS)
 
 
 def test_a_tolerance_of_the_users_own_is_what_is_gone_by() -> None:

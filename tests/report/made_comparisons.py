@@ -143,7 +143,7 @@ def four_architectures(*, wrong: str = "Hopper sm_90:1") -> Comparison:
     ]  # fmt: skip
     return comparison(
         tensors, workers=tuple(worker(n, n.rpartition(":")[0]) for n in workers), verdict="inconsistent",
-        findings=(Finding(kind="unknown", severity="error", message=f"merged · {wrong}", workers=(wrong,)),),
+        findings=(Finding(kind="differs", severity="error", message=f"merged · {wrong}", workers=(wrong,)),),
         architectures=tuple(ArchitectureGroup(name=n, workers=names) for n, names in devices.items()),
         reference=workers[0],
     )  # fmt: skip
@@ -170,7 +170,7 @@ def many_devices(*, wrong: str = "Ampere sm_86:17") -> Comparison:
         for place in range(64)
     ]  # fmt: skip
     finding = Finding(
-        kind="unknown", severity="error", message=f"merged · {wrong} · 1 of 64 weights exceeds its tolerance",
+        kind="differs", severity="error", message=f"merged · {wrong} · 1 of 64 weights exceeds its tolerance",
         workers=(wrong,), tensors=(tensors[45].name,), next="consistency reproduce out --finding 1 --out repro",
     )  # fmt: skip
     return comparison(

@@ -142,7 +142,7 @@ def test_bytes_that_changed_while_they_were_read_back_are_no_equal_tensor(
     monkeypatch.setattr(recorder_module, "digest", lambda _: next(found))
     record.moved(**WEIGHT, actual=tensor, expected=tensor)
     (back,) = read_records(tmp_path / "records.jsonl")
-    assert (back.status, back.diagnosis, back.evidence["digest_only"]) == ("outside", "unknown", True)
+    assert (back.status, back.diagnosis, back.evidence["digest_only"]) == ("outside", "differs", True)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_faults_of_any_method_apply_to_one_without_lora_b() -> None:
 
 def test_a_merge_without_a_closed_form_has_no_word_for_what_is_wrong() -> None:
     known, unknown = (Subject(**{**HEALTHY, "has_form": has_form}) for has_form in (True, False))
-    assert [expected_in(FAULTS["merge-zeros"], subject) for subject in (known, unknown)] == ["zeros", "unknown"]
+    assert [expected_in(FAULTS["merge-zeros"], subject) for subject in (known, unknown)] == ["zeros", "differs"]
     assert [expected_in(FAULTS["merge-fails"], subject) for subject in (known, unknown)] == ["missing", "missing"]
 
 

@@ -29,6 +29,9 @@ from consistency.numerics.words import Word
 
 _MOST_DETAILS = 5
 _MOST_SENTENCES = 3
+NO_COUNTERPART = frozenset({Word.MISSING, Word.UNEXPECTED})
+"""Words of tensors that nothing was stored of."""
+
 _COMPUTED = (Rule.BOUND, Rule.RELATIVE, Rule.USER)
 
 
@@ -88,7 +91,10 @@ _ByLoadPath = Mapping[str, TensorComparison]
 
 
 def find_causes(
-    tensors: Sequence[TensorComparison], *, next_step: Callable[[Sequence[str]], str | None]
+    tensors: Sequence[TensorComparison],
+    *,
+    next_step: Callable[[Sequence[str]], str | None],
+    compare_file: Callable[[str], str | None] = lambda _: None,
 ) -> Iterable[Finding]:
     """Group mismatches by stage, diagnosis, the workers affected, and what the load paths show.
 
@@ -97,6 +103,8 @@ def find_causes(
     tensors : sequence of TensorComparison
     next_step : callable
         Given the workers concerned, what to type next.
+    compare_file : callable, optional
+        The same for a stage whose file is not what the model wants: to run it again would show the same.
     """
     # `placement` makes the findings of these
     tensors = [t for t in tensors if not any(row.diagnosis == Word.TOUCHED for row, _ in t.groups)]
@@ -132,7 +140,7 @@ def find_causes(
                     for other, of in caused
                 ),
             ),
-            next=next_step(cause.workers),
+            next=compare_file(cause.stage) if _is_of_the_file(cause, group) else next_step(cause.workers),
             load_paths=load_paths,
         )
 
@@ -246,6 +254,12 @@ def _consequences(groups: Mapping[_Cause, _Group]) -> dict[_Cause, list[_Cause]]
             first = next(c for c, of in moved.items() if not of.places.keys().isdisjoint(group.places))
             found.setdefault(first, []).append(cause)
     return found
+
+
+def _is_of_the_file(cause: _Cause, group: _Group) -> bool:
+    """Return whether tensors are in the file and not in the model, or the reverse, on every worker."""
+    everywhere = all(len(tensor.workers) == len(cause.workers) for tensor in group.tensors)
+    return cause.word in NO_COUNTERPART and cause.stage in MOVES_WEIGHTS and everywhere
 
 
 def _described(tensor: TensorComparison, row: Row, what: str) -> str:

@@ -78,6 +78,7 @@ def find(
         *find_causes(
             [t for t in of_devices(tensors, compared) if t.stage != Stage.TRANSFER],
             next_step=functools.partial(_next, compared, reference),
+            compare_file=functools.partial(_compare_file, reference),
         ),
         *find_engines(compared, tensors),
         *find_device_use(tensors),
@@ -279,6 +280,12 @@ def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, 
     parts += [f"--load-paths {','.join(case.load_paths)}"] if case.load_paths else []
     parts += [f"--tolerance {shlex.quote(str(override))}" for override in case.tolerance]
     return " ".join([*parts, f"--devices {','.join(devices)}"]) + REPEAT
+
+
+def _compare_file(reference: ComparedWorker | None, stage: str) -> str | None:
+    """Return a command that compares the base or the adapter with the folder that it was copied from."""
+    folder = None if reference is None else reference.case.adapter if stage == Stage.ADAPTER else reference.case.base
+    return f"consistency diff SOURCE {shlex.quote(folder)}" if folder else None
 
 
 def _profile(p: ComparedWorker) -> str:

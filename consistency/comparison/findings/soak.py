@@ -85,7 +85,7 @@ def _what(stage: SoakedStage, changes: Sequence[ChangedTensor]) -> str:
     first = changes[0] if changes else None
     names = f"{first.tensor} of {first.layer}" if first is not None and count == 1 else counted(count, "tensor")
     word = None if first is None else first.diagnosis
-    return f"{names} changed" if word in (None, Word.UNKNOWN) else word.about(names) if word else ""
+    return f"{names} changed" if word in (None, Word.DIFFERS) else word.about(names) if word else ""
 
 
 def _course(changed: Occurrences, repeats: int, changes: Sequence[ChangedTensor]) -> str:

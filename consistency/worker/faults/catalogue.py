@@ -206,18 +206,18 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="merge-bit-flip", plant="computed:one_bit_of_weight", expected="bit-flip", stages=_MERGED,
-        without_form="unknown", needs=(Need.TUNED_LAYERS, Need.FLOAT32_WEIGHT),
+        without_form="differs", needs=(Need.TUNED_LAYERS, Need.FLOAT32_WEIGHT),
     ),
     Fault(
         name="merge-in-tf32", plant="computed:products_in_tf32", expected="tf32-products", stages=_MERGED,
         needs=(Need.LORA_LINEAR, Need.FLOAT32_ADAPTER),
     ),
     Fault(
-        name="merge-zeros", plant="computed:zero_delta", expected="zeros", stages=_MERGED, without_form="unknown",
+        name="merge-zeros", plant="computed:zero_delta", expected="zeros", stages=_MERGED, without_form="differs",
         needs=(Need.TUNED_LAYERS,),
     ),
     Fault(
-        name="merge-off", plant="computed:delta_off", expected="wrong-scale", stages=_MERGED, without_form="unknown",
+        name="merge-off", plant="computed:delta_off", expected="wrong-scale", stages=_MERGED, without_form="differs",
         needs=(Need.TUNED_LAYERS, Need.LORA_LINEAR_OR_FLOAT32),
     ),
     Fault(
@@ -252,7 +252,7 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="merge-not-repeatable", plant="computed:flaky_delta", expected="not-repeatable", stages=_MERGED, repeat=2,
-        without_form="unknown",
+        without_form="differs",
         needs=(Need.TUNED_LAYERS,),
     ),
     Fault(
@@ -272,7 +272,7 @@ _ROWS: tuple[Fault, ...] = (
         several=True, shows_in=".density", needs=(Need.LORA_LINEAR,),
     ),
     Fault(
-        name="combination-cut-short", plant="adapters:cut_short", expected="unknown", stages=_ADAPTERS, several=True,
+        name="combination-cut-short", plant="adapters:cut_short", expected="differs", stages=_ADAPTERS, several=True,
         shows_in="svd.", needs=(Need.LORA_LINEAR, Need.TRAINED),
     ),
     Fault(

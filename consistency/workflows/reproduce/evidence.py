@@ -15,6 +15,7 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.sent import read_sent
 from consistency.capture.soak import ChangedTensor
 from consistency.capture.transport import is_remote
+from consistency.capture.wording import counted
 from consistency.case.stages import MOVES_WEIGHTS, Stage
 from consistency.comparison.judge import judge
 from consistency.comparison.records import Key
@@ -86,8 +87,9 @@ def find_evidence(path: Path, number: int, scratch: Path) -> Evidence:
         The captures are missing, or belong to another run.
     """
     head, folder = read_report(path)
-    if not 1 <= number <= len(head.findings):
-        raise UsageError(f"the report has no finding {number}", where=folder, got=f"{len(head.findings)} findings")
+    shown = sum(finding.severity != "note" for finding in head.findings)  # notes come last, and have no number
+    if not 1 <= number <= shown:
+        raise UsageError(f"the report has no finding {number}", where=folder, got=counted(shown, "finding"))
     finding = head.findings[number - 1]
     if not finding.tensors:
         raise UsageError(

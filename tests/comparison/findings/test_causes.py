@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -28,7 +29,10 @@ def tensor(
 
 
 def causes(*tensors: TensorComparison) -> list[Finding]:
-    return list(find_causes(tensors, next_step=lambda workers: f"look at {','.join(workers)}"))
+    def look(workers: Sequence[str]) -> str:
+        return f"look at {','.join(workers)}"
+
+    return list(find_causes(tensors, next_step=look, compare_file=lambda stage: f"diff {stage}"))
 
 
 def test_256_tensors_are_one_finding() -> None:
@@ -95,9 +99,9 @@ def test_evidence_of_a_stranger_is_shown_and_not_relied_on(evidence: dict[str, A
         ("bitwise", "zeros", "zeros where the file is nonzero"),
         ("bound", "rounded-to-bf16", "a result rounded through bfloat16"),
         ("relative", "block", "one contiguous range of values that exceed tolerance"),
-        ("bound", "unknown", "errors that exceed tolerance"),
-        ("user", "unknown", "errors that exceed tolerance"),
-        ("bitwise", "unknown", "bitwise differences"),
+        ("bound", "differs", "errors that exceed tolerance"),
+        ("user", "differs", "errors that exceed tolerance"),
+        ("bitwise", "differs", "bitwise differences"),
         ("user", "wrong-scale", "values off by one constant factor"),
         ("bound", "a-word-of-a-later-version", "a-word-of-a-later-version"),
     ],
@@ -109,16 +113,16 @@ def test_what_was_computed_has_phrases_of_its_own(rule: str, word: str, phrase: 
 
 def test_what_follows_from_wrong_bytes_is_told_below_them() -> None:
     (wrong,) = causes(
-        tensor("a", "weight", "cuda:0", diagnosis=Word.UNKNOWN, stage="merged", rule="bound"),
+        tensor("a", "weight", "cuda:0", diagnosis=Word.DIFFERS, stage="merged", rule="bound"),
         tensor("a", "w", "cuda:0", diagnosis=Word.ZEROS),
     )
     assert (wrong.kind, wrong.tensors) == ("zeros", ("adapter::a.w", "merged::a.weight"))
     assert wrong.detail[-1] == "leads to: merged · cuda:0 · errors that exceed tolerance in weight of a"
     _, other = causes(
         tensor("a", "w", "cuda:0", diagnosis=Word.ZEROS),
-        tensor("a", "weight", "cuda:1", diagnosis=Word.UNKNOWN, stage="merged", rule="bound"),
+        tensor("a", "weight", "cuda:1", diagnosis=Word.DIFFERS, stage="merged", rule="bound"),
     )
-    assert (other.kind, other.workers) == ("unknown", ("cuda:1",))
+    assert (other.kind, other.workers) == ("differs", ("cuda:1",))
 
 
 def test_a_cpu_is_not_judged_with_the_devices_that_share_its_row() -> None:
@@ -130,3 +134,12 @@ def test_a_cpu_is_not_judged_with_the_devices_that_share_its_row() -> None:
     ]  # fmt: skip
     assert causes(*together) == causes(*single)
     assert [finding.workers for finding in causes(*together)] == [("cpu",), ("cuda:1",)]
+
+
+def test_what_is_missing_everywhere_is_of_the_file_and_no_run_shows_more() -> None:
+    everywhere = tensor("a", "w", "cuda:0", diagnosis=Word.MISSING)
+    (finding,) = causes(everywhere)
+    assert finding.next == "diff adapter"
+    right = tensor("a", "w", "cpu", status="equal").rows
+    (finding,) = causes(msgspec.structs.replace(everywhere, rows=(*everywhere.rows, *right)))
+    assert finding.next == "look at cuda:0"

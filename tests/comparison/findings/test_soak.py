@@ -160,7 +160,7 @@ def test_more_tensors_than_are_stored_are_counted(comparison_of: Any) -> None:
 
 
 def test_a_change_without_a_diagnosis_is_only_told(comparison_of: Any) -> None:
-    for word in (None, Word.UNKNOWN):
+    for word in (None, Word.DIFFERS):
         (finding,) = errors(comparison_of(soak(change(diagnosis=word))))
         assert "merged · cuda:0 · weight of layers.0.q changed in 1 of" in finding.message
 

@@ -133,7 +133,7 @@ def check_cut(
         right = passes(share)
         context.record.fact(
             STAGE, place, f"{kind}.{what}", status="within" if right else "outside", share=share,
-            diagnosis=None if right else Word.UNKNOWN, reason=None if right else reason, evidence=evidence,
+            diagnosis=None if right else Word.DIFFERS, reason=None if right else reason, evidence=evidence,
         )  # fmt: skip
 
 

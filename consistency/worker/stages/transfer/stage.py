@@ -240,9 +240,9 @@ class Copies:
     def _diagnose(
         self, payload: Payload, held: torch.Tensor, right: torch.Tensor, seen: Measure, together: Sequence[Payload]
     ) -> Diagnosis:
-        """Name what arrived instead; `unknown` where only the device's own digest is wrong."""
+        """Name what arrived instead; `differs` where only the device's own digest is wrong."""
         if seen.mismatched == 0:
-            return Diagnosis(word=Word.UNKNOWN, evidence={"digest_only": True})
+            return Diagnosis(word=Word.DIFFERS, evidence={"digest_only": True})
         others = [(s.name, s.put(s.expected)) for s in together if s is not payload]
         known = Known(
             poison=payload.poison,

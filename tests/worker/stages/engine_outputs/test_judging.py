@@ -149,7 +149,7 @@ def test_the_largest_values_are_enough(llama: Path, tmp_path: Path) -> None:
     }
     found = judged(llama, adapter, tmp_path, files)
     kinds = {name: [finding.kind for finding in those] for name, those in errors(found).items()}
-    assert kinds == {"ignored": ["adapter-ignored"], "no-first": ["unknown"]}, "the largest of all must be among them"
+    assert kinds == {"ignored": ["adapter-ignored"], "no-first": ["differs"]}, "the largest of all must be among them"
     notes = [finding.message for finding in found.findings if finding.kind == "part-compared"]
     assert any("120 of 128 places and the 5 largest of 64 values" in note for note in notes)
 
@@ -181,14 +181,14 @@ def test_a_resemblance_is_no_cause(llama: Path, tmp_path: Path, monkeypatch: pyt
     files = written(engine, tmp_path, outputs)
     found = errors(judged(llama, adapter, tmp_path, files))
     assert {name: [finding.kind for finding in those] for name, those in found.items()} == {
-        "nearly": ["unknown"], "scaled": ["wrong-scale"],
+        "nearly": ["differs"], "scaled": ["wrong-scale"],
     }  # fmt: skip
     assert "no mistake with an adapter that is known here explains it" in found["nearly"][0].message
     monkeypatch.setattr(explanations, "_without", lambda *_: ("", 0.5))
     real = explanations._simple
     monkeypatch.setattr(explanations, "_simple", lambda q: ((cause, place, 0.5) for cause, place, _ in real(q)))
     (finding,) = errors(judged(llama, adapter, tmp_path, {"nearly": files["nearly"]}))["nearly"]
-    assert finding.kind == "unknown"
+    assert finding.kind == "differs"
     assert any("several explain it equally" in line for line in finding.detail)
 
 
@@ -233,4 +233,4 @@ def test_without_the_judgement_nothing_is_found(llama: Path, tmp_path: Path, mon
     adapter, engine = small(llama, tmp_path)
     files = written(engine, tmp_path, {"ignored": {ON: engine.logits(off=True)}})
     monkeypatch.setattr(judging, "explain", lambda _: explanations.Answer())
-    assert [finding.kind for finding in errors(judged(llama, adapter, tmp_path, files))["ignored"]] == ["unknown"]
+    assert [finding.kind for finding in errors(judged(llama, adapter, tmp_path, files))["ignored"]] == ["differs"]

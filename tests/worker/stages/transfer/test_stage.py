@@ -137,7 +137,7 @@ def test_a_digest_that_disagrees_with_the_bytes_is_told(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(delivery, "digest", every_other)  # of what was sent, then of what arrived
     found = look(tmp_path)[DIRECT]
-    assert (found.status, found.diagnosis) == ("outside", "unknown")
+    assert (found.status, found.diagnosis) == ("outside", "differs")
     assert found.evidence["read_back"] == DIGEST_DIFFERS
     assert found.evidence["digest_only"] is True
 
