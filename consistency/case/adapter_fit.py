@@ -1,9 +1,13 @@
-"""Check from headers alone that the files of a base and an adapter are sound and belong together."""
+"""Check from headers alone that the files of a base and an adapter are sound and belong together.
+
+Only what PEFT cannot load is refused: its own error comes after minutes of loading, and names no rank. Whether a file
+is of this base where PEFT loads it, a run shows.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,18 @@ _HEADED = {
     "QUESTION_ANS": "ForQuestionAnswering",
     "FEATURE_EXTRACTION": "Model",
 }
+_PLAIN = frozenset({
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "r", "target_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
+    "modules_to_save", "init_lora_weights", "layers_pattern", "rank_pattern", "alpha_pattern", "megatron_core",
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "use_dora", "alora_invocation_tokens",
+    "qalora_group_size", "runtime_config", "lora_bias", "trainable_token_indices", "ensure_weight_tying",
+})  # fmt: skip
+"""Fields of PEFT's `LoraConfig` that leave `lora_A` a (rank, in) and `lora_B` an (out, rank) matrix in each layer that
+`target_modules` names. Others make blocks (`use_bdlora`), groups, or leave layers out, and so may those of later
+versions: of an adapter that sets one PEFT decides alone."""
+
+_DEFAULT_RANK = 8  # of `LoraConfig`
 _LORA_KEY = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.weight)?$")
 
 
@@ -36,11 +52,8 @@ def check_files(base: Path | None, adapter: Path | None, *, allow_pickle: bool) 
     config, tensors = read_adapter(adapter, allow_pickle=allow_pickle)
     if weights is not None and tensors and _loads_as_saved(of_base, config):
         _check_saved_whole(weights, adapter, config, tensors)
-    if config["peft_type"] == "LORA":
-        _check_ranks(adapter, config, tensors)
-        if weights is not None and weights.tensors:
-            # of parameters instead of layers, as of fused experts, the worker asks PEFT: a file may have them apart
-            _check_adapter_fits(weights, adapter, tensors, all_in_file=not config.get("target_parameters"))
+    if weights is not None and weights.tensors and _is_plain_lora(config):
+        _check_adapter_fits(weights, adapter, config, tensors)
 
 
 def read_adapter(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Any], Mapping[str, TensorHeader]]:
@@ -48,13 +61,17 @@ def read_adapter(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Any], M
     recognition.adapter_folder(folder)
     config = read_json(folder / "adapter_config.json", needed=("peft_type",))
     recognition.check_method(config["peft_type"], folder / "adapter_config.json", config)
-    if config["peft_type"] == "LORA":
-        needed = ("r", "target_parameters" if config.get("target_parameters") else "target_modules")
-        read_json(folder / "adapter_config.json", needed=needed)
     weights = read_checkpoint(folder, stem="adapter_model", pickle_stem="adapter_model", allow_pickle=allow_pickle)
     if not weights.tensors and not weights.pickled:
         raise InputError("the adapter's file holds no tensor", where=weights.files[0])
     return config, weights.tensors
+
+
+def _is_plain_lora(config: Mapping[str, Any]) -> bool:
+    """Return whether PEFT adapts each layer that the config names by two matrices, and by nothing else."""
+    named = config.get("target_modules")
+    listed = isinstance(named, list) and all(isinstance(one, str) for one in named)
+    return config["peft_type"] == "LORA" and listed and all(name in _PLAIN for name, given in config.items() if given)
 
 
 def _loads_as_saved(base: Mapping[str, Any], adapter: Mapping[str, Any]) -> bool:
@@ -97,35 +114,10 @@ def _check_saved_whole(
             )
 
 
-def _check_ranks(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:
-    pattern = config.get("rank_pattern") or {}
-    if not isinstance(pattern, dict):
-        raise InputError(
-            "rank_pattern must map layers to ranks", where=folder / "adapter_config.json", got=type(pattern).__name__
-        )
-    ranks = [config["r"], *pattern.values()]
-    if not all(isinstance(rank, int) for rank in ranks):
-        raise InputError("a rank is a whole number", where=folder / "adapter_config.json", got=ranks)
-    for header in tensors.values():
-        match = _LORA_KEY.match(header.name)
-        if match is None or len(header.shape) != 2 or config.get("target_parameters"):
-            continue
-        rank = header.shape[0 if match["side"] == "A" else 1]
-        if rank not in ranks:
-            wanted = (config["r"], header.shape[1]) if match["side"] == "A" else (header.shape[0], config["r"])
-            raise InputError(
-                f"adapter file has shape {header.shape}, its config wants {wanted} at "
-                f"{match['module']}.lora_{match['side']}: was it trained with r={rank}?",
-                where=header.file,
-                got=f"rank {rank}",
-                wanted="r=" + " or ".join(map(str, sorted(set(ranks)))) + f" in {folder / 'adapter_config.json'}",
-            )
-
-
 def _check_adapter_fits(
-    base: Checkpoint, folder: Path, tensors: Mapping[str, TensorHeader], *, all_in_file: bool
+    base: Checkpoint, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]
 ) -> None:
-    """Compare each adapted layer's (in, out) features with the base weight of the same layer.
+    """Compare each adapted layer's rank with the config, and its (in, out) features with the base weight of the layer.
 
     Names in a file and in the model differ by leading components (`model.`, `transformer.`), so layers are matched by
     the end of their path; a layer with several matches, or whose weight is not a plain matrix, is left to the worker.
@@ -143,7 +135,11 @@ def _check_adapter_fits(
     for module, pair in sides.items():
         owner = _match(f"{module}.weight", by_ending)
         known = known or owner is not None
-        if owner is None or len(owner.shape) != 2 or set(pair) != {"A", "B"}:
+        if owner is None or len(owner.shape) != 2 or not _is_named(module, config["target_modules"]):
+            continue
+        for side, header in pair.items():
+            _check_rank(folder, config, header, module, side)
+        if set(pair) != {"A", "B"}:
             continue
         features = (pair["B"].shape[0], pair["A"].shape[1])
         if features not in (owner.shape, owner.shape[::-1]):
@@ -153,7 +149,7 @@ def _check_adapter_fits(
                 got=f"lora_A {pair['A'].shape}, lora_B {pair['B'].shape}",
                 wanted=f"in and out features of {owner.name} in {owner.file.name}",
             )
-    if not sides or known or not all_in_file:
+    if not sides or known or any(_is_named(name.rpartition(".")[0], config["target_modules"]) for name in base.tensors):
         return
     if not any(here(base, sides) for here in (_shares_modules, _may_be_tied, _may_be_renamed)):
         first = next(iter(sides))
@@ -162,6 +158,32 @@ def _check_adapter_fits(
             where=folder,
             got=first,
             wanted=f"layers such as {next(iter(base.tensors), 'none')} of {base.folder}",
+        )
+
+
+def _is_named(module: str, names: Iterable[str]) -> bool:
+    """Return whether `target_modules` names a layer, as PEFT reads a list there."""
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _check_rank(folder: Path, config: Mapping[str, Any], header: TensorHeader, module: str, side: str) -> None:
+    pattern, usual = config.get("rank_pattern") or {}, config.get("r") or _DEFAULT_RANK
+    if not isinstance(pattern, dict):
+        raise InputError(
+            "rank_pattern must map layers to ranks", where=folder / "adapter_config.json", got=type(pattern).__name__
+        )
+    ranks = [usual, *pattern.values()]
+    if not all(isinstance(rank, int) for rank in ranks):
+        raise InputError("a rank is a whole number", where=folder / "adapter_config.json", got=ranks)
+    rank = header.shape[0 if side == "A" else 1]
+    if rank not in ranks:
+        wanted = (usual, header.shape[1]) if side == "A" else (header.shape[0], usual)
+        raise InputError(
+            f"adapter file has shape {header.shape}, its config wants {wanted} at {module}.lora_{side}: was it trained "
+            f"with r={rank}?",
+            where=header.file,
+            got=f"rank {rank}",
+            wanted="r=" + " or ".join(map(str, sorted(set(ranks)))) + f" in {folder / 'adapter_config.json'}",
         )
 
 
