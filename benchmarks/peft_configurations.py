@@ -23,6 +23,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -152,8 +153,8 @@ def configurations(checkout: Path, scratch: Path) -> Iterator[Configuration]:
     custom = modules.pop("test_custom_models")
     for name, model_id, kind, fields in custom.TEST_CASES:
         yield Configuration(
-            suite="test_custom_models", name=name, config=lambda k=kind, f=fields: k(**f),
-            make=lambda m=model_id: custom.MockTransformerWrapper.from_pretrained(m), base=FACTORY,
+            suite="test_custom_models", name=name, config=partial(kind, **fields),
+            make=partial(custom.MockTransformerWrapper.from_pretrained, model_id), base=FACTORY,
         )  # fmt: skip
     for suite, module in modules.items():
         for model, fields in _MODELS[suite]:
@@ -163,8 +164,8 @@ def configurations(checkout: Path, scratch: Path) -> Iterator[Configuration]:
             for kind, given in lists:
                 yield Configuration(
                     suite=suite, name=f"{model} {kind.__name__} {_shown(given)}",
-                    config=lambda k=kind, g=given: k(**g),
-                    make=lambda m=model, b=base: getattr(transformers, m).from_pretrained(b), base=str(base),
+                    config=partial(kind, **given),
+                    make=partial(getattr(transformers, model).from_pretrained, base), base=str(base),
                 )  # fmt: skip
 
 

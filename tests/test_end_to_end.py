@@ -215,7 +215,7 @@ def test_pytest_says_the_same(
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")  # they take long to import
     done = pytester.runpytest_subprocess("--consistency-base", "builtin:llama", "--junitxml", "out.xml", "-n", "2")
     assert done.ret == 0
-    done.stdout.fnmatch_lines(["*consistent: base and adapter match on*"])
+    done.stdout.fnmatch_lines(["*consistent: base and adapter agree on*"])
     suite = ElementTree.parse(pytester.path / "out.xml").getroot()
     seen = {(c.get("classname"), c.get("name")) for c in suite.iter("testcase")}
     report = read(finished_run.folder)

@@ -62,8 +62,6 @@ def read_adapter(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Any], M
     config = read_json(folder / "adapter_config.json", needed=("peft_type",))
     recognition.check_method(config["peft_type"], folder / "adapter_config.json", config)
     weights = read_checkpoint(folder, stem="adapter_model", pickle_stem="adapter_model", allow_pickle=allow_pickle)
-    if not weights.tensors and not weights.pickled:
-        raise InputError("the adapter's file holds no tensor", where=weights.files[0])
     return config, weights.tensors
 
 

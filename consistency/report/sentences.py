@@ -225,11 +225,10 @@ def _what_matches(comparison: Comparison, covered: Mapping[str, Coverage]) -> st
         fine = [one_line(stage) for stage, one in covered.items() if not one.wrong]
         return f"no mismatch in {listed(fine)} on {workers}" if fine else f"no difference between {workers}"
     if all(one.workers.keys() >= names.keys() for one in right.values()):
-        verb = "matches" if len(right) == 1 else "match"
-        what = f"the {next(iter(right))}" if len(right) == 1 else " and ".join(right)
-        return f"{what} {verb} on {workers}"
+        what, verb = (f"the {next(iter(right))}", "agrees") if len(right) == 1 else (" and ".join(right), "agree")
+        return f"{what} {verb} {'with the files' if len(names) == 1 else f'on {workers}'}"
     texts = [f"the {stage} on {len(one.workers.keys() & names.keys())} of {workers}" for stage, one in right.items()]
-    return f"match: {listed(texts)}"
+    return f"agree: {listed(texts)}"
 
 
 def _workers(comparison: Comparison) -> str:

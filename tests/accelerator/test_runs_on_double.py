@@ -118,7 +118,7 @@ def test_pytest_on_a_healthy_device(double: Double, pytester: pytest.Pytester, m
     )  # fmt: skip
     assert done.ret == 0
     done.stdout.fnmatch_lines(["consistency: llama, *, on cpu, npu:2 (simulated)"])
-    done.stdout.fnmatch_lines(["consistent: base and adapter match on 2 workers; *; simulated: npu:2"])
+    done.stdout.fnmatch_lines(["consistent: base and adapter agree on 2 workers; *; simulated: npu:2"])
     cases = list(ElementTree.parse(pytester.path / "out.xml").getroot().iter("testcase"))
     marked = {str(c.get("name")) for c in cases if c.find("properties/property[@name='simulated']") is not None}
     ran = {str(c.get("name")) for c in cases if c.find("skipped") is None}

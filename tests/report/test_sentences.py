@@ -26,13 +26,13 @@ def base() -> TensorComparison:
 def test_without_an_adapter_the_base_alone_matches() -> None:
     tensors = [base(), tensor([ALL], statuses=SKIPPED), tensor([ALL], stage="merged", statuses=SKIPPED)]
     assert sentence(comparison(tensors, base="llama", adapter=None)) == (
-        "the base matches on 4 workers; no adapter was given"
+        "the base agrees on 4 workers; no adapter was given"
     )
 
 
 def test_stages_without_a_compared_tensor_are_said_to_be_not_compared() -> None:
     tensors = [base(), tensor([ALL]), tensor([ALL], stage="forward", statuses=SKIPPED)]
-    assert sentence(comparison(tensors)) == "base and adapter match on 4 workers; forward not compared"
+    assert sentence(comparison(tensors)) == "base and adapter agree on 4 workers; forward not compared"
     assert sentence(comparison([tensor([ALL], stage="operators")])) == "no mismatch in operators on 4 workers"
     assert sentence(comparison([tensor([ALL], statuses=SKIPPED)])) == "nothing was compared; adapter not compared"
 
@@ -40,7 +40,7 @@ def test_stages_without_a_compared_tensor_are_said_to_be_not_compared() -> None:
 def test_an_adapter_that_some_workers_checked_is_not_claimed_of_all() -> None:
     some: dict[str, Status] = {"cuda:1": "skipped", "cuda:2": "skipped"}
     assert sentence(comparison([base(), tensor([ALL], statuses=some)])) == (
-        "match: the base on 4 of 4 workers and the adapter on 2 of 4 workers"
+        "agree: the base on 4 of 4 workers and the adapter on 2 of 4 workers"
     )
 
 
@@ -48,7 +48,7 @@ def test_a_mismatch_that_is_the_same_on_every_device_is_no_match() -> None:
     wrong = tensor([ALL], statuses=dict.fromkeys(ALL, "outside"))
     warning = Finding(kind="zeros", severity="warning", message="zeros on every device")
     assert sentence(comparison([base(), wrong], findings=(warning,))) == (
-        "the base matches on 4 workers; mismatch in adapter, the same on every device: see the warnings"
+        "the base agrees on 4 workers; mismatch in adapter, the same on every device: see the warnings"
     )
 
 

@@ -30,7 +30,7 @@ def test_verdict_and_groups() -> None:
     text = printed(comparison([tensor([ALL]), computed]), elapsed_s=41.4)
     lines = text.splitlines()
     assert lines[0] == "consistency · llama · float32 · 4 workers · 41 s"
-    assert "CONSISTENT   the adapter matches on 4 workers; the model's worst error/tolerance is 0.31 (merged)" in text
+    assert "CONSISTENT   the adapter agrees on 4 workers; the model's worst error/tolerance is 0.31 (merged)" in text
     assert "cuda:0  cuda:1  cuda:2" in text, "devices that agree share a line"
     assert "≤ 0.31" in text
 
@@ -91,7 +91,7 @@ def test_simulated_devices_are_told_as_such() -> None:
     assert "SIMULATED" in printed(comparison([tensor([ALL])], simulated=True)).splitlines()[0]
     workers = (worker("cpu"), *(worker(f"npu:{i}", simulated=True) for i in (0, 1)))
     found = comparison([tensor([["cpu", "npu:0", "npu:1"]])], workers=workers)
-    assert sentence(found) == "the adapter matches on 3 workers; simulated: npu:0, npu:1"
+    assert sentence(found) == "the adapter agrees on 3 workers; simulated: npu:0, npu:1"
     assert "simulated" not in sentence(comparison([tensor([ALL])]))
 
 
@@ -102,7 +102,7 @@ def test_the_verdict_names_the_devices_whose_base_was_offloaded() -> None:
         worker("npu:1", environment={"placement": "device"}),
     )
     assert sentence(comparison([tensor([["cpu", "npu:0", "npu:1"]])], workers=workers)) == (
-        "the adapter matches on 3 workers; base offloaded: npu:0"
+        "the adapter agrees on 3 workers; base offloaded: npu:0"
     )
 
 

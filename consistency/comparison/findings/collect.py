@@ -14,6 +14,7 @@ from consistency.capture.wording import counted, some
 from consistency.case.builtin import builtin_name
 from consistency.case.duration import duration_text
 from consistency.case.stages import MOVES_WEIGHTS, Level, Stage, requested
+from consistency.comparison.findings.adapter_config import find_adapter_config
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.device_digests import find_wrong_digests
 from consistency.comparison.findings.engines import find_engines, of_devices
@@ -92,6 +93,7 @@ def find(
         *_settings(compared),
         *find_unknown_hosts(compared, groups),
         *find_no_effect(compared),
+        *find_adapter_config(compared),
         *find_quantized(compared),
         *find_tolerances(compared),
         # so that the report of a drill is not mistaken for one of a real fault

@@ -33,7 +33,7 @@ def test_a_device_alone_is_not_compared_with_itself(make_capture: MakeCapture) -
 def test_a_file_or_an_exact_value_suffices_for_one_device(make_capture: MakeCapture) -> None:
     found = compared(make_capture("a", {"cpu": [moved(), skipped()]}))
     assert found.verdict == "consistent"
-    assert sentence(found) == "the adapter matches on 1 worker; forward not compared"
+    assert sentence(found) == "the adapter agrees with the files; forward not compared"
 
 
 def test_captures_with_nothing_in_common_are_not_called_consistent(make_capture: MakeCapture) -> None:

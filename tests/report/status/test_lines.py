@@ -36,8 +36,8 @@ class Said:
 SAID = {
     "consistent": Said(
         found=good(), word="OK", nhc="",
-        text="CONSISTENT llama: the adapter matches on 4 workers... (2h ago)",
-        nagios="CONSISTENCY OK - the adapter matches on 4 workers... | ratio=0.31;;1 age=7200s",
+        text="CONSISTENT llama: the adapter agrees on 4 workers... (2h ago)",
+        nagios="CONSISTENCY OK - the adapter agrees on 4 workers... | ratio=0.31;;1 age=7200s",
     ),
     "warned": Said(
         found=WARNED, word="WARNING", nhc="",

@@ -202,6 +202,6 @@ def test_real_captures(cluster: Cluster, tmp_path: Path) -> None:
         env=cluster.environment, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "base and adapter match on 2 workers" in done.stdout
+    assert "base and adapter agree on 2 workers" in done.stdout
     assert f"{nodes[0]}: running: " in done.stderr
     shutil.rmtree(tmp_path / "out")

@@ -28,6 +28,7 @@ from consistency.worker.stages.adapter import load_paths
 from consistency.worker.stages.adapter.effect import effect_of
 from consistency.worker.stages.adapter.reload import Loads, reload
 from consistency.worker.stages.adapter.stale_bytes import file_of_another, stale_bytes
+from consistency.worker.stages.adapter.stated import stated
 from consistency.worker.stages.context import Context
 
 
@@ -169,6 +170,7 @@ def _settings(context: Context) -> None:
             "layers": len(table),
             "values": _counted(table),
             **why,
+            **stated(context),
             **({"inactive": inactive[:8]} if inactive else {}),
         },
         effect=effect,
