@@ -168,14 +168,9 @@ class Block:
     def worst(self) -> LayerComparison:
         return max(self.members, key=lambda one: one.badness)
 
-    def cells(self) -> Mapping[str, LayerCell]:
-        """Return the worst cell of each architecture."""
-        found: dict[str, LayerCell] = {}
-        for one in self.members:
-            for name, cell in one.architectures.items():
-                if name not in found or cell.badness > found[name].badness:
-                    found[name] = cell
-        return found
+    def worst_by_architecture(self) -> Mapping[str, LayerComparison]:
+        """Return the worst tensor of each architecture: `worst` where no other is worse there."""
+        return {name: one for (name, _), one in worst_by_architecture((self.worst, *self.members)).items()}
 
 
 def blocks_of(layers: Iterable[LayerComparison]) -> list[Block]:

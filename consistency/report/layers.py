@@ -35,13 +35,26 @@ MOST_ROWS_OF_ONE = 20
 
 LEGEND = (
     "= bitwise equal   ≤ within tolerance   ✗ mismatch   ! blocked   – skipped",
-    "each figure: worst |difference| / allowed, their ratio, ULP",
+    "each figure: worst |difference| / allowed, their ratio, ULP; of another tensor of the block, with its name",
     "{a} {b}: devices of one architecture that differ bitwise",
 )
 
 _MARKS = {"equal": "=", "within": "≤", "skipped": "–", "blocked": "!"}
 _STYLES = {"equal": "green", "within": "green", "skipped": "dim", "blocked": "yellow"}
 _GAP = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShownCell:
+    """A cell, and the name of its tensor where the row does not name it."""
+
+    cell: LayerCell
+    tensor: str = ""
+
+    @property
+    def text(self) -> str:
+        figures = cell_figures(self.cell)
+        return f"{figures}  {one_line(self.tensor)}" if self.tensor and len(figures) > 1 else figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +65,18 @@ class _LayerRow:
     note: str
     shown: LayerComparison | Block
 
-    def cell(self, architecture: str) -> LayerCell | None:
-        cells = self.shown.cells() if isinstance(self.shown, Block) else self.shown.architectures
-        return cells.get(architecture)
+    def cells(self, architectures: Sequence[str]) -> list[_ShownCell | None]:
+        """Return what each architecture saw: of a block its own worst tensor, named where it is not the row's."""
+        if not isinstance(self.shown, Block):
+            cells = self.shown.architectures
+            return [_ShownCell(cell=cells[name]) if name in cells else None for name in architectures]
+        worst, named = self.shown.worst_by_architecture(), self.shown.worst.name
+        found = [(name, worst.get(name)) for name in architectures]
+        return [
+            None if one is None
+            else _ShownCell(cell=one.architectures[name], tensor="" if one.name == named else _within(self.shown, one))
+            for name, one in found
+        ]  # fmt: skip
 
     @property
     def badness(self) -> tuple[int, float]:
@@ -156,8 +178,13 @@ def _name(one: LayerComparison) -> str:
     return one_line(f"{one.layer}.{one.tensor}")
 
 
+def _within(block: Block, one: LayerComparison) -> str:
+    """Name a tensor of a block by what follows the block's name."""
+    return f"{one.layer}.{one.tensor}".removeprefix(f"{block.name}.")
+
+
 def _write_rows(write: Writer, rows: Sequence[_LayerRow], architectures: Sequence[str]) -> None:
-    cells = [[row.cell(name) for name in architectures] for row in rows]
+    cells = [row.cells(architectures) for row in rows]
     texts = [[Text() if cell is None else _cell(write, cell) for cell in line] for line in cells]
     titles = [_title(write, name, [line[i] for line in cells]) for i, name in enumerate(architectures)]
     labels = [write.text(row.name) for row in rows]
@@ -174,17 +201,17 @@ def _write_rows(write: Writer, rows: Sequence[_LayerRow], architectures: Sequenc
             write.line(row.note, indent=4, style="dim")
 
 
-def _title(write: Writer, name: str, cells: Sequence[LayerCell | None]) -> tuple[Text, Text]:
+def _title(write: Writer, name: str, cells: Sequence[_ShownCell | None]) -> tuple[Text, Text]:
     """Return an architecture and its devices, which have a line of their own."""
-    workers = dict.fromkeys(worker for cell in cells if cell is not None for worker in cell.workers)
+    workers = dict.fromkeys(worker for one in cells if one is not None for worker in one.cell.workers)
     return write.text(one_line(name), "bold"), write.text(some(list(workers), 3), "dim")
 
 
-def _cell(write: Writer, cell: LayerCell) -> Text:
-    text = cell_figures(cell)
-    if len(cell.classes) > 1:
-        text += f"  {devices_text(cell)}"
-    return write.text(text, _style(cell))
+def _cell(write: Writer, shown: _ShownCell) -> Text:
+    text = shown.text
+    if len(shown.cell.classes) > 1:
+        text += f"  {devices_text(shown.cell)}"
+    return write.text(text, _style(shown.cell))
 
 
 def _style(cell: LayerCell) -> str:
@@ -206,7 +233,7 @@ def _print_columns(write: Writer, label: Text, cells: Sequence[Text], room: int,
 def _write_turned(
     write: Writer,
     rows: Sequence[_LayerRow],
-    cells: Sequence[Sequence[LayerCell | None]],
+    cells: Sequence[Sequence[_ShownCell | None]],
     architectures: Sequence[str],
 ) -> None:
     """Write each layer's name on a line of its own, and a line per architecture below it."""
@@ -215,12 +242,13 @@ def _write_turned(
         write.console.print(Text("  ").append_text(write.text(row.name)), soft_wrap=True)
         if row.note:
             write.line(row.note, indent=4, style="dim")
-        for name, cell in zip(architectures, of_row, strict=True):
-            if cell is None:
+        for name, shown in zip(architectures, of_row, strict=True):
+            if shown is None:
                 continue
+            cell = shown.cell
             line = write.text(f"    {one_line(name)}")
             line.pad_right(label + 4 + _GAP - line.cell_len)
-            line.append_text(write.text(cell_figures(cell), _style(cell)))
+            line.append_text(write.text(shown.text, _style(cell)))
             devices = write.text(devices_text(cell), "dim" if len(cell.classes) <= 1 else "")
             if line.cell_len + _GAP + devices.cell_len <= write.console.width:
                 line.pad_right(_GAP)

@@ -105,7 +105,7 @@ def test_a_block_shows_its_worst_tensor() -> None:
     other = made(row("cpu", bound_ratio=Real(0.2)), layer="h.1.q")
     blocks = blocks_of(layers_of(comparison([calm, worst, other])))
     assert [(block.name, block.worst.layer) for block in blocks] == [("h.0", "h.0.0.9"), ("h.1", "h.1.q")]
-    assert blocks[0].cells()["x86-64"].bound_ratio == 0.9
+    assert blocks[0].worst_by_architecture()["x86-64"].architectures["x86-64"].bound_ratio == 0.9
 
 
 def test_layers_are_chosen_by_stage_pattern_and_architecture() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
 from consistency.comparison.layers import LayerFilter, layers_of
 from consistency.comparison.result import Comparison, TensorComparison
 from consistency.report.console import make_console
-from consistency.report.layers import render, summary_lines
+from consistency.report.layers import cell_figures, render, summary_lines
 from tests.report.made_comparisons import ARCHITECTURES, HOSTILE, comparison, faulty, four_architectures, hostile
 
 
@@ -79,3 +80,21 @@ def test_names_of_strangers_are_shown_as_text() -> None:
     text = "\n".join(printed(hostile(), 400, verbose=True))
     assert "\u202e" not in text
     assert HOSTILE.split("\u2028")[0] in text
+
+
+@pytest.mark.parametrize("width", [80, 320])
+def test_figures_are_of_the_tensor_that_their_line_or_cell_names(width: int) -> None:
+    found = four_architectures()
+    cells = {f"{one.layer}.{one.tensor}": one.architectures for one in layers_of(found)}
+    text = "\n".join(printed(found, width))
+    rows = re.split(r"\n(?=  model\.layers)", text)[1:]
+    assert len(rows) == 4
+    seen = set()
+    for row in rows:
+        named = row.split()[0]
+        block = named.partition(".self_attn.")[0]
+        for figure, other in re.findall(r"([≤✗] \S+ / \S+  \S+  \d+ ULP)(?:  (self_attn\.\S+))?", row):
+            tensor = f"{block}.{other}" if other else named
+            assert figure in {cell_figures(cell) for cell in cells[tensor].values()}
+            seen.add(bool(other))
+    assert seen == {True, False}, "Hopper's k_proj is the worst of its block; the others have a worse o_proj"

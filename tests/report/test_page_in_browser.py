@@ -169,6 +169,17 @@ def test_layers_unfold(opened: Open) -> None:
     assert lines(page) == []
 
 
+def test_a_cell_names_its_tensor_where_the_line_names_another(opened: Open) -> None:
+    first, second, *_ = lines(opened(four_architectures()))
+    assert first[0] == "▸model.layers.1 4 worst self_attn.k_proj.weight"
+    assert [text for text in first if "✗ 6.5e-05 / 2e-05" in text and "o_proj" not in text]
+    assert [text for text in first if "0.17×" in text] == [
+        "≤ 3.4e-06 / 2e-05 0.17×  12 ULP  ≡  self_attn.o_proj.weight"
+    ] * 3
+    assert "o_proj" in second[0]
+    assert not any("_proj" in text for text in second[1:])
+
+
 def test_filters(opened: Open) -> None:
     page = opened(layered())
     assert type_filter(page, "LAYERS.1 outside") == "1 of 6 tensors match"

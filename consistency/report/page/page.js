@@ -81,6 +81,12 @@
     return [names, ...lines].join("\n");
   };
 
+  const nameOf = (row) => `${data.strings[row[0]]}.${data.strings[row[1]]}`;
+  const ofSeveral = (rows, off, shown) => {
+    const many = off ? `mismatch in ${off} of ${rows.length} tensors; the worst is shown` : `the largest of ${rows.length} tensors`;
+    return `\n${many}${shown === null ? "" : `: ${nameOf(shown)}`}`;
+  };
+
   /* ---- tensors grouped by decoder layer ---- */
   const blockOf = (layer) => (/^(?:.*?\.)?\d+(?=\.|$)/.exec(layer) || [layer])[0];
   const isUnlike = (row) => {
@@ -291,18 +297,18 @@
       head.append(text);
       if (block) head.append(make("span", { class: "quiet", text: ` ${rows.length}` }));
       if (block && worst.badness[0] > OF_CELLS[EQUAL]) {
-        const [layer, tensor] = worst.row.map((place) => data.strings[place]);
-        head.append(make("span", { class: "worst", text: ` worst ${within(`${layer}.${tensor}`)}` }));
+        head.append(make("span", { class: "worst", text: ` worst ${within(nameOf(worst.row))}` }));
       }
       const tr = make("tr", { class: block ? "block" : part ? "part" : "one", role: "row", "aria-level": part ? 2 : 1 }, head);
       if (block) tr.setAttribute("aria-expanded", String(open));
-      for (const shown of this.cells) tr.append(shown.column ? this.device(rows, shown, full, wide) : this.cell(rows, shown.group, full));
+      for (const shown of this.cells) tr.append(shown.column ? this.device(rows, shown, full, wide) : this.cell(rows, shown.group, full, worst && worst.row));
       return tr;
     }
     /* What an architecture saw of a tensor, or of the worst one of a block. */
-    cell(rows, group, full) {
+    cell(rows, group, full, header) {
       let cell = null;
       let worst = null;
+      let shown = null; // the row that the figures are of
       let off = 0;
       let apart = 0;
       const classes = new Set();
@@ -312,8 +318,9 @@
         if (isBad(found[0])) off += 1;
         if (agreement(found) === "≢") apart += 1;
         if (asked.by === "class") for (const { place } of group.columns) classes.add((variantOf(row, place) || [0, 0])[1] || 0);
-        if (cell !== null && !isWorse(badness(found), badness(cell))) continue;
-        cell = found;
+        const named = row === header && !(cell !== null && isWorse(badness(cell), badness(found)));
+        if (cell !== null && !named && !isWorse(badness(found), badness(cell))) continue;
+        [cell, shown] = [found, row];
         worst = null;
         for (const { place } of group.columns) {
           const variant = variantOf(row, place);
@@ -324,7 +331,7 @@
       const name = group.name || "other workers";
       let told = sayCell(cell, worst, `${full} on ${name}${many}`, rows.length === 1 ? data.strings[rows[0][4]] : "");
       if (rows.length > 1) {
-        told += off ? `\nmismatch in ${off} of ${rows.length} tensors; the worst is shown` : `\nthe largest of ${rows.length} tensors`;
+        told += ofSeveral(rows, off, shown);
         if (apart) told += `\n≢ its devices differ in ${apart} of ${rows.length} tensors`;
       }
       const td = this.td(told, name);
@@ -342,6 +349,7 @@
         const sign = rows.length > 1 && apart ? `≢ ${apart}/${rows.length}` : agreement(cell);
         if (rows.length > 1 && off) more.push(`${MARKS[OUTSIDE]} ${off}/${rows.length}`);
         if (sign) more.push(sign);
+        if (header && shown !== header && cell[2]) more.push(nameOf(shown).replace(`${full}.`, "")); // else the line names it
         if (more.length) td.append(" ", make("span", { class: "beside", text: more.join("  ") }));
       }
       return td;
@@ -350,6 +358,7 @@
     device(rows, { column }, full, wide) {
       const { label, many, place } = column;
       let worst = null;
+      let shown = null;
       let off = 0;
       const classes = new Set();
       for (const row of rows) {
@@ -357,13 +366,11 @@
         if (variant === null) continue;
         classes.add(variant[1] || 0);
         if (isBad(variant[0])) off += 1;
-        if (worst === null || heavier(variant, worst)) worst = variant;
+        if (worst === null || heavier(variant, worst)) [worst, shown] = [variant, row];
       }
       const who = `${full} on ${label}${many > 1 ? ` (${many} workers)` : ""}`;
       let told = say(worst, who, rows.length === 1 ? data.strings[rows[0][4]] : "");
-      if (rows.length > 1) {
-        told += off ? `\nmismatch in ${off} of ${rows.length} tensors; the worst is shown` : `\nthe largest of ${rows.length} tensors`;
-      }
+      if (rows.length > 1) told += ofSeveral(rows, off, shown);
       const td = this.td(told, label);
       td.classList.add("device");
       if (worst === null) {
