@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from consistency.case.stages import Stage
-from consistency.comparison.result import Comparison, Row, Verdict
+from consistency.comparison.result import Comparison, Verdict
 from consistency.comparison.rows import Workers
 
 
@@ -53,21 +53,16 @@ def worst_error(comparison: Comparison) -> tuple[float, str] | None:
 def _ratios(comparison: Comparison) -> Iterator[tuple[str, Workers, float]]:
     """Yield stage, workers and error/tolerance of the model's tensors.
 
-    Single operators are left out: one rounding to a half type uses up the tolerance of that operator, on any device. So
-    are facts, whose limits are of another kind.
+    Single operators are left out: one rounding to a half type may use up the tolerance of one. So are facts, whose
+    limits are of another kind.
     """
     for tensor in comparison.tensors:
         if tensor.stage == Stage.OPERATORS or tensor.rule == "limit":
             continue
         for row, workers in tensor.groups:
-            ratio = share_of(row)
+            ratio = row.share
             if ratio is not None:
                 yield tensor.stage, workers, ratio
-
-
-def share_of(row: Row) -> float | None:
-    """Return error/tolerance where it says something: a tensor may have one and be equal all the same."""
-    return None if row.bound_ratio is None or row.status == "equal" else float(row.bound_ratio)
 
 
 def worse(ratio: float, known: float | None) -> float:

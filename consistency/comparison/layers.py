@@ -10,7 +10,7 @@ import msgspec
 
 from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison, Row, Status, TensorComparison, tensor_name
-from consistency.comparison.rows import OncePerSet, Workers
+from consistency.comparison.rows import OncePerSet, Workers, share_of
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
 
@@ -47,9 +47,14 @@ class LayerCell(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     classes: tuple[tuple[str, ...], ...]
 
     @property
+    def share(self) -> float | None:
+        """Return error/tolerance where it says something, as `share_of` does."""
+        return share_of(self.status, self.bound_ratio, self.max_ulp)
+
+    @property
     def badness(self) -> tuple[int, float]:
         """Order cells by how bad they are."""
-        return _badness(self.status, self.bound_ratio)
+        return _badness(self)
 
 
 class LayerComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
@@ -232,7 +237,7 @@ def _cell(
     tensor: TensorComparison, found: Sequence[tuple[Row, Workers]], classes: Sequence[Workers], members: Members
 ) -> LayerCell:
     rows = [row for row, _ in found]
-    worst = max(rows, key=lambda row: _badness(row.status, row.bound_ratio))
+    worst = max(rows, key=_badness)
     difference, allowed = _worst_difference(tensor.rule, rows, worst)
     return LayerCell(
         workers=members.join([workers for _, workers in found]),
@@ -257,7 +262,7 @@ def _worst_difference(rule: str, rows: Sequence[Row], worst: Row) -> tuple[Real 
     return Real(worst.bound_ratio * worst.allowed), worst.allowed
 
 
-def _badness(status: Status, ratio: Real | None) -> tuple[int, float]:
-    """Order by status, then by ratio; NaN is worse than any number."""
-    share = 0.0 if ratio is None else float(ratio)
-    return (_ORDER.index(status), math.inf if math.isnan(share) else share)
+def _badness(found: Row | LayerCell) -> tuple[int, float]:
+    """Order by status, then by error/tolerance; NaN is worse than any number."""
+    share = found.share or 0.0
+    return (_ORDER.index(found.status), math.inf if math.isnan(share) else share)

@@ -84,9 +84,24 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many where de
         allowed = msgspec.UNSET if found.allowed is None else found.allowed
         return msgspec.structs.replace(self, allowed=allowed, **{name: getattr(found, name) for name in _MEASURED})
 
+    @property
+    def share(self) -> float | None:
+        """Return error/tolerance where it says something, as `share_of` does."""
+        return share_of(self.status, self.bound_ratio, self.max_ulp)
+
     def of(self, worker: str) -> Row:
         """Return this row for a worker."""
         return self if worker == self.worker else msgspec.structs.replace(self, worker=worker)
+
+
+def share_of(status: Status, ratio: Real | None, max_ulp: int | None) -> float | None:
+    """Return error/tolerance, but None of what is equal, or the exact value correctly rounded.
+
+    One rounding to a half type may use up the whole tolerance, and nothing is closer to the exact value.
+    """
+    if ratio is None or status == "equal" or (status == "within" and max_ulp == 0):
+        return None
+    return float(ratio)
 
 
 T = TypeVar("T")

@@ -35,6 +35,7 @@ MOST_ROWS_OF_ONE = 20
 
 LEGEND = (
     "= bitwise equal   ≤ within tolerance   ✗ mismatch   ! blocked   – skipped",
+    "0 ULP: the exact value, correctly rounded",
     "each figure: worst |difference| / allowed, their ratio, ULP; of another tensor of the block, with its name",
     "{a} {b}: devices of one architecture that differ bitwise",
 )
@@ -108,6 +109,8 @@ def cell_figures(cell: LayerCell) -> str:
     mark = _MARKS.get(cell.status, "✗")
     if cell.status in ("equal", "skipped", "blocked"):
         return mark
+    if cell.status == "within" and cell.max_ulp == 0:
+        return "= 0 ULP"
     parts = [mark if cell.status in ("within", "outside") else f"{mark} {cell.status}"]
     if cell.max_abs is not None:
         allowed = "" if cell.allowed is None else f" / {_number(cell.allowed)}"

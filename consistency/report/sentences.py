@@ -26,9 +26,10 @@ from consistency.report.text import one_line
 LEGEND = (
     ("equal", "=", "bitwise equal"),
     ("within", "≤", "within tolerance (worst error/tolerance; memory: value/limit)"),
-    ("outside", "✗", "mismatch (wrong/all tensors, or the first wrong layer)"),
+    ("rounding", "≤ 1.00", "in a half type one rounding alone may take that much"),
+    ("outside", "✗", "mismatch (failed/total tensors, or first failing layer)"),
     ("blocked", "!", "could not be checked (such/all tensors)"),
-    ("flagged", "≠", "no mismatch, but a finding is an error"),
+    ("flagged", "≠", "within tolerance, but there is an error finding (drift, …)"),
     ("none", "–", "not checked"),
 )
 """Kind of a cell, its mark, and what it means."""
@@ -39,6 +40,9 @@ _MOST_LOAD_PATHS = 4  # names of load paths that fit a line
 
 _STATUS: Mapping[str, str] = {"within": "within tolerance", "equal": "matches its own file", "outside": "mismatch"}
 
+
+_HALF = frozenset({"float16", "bfloat16"})
+_NEARLY_ALL = 0.9  # of a tolerance
 
 _ALWAYS = ("equal", "within", "outside", "none")
 
@@ -66,7 +70,10 @@ class CellText:
 
 def legend(lines: Iterable[Mapping[str, Cell]]) -> list[tuple[str, str, str]]:
     """Return the rows of `LEGEND` that a table of these lines needs."""
-    kinds = {cell_text(stage, cell).kind for cells in lines for stage, cell in cells.items()}
+    cells = [(cell, cell_text(stage, cell).kind) for cells in lines for stage, cell in cells.items()]
+    kinds = {kind for _, kind in cells}
+    if any(kind == "within" and (cell.worst_ratio or 0) > _NEARLY_ALL for cell, kind in cells):
+        kinds.add("rounding")
     return [row for row in LEGEND if row[0] in kinds or row[0] in _ALWAYS]
 
 
@@ -80,7 +87,7 @@ def cell_text(stage: str, cell: Cell | None) -> CellText:
         return CellText(kind="outside", mark="✗", text=f"{cell.bad}/{cell.total}", spoken=spoken, place=place)
     if cell.flag:
         text = one_line(cell.flag)
-        return CellText(kind="flagged", mark="≠", text=text, spoken=f"no mismatch, but the finding {text}")
+        return CellText(kind="flagged", mark="≠", text=text, spoken=f"within tolerance, but the finding {text}")
     if "blocked" in cell.counts:
         text = f"blocked {cell.counts['blocked']}/{cell.total}"
         return CellText(kind="blocked", mark="!", text=text, spoken=f"could not be checked: {text} tensors")
@@ -256,7 +263,11 @@ def _not_compared(comparison: Comparison, covered: Mapping[str, Coverage]) -> st
 
 def _worst_error(comparison: Comparison) -> str:
     worst = worst_error(comparison)
-    return "" if worst is None else f"the model's worst error/tolerance is {ratio_text(worst[0])} ({worst[1]})"
+    if worst is None:
+        return ""
+    is_rounding = comparison.dtype in _HALF and _NEARLY_ALL < worst[0] <= 1
+    why = f", where one rounding to {comparison.dtype} alone may take 1.00" if is_rounding else ""
+    return f"the model's worst error/tolerance is {ratio_text(worst[0])} ({worst[1]}{why})"
 
 
 def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:

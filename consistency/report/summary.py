@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
-from consistency.comparison.by_worker import share_of
 from consistency.comparison.result import BAD, Comparison, Divergence, Row, TensorComparison
 from consistency.comparison.rows import OncePerSet, WorkerSet
 
@@ -184,7 +183,7 @@ def is_larger(ratio: float, known: float | None) -> bool:
 
 def badness(row: Row) -> tuple[int, float]:
     """Order rows by how bad they are; a NaN ratio is worse than any number."""
-    ratio = 0.0 if row.bound_ratio is None else float(row.bound_ratio)
+    ratio = row.share or 0.0
     return (_LEAST_BAD_FIRST.index(row.status), math.inf if math.isnan(ratio) else ratio)
 
 
@@ -261,7 +260,7 @@ def _cells(tensors: Sequence[TensorComparison], workers: Set[str]) -> dict[str, 
         for row, worker in ((row, worker) for row, names in tensor.groups for worker in wanted(names)):
             cell = found.setdefault(worker, {}).setdefault(tensor.stage, Cell())
             cell.counts[row.status] = cell.counts.get(row.status, 0) + 1
-            cell.take_ratio(share_of(row))
+            cell.take_ratio(row.share)
             if row.status in BAD and cell.first_bad is None:
                 cell.first_bad, cell.first_place = tensor.layer, place
     return found

@@ -265,8 +265,8 @@ def _worst(tensor: TensorComparison) -> str:
     parts = [f"{row.worker}: {row.status}"]
     if row.diagnosis and row.status != "within":
         parts.append(row.diagnosis)
-    if row.bound_ratio is not None:
-        parts.append(f"{float(row.bound_ratio):.3g}× tolerance")
+    if row.share is not None:
+        parts.append(f"{row.share:.3g}× tolerance")
     if row.status in BAD and row.worst_index is not None:
         parts.append(f"at {list(row.worst_index)}")
     return ", ".join(parts)

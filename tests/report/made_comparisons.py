@@ -27,12 +27,12 @@ def worker(name: str, architecture: str = "Ampere sm_86", **fields: Any) -> Work
 
 def tensor(classes: list[list[str]], *, stage: str = "adapter", layer: str = "layers.0", **of: Any) -> TensorComparison:
     statuses: dict[str, Status] = of.pop("statuses", {})
-    ratio = of.pop("ratio", None)
+    ratio, max_ulp = of.pop("ratio", None), of.pop("max_ulp", None)
     rows = tuple(
         Row(
             worker=name, reference="file", status=statuses.get(name, "equal"),
-            bound_ratio=None if ratio is None else Real(ratio), worst_index=(1, 2) if name in statuses else None,
-            diagnosis=Word.ZEROS if name in statuses else None,
+            bound_ratio=None if ratio is None else Real(ratio), max_ulp=max_ulp,
+            worst_index=(1, 2) if name in statuses else None, diagnosis=Word.ZEROS if name in statuses else None,
         )
         for names in classes for name in names
     )  # fmt: skip

@@ -313,8 +313,11 @@ def test_simulated_devices_are_told_as_such() -> None:
 
 def test_histogram_of_what_is_used_of_the_bound() -> None:
     values = [0.0, 0.1, 0.1000001, 1.0, 1.5, 1e9, float("inf"), float("nan")]
-    made = [tensor([["cpu"]], stage="merged", ratio=value, layer=f"l{i}") for i, value in enumerate(values)]
-    (found,) = ratios([*made, tensor([ALL])])
+    within: dict[str, Status] = {"cpu": "within"}
+    made = [
+        tensor([["cpu"]], stage="merged", ratio=value, layer=f"l{i}", statuses=within) for i, value in enumerate(values)
+    ]
+    (found,) = ratios([*made, tensor([ALL]), tensor([["cpu"]], stage="merged", ratio=1.0, max_ulp=0, statuses=within)])
     assert (found.stage, found.rows, found.tensors) == ("merged", 8, 8)
     counts = {one.label: one.count for one in found.bins if one.count}
     assert counts == {"0.0 – 0.1": 2, "0.1 – 0.2": 1, "0.9 – 1.0": 1, "1 – 2": 1, "over 100": 2, "NaN": 1}

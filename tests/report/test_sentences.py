@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Callable
 
 import pytest
 
+from consistency.comparison.layers import layers_of
 from consistency.comparison.result import Comparison, Finding, Source, Status, TensorComparison
+from consistency.report.formats import View
 from consistency.report.html import as_html
 from consistency.report.junit import as_junit
+from consistency.report.layers import summary_lines
 from consistency.report.markdown import as_markdown
 from consistency.report.sentences import sentence, time_text
+from consistency.report.status.make import of_comparison
+from consistency.report.suite import json as suite_json
 from tests.report.made_comparisons import ALL, comparison, tensor
 from tests.report.printed import printed
+from tests.report.suite.made_suites import case, suite
 
 WITHIN: dict[str, Status] = dict.fromkeys(ALL, "within")
 SKIPPED: dict[str, Status] = dict.fromkeys(ALL, "skipped")
@@ -65,6 +72,27 @@ def test_the_worst_error_is_a_number_of_the_table_with_its_stage() -> None:
     assert sentence(found).endswith("the model's worst error/tolerance is 0.31 (merged)")
     assert "≤ 0.31" in printed(found)
     assert "0.95" not in printed(found)
+
+
+def test_a_correctly_rounded_value_is_exact_however_much_of_its_tolerance_that_takes() -> None:
+    rounded = [tensor([ALL], stage=stage, ratio=0.998, statuses=WITHIN, max_ulp=0) for stage in ("operators", "merged")]
+    found = comparison([base(), *rounded], dtype="bfloat16")
+    assert "error/tolerance" not in sentence(found)
+    assert of_comparison(found).bound_ratio is None
+    text = printed(found)
+    assert "0.99" not in text
+    assert "1.00" not in text
+    assert list(summary_lines(layers_of(found)))[-1][1].startswith("Ampere sm_86  merged: = 0 ULP")
+    table = json.loads(b"".join(suite_json.render(suite(case("x", found)), View())))
+    assert {stage["worst_ratio"] for stage in table["cases"][0]["stages"]} == {None}
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("bfloat16", True), ("float32", False)])
+def test_a_half_type_says_what_one_rounding_takes(dtype: str, said: bool) -> None:
+    found = comparison([tensor([ALL], stage="merged", ratio=0.998, statuses=WITHIN, max_ulp=1)], dtype=dtype)
+    assert "error/tolerance is 1.00 (merged" in sentence(found)
+    assert (f"where one rounding to {dtype} alone may take 1.00)" in sentence(found)) is said
+    assert "≤ 1.00 in a half type one rounding alone may take that much" in printed(found)
 
 
 def of_a_run() -> Comparison:

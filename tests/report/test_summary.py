@@ -34,7 +34,7 @@ def test_every_form_shows_the_mark_and_explains_it() -> None:
     text = printed(drifted())
     line = next(line for line in text.splitlines() if line.strip().startswith("cuda:1 "))
     assert line.split()[-2:] == ["≠", "drift"]
-    assert "≠ no mismatch, but a finding is an error" in " ".join(text.split())
+    assert "≠ within tolerance, but there is an error finding (drift, …)" in " ".join(text.split())
     assert "≠ drift" in as_markdown(drifted())
     assert 'class="mark k-flagged"' in as_html(drifted())
 

@@ -186,7 +186,7 @@ def _cell(cell: LayerCell | None, strings: Strings) -> list[Any] | None:
     """Return an architecture's cell as it is written."""
     if cell is None:
         return None
-    found: list[Any] = [_STATUS[cell.status], digits(cell.bound_ratio)]
+    found: list[Any] = [_STATUS[cell.status], digits(cell.share)]
     figures = cell_figures(cell)
     found.append(figures if len(figures) > 1 else None)  # a mark alone follows from the status
     if len(cell.classes) > 1:
@@ -276,7 +276,7 @@ def _variant(rows: Sequence[tuple[Row, Workers]], classes: Mapping[str, int], st
         _STATUS[row.status],
         of.pop() if len(of) == 1 else MIXED,
         -1 if word is None or row.status == "equal" else strings.place(word),
-        digits(row.bound_ratio),
+        digits(row.share),
         digits(row.max_abs) if measured is not None else None,
         row.max_ulp if measured is not None else None,
         measured,

@@ -73,8 +73,8 @@ def ratios(tensors: Iterable[TensorComparison]) -> list[Ratios]:
     for tensor in tensors:
         found: Counter[float] = Counter()
         for row, workers in tensor.groups:
-            if row.bound_ratio is not None:
-                found[row.bound_ratio] += len(workers)
+            if row.share is not None:
+                found[row.share] += len(workers)
         if not found:
             continue
         seen[tensor.stage] = seen.get(tensor.stage, 0) + 1

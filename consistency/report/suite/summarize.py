@@ -89,8 +89,8 @@ def _stage(stage: str, tensors: list[TensorComparison]) -> CaseStage:
         for one, workers in tensor.groups:
             _, known = worst.get(id(workers), (workers, one))
             worst[id(workers)] = workers, max(known, one, key=_badness)
-            if one.bound_ratio is not None and is_larger(one.bound_ratio, worst_ratio):
-                worst_ratio, place, worker = one.bound_ratio, tensor.name, one.worker
+            if one.share is not None and is_larger(one.share, worst_ratio):
+                worst_ratio, place, worker = one.share, tensor.name, one.worker
     of_workers: dict[str, Row] = {}
     for names, one in worst.values():
         of_workers.update({name: max(of_workers.get(name, one), one, key=_badness) for name in names})

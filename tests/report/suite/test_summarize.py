@@ -11,7 +11,7 @@ import msgspec
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.placement import find_device_use
-from consistency.comparison.result import Row
+from consistency.comparison.result import Row, Status
 from consistency.comparison.suite import CaseResult
 from consistency.numerics.words import Word
 from consistency.report.suite.summarize import summarize
@@ -36,7 +36,9 @@ def test_a_case_keeps_findings_stages_and_workers() -> None:
 
 def test_nan_is_worse_than_any_number() -> None:
     ratios = (2.0, math.nan, 3.0)
-    kept = case("x", comparison([tensor([ALL], ratio=r, layer=f"layers.{i}") for i, r in enumerate(ratios)]))
+    outside: dict[str, Status] = dict.fromkeys(ALL, "outside")
+    tensors = [tensor([ALL], ratio=r, layer=f"layers.{i}", statuses=outside) for i, r in enumerate(ratios)]
+    kept = case("x", comparison(tensors))
     (stage,) = kept.stages
     assert stage.worst_ratio is not None
     assert math.isnan(stage.worst_ratio)
