@@ -238,7 +238,7 @@ def _cell(
 ) -> LayerCell:
     rows = [row for row, _ in found]
     worst = max(rows, key=_badness)
-    difference, allowed = _worst_difference(tensor.rule, rows, worst)
+    difference, allowed = _worst_bits(rows) if tensor.rule in _EXACT else difference_of(tensor.rule, worst)
     return LayerCell(
         workers=members.join([workers for _, workers in found]),
         status=worst.status,
@@ -250,16 +250,18 @@ def _cell(
     )
 
 
-def _worst_difference(rule: str, rows: Sequence[Row], worst: Row) -> tuple[Real | None, Real | None]:
-    """Return the worst difference and what is allowed of it."""
-    if rule in _EXACT:
-        found = [row.max_abs for row in rows if row.max_abs is not None]
-        return max(found, key=lambda value: math.inf if math.isnan(value) else float(value), default=None), Real(0.0)
-    if worst.allowed is msgspec.UNSET or worst.bound_ratio is None:
-        return worst.max_abs, None
-    if rule == Rule.RELATIVE or not worst.allowed:  # one tolerance for all elements; nothing is allowed
-        return worst.max_abs, worst.allowed
-    return Real(worst.bound_ratio * worst.allowed), worst.allowed
+def difference_of(rule: str, row: Row) -> tuple[Real | None, Real | None]:
+    """Return the difference of the worst element of a row with a tolerance, and what is allowed of it."""
+    if row.allowed is msgspec.UNSET or row.bound_ratio is None:
+        return row.max_abs, None
+    if rule == Rule.RELATIVE or not row.allowed:  # one tolerance for all elements; nothing is allowed
+        return row.max_abs, row.allowed
+    return Real(row.bound_ratio * row.allowed), row.allowed
+
+
+def _worst_bits(rows: Sequence[Row]) -> tuple[Real | None, Real | None]:
+    found = [row.max_abs for row in rows if row.max_abs is not None]
+    return max(found, key=lambda value: math.inf if math.isnan(value) else float(value), default=None), Real(0.0)
 
 
 def _badness(found: Row | LayerCell) -> tuple[int, float]:

@@ -49,6 +49,8 @@ class CaseFinding(msgspec.Struct, frozen=True, kw_only=True):
         Of its tensors.
     tensors : int
         How many tensors it concerns.
+    is_reproducible : bool
+        Whether `consistency reproduce` finds a tensor that shows it.
     """
 
     number: int
@@ -59,6 +61,7 @@ class CaseFinding(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
     tensors: int = 0
+    is_reproducible: bool = False
     detail: tuple[str, ...] = ()
     next: str | None = None
 
@@ -171,7 +174,7 @@ class SuiteFinding(msgspec.Struct, frozen=True, kw_only=True):
     numbers : tuple of int
         Number of the finding in the report of each of them; 0 where it has no report.
     tensors : int
-        How many tensors it concerns in the first of them, of which `detail` and `next` are too.
+        How many tensors it concerns in the first of them, of which the fields below are too.
     """
 
     kind: str
@@ -181,6 +184,7 @@ class SuiteFinding(msgspec.Struct, frozen=True, kw_only=True):
     cases: tuple[str, ...]
     numbers: tuple[int, ...]
     tensors: int = 0
+    is_reproducible: bool = False
     detail: tuple[str, ...] = ()
     next: str | None = None
 
@@ -300,6 +304,7 @@ def common_findings(cases: Sequence[CaseResult]) -> tuple[SuiteFinding, ...]:
                 cases=names,
                 numbers=tuple(finding.number for _, finding in members),
                 tensors=first.tensors,
+                is_reproducible=first.is_reproducible,
                 detail=first.detail,
                 next=first.next,
             )

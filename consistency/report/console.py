@@ -19,7 +19,8 @@ from rich.text import Text
 from consistency.capture.wording import and_more
 from consistency.comparison.result import Finding
 from consistency.comparison.suite import SuiteVerdict
-from consistency.report.text import clean
+from consistency.report.findings import AGAIN, is_command
+from consistency.report.text import clean, one_line
 
 PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
 
@@ -146,12 +147,22 @@ class Writer:
             style, label = ("red", "") if finding.severity == "error" else ("yellow", "warning: ")
             self.line(f"{number:<3}{label}{finding.message}", hang=3, style=style)
             for text in finding.detail:
-                self.line(text, indent=5)
-            if finding.next:
-                self.line(f"next: {finding.next}", indent=5)
+                self.step(text) if text.startswith(AGAIN) else self.line(text, indent=5)
+            self.next_step(finding)
             self.console.print()
         if most is not None and (rest := and_more(len(chosen) - most, "finding")):
             self.line(f"{rest}: -v shows all")
+
+    def next_step(self, finding: Finding) -> None:
+        """Write what to do next, if anything."""
+        if finding.next is not None and is_command(finding.next):
+            self.step(f"next: {finding.next}")
+        elif finding.next:
+            self.line(f"next: {finding.next}", indent=5)
+
+    def step(self, text: str) -> None:
+        """Write a command on one line, however long: pasted, a part of it would run alone."""
+        self.console.print(self.text(f"     {one_line(text)}"), soft_wrap=True)
 
     def notes(self, findings: Iterable[Finding]) -> None:
         for finding in findings:

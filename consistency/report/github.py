@@ -12,6 +12,7 @@ from pathlib import Path
 
 from consistency.comparison.result import Comparison, Finding
 from consistency.report import terminal
+from consistency.report.findings import findings_of
 from consistency.report.formats import View
 from consistency.report.markdown import as_markdown
 from consistency.report.text import clean
@@ -24,8 +25,8 @@ def render(comparison: Comparison, view: View) -> Iterator[bytes]:
     """Yield the report for people and the annotations; append to the summary of the step."""
     yield from not_obeyed(terminal.render(comparison, view))
     failed = comparison.verdict if comparison.exit_status else None
-    yield from (f"{line}\n".encode() for line in annotate(comparison.findings, failed))
-    write_summary(as_markdown(comparison))
+    yield from (f"{line}\n".encode() for line in annotate(findings_of(comparison, view.folder), failed))
+    write_summary(as_markdown(comparison, view))
 
 
 def not_obeyed(text: Iterable[bytes]) -> Iterator[bytes]:

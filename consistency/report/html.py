@@ -24,6 +24,7 @@ from consistency.comparison.findings.transfers import matrices
 from consistency.comparison.layers import LayerComparison
 from consistency.comparison.result import BAD, Comparison
 from consistency.report.copy_matrix import cell_mark, copies
+from consistency.report.findings import findings_of
 from consistency.report.formats import View
 from consistency.report.layers import summary_lines
 from consistency.report.merging import merging_texts
@@ -43,7 +44,7 @@ from consistency.report.sentences import (
     sentence,
     source_texts,
 )
-from consistency.report.summary import Group, Groups, Line, all_groups, stages
+from consistency.report.summary import Group, Line, all_groups, stages
 from consistency.report.text import one_line
 
 _MOST_FINDINGS = 100  # more than a person reads; `report.json` holds all
@@ -60,12 +61,14 @@ _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
 
 def render(comparison: Comparison, view: View) -> Iterator[bytes]:
     """Yield `report.html`."""
-    yield as_html(comparison, view.groups).encode()
+    yield as_html(comparison, view).encode()
 
 
-def as_html(comparison: Comparison, found: Groups | None = None) -> str:
-    """Return the page; `found` is `summary.groups` by load path, where they are known."""
-    found = all_groups(comparison) if found is None else found
+def as_html(comparison: Comparison, view: View | None = None) -> str:
+    """Return the page."""
+    view = view or View()
+    found = all_groups(comparison) if view.groups is None else view.groups
+    findings = findings_of(comparison, view.folder)
     script = part("page.js")
     parted, ways_left_out = agreement.partitions(comparison.tensors)
     by_load_path = {
@@ -92,7 +95,7 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         data=Markup(_data(comparison, layers, by_load_path)),  # escaped for a script element, which is not HTML
         environments=environments.environments(comparison.workers),
         facts=facts(comparison),
-        findings=[finding for finding in comparison.findings if finding.severity != "note"],
+        findings=[finding for finding in findings if finding.severity != "note"],
         divergences=[*agreement_texts(comparison, found), *divergence_texts(comparison)],
         groups={path: _faulty_first(found[path]) for path in comparison.load_paths if not is_alternative(path)},
         alternative_paths=[text for _, text in alternative_path_texts(comparison)],
@@ -107,7 +110,7 @@ def as_html(comparison: Comparison, found: Groups | None = None) -> str:
         most_findings=_MOST_FINDINGS,
         most_tensors=_MOST_TENSORS,
         not_looked_at=comparison.not_looked_at,
-        notes=[finding for finding in comparison.findings if finding.severity == "note"],
+        notes=[finding for finding in findings if finding.severity == "note"],
         origin=origin_texts(comparison),
         planted=comparison.planted,
         ratios=distributions.ratios(comparison.tensors),

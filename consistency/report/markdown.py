@@ -1,4 +1,4 @@
-"""`report.md`: a report to paste into an issue, below 60 lines for any result.
+"""`report.md`: a report to paste into an issue. A screen of it is visible, for any result; the rest is folded.
 
 Every name may come from a stranger: outside of code fences Markdown's special characters are escaped, and a fence is
 longer than any run of backticks in it.
@@ -16,15 +16,18 @@ from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.layers import LayerCell, layers_of
 from consistency.comparison.result import PLANTED, Comparison, Finding, WorkerSummary
+from consistency.report.findings import findings_of, is_command
 from consistency.report.formats import View
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.merging import merging_texts
 from consistency.report.sentences import (
     agreement_texts,
+    alternative_path_texts,
     cell_text,
     command_text,
     divergence_texts,
     facts,
+    not_checked_texts,
     origin_texts,
     sentence,
     source_texts,
@@ -32,13 +35,18 @@ from consistency.report.sentences import (
 from consistency.report.summary import Groups, all_groups, stages
 from consistency.report.text import one_line
 
-MOST_LINES = 59
-"""Readers of an issue skip more than a screen; the parts below add up to no more than this."""
+MOST_LINES = 40
+"""Visible ones: readers of an issue skip more than a screen; the parts below add up to no more than this."""
+
+MOST_CHARACTERS = 60_000
+"""GitHub takes no issue of more than 65,536."""
 
 _SOURCES = 3
-_GROUP_LINES, _FINDINGS, _LAYERS, _DIVERGENCES, _DEVICES = 5, 3, 3, 1, 2
+_GROUP_LINES, _FINDINGS, _LAYERS, _DEVICES = 5, 3, 3, 8
+_FOLDED = 20_000  # characters of a folded part
 _ARCHITECTURES = 8  # columns of a table that a tracker still shows
-_LONGEST = 400  # characters of a line: a sentence with a hundred workers is cut
+_LONGEST = 400  # characters of a visible line: a sentence with a hundred workers is cut
+_LONGEST_FOLDED = 4000
 
 _SPECIAL = re.compile(
     r"([\\`*_{}\[\]<>|~$!^=])|(?<!\w)([@#])(?=\w)|(://)|(?<!\w)(www)(\.)|^([-+#]|\d+(?=[.)](?:\s|$)))"
@@ -49,14 +57,16 @@ _LIBRARIES = ("accelerate", "numpy", "peft", "safetensors", "transformers")
 
 def render(comparison: Comparison, view: View) -> Iterator[bytes]:
     """Yield `report.md`."""
-    yield as_markdown(comparison, view.groups).encode()
+    yield as_markdown(comparison, view).encode()
 
 
-def as_markdown(comparison: Comparison, found: Groups | None = None) -> str:
-    """Return the report in GitHub's Markdown; `found` is `summary.groups` by load path, where they are known."""
-    found = all_groups(comparison) if found is None else found
-    lines = [*_head(comparison), *_table(comparison, found), *numbered(_to_act_on(comparison), _FINDINGS)]
-    lines += [*_details(comparison, found), *_environment(comparison)]
+def as_markdown(comparison: Comparison, view: View | None = None) -> str:
+    """Return the report in GitHub's Markdown."""
+    view = view or View()
+    found = all_groups(comparison) if view.groups is None else view.groups
+    findings = findings_of(comparison, view.folder)
+    lines = [*_head(comparison), *_table(comparison, found), *numbered(_to_act_on(findings), _FINDINGS)]
+    lines += [*_details(comparison, found, findings), *_environment(comparison)]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -87,23 +97,66 @@ def fence(lines: Sequence[str]) -> list[str]:
 
 
 def numbered(found: Sequence[Finding], most: int) -> Iterator[str]:
-    """Yield the first findings as a numbered list, and how many follow."""
+    """Yield the first findings as a numbered list, each with its evidence and what to do next; and how many follow."""
     if found:
         yield ""
     for number, finding in enumerate(found[:most], start=1):
         mark = "✗" if finding.severity == "error" else "warning:"
-        yield f"{number}. {mark} **{escaped(finding.kind)}** {escaped(finding.message)}"
+        lines = [f"{mark} **{escaped(finding.kind)}** {escaped(finding.message)}"]
+        lines += [escaped(text.strip()) for text in finding.detail[:1]]
+        lines += [f"Next: {_next(finding.next)}"] if finding.next else []
+        indent = " " * len(f"{number}. ")
+        yield f"{number}. " + f"\\\n{indent}".join(lines)
     if rest := and_more(len(found) - most, "finding"):
         yield f"{most + 1}. {rest}"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+def _next(text: str) -> str:
+    """Return what to do next: a command as code, whole."""
+    if not is_command(text):
+        return escaped(text)
+    line = one_line(text)
+    ticks = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
+    blank = " " if "`" in line else ""
+    return f"{ticks}{blank}{line}{blank}{ticks}"
+
+
+def finding_lines(found: Sequence[Finding], shown: int) -> Iterator[str]:
+    """Yield what the numbered list leaves out: further findings, and of each the evidence and the command; the notes.
+
+    `shown` is how many the list has.
+    """
+    for number, finding in enumerate(_to_act_on(found), start=1):
+        if number > shown:
+            yield f"{number}. {finding.kind}: {finding.message}"
+        yield from (f"{number}. {text}" for text in finding.detail[number <= shown :])
+        if finding.next and number > shown:
+            yield f"{number}. next: {finding.next}"
+    for finding in found:
+        if finding.severity == "note":
+            yield f"note: {finding.message}"
+            yield from (f"      {text}" for text in finding.detail)
+
+
+def _cut(text: str, longest: int = _LONGEST) -> str:
+    return text if len(text) <= longest else f"{text[:longest]} …"
+
+
+def _within(lines: Sequence[str]) -> list[str]:
+    """Return the first lines, as many as a tracker takes, and how many follow."""
+    room, kept = _FOLDED, 0
+    for line in lines:
+        room -= len(line) + 1
+        if room < 0:
+            break
+        kept += 1
+    rest = and_more(len(lines) - kept, "line")
+    return [*lines[:kept], *([f"{rest}: report.json has them all"] if rest else [])]
 
 
 def folded(title: str, lines: Sequence[str], *, above: Sequence[str] = ()) -> list[str]:
     """Return lines as a block of code that a reader opens, below Markdown; nothing where there is neither."""
-    code = fence([_cut(one_line(line)) for line in lines]) if lines else []
+    code = fence(_within([_cut(one_line(line), _LONGEST_FOLDED) for line in lines])) if lines else []
     content = [*above, *([""] if above else []), *code]
     return ["", f"<details><summary>{title}</summary>", "", *content, "</details>"] if content else []
 
@@ -157,18 +210,16 @@ def _table(comparison: Comparison, found: Groups) -> Iterator[str]:
         yield escaped(" · ".join(merging))
 
 
-def _to_act_on(comparison: Comparison) -> list[Finding]:
-    return [finding for finding in comparison.findings if finding.severity != "note"]
+def _to_act_on(findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.severity != "note"]
 
 
-def _details(comparison: Comparison, found: Groups) -> list[str]:
-    """Return the worst layers, the evidence of the findings, what to type next, and where workers diverge."""
-    lines = []
-    for number, finding in enumerate(_to_act_on(comparison)[:_FINDINGS], start=1):
-        lines += [f"{number}. {text}" for text in finding.detail[:1]]
-        lines += [f"{number}. next: {finding.next}"] if finding.next else []
-    lines += [*agreement_texts(comparison, found), *divergence_texts(comparison)][:_DIVERGENCES]
-    return folded("Layers by architecture, and details", lines, above=_layers(comparison))
+def _details(comparison: Comparison, found: Groups, findings: Sequence[Finding]) -> list[str]:
+    """Return the worst layers, the rest of the findings, where workers diverge, and what was not checked."""
+    lines = [*finding_lines(findings, _FINDINGS), *(text for _, text in alternative_path_texts(comparison))]
+    lines += [*agreement_texts(comparison, found), *divergence_texts(comparison)]
+    lines += not_checked_texts(comparison)
+    return folded("Layers by architecture, details, notes, and what was not checked", lines, above=_layers(comparison))
 
 
 def _layers(comparison: Comparison) -> list[str]:
@@ -186,7 +237,8 @@ def _layers(comparison: Comparison) -> list[str]:
     for one in worst:
         cells = [one.architectures.get(name) for name in names[:_ARCHITECTURES]]
         texts = ["" if cell is None else escaped(cell_figures(cell)) + _disagree(cell) for cell in cells]
-        lines.append(f"| {escaped(one.name)} | {' | '.join(texts)} |")
+        path = f" ({one.load_path})" if one.load_path != comparison.load_paths[0] else ""
+        lines.append(f"| {escaped(one.name + path)} | {' | '.join(texts)} |")
     return lines
 
 

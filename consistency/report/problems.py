@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from consistency.comparison.result import Comparison
 from consistency.comparison.suite import SuiteResult
+from consistency.report.findings import findings_of
 from consistency.report.sentences import sentence
 from consistency.report.text import clean
 
@@ -22,7 +23,7 @@ def problems(found: Comparison | SuiteResult) -> Iterator[str]:
                 yield clean(f"  {case.name}: {case.verdict}: {case.headline}")
         return
     yield clean(f"{found.verdict}: {sentence(found)}")
-    errors = [finding for finding in found.findings if finding.severity == "error"]
+    errors = [finding for finding in findings_of(found) if finding.severity == "error"]
     for number, finding in enumerate(errors[:_MOST_FINDINGS], start=1):
         if len(errors) > 1:  # otherwise the verdict has said it
             yield clean(f"  {number}  {finding.message}")

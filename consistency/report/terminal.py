@@ -11,9 +11,10 @@ from rich.text import Text
 from consistency.capture.wording import and_more, counted
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS, Stage
-from consistency.comparison.result import BAD, Comparison, TensorComparison
+from consistency.comparison.result import BAD, Comparison, Finding, TensorComparison
 from consistency.report.console import Writer, make_console, stripped
 from consistency.report.copy_matrix import write_matrices
+from consistency.report.findings import findings_of
 from consistency.report.formats import View
 from consistency.report.merging import merging_texts
 from consistency.report.sentences import (
@@ -23,6 +24,7 @@ from consistency.report.sentences import (
     command_text,
     divergence_texts,
     legend,
+    not_checked_texts,
     origin_texts,
     profile_texts,
     sentence,
@@ -55,7 +57,8 @@ def render(comparison: Comparison, view: View, console: Console | None = None) -
 
 def _write(write: Writer, comparison: Comparison, view: View) -> None:
     title(write, comparison, view)
-    write.findings(comparison.findings, most=None if view.verbose else _MOST_FINDINGS)
+    findings = findings_of(comparison, view.folder)
+    write.findings(findings, most=None if view.verbose else _MOST_FINDINGS)
     found = all_groups(comparison) if view.groups is None else view.groups
     write_groups(write, comparison, found)
     write_matrices(write, comparison.tensors)
@@ -69,25 +72,24 @@ def _write(write: Writer, comparison: Comparison, view: View) -> None:
         write.line(text)
         write.console.print()
     _layers(write, comparison, verbose=view.verbose)
-    write.notes(comparison.findings)
-    if comparison.not_looked_at:
-        write.line(f"not checked (level {comparison.level}): {', '.join(comparison.not_looked_at)}")
+    write.notes(findings)
+    for text in not_checked_texts(comparison):
+        write.line(text)
     if view.folder is not None:
         write.line(f"report and captures: {view.folder}")
-    _end(write, comparison, view)
+    _end(write, comparison, view, findings)
 
 
-def _end(write: Writer, comparison: Comparison, view: View) -> None:
+def _end(write: Writer, comparison: Comparison, view: View, findings: Sequence[Finding]) -> None:
     """Repeat the verdict and the first findings below a long report of something wrong."""
-    found = [finding for finding in comparison.findings if finding.severity == "error"]
+    found = [finding for finding in findings if finding.severity == "error"]
     if not found:
         return
     write.console.print()
     write.verdict(comparison.verdict, sentence(comparison))
     for number, finding in enumerate(found[:_LAST_FINDINGS], start=1):
         write.line(f"{number:<3}{finding.message}", hang=3, style="red")
-        if finding.next:
-            write.line(f"next: {finding.next}", indent=5)
+        write.next_step(finding)
     rest = and_more(len(found) - _LAST_FINDINGS, "finding")
     where = " above" if view.folder is None else f" above, and in {Path(view.folder, 'report.md')} and report.html"
     write.line(f"{f'{rest}; details' if rest else 'details'}{where}", style="dim")

@@ -20,7 +20,7 @@ CAPTURES = "captures"
 def write_reports(comparison: Comparison, out: Path | None, *, schema: int | None = None) -> None:
     """Write the files of a report to a folder; `schema` is that of `report.json` (`View`)."""
     if out is not None:
-        view = View(schema=schema, elapsed_s=comparison.elapsed_s, groups=all_groups(comparison))
+        view = View(schema=schema, elapsed_s=comparison.elapsed_s, folder=str(out), groups=all_groups(comparison))
         for row in formats(Chosen.OUT):
             write_whole(out / row.name, row.render(comparison, view))
 

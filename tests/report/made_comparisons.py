@@ -131,7 +131,7 @@ def four_architectures(*, wrong: str = "Hopper sm_90:1") -> Comparison:
         share = 3.25 if bad else 0.1 + place / 100
         status: Status = "outside" if bad else "within"
         return Row(worker=name, reference="float64", status=status, max_abs=Real(share * 2e-5), allowed=Real(2e-5),
-                   bound_ratio=Real(share), max_ulp=12)  # fmt: skip
+                   bound_ratio=Real(share), max_ulp=12, worst_index=(1, 2) if bad else None)  # fmt: skip
 
     tensors = [
         TensorComparison(

@@ -1,8 +1,9 @@
-"""The report as a pipe, or a terminal of some width, gets it."""
+"""The report as a pipe, or a terminal of some width, gets it, and what a tracker shows of it."""
 
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 from consistency.comparison.result import Comparison
@@ -15,3 +16,8 @@ def printed(found: Comparison, *, width: int | None = None, **options: Any) -> s
     console = make_console(io.StringIO())
     console.width = width or console.width
     return b"".join(render(found, View(**options), console)).decode("utf-8")
+
+
+def visible(markdown: str) -> list[str]:
+    """Return the lines that are not folded."""
+    return re.sub("<details>.*?</details>", "", markdown, flags=re.DOTALL).splitlines()

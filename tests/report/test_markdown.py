@@ -5,11 +5,13 @@ from __future__ import annotations
 import html
 import re
 
+import msgspec
 import pytest
 from markdown_it import MarkdownIt
 
 from consistency.comparison.result import Divergence, Finding
-from consistency.report.markdown import MOST_LINES, as_markdown, escaped
+from consistency.report.formats import View
+from consistency.report.markdown import MOST_CHARACTERS, MOST_LINES, as_markdown, escaped
 from tests.conftest import FinishedRun
 from tests.report.made_comparisons import (
     ALL,
@@ -23,12 +25,29 @@ from tests.report.made_comparisons import (
     tensor,
     worker,
 )
+from tests.report.printed import visible
 
 NASTY = (
     "a | b", "*x* _y_ ~~z~~ `c`", "[text](https://e.xample)", "<b>x</b>", "https://e.xample/x", "www.e.xample", "&amp;",
     "![i](x)", "a\\|b\\", "$x^2$", "# title", "- item", "1. item", "```\nout", "[[wiki]]", "<!-- x", "| x |\n|---|",
     "> quote", "a: ==b==", HOSTILE,
 )  # fmt: skip
+
+
+def test_a_finding_says_by_how_much_against_what_and_what_to_type() -> None:
+    found = four_architectures()
+    (finding,) = found.findings
+    names = tuple(tensor.name for tensor in found.tensors)
+    found = msgspec.structs.replace(found, findings=(msgspec.structs.replace(finding, tensors=names),))
+    text = as_markdown(found, View(folder="my run"))
+    assert (
+        "against float64 on the CPU in 1 layer; "
+        "worst model.layers.1.self\\_attn.k\\_proj.weight\\[1, 2\\]: off by 6.5e-05, allowed 2e-05\\\n"
+        "   Next: `consistency reproduce 'my run' --finding 1 --out repro`\n"
+    ) in text
+    assert "consistency reproduce" not in as_markdown(found), "without a folder there are no captures"
+    elsewhere = msgspec.structs.replace(found, captures=("/elsewhere",))
+    assert "consistency reproduce" not in as_markdown(elsewhere, View(folder="my run"))
 
 
 def rendered(text: str) -> str:
@@ -54,12 +73,12 @@ def test_nobody_is_called_and_nothing_linked() -> None:
 
 
 @pytest.mark.parametrize("make", [faulty, hostile, lambda: computed_apart(50, 200)])
-def test_below_sixty_lines(make: object) -> None:
+def test_a_screen_is_visible(make: object) -> None:
     assert callable(make)
-    assert 10 < len(as_markdown(make()).splitlines()) <= MOST_LINES
+    assert 10 < len(visible(as_markdown(make()))) <= MOST_LINES
 
 
-def test_below_sixty_lines_whatever_was_found() -> None:
+def test_a_screen_is_visible_and_a_tracker_takes_all_of_it_whatever_was_found() -> None:
     names = [f"cuda:{n}" for n in range(40)]
     workers = tuple(worker(name, environment={"torch": name}, driver=name) for name in names)
     tensors = [
@@ -79,9 +98,10 @@ def test_below_sixty_lines_whatever_was_found() -> None:
             tensors, verdict="inconsistent", workers=workers, findings=findings, simulated=True, first_divergence=parts
         )
     )
-    assert len(text.splitlines()) == MOST_LINES
-    assert max(map(len, text.splitlines())) < 2000
-    assert len(text) < 20_000
+    assert len(visible(text)) <= MOST_LINES
+    assert max(map(len, visible(text))) < 2000
+    assert 20_000 < len(text) < MOST_CHARACTERS
+    assert re.search("\nand [0-9]+ more lines: report.json has them all\n", text)
 
 
 def test_what_it_says() -> None:
@@ -89,9 +109,10 @@ def test_what_it_says() -> None:
     assert text.startswith("**INCONSISTENT** adapter · cuda:1 · zeros in 3 of 3 lora\\_B tensors\n")
     assert "| Ampere sm\\_86 | cuda:1 | = | ✗ 3/3 | ≤ 0.30 |" in text
     assert "1. ✗ **zeros** adapter · cuda:1" in text
-    assert "1. next: consistency run --devices cpu,cuda:1" in text
+    assert "\\\n   Next: `consistency run --devices cpu,cuda:1`\n" in text
     assert text.count("<details>") == text.count("</details>") == 2
-    assert "forward was skipped" not in text
+    assert "\nnote: forward was skipped\n" in text
+    assert "\nnot checked (level standard): a second run\n" in text
     assert "SIMULATED" not in text
     assert "SIMULATED DEVICES" in as_markdown(comparison([tensor([ALL])], simulated=True))
 
@@ -130,7 +151,8 @@ def test_hostile_names_stay_text() -> None:
 
 
 def test_a_run_leaves_it(finished_run: FinishedRun) -> None:
-    lines = (finished_run.folder / "report.md").read_text().splitlines()
+    text = (finished_run.folder / "report.md").read_text()
+    lines = text.splitlines()
     assert lines[0].startswith("**CONSISTENT**")
-    assert len(lines) <= MOST_LINES
+    assert len(visible(text)) <= MOST_LINES
     assert any(line.startswith("PyTorch version: 2.") for line in lines)

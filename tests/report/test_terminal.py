@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import msgspec
@@ -16,11 +17,12 @@ from consistency.comparison.result import (
     Finding,
     Status,
 )
+from consistency.report.console import PIPE_WIDTH, make_console
 from consistency.report.html import as_html
 from consistency.report.markdown import as_markdown
 from consistency.report.sentences import sentence
 from consistency.report.text import clean
-from tests.report.made_comparisons import ALL, comparison, tensor, worker
+from tests.report.made_comparisons import ALL, comparison, faulty, tensor, worker
 from tests.report.printed import printed
 
 
@@ -264,3 +266,22 @@ def test_every_worker_of_a_line_is_named_or_counted(names: list[str], width: int
     assert all(count > 0 for count in counts)
     if counts and width == 200:
         assert counts[0] < len(names)
+
+
+@pytest.mark.parametrize("width", [80, None])
+def test_a_command_to_type_is_one_line_at_any_width(width: int | None) -> None:
+    command = "consistency run --base ./a-model --adapter ./an-adapter --stages merged --devices cpu,cuda:1 --repeat 2"
+    (finding, note) = faulty().findings
+    found = msgspec.structs.replace(faulty(), findings=(msgspec.structs.replace(finding, next=command), note))
+    lines = printed(found, width=width).splitlines()
+    assert lines.count(f"     next: {command}") == 2, "with the finding, and at the end"
+    lines = printed(found, width=width, folder="a folder").splitlines()
+    assert f"     again: {command}" in lines
+    assert lines.count("     next: consistency reproduce 'a folder' --finding 1 --out repro") == 2
+
+
+def test_a_pipe_is_as_wide_as_it_is_asked_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert make_console(io.StringIO()).width == PIPE_WIDTH
+    monkeypatch.setenv("COLUMNS", "90")
+    assert make_console(io.StringIO()).width == 90

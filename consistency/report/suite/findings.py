@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import PurePath
 
 from consistency.capture.wording import some
-from consistency.comparison.findings.causes import NO_COUNTERPART
-from consistency.comparison.history.drift import DRIFT
 from consistency.comparison.result import Finding
 from consistency.comparison.suite import SuiteFinding, SuiteResult, common_findings
+from consistency.report.findings import reproduce_command
 
 
 def findings_of(suite: SuiteResult, folder: str | None) -> list[Finding]:
@@ -34,13 +32,8 @@ def shown_finding(found: SuiteFinding, suite: SuiteResult, folder: str | None) -
 
 
 def _next(found: SuiteFinding, suite: SuiteResult, folder: str | None) -> str | None:
-    """Return the command that shows the finding in its first case, or else what the finding says itself.
-
-    Without tensors there is nothing to reproduce, nor of tensors that are missing; the bits of an earlier run, from
-    which a device drifted, are kept nowhere.
-    """
-    has_evidence = found.tensors and found.numbers[0] and found.kind not in (DRIFT, *NO_COUNTERPART)
-    if folder is None or not has_evidence or found.severity == "note":
+    """Return the command that shows the finding in its first case, or else what the finding says itself."""
+    if folder is None or not found.is_reproducible:
         return found.next
     home = next(case.folder for case in suite.cases if case.name == found.cases[0])
-    return f"consistency reproduce {shlex.quote(str(PurePath(folder, home)))} --finding {found.numbers[0]} --out repro"
+    return reproduce_command(str(PurePath(folder, home)), found.numbers[0])

@@ -1,21 +1,21 @@
-"""`suite.md`: a suite to paste into an issue, below 60 lines for any number of cases."""
+"""`suite.md`: a suite to paste into an issue: a screen for any number of cases, and the rest folded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from consistency.capture.version import __version__
-from consistency.comparison.result import PLANTED, Finding
+from consistency.comparison.result import PLANTED
 from consistency.comparison.suite import SuiteResult
 from consistency.report.formats import View
-from consistency.report.markdown import escaped, fence, folded, numbered
+from consistency.report.markdown import escaped, fence, finding_lines, folded, numbered
 from consistency.report.merging import MERGING
 from consistency.report.sentences import cell_text
 from consistency.report.suite.findings import findings_of
 from consistency.report.suite.table import case_lines, columns, seconds, suite_facts, suite_origin
 from consistency.report.text import one_line
 
-_CASES, _FINDINGS, _DETAILS = 20, 6, 2
+_CASES, _FINDINGS = 20, 6
 
 
 def render(suite: SuiteResult, view: View) -> Iterator[bytes]:
@@ -27,8 +27,15 @@ def suite_as_markdown(suite: SuiteResult, folder: str | None = None) -> str:
     """Return the suite in GitHub's Markdown; `folder` is where the reports of the cases are."""
     found = findings_of(suite, folder)
     acted_on = [finding for finding in found if finding.severity != "note"]
+    left = [*finding_lines(found, _FINDINGS)]
+    left += [f"not checked: {', '.join(suite.not_looked_at)}"] if suite.not_looked_at else []
     planted = [finding.message for finding in found if finding.kind == PLANTED]
-    lines = [*_head(suite, planted), *numbered(acted_on, _FINDINGS), *_table(suite), *_details(acted_on)]
+    lines = [
+        *_head(suite, planted),
+        *numbered(acted_on, _FINDINGS),
+        *_table(suite),
+        *folded("Details, notes, and what was not checked", left),
+    ]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -59,11 +66,3 @@ def _table(suite: SuiteResult) -> Iterator[str]:
         marks = [f"{cell.mark} {escaped(cell.text)}".rstrip() for cell in texts]
         marks += [escaped(line.merging)] if merges else []
         yield f"| {' | '.join([escaped(line.label), line.verdict, *marks, seconds(line.elapsed_s)])} |"
-
-
-def _details(found: list[Finding]) -> list[str]:
-    lines = []
-    for number, finding in enumerate(found[:_FINDINGS], start=1):
-        lines += [f"{number}. {text.strip()}" for text in finding.detail[:_DETAILS]]
-        lines += [f"{number}. next: {finding.next}"] if finding.next else []
-    return folded("Details", lines) if lines else []

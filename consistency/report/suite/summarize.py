@@ -9,6 +9,7 @@ from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
 from consistency.comparison.rows import Workers
 from consistency.comparison.suite import CaseFinding, CaseResult, CaseStage, CaseWorker
 from consistency.numerics.real import Real
+from consistency.report.findings import findings_of, reproducible
 from consistency.report.sentences import sentence
 from consistency.report.summary import badness, is_larger, stages
 
@@ -61,7 +62,8 @@ def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) 
 
 
 def _findings(comparison: Comparison) -> Iterator[CaseFinding]:
-    for number, finding in enumerate(comparison.findings, start=1):
+    shown_again = reproducible(comparison)
+    for number, finding in enumerate(findings_of(comparison), start=1):
         yield CaseFinding(
             number=number,
             kind=finding.kind,
@@ -71,6 +73,7 @@ def _findings(comparison: Comparison) -> Iterator[CaseFinding]:
             workers=finding.workers,
             stages=tuple(dict.fromkeys(name.partition("::")[0] for name in finding.tensors)),
             tensors=len(finding.tensors),
+            is_reproducible=number in shown_again,
             detail=finding.detail[:_MOST_DETAILS],
             next=finding.next,
         )

@@ -8,6 +8,7 @@ import pytest
 
 from consistency.report.suite.markdown import suite_as_markdown
 from tests.report.made_comparisons import HOSTILE, hostile
+from tests.report.printed import visible
 from tests.report.suite.made_suites import case, good, many, suite, zeros
 
 
@@ -17,15 +18,15 @@ def test_what_it_says() -> None:
     assert "1. ✗ **zeros** case bob · adapter · cuda:1 · zeros" in text
     assert "| bob | inconsistent | ✗ 3/3 | – | 1.5 s |" in text
     assert "| alice | consistent | = | ≤ 0.31 | 1.5 s |" in text
-    assert "1. next: consistency reproduce run/cases/bob --finding 1 --out repro" in text
+    assert "\\\n   Next: `consistency reproduce run/cases/bob --finding 1 --out repro`\n" in text
 
 
 @pytest.mark.parametrize("count", [1, 19, 20, 21, 300])
-def test_below_sixty_lines_for_any_number_of_cases(count: int) -> None:
+def test_a_screen_is_visible_for_any_number_of_cases(count: int) -> None:
     cases = [case(f"{i}", zeros(1 + i)) if i % 2 else case(f"{i}", hostile()) for i in range(min(count, 40))]
     cases += [case(f"more-{i}", good()) for i in range(count - len(cases))]
-    assert len(suite_as_markdown(suite(*cases), "run").splitlines()) < 60
-    assert len(suite_as_markdown(many(), "run").splitlines()) < 60
+    assert len(visible(suite_as_markdown(suite(*cases), "run"))) < 60
+    assert len(visible(suite_as_markdown(many(), "run"))) < 60
 
 
 def test_hostile_names_stay_text() -> None:

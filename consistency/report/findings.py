@@ -1,0 +1,104 @@
+"""The findings of a run as every format shows them: with the worst element, and the commands that show it again."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from consistency.capture.wording import counted
+from consistency.case.stages import Stage
+from consistency.comparison.history.drift import DRIFT
+from consistency.comparison.layers import difference_of
+from consistency.comparison.result import Comparison, Finding, Row, TensorComparison
+from consistency.numerics.rules import Rule
+from consistency.report.summary import badness
+
+AGAIN = "again: "
+"""How a detail begins that is the command which repeats the check."""
+
+_COMMAND = "consistency "
+
+_MEASURED = frozenset({Rule.BOUND, Rule.RELATIVE, Rule.USER})
+_REFERENCES = {"float64": "float64 on the CPU", "file": "the file"}
+
+_Hits = Sequence[tuple[TensorComparison, Row]]
+
+
+def findings_of(comparison: Comparison, folder: str | None = None) -> list[Finding]:
+    """Return the findings in their order; `folder` holds the report and its captures, for the commands."""
+    beside = None if comparison.captures else folder
+    return [_shown(finding, number, hits, beside) for number, (finding, hits) in enumerate(_with_hits(comparison), 1)]
+
+
+def reproducible(comparison: Comparison) -> frozenset[int]:
+    """Return the numbers of the findings of which a capture beside the report has a tensor."""
+    found = _with_hits(comparison) if not comparison.captures else ()
+    return frozenset(number for number, (finding, hits) in enumerate(found, 1) if _is_reproducible(finding, hits))
+
+
+def is_command(text: str) -> bool:
+    """Return whether a next step is a command to type, which no format may break or cut."""
+    return text.startswith(_COMMAND)
+
+
+def reproduce_command(folder: str, number: int) -> str:
+    """Return the command that shows a finding of a report again."""
+    return f"consistency reproduce {shlex.quote(folder)} --finding {number} --out repro"
+
+
+def _with_hits(comparison: Comparison) -> Iterator[tuple[Finding, _Hits]]:
+    named = {name for finding in comparison.findings for name in finding.tensors}
+    tensors: dict[str, list[TensorComparison]] = {}
+    for tensor in comparison.tensors:
+        if tensor.name in named:
+            tensors.setdefault(tensor.name, []).append(tensor)
+    for finding in comparison.findings:
+        yield finding, _hits(finding, tensors)
+
+
+def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None) -> Finding:
+    detail = (*_worst(hits), *finding.detail)
+    if folder is None or not _is_reproducible(finding, hits):
+        return msgspec.structs.replace(finding, detail=detail)
+    again = [f"{AGAIN}{finding.next}"] if finding.next and is_command(finding.next) else []
+    return msgspec.structs.replace(finding, detail=(*detail, *again), next=reproduce_command(folder, number))
+
+
+def _is_reproducible(finding: Finding, hits: _Hits) -> bool:
+    """Return whether a tensor was stored that is wrong element by element: a drift's earlier bits are kept nowhere."""
+    if finding.severity == "note" or finding.kind == DRIFT:
+        return False
+    return any(row.worst_index is not None or tensor.stage == Stage.TRANSFER for tensor, row in hits)
+
+
+def _hits(finding: Finding, tensors: Mapping[str, Sequence[TensorComparison]]) -> _Hits:
+    """Return the rows that are outside, of the finding's tensors and workers on its load paths."""
+    workers = frozenset(finding.workers)
+    return [
+        (tensor, row)
+        for name in dict.fromkeys(finding.tensors)
+        for tensor in tensors.get(name, ())
+        if not finding.load_paths or tensor.load_path in finding.load_paths
+        for row, of in tensor.groups
+        if row.status == "outside" and tensor.rule != Rule.LIMIT and not workers.isdisjoint(of)
+    ]
+
+
+def _worst(hits: _Hits) -> Iterator[str]:
+    """Yield a line: against what, by which factor, in how many layers, and the worst element with what was allowed."""
+    measured = [(tensor, row) for tensor, row in hits if tensor.rule in _MEASURED and row.max_abs is not None]
+    if not measured:
+        return
+    tensor, row = max(measured, key=lambda hit: badness(hit[1]))
+    factor = row.evidence.get("ratio")
+    reference = _REFERENCES.get(row.reference or "", row.reference)
+    times = f"{factor:.6g}× " if isinstance(factor, float) and math.isfinite(factor) else "against "
+    layers = counted(len({one.layer for one, _ in hits}), "layer")
+    where = f"{tensor.layer}.{tensor.tensor}" + (f"{list(row.worst_index)}" if row.worst_index is not None else "")
+    difference, allowed = difference_of(tensor.rule, row)
+    off = "" if difference is None else f": off by {float(difference):.2g}"
+    may = "" if allowed is None else f", allowed {float(allowed):.2g}"
+    yield f"{times}{reference} in {layers}; worst {where}{off}{may}"
