@@ -18,6 +18,7 @@ from consistency.case.engine_file import EngineFile
 from consistency.case.inference.outputs import check_files_of, read_outputs
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Edge, Options
+from consistency.case.recognition import name_of
 from consistency.case.stages import LEVELS, SPECS, Stage, requested
 from consistency.errors import InputError, UsageError, first_line, meant
 
@@ -277,5 +278,4 @@ def _device_map(text: str) -> str:
 
 def _case_name(base: str, *adapters: str | None) -> str:
     paths = [Path(text) for text in (base, *adapters) if text is not None]
-    names = [path.parent.name if path.name in ("base", "adapter") else path.name or str(path) for path in paths]
-    return " + ".join(dict.fromkeys(names))
+    return " + ".join(dict.fromkeys(map(name_of, paths)))

@@ -32,6 +32,7 @@ class _Format:
     todo: str
 
 
+_IN_CACHE = re.compile(r"(?:^|/)models--([^/]+)/snapshots/[^/]+/*$")
 _CONVERTED = "give the folder of safetensors that they were converted from"
 
 _FORMATS = (
@@ -270,3 +271,11 @@ def peft_methods() -> tuple[str, ...]:
                     values = [line.value for line in node.body if isinstance(line, ast.Assign)]
                     return tuple(str(one.value) for one in values if isinstance(one, ast.Constant))
     return ()
+
+
+def name_of(path: Path) -> str:
+    """Return what a folder is called: in the cache of a hub, whose folders are commits, the id of the model."""
+    in_cache = _IN_CACHE.search(path.as_posix())
+    if in_cache is not None:
+        return in_cache.group(1).replace("--", "/")
+    return (path.parent.name or path.name) if path.name in ("base", "adapter") else path.name or str(path)

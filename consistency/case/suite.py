@@ -31,6 +31,7 @@ from typing import Any
 from consistency.case.named_adapters import with_named_adapters
 from consistency.case.options import Edge, Options, Source
 from consistency.case.reading import layered, options_of, parse, read_table
+from consistency.case.recognition import name_of
 from consistency.errors import UsageError, meant
 
 SHARED = ("devices", "timeout", "stall", "threads")
@@ -205,7 +206,7 @@ def _expanded(layers: Sequence[_Layer], *, name: object) -> Iterator[Options]:
             options = layered(*of_layers, source=_source(layers))
             own = labels.get(str(adapter), "") if "adapter" in varied or name is None else ""
             parts = [str(name) if name is not None else "", own, dtype if "dtype" in varied else ""]
-            text = "-".join(part for part in parts if part) or _label(Path(options.base or "base"))
+            text = "-".join(part for part in parts if part) or name_of(Path(options.base or "base"))
             yield dataclasses.replace(options, name=text)
 
 
@@ -216,16 +217,12 @@ def _source(layers: Sequence[_Layer]) -> Source:
 
 def _labels(adapters: Sequence[str]) -> dict[str, str]:
     """Return a name for each adapter: that of its folder; where several have that, the path below all of them."""
-    names = {path: _label(Path(path)) for path in adapters}
+    names = {path: name_of(Path(path)) for path in adapters}
     if len(set(names.values())) == len(names):
         return names
     whole = {path: Path(path).expanduser().absolute() for path in adapters}
     above = os.path.commonpath(list(whole.values()))
     return {path: "-".join(one.relative_to(above).parts) for path, one in whole.items()}
-
-
-def _label(path: Path) -> str:
-    return (path.parent.name or path.name) if path.name in ("base", "adapter") else path.name or str(path)
 
 
 def _named_apart(cases: Sequence[Options]) -> tuple[Options, ...]:

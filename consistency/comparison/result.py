@@ -34,6 +34,9 @@ PLANTED = "planted"
 NOT_REPEATABLE = "not-repeatable"
 """Kind of the finding that the same computation gave different bits on the same device."""
 
+SKIPPED = "skipped"
+"""Kind of the note that checks of a stage were skipped, with the reason."""
+
 _WEIGHT: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
 
 BAD: frozenset[str] = frozenset({"outside", "missing", "unexpected"})

@@ -83,6 +83,8 @@ class CaseStage(msgspec.Struct, frozen=True, kw_only=True):
         Layer of the first tensor with a mismatch.
     workers : dict of str to str
         The worst status by worker.
+    elapsed_s : dict of str to float
+        Time by worker; that of a lost one is not known.
     """
 
     stage: str
@@ -93,6 +95,7 @@ class CaseStage(msgspec.Struct, frozen=True, kw_only=True):
     worst_worker: str | None = None
     first_bad: str | None = None
     workers: dict[str, Status] = {}
+    elapsed_s: dict[str, float] = {}
 
 
 class CaseWorker(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):

@@ -168,6 +168,9 @@ class Writer:
         for finding in findings:
             if finding.severity == "note":
                 self.line(f"note: {finding.message}")
+                for text in finding.detail:
+                    self.line(text, indent=8)
+                self.next_step(finding)
 
     def table(self, titles: Sequence[str], rows: Iterable[Sequence[str]], *, left_out: int) -> None:
         """Print a table; where it does not fit, each row as lines of its own, so that no name is broken."""

@@ -29,7 +29,7 @@ from consistency.launch.engine import Watcher
 from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault, Need
 from consistency.workflows import judging, pipeline, report_folder
 from consistency.workflows.plantable import Subject, expected_in, subject_of, why_not
-from consistency.workflows.suite import PlannedCase, SuitePlan, captured, worked_s
+from consistency.workflows.suite import PlannedCase, SuitePlan, captured, slowest_s
 
 HEALTHY = "no-fault"
 """Name of the run of a user's case without a fault."""
@@ -266,7 +266,7 @@ def drill(trials: Sequence[Trial], *, out: Path | None, watch: Watcher, replace:
                 raise captures.error
             read, unread = judging.read_captures(captures.captures)
             comparison = judging.compare_captures(read, unread=[*captures.lost, *unread])
-            comparison = made(comparison, worked_s(comparison))
+            comparison = made(comparison, slowest_s(comparison))
             trial = by_name[one.name]
             found[one.name] = _row(trial, comparison)
             if out is None:

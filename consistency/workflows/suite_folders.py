@@ -23,7 +23,7 @@ from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.report.suite.summarize import summarize
 from consistency.report.text import one_line
 from consistency.workflows import comparing, report_folder
-from consistency.workflows.suite import suite_output, worked_s, write_suite
+from consistency.workflows.suite import slowest_s, suite_output, write_suite
 
 _SUITE_FILE = "suite.json"
 
@@ -126,7 +126,7 @@ def _compare(
     if keep:
         (target / place).mkdir(parents=True, exist_ok=True)
         report_folder.write_reports(made(comparison), target / place)
-    return summarize(name, place, comparison, worked_s(comparison))
+    return summarize(name, place, comparison, slowest_s(comparison))
 
 
 def _not_comparable(place: str, having: Sequence[Path], folders: Sequence[Path]) -> CaptureError:

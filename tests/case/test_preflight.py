@@ -102,7 +102,15 @@ def test_relative_folders_become_absolute(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("base", "adapter", "name"),
-    [("a/base", "a/adapter", "a"), ("a/base", "b/adapter", "a + b"), ("a", None, "a"), ("x", "y", "x + y")],
+    [
+        ("a/base", "a/adapter", "a"),
+        ("a/base", "b/adapter", "a + b"),
+        ("a", None, "a"),
+        ("x", "y", "x + y"),
+        ("hub/models--org--my-base/snapshots/0e9e39f249a16976918f6564b8830bc894c89659", "y", "org/my-base + y"),
+        ("x", "models--org--my-lora/snapshots/0e9e39f", "x + org/my-lora"),
+        ("models--gpt2/snapshots/0", None, "gpt2"),
+    ],
 )
 def test_a_case_is_named_after_its_folders(base: str, adapter: str | None, name: str, tmp_path: Path) -> None:
     make_base(tmp_path / base)

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
+from consistency.capture.records import StageMemory
 from consistency.comparison.result import Comparison, Finding, Row, TensorComparison, WorkerSummary
 from consistency.report import github
 from consistency.report.formats import View
@@ -145,3 +147,38 @@ def test_what_a_baseline_accepts_fails_nothing() -> None:
     suite = as_junit(comparison(accepted, verdict="consistent"))
     assert cases(suite)["llama.adapter", "b"] == []
     assert suite.get("failures") == "0"
+
+
+def test_names_are_the_same_whatever_the_level() -> None:
+    quick, standard = (comparison(load_paths=paths) for paths in (("isolated",), ("isolated", "isolated+low-memory")))
+    assert cases(as_junit(quick)).keys() == cases(as_junit(standard)).keys()
+    other = msgspec.structs.replace(tensor("adapter", a="equal"), load_path="shared")
+    assert ("llama.adapter", "a (shared)") in cases(as_junit(comparison(tensors=(other,))))
+
+
+def test_a_test_case_has_the_time_of_its_stage() -> None:
+    memory = (StageMemory(stage="base", host_resident_bytes=1, host_peak_bytes=1, elapsed_s=2.5),)
+    suite = as_junit(comparison(workers=(worker("a", stage_memory=memory), worker("b"))))
+    times = {(c.get("classname"), c.get("name")): c.get("time") for c in suite.iter("testcase")}
+    assert times["llama.base", "a"] == "2.500"
+    assert times["llama.base", "b"] is None, "it is not known"
+
+
+def test_skipped_checks_are_skipped_and_say_why() -> None:
+    why = [
+        Finding(kind="skipped", severity="note", message=f"{stage} · skipped on a: {reason}", workers=("a",),
+                tensors=(f"{stage}::x.y",))
+        for stage, reason in (("memory", "one"), ("memory", "two"), ("forward", "three"))
+    ]  # fmt: skip
+    tensors = (tensor("memory", a="skipped", b="equal"), tensor("memory", a="equal"), tensor("forward", a="skipped"))
+    suite = as_junit(comparison(*why, verdict="consistent", tensors=tensors))
+    assert cases(suite) == {
+        ("llama.memory", "a"): [],
+        ("llama.memory", "b"): [],
+        ("llama.forward", "a"): ["skipped"],
+        ("llama.memory", "a: skipped checks"): ["skipped"],
+    }
+    assert [one.get("message") for one in suite.iter("skipped")] == [
+        "forward · skipped on a: three", "memory · skipped on a: one; memory · skipped on a: two"
+    ]  # fmt: skip
+    assert suite.get("skipped") == "2"

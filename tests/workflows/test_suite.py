@@ -20,6 +20,7 @@ from consistency.errors import CaptureError, UsageError
 from consistency.launch.process import WorkerProcess
 from consistency.workflows import suite
 from tests.conftest import Cli
+from tests.report.made_comparisons import comparison, worker
 
 SUITE_FILES = ["suite-status.json", "suite.html", "suite.json", "suite.md"]
 
@@ -56,6 +57,12 @@ def options_of(config: Path, **given: Any) -> SuiteOptions:
     found = gather_suite(config, given, Edge.COMMAND_LINE)
     assert found is not None
     return found
+
+
+def test_no_case_takes_longer_than_its_suite() -> None:
+    """Workers run side by side: the sum of their times exceeds that of the suite."""
+    workers = (worker("cpu", "x86-64", elapsed_s=3.0), worker("cuda:0", elapsed_s=2.5))
+    assert suite.slowest_s(comparison([], workers=workers)) == 3.0
 
 
 @dataclasses.dataclass

@@ -38,6 +38,7 @@ from consistency.comparison.result import (
     ENVIRONMENT,
     NOT_REPEATABLE,
     PLANTED,
+    SKIPPED,
     Finding,
     TensorComparison,
     in_order,
@@ -240,7 +241,7 @@ def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCompari
         by_worker, where = in_order_of(compared, skipping.names), list(names)
         what = counted(len(where), "check" if facts.issuperset(where) else "tensor")
         yield Finding(
-            kind="skipped",
+            kind=SKIPPED,
             severity="note",
             message=f"{stage} · {what} skipped on {some(by_worker)}: {reason}",
             general=f"{stage} · skipped on {some(by_worker)}: {reason}",

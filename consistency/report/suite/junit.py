@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
+from consistency.comparison.result import SKIPPED
 from consistency.comparison.suite import CaseFinding, CaseResult, SuiteResult
 from consistency.report.formats import View
-from consistency.report.junit import BLOCKED, ERRORS, NOT_COMPARED, add_case, add_result, complete, count, text_of
+from consistency.report.junit import (
+    BLOCKED,
+    ERRORS,
+    NOT_COMPARED,
+    add_case,
+    add_output,
+    add_result,
+    add_skipped,
+    complete,
+    count,
+    finding_lines,
+    text_of,
+)
 from consistency.report.sentences import profile_texts
 
 
@@ -29,29 +42,31 @@ def _suite(case: CaseResult) -> ElementTree.Element:
     name = text_of(f"consistency {case.name}")
     suite = ElementTree.Element("testsuite", name=name, time=f"{case.elapsed_s:.3f}")
     wrong = [finding for finding in case.findings if finding.severity == "error"]
+    told: list[CaseFinding] = []
     for stage in case.stages:
         for worker, status in stage.workers.items():
-            test = add_case(suite, f"{case.name}.{stage.stage}", worker)
+            test = add_case(suite, f"{case.name}.{stage.stage}", worker, stage.elapsed_s.get(worker))
             about = [finding for finding in wrong if worker in finding.workers and stage.stage in finding.stages]
+            told += about
             if about:
-                add_result(test, "failure", about[0].message, about[0].kind, _lines(about))
+                add_result(test, "failure", about[0].message, about[0].kind, finding_lines(about))
             elif status == "blocked":
                 add_result(test, "error", BLOCKED, "blocked")
             elif status == "skipped":
                 add_result(test, "skipped", NOT_COMPARED)
+    add_skipped(suite, case.name, ((f, f.stages) for f in case.findings if f.kind == SKIPPED))
     for lost in (worker for worker in case.workers if worker.status != "ok"):
-        add_result(add_case(suite, case.name, lost.name), "error", lost.reason or lost.status, lost.status)
-    for finding in (f for f in wrong if not f.stages and f.kind not in ERRORS):
+        about = [finding for finding in wrong if finding.kind in ERRORS and lost.name in finding.workers]
+        test = add_case(suite, case.name, lost.name)
+        add_result(test, "error", lost.reason or lost.status, lost.status, finding_lines(about))
+        told += about
+    for finding in (finding for finding in wrong if finding not in told):
         test = add_case(suite, case.name, finding.kind)
-        add_result(test, "failure", finding.message, finding.kind, _lines([finding]))
+        add_result(test, "failure", finding.message, finding.kind, finding_lines([finding]))
     if case.error is not None:
         add_result(add_case(suite, case.name, "input"), "error", case.headline, "input", [case.error])
     simulated = any(worker.simulated for worker in case.workers)
     complete(suite, simulated=simulated, profile=" ".join(profile_texts(case)))
+    left = [f"not checked (level {case.level}): {', '.join(case.not_looked_at)}"] if case.not_looked_at else []
+    add_output(suite, [f for f in case.findings if f.severity != "error"], left)
     return suite
-
-
-def _lines(findings: list[CaseFinding]) -> Iterator[str]:
-    for finding in findings:
-        yield finding.message
-        yield from (f"  {line}" for line in finding.detail)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from consistency.comparison.by_worker import worst_ratios
-from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
+from consistency.comparison.result import BAD, Comparison, Row, TensorComparison, WorkerSummary
 from consistency.comparison.rows import Workers
 from consistency.comparison.suite import CaseFinding, CaseResult, CaseStage, CaseWorker
 from consistency.numerics.real import Real
@@ -26,7 +26,7 @@ def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) 
     folder : str
         Of its report, relative to the suite's: `cases/NAME`.
     elapsed_s : float
-        What the case took of all workers' time.
+        Of the worker that took longest.
     """
     by_stage: dict[str, list[TensorComparison]] = {stage: [] for stage in stages(comparison)}
     for tensor in comparison.tensors:
@@ -44,7 +44,7 @@ def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) 
         settings=comparison.settings,
         elapsed_s=elapsed_s,
         findings=tuple(_findings(comparison)),
-        stages=tuple(_stage(stage, tensors) for stage, tensors in by_stage.items()),
+        stages=tuple(_stage(stage, tensors, comparison.workers) for stage, tensors in by_stage.items()),
         workers=tuple(
             CaseWorker(
                 name=worker.name, load_path=worker.load_path, architecture=worker.architecture, model=worker.model,
@@ -79,8 +79,8 @@ def _findings(comparison: Comparison) -> Iterator[CaseFinding]:
         )
 
 
-def _stage(stage: str, tensors: list[TensorComparison]) -> CaseStage:
-    """Return a stage's worst status, and its worst ratio with its place."""
+def _stage(stage: str, tensors: Sequence[TensorComparison], timed: Sequence[WorkerSummary]) -> CaseStage:
+    """Return a stage's worst status, its worst ratio with its place, and its times."""
     counts: dict[str, int] = {}
     worst: dict[int, tuple[Workers, Row]] = {}
     worst_ratio, place, worker, first_bad = None, None, None, None
@@ -106,7 +106,18 @@ def _stage(stage: str, tensors: list[TensorComparison]) -> CaseStage:
         worst_worker=worker,
         first_bad=first_bad,
         workers={name: row.status for name, row in of_workers.items()},
+        elapsed_s=_times(stage, timed),
     )
+
+
+def _times(stage: str, workers: Sequence[WorkerSummary]) -> dict[str, float]:
+    """Return the time of a stage by worker, on all of its load paths."""
+    found: dict[str, float] = {}
+    for worker in workers:
+        for one in worker.stage_memory:
+            if one.stage == stage and one.elapsed_s is not None:
+                found[worker.name] = found.get(worker.name, 0.0) + one.elapsed_s
+    return found
 
 
 def _badness(row: Row) -> tuple[bool, tuple[int, float]]:
