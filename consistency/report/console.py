@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from consistency.capture.wording import and_more
-from consistency.comparison.result import Finding
+from consistency.comparison.result import Finding, Severity
 from consistency.comparison.suite import SuiteVerdict
 from consistency.report.findings import AGAIN, is_command
 from consistency.report.text import clean, one_line
@@ -26,6 +26,9 @@ PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow
 
 _STYLES: dict[SuiteVerdict, str] = {
     "consistent": "bold green", "inconsistent": "bold red", "incomplete": "bold yellow", "unchecked": "bold yellow"
+}  # fmt: skip
+_SEVERITIES: dict[Severity, tuple[str, str]] = {
+    "error": ("red", ""), "warning": ("yellow", "warning: "), "note": ("", "note: ")
 }  # fmt: skip
 _PLAIN = str.maketrans({"·": "-", "×": "x", "–": "-", "…": "...", "→": "->", "✗": "x", "≤": "<=", "≠": "!="})
 """Replacements where the output's encoding lacks a character."""
@@ -144,14 +147,21 @@ class Writer:
         """Write what to act on, at most `most` of it."""
         chosen = [finding for finding in findings if finding.severity != "note"]
         for number, finding in enumerate(chosen[:most], start=1):
-            style, label = ("red", "") if finding.severity == "error" else ("yellow", "warning: ")
-            self.line(f"{number:<3}{label}{finding.message}", hang=3, style=style)
-            for text in finding.detail:
-                self.step(text) if text.startswith(AGAIN) else self.line(text, indent=5)
-            self.next_step(finding)
-            self.console.print()
+            self.finding(finding, number)
         if most is not None and (rest := and_more(len(chosen) - most, "finding")):
             self.line(f"{rest}: -v shows all")
+
+    def finding(self, finding: Finding, number: int) -> None:
+        """Write a finding with its evidence and what to do next."""
+        style, label = _SEVERITIES[finding.severity]
+        self.line(f"{number:<3}{label}{finding.message}", hang=3, style=style)
+        for text in finding.detail:
+            if text.startswith(AGAIN):
+                self.step(text)
+            else:
+                self.line(text, indent=5)
+        self.next_step(finding)
+        self.console.print()
 
     def next_step(self, finding: Finding) -> None:
         """Write what to do next, if anything."""

@@ -55,6 +55,23 @@ def render(comparison: Comparison, view: View, console: Console | None = None) -
     yield stripped(captured.get(), console)
 
 
+def render_finding(finding: Finding, number: int, console: Console | None = None) -> Iterator[bytes]:
+    """Yield one finding with all of its evidence and the names of its tensors."""
+    console = console or make_console()
+    with console.capture() as captured:
+        write = Writer(console)
+        write.finding(finding, number)
+        if finding.workers:
+            write.line(f"workers: {', '.join(finding.workers)}")
+        if finding.load_paths:
+            write.line(f"load paths: {', '.join(finding.load_paths)}")
+        if finding.tensors:
+            write.line(f"{counted(len(finding.tensors), 'tensor')}:")
+        for name in finding.tensors:
+            write.line(name, indent=5)
+    yield stripped(captured.get(), console)
+
+
 def _write(write: Writer, comparison: Comparison, view: View) -> None:
     title(write, comparison, view)
     findings = findings_of(comparison, view.folder)

@@ -8,13 +8,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from consistency.capture.folder import CASES
 from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.wording import some
 from consistency.comparison.result import Comparison, Finding, WorkerSummary
+from consistency.comparison.suite import SuiteResult
 from consistency.errors import UsageError
 from consistency.report.fleet.read import named, with_names
 from consistency.report.json import SCHEMA, SCHEMAS, read
 from consistency.report.redaction import Redaction, redaction_of
 from consistency.report.runs import REPORT, SUITE, latest_run
+
+_MOST_FOLDERS = 8  # named where there is no report, but below
 
 
 class ReportHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +72,14 @@ def read_comparison(path: Path) -> tuple[Comparison, Path]:
     return _tried(lambda: read(content), file), file.parent
 
 
+def read_suite(path: Path) -> tuple[SuiteResult, Path] | None:
+    """Return the suite of a folder, or of the folder of dated runs, and its folder; None where there is none."""
+    file = latest_run(path) / SUITE if path.is_dir() else path
+    if file.name != SUITE or (file.parent / REPORT).exists() or not file.exists():
+        return None
+    return _decoded(_bytes(file), SuiteResult, file), file.parent
+
+
 def read_redacted(path: Path) -> tuple[Comparison, Redaction]:
     """Read the comparison without what names people and machines, and return what took that out."""
     content, file = _content(path)
@@ -94,13 +107,19 @@ def redaction_for(path: Path, texts: Iterable[str]) -> Redaction:
 
 def _content(path: Path) -> tuple[bytes, Path]:
     file = latest_run(path) / REPORT if path.is_dir() else path
+    if file.exists():
+        return _bytes(file), file
+    if (file.parent / SUITE).exists():
+        hint = f"this is a suite: give the folder of a case, {file.parent / CASES / 'NAME'}"
+    else:
+        below = sorted(str(one.parent) for one in path.glob(f"*/{REPORT}"))
+        hint = f"there are reports in {some(below, _MOST_FOLDERS)}" if below else None
+    raise UsageError("no report here", where=path, wanted=f"{REPORT}, or the --out folder of a run", hint=hint)
+
+
+def _bytes(file: Path) -> bytes:
     try:
-        return file.read_bytes(), file
-    except FileNotFoundError:
-        is_suite = (file.parent / SUITE).exists()
-        hint = f"this is a suite: give the folder of a case, {file.parent / 'cases' / 'NAME'}" if is_suite else None
-        wanted = f"{REPORT}, or the --out folder of a run"
-        raise UsageError("no report here", where=path, wanted=wanted, hint=hint) from None
+        return file.read_bytes()
     except OSError as error:
         raise UsageError("cannot read the report", where=file, got=error) from None
 

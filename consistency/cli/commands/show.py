@@ -1,4 +1,4 @@
-"""`consistency show`: a report again, or its tolerances by layer and architecture."""
+"""`consistency show`: a report again, of a run or a suite, one finding of it, or its tolerances by layer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from consistency.cli.output import add_output_options, add_schema_option, print_json
+from consistency.report.text import clean
 
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
+    from consistency.comparison.suite import SuiteResult
 
 EXAMPLES = (
     ("the report of a run again", "consistency show run-1"),
     ("per layer and architecture, worst first", "consistency show run-1 --layers"),
+    ("one finding, with the names of its tensors", "consistency show run-1 --finding 1"),
+    ("the figures of all layers for a spreadsheet", "consistency show run-1 --csv > layers.csv"),
     ("files to attach to a public issue", "consistency show run-1 --redact --out run-1-public"),
     ("one kind of layer on one architecture", "consistency show run-1 --layers --layer '*.q_proj' --arch sm_90"),
 )
@@ -25,29 +29,35 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command("show", _show, "print a report again, or its tolerance report by layer and architecture",
                      EXAMPLES)  # fmt: skip
-    parser.add_argument("report", type=Path, metavar="DIR", help="the --out folder of a run, or its report.json")
+    parser.add_argument("report", type=Path, metavar="DIR",
+                        help="the --out folder of a run or a suite, or its report.json")  # fmt: skip
     parser.add_argument("--layers", action="store_true", help="per layer and architecture, worst first: the largest "
                         "difference, what was allowed, their ratio, ULP, and which devices agree")  # fmt: skip
-    parser.add_argument("--stage", metavar="STAGE[,STAGE]", default="", help="with --layers: these stages alone")
+    parser.add_argument("--csv", action="store_true", help="the same as CSV, every tensor with full figures")
+    parser.add_argument("--stage", metavar="STAGE[,STAGE]", default="", help="of --layers or --csv these stages alone")
     parser.add_argument("--layer", metavar="PATTERN", default="",
-                        help="with --layers: layers or tensors by shell pattern ('*.q_proj'), unfolded")  # fmt: skip
+                        help="of --layers or --csv layers or tensors by shell pattern ('*.q_proj')")  # fmt: skip
     parser.add_argument("--arch", metavar="NAME", default="",
-                        help="with --layers: architectures by part of their name, such as sm_90")  # fmt: skip
+                        help="of --layers or --csv architectures by part of their name, such as sm_90")  # fmt: skip
+    parser.add_argument("--finding", type=int, metavar="N", help="this finding alone, with all of its tensors")
     parser.add_argument("--redact", action="store_true", help="without paths, names of hosts and users, and ids of "
                         "devices: to be attached to a public issue")  # fmt: skip
     add_output_options(parser, "write report.json, report.html and report.md here instead of printing",
-                       json="print JSON: report.json, or with --layers its layers[]")  # fmt: skip
+                       json="print JSON: report.json or suite.json, with --layers its layers[], with --finding that "
+                       "finding")  # fmt: skip
     add_schema_option(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="every layer")
 
 
 def _show(parsed: argparse.Namespace) -> int:
-    from consistency.comparison.layers import LayerFilter, layers_of
     from consistency.errors import UsageError
-    from consistency.report import json, layers, terminal
+    from consistency.report import json, terminal
     from consistency.report.formats import View
-    from consistency.workflows.saved_report import read_comparison, read_redacted
+    from consistency.workflows.saved_report import read_comparison, read_redacted, read_suite
 
+    found = read_suite(parsed.report)
+    if found is not None:
+        return _show_suite(parsed, *found)
     if parsed.redact:
         comparison, redaction = read_redacted(parsed.report)
         folder = redaction.text(str(parsed.report.resolve()))
@@ -55,24 +65,79 @@ def _show(parsed: argparse.Namespace) -> int:
         comparison, read = read_comparison(parsed.report)
         folder = str(read)
     if parsed.out is not None:
-        if parsed.layers or parsed.json:
-            got = "--layers" if parsed.layers else "--json"
+        if chosen := _chosen(parsed):
+            got = " and ".join(chosen)
             raise UsageError("--out writes all forms of a report", got=got, hint="leave one of the two out")
         return _write(parsed, comparison)
-    if not parsed.layers:
-        if left := [f"--{name}" for name in ("stage", "layer", "arch") if getattr(parsed, name)]:
-            raise UsageError(f"{' and '.join(left)} without --layers", hint="consistency show DIR --layers")
-        view = View(schema=parsed.schema, verbose=parsed.verbose, folder=folder)
-        render = json.render if parsed.json else terminal.render
-        sys.stdout.buffer.writelines(render(comparison, view))
-        return 0
+    for one, other in (("--csv", "--json"), ("--layers", "--finding"), ("--csv", "--finding")):
+        if {one, other} <= {*_chosen(parsed)}:
+            raise UsageError("only one of them can be printed", got=f"{one} and {other}")
+    if parsed.layers or parsed.csv:
+        return _show_layers(parsed, comparison)
+    if left := [f"--{name}" for name in ("stage", "layer", "arch") if getattr(parsed, name)]:
+        raise UsageError(f"{' and '.join(left)} without --layers", hint="consistency show DIR --layers")
+    if parsed.finding is not None:
+        return _show_finding(parsed, comparison, folder)
+    view = View(schema=parsed.schema, verbose=parsed.verbose, folder=folder)
+    render = json.render if parsed.json else terminal.render
+    sys.stdout.buffer.writelines(render(comparison, view))
+    return 0
+
+
+def _chosen(parsed: argparse.Namespace) -> list[str]:
+    """Return the options given that choose a part of a report, or its form."""
+    names = ("layers", "csv", "finding", "json")
+    return [f"--{name}" for name in names if getattr(parsed, name) not in (None, False)]
+
+
+def _show_suite(parsed: argparse.Namespace, suite: SuiteResult, folder: Path) -> int:
+    """Print the report of a suite again, and where those of its cases are."""
+    from consistency.errors import UsageError
+    from consistency.report.formats import View
+    from consistency.report.suite import json, terminal
+
+    names = ("redact", "out", "layers", "csv", "finding", "stage", "layer", "arch", "schema")
+    if given := [f"--{name}" for name in names if getattr(parsed, name) not in (None, False, "")]:
+        hint = f"give the folder of a case, {folder / 'cases' / 'NAME'}"
+        raise UsageError(f"{' and '.join(given)} of a suite", where=folder, hint=hint)
+    render = json.render if parsed.json else terminal.render
+    sys.stdout.buffer.writelines(render(suite, View(folder=str(folder), verbose=parsed.verbose)))
+    if not parsed.json:
+        sys.stdout.buffer.writelines(f"  {clean(str(folder / case.folder))}\n".encode() for case in suite.cases)
+    return 0
+
+
+def _show_finding(parsed: argparse.Namespace, comparison: Comparison, folder: str) -> int:
+    from consistency.errors import UsageError
+    from consistency.report import terminal
+    from consistency.report.findings import findings_of
+
+    found = findings_of(comparison, folder)
+    if not 1 <= parsed.finding <= len(found):
+        wanted = f"1 to {len(found)}" if found else "a report with findings"
+        raise UsageError("no such finding", where="--finding", got=parsed.finding, wanted=wanted)
+    finding = found[parsed.finding - 1]
+    if parsed.json:
+        print_json(finding)
+    else:
+        sys.stdout.buffer.writelines(terminal.render_finding(finding, parsed.finding))
+    return 0
+
+
+def _show_layers(parsed: argparse.Namespace, comparison: Comparison) -> int:
+    from consistency.comparison.layers import LayerFilter, layers_of
+    from consistency.errors import UsageError
+    from consistency.report import layers, layers_csv
+
     stages = tuple(name.strip() for name in parsed.stage.split(",") if name.strip())
     _check("stage", stages, {tensor.stage for tensor in comparison.tensors})
     names = sorted(group.name for group in comparison.architectures)
     if not any(parsed.arch.casefold() in name.casefold() for name in names):
         raise UsageError("--arch names none of this report's", got=parsed.arch, wanted=", ".join(names))
     chosen = LayerFilter(stages=stages, pattern=parsed.layer, architecture=parsed.arch)
-    if parsed.json:
+    if parsed.csv:
+        sys.stdout.buffer.writelines(layers_csv.render(chosen.chosen(layers_of(comparison))))
+    elif parsed.json:
         print_json(list(chosen.chosen(layers_of(comparison))))
     else:
         sys.stdout.buffer.writelines(layers.render(comparison, chosen, verbose=parsed.verbose))
