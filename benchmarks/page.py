@@ -30,6 +30,7 @@ from typing import Any
 from consistency.comparison.result import ArchitectureGroup, Comparison, Finding, Row, TensorComparison, WorkerSummary
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
+from consistency.report.formats import View
 from consistency.report.html import as_html
 from consistency.report.markdown import as_markdown
 from consistency.report.summary import all_groups
@@ -65,10 +66,10 @@ def main() -> int:
         for tensors, devices, alike in sizes:
             found = made_up(tensors, devices, alike=alike)
             started = time.process_time()
-            by_load_path = all_groups(found)
+            view = View(groups=all_groups(found))
             page = Path(scratch) / "report.html"
-            page.write_text(as_html(found, by_load_path), encoding="utf-8")
-            text = as_markdown(found, by_load_path)
+            page.write_text(as_html(found, view), encoding="utf-8")
+            text = as_markdown(found, view)
             seconds = time.process_time() - started
             loads = "" if driver is None else f"{load_ms(driver, page):9.0f}"
             print(

@@ -161,7 +161,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         alone = [s for s in self.stages if SPECS[s].needs_adapter and s is not Stage.ADAPTERS]
         alone += [s for s in self.stages if s in (Stage.FORWARD, Stage.SHARDING)]
         others = " and ".join(one.name for one in self.adapters[1:])
-        found = [f"{others} in {', '.join(alone)} (of {self.adapters[0].name} alone)"] if others and alone else []
+        text = f"{', '.join(alone)} of {others} (checked for {self.adapters[0].name} only)" if others else ""
+        found = [text] if text and alone else []
         return [*found, *(["routing by create_arrow_model"] if Stage.ADAPTERS in self.stages else [])]
 
     def _cut(self) -> list[str]:

@@ -134,9 +134,7 @@ def _moved(
             subject, record, found.measure, status="outside", reference=reference.label, diagnosis=Word.RECOMPUTED,
             more=found.evidence,
         )  # fmt: skip
-    more: dict[str, Any] = {
-        "own_file": "holds its own file's bytes" if own_file else "does not hold its own file's bytes either"
-    }
+    more: dict[str, Any] = {"own_file": "matches its own file" if own_file else "does not match its own file either"}
     if found.measure is None and found.word is None:
         more["blocks"] = _differing_blocks(record.blocks, expected.blocks)
     row = _measured(

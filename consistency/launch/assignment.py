@@ -152,7 +152,7 @@ class Assignment:
         """Return which limit it exceeds, None while it exceeds none."""
         now = time.monotonic()
         if limits.timeout_s is not None and now - self.started > limits.timeout_s:
-            return f"took longer than {limits.timeout_s:g} s"
+            return f"exceeded --timeout {limits.timeout_s:g} s"
         if now - self.last_event_at > limits.stall_s:
             return f"gave no sign of life for {limits.stall_s:g} s"
         return None
@@ -170,7 +170,7 @@ class Assignment:
             number = -status
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             starved = number == signal.SIGKILL and _out_of_memory_kills() > self.out_of_memory_before
-            return self.lost(f"was killed by {name}" + (": out of memory, by the kernel" if starved else ""))
+            return self.lost(f"killed by {name}" + (": out of memory, by the kernel" if starved else ""))
         tail = self._read("log.txt").splitlines()[-1:]
         return self.lost(f"ended with exit status {status}" + "".join(f" ({line[:300]})" for line in tail))
 

@@ -30,7 +30,7 @@ _STYLES: dict[SuiteVerdict, str] = {
 _SEVERITIES: dict[Severity, tuple[str, str]] = {
     "error": ("red", ""), "warning": ("yellow", "warning: "), "note": ("", "note: ")
 }  # fmt: skip
-_PLAIN = str.maketrans({"·": "-", "×": "x", "–": "-", "…": "...", "→": "->", "✗": "x", "≤": "<=", "≠": "!="})
+_PLAIN = str.maketrans({"·": "-", "×": "x", "–": "-", "…": "...", "→": "->", "✗": "x", "≤": "<=", "≠": "!=", "″": '"'})
 """Replacements where the output's encoding lacks a character."""
 
 _TABLE_GAP = 3  # blanks between the columns of a table

@@ -157,8 +157,8 @@ def _write(
             _write_rows(write, shown, here)
         if left:
             equal = all(row.badness[0] <= 1 for row in left)
-            what = "block" if any(isinstance(row.shown, Block) for row in left) else "tensor"
-            count = counted(len(left), what if not shown else f"more {what}")
+            number = sum(len(row.shown.members) if isinstance(row.shown, Block) else 1 for row in left)
+            count = counted(number, "tensor" if not shown else "more tensor")
             write.line(f"{count}{': bitwise equal' if equal else ', none worse'}", style="dim")
         write.console.print()
     for text in LEGEND:

@@ -12,7 +12,7 @@ from consistency.numerics.real import Real
 MERGING = "merging"
 """Title of the column of a suite."""
 
-MERGING_LEGEND = f"{MERGING}: how far it moves the outputs, over what rounding W + ΔW alone must, and what to do"
+MERGING_LEGEND = f"{MERGING}: change of the outputs over what rounding W + ΔW makes unavoidable, and what to do"
 
 _MOST = 3  # lines of captures that differ in these figures
 
@@ -50,35 +50,37 @@ def merging_cell(found: Sequence[Merging]) -> str:
 def _figures(one: Merging) -> Iterator[str]:
     what = _what(one)
     if one.moved is None or one.must is None:
-        yield f"merging moves {what} by at most {figure(one.computed)} as computed in {one.dtype}"
+        yield f"merging changes {what} by at most {figure(one.computed)} as computed in {one.dtype}"
         if one.merged_error is not None:
             errors = f"the merged model by {figure(one.merged_error)}, the unmerged one by {figure(one.unmerged_error)}"
             yield f"float64 differs from {errors}"
         if one.left_out:
-            yield f"what rounding alone must do was not measured: {one.left_out}"
+            yield f"what rounding makes unavoidable was not measured: {one.left_out}"
         return
     if one.ratio is None:
-        yield f"merging in {one.dtype} does not move {what}"
+        yield f"merging in {one.dtype} does not change {what}"
         return
-    must = "the rounding of W + ΔW alone must move them"
-    times = f"{_times(float(one.ratio))} times what {must}" if float(one.must) else f"where {must} by 0"
-    yield f"merging in {one.dtype} moves {what} by at most {figure(one.moved)}, {times}"
+    times = f"{_times(float(one.ratio))}× what rounding W + ΔW makes unavoidable"
+    times = times if float(one.must) else "rounding W + ΔW makes none unavoidable"
+    yield f"merging in {one.dtype} changes {what} by at most {figure(one.moved)} ({times})"
 
 
 def _top1(one: Merging) -> str:
     if one.positions is None or one.top1_changed is None:
         return ""
-    unmerged = "" if one.top1_unmerged is None else f" (unmerged {one.dtype} against float64: {one.top1_unmerged})"
-    return f"top-1 changes in {one.top1_changed} of {one.positions} positions{unmerged}"
+    unmerged = f" (unmerged {one.dtype} against float64: {one.top1_unmerged})" if one.top1_unmerged else ""
+    if not one.top1_changed:
+        return f"no top-1 token changes in {one.positions} positions{unmerged}"
+    return f"the top-1 token changes in {one.top1_changed} of {one.positions} positions{unmerged}"
 
 
 def _in_float32(one: Merging) -> str:
-    return "" if one.float32 is None or one.ratio is None else f"float32 merge: {figure(one.float32)}"
+    return "" if one.float32 is None or one.ratio is None else f"merged in float32: {figure(one.float32)}"
 
 
 def _advice(one: Merging) -> str:
     keep = "merge in float32 and keep it, or do not merge"
-    anyway = f"computing in {one.dtype} moves them anyway ({figure(one.unmerged_error)})"
+    own = f"the forward pass's own {one.dtype} error ({figure(one.unmerged_error)})"
     match one.advice:
         case Advice.NOT_FINITE:
             return "the merged model is not finite: do not merge; safe_merge=True raises an error at the layer"
@@ -88,13 +90,13 @@ def _advice(one: Merging) -> str:
         case Advice.MERGE_IN_FLOAT32:
             return "the merge loses more than rounding does: convert base and adapter to float32, merge, and round once"
         case Advice.KEEP_FLOAT32 if drowns(one):
-            return f"the adapter itself moves them by {figure(one.adapter)}, no more than that rounding: {keep}"
+            return f"the adapter itself changes them by {figure(one.adapter)}, no more than that rounding: {keep}"
         case Advice.KEEP_FLOAT32 if one.dtype == "float32":
-            return f"this is rounding, and more than {anyway}: for the same answers, do not merge"
+            return f"this is rounding, but above {own}: for the same answers, do not merge"
         case Advice.KEEP_FLOAT32:
-            return f"this is rounding, and more than {anyway}: {keep}"
+            return f"this is rounding, but above {own}: {keep}"
         case Advice.MERGE if one.ratio is not None:
-            return f"less than {anyway}: merge"
+            return f"this is below {own}: merging is safe"
     return one.advice
 
 

@@ -67,7 +67,7 @@ def render(budget: Budget) -> str:
     if budget.refusal is not None:
         lines += ["", "  does not fit: this case would be refused", *_indented(clean(str(budget.refusal)))]
     elif not budget.changes:
-        lines += ["", "  fits: nothing is left out for lack of memory"]
+        lines += ["", "  fits in memory: nothing will be skipped for lack of it"]
     return "\n".join(lines) + "\n"
 
 
@@ -119,7 +119,7 @@ def _model(shape: Shape) -> Iterator[str]:
     if shape.elements:
         converted = f", {size(shape.converted_bytes)} of them converted" if shape.converted_bytes else ""
         yield (
-            f"base      {shape.elements / 1e9:.3g} B parameters, {size(shape.loaded_bytes)} in {shape.dtype}"
+            f"base      {_millions(shape.elements)} parameters, {size(shape.loaded_bytes)} in {shape.dtype}"
             f"{converted}; "
             f"{counted(shape.blocks, 'block')}, largest tensor {size(shape.largest_elements * shape.width)}"
         )
@@ -130,6 +130,13 @@ def _model(shape: Shape) -> Iterator[str]:
             f"adapter   {one_line(shape.method)}{rank} on {counted(len(shape.layers), 'layer')}, "
             f"{size(shape.adapter_bytes)}"
         )
+
+
+def _millions(count: int) -> str:
+    """Write a number of parameters: `206`, `0.206 M`, `8 B`."""
+    if count < 1000:
+        return str(count)
+    return f"{count / 1e9:.3g} B" if count >= 0.9995e9 else f"{count / 1e6:.3g} M"  # three digits of millions
 
 
 def _worker(worker: WorkerEstimate) -> Iterator[str]:

@@ -30,6 +30,7 @@ LEGEND = (
     ("outside", "✗", "mismatch (failed/total tensors, or first failing layer)"),
     ("blocked", "!", "could not be checked (such/all tensors)"),
     ("flagged", "≠", "within tolerance, but there is an error finding (drift, …)"),
+    ("elsewhere", "″", "checked in another case, for the whole host"),
     ("none", "–", "not checked"),
 )
 """Kind of a cell, its mark, and what it means."""
@@ -81,6 +82,8 @@ def cell_text(stage: str, cell: Cell | None) -> CellText:
     """Return the worst that workers saw in a stage."""
     if cell is None:
         return CellText(kind="none", mark="–", text="", spoken="not checked")
+    if cell.elsewhere and not cell.counts:
+        return CellText(kind="elsewhere", mark="″", text="", spoken=f"checked in case {one_line(cell.elsewhere)}")
     if cell.bad:
         place = f"from {one_line(cell.first_bad)}" if stage == Stage.FORWARD and cell.first_bad else ""
         spoken = f"mismatch in {cell.bad} of {cell.total} tensors {place}".rstrip()
@@ -106,7 +109,8 @@ def ratio_text(ratio: float) -> str:
 
 def facts(comparison: Comparison) -> list[str]:
     """Return what was checked, in a few words each."""
-    found = [comparison.dtype, counted(len(comparison.workers), "worker"), counted(len(comparison.tensors), "tensor")]
+    counts = [counted(len(comparison.workers), "worker"), counted(len(comparison.tensors), "tensor")]
+    found = [*dtype_texts(comparison), *counts]
     mains = [load_path for load_path in comparison.load_paths if not is_alternative(load_path)]
     sides = len(comparison.load_paths) - len(mains)
     found += [f"load paths {' and '.join(mains)}" if len(mains) > 1 else ""]
@@ -114,6 +118,11 @@ def facts(comparison: Comparison) -> list[str]:
     found += [] if comparison.elapsed_s is None else [f"{comparison.elapsed_s:.0f} s"]
     found += [f"level {comparison.level}", *profile_texts(comparison), *soak_texts(comparison)]
     return [text for text in found if text]
+
+
+def dtype_texts(comparison: Comparison) -> list[str]:
+    """Return the dtype of the model; a run without one has none."""
+    return [comparison.dtype] if comparison.dtype not in ("", "auto") else []
 
 
 def origin_texts(comparison: Comparison) -> list[str]:

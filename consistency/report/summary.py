@@ -39,6 +39,8 @@ class Cell:
         Place of that tensor among all.
     flag : str
         Kind of an error that is about the stage of this worker although no tensor has a mismatch: `drift`, …
+    elsewhere : str
+        The case of the suite in which the stage was checked for this one too: it is about the host alone.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -46,6 +48,7 @@ class Cell:
     first_bad: str | None = None
     first_place: int = 0
     flag: str = ""
+    elsewhere: str = ""
 
     @property
     def total(self) -> int:
@@ -170,6 +173,7 @@ def merged(many: Iterable[Mapping[str, Cell]]) -> dict[str, Cell]:
             for status, count in cell.counts.items():
                 into.counts[status] = into.counts.get(status, 0) + count
             into.flag = into.flag or cell.flag
+            into.elsewhere = into.elsewhere or cell.elsewhere
             into.take_ratio(cell.worst_ratio)
             if cell.first_bad is not None and (into.first_bad is None or cell.first_place < into.first_place):
                 into.first_bad, into.first_place = cell.first_bad, cell.first_place

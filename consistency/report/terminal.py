@@ -23,6 +23,7 @@ from consistency.report.sentences import (
     cell_text,
     command_text,
     divergence_texts,
+    dtype_texts,
     legend,
     not_checked_texts,
     origin_texts,
@@ -114,7 +115,7 @@ def _end(write: Writer, comparison: Comparison, view: View, findings: Sequence[F
 
 def title(write: Writer, comparison: Comparison, view: View) -> None:
     """Write what was compared, and the verdict."""
-    parts = ["consistency", comparison.case, comparison.dtype, counted(len(comparison.workers), "worker")]
+    parts = ["consistency", comparison.case, *dtype_texts(comparison), counted(len(comparison.workers), "worker")]
     if len(comparison.load_paths) > 1:
         parts.append(counted(len(comparison.load_paths), "load path"))
     parts += profile_texts(comparison)

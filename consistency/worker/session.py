@@ -96,7 +96,7 @@ class Session:
                     record_blocked(record, spec, self._left, raised=self._left)
                     continue
                 if spec.needs_adapter and case.adapter is None:
-                    _skip(record, spec, "the case has no adapter")
+                    _skip(record, spec, "no adapter was given")
                     continue
                 try:
                     self._run(spec, context or machine)

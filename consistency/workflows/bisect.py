@@ -66,7 +66,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """Return the answer as one sentence."""
         if not self.repeats:
-            return f"{self.tensor} on {self.worker} shows no difference when rerun unchanged: nothing to explain"
+            return f"{self.tensor} on {self.worker} matches when rerun with the same settings: nothing to bisect"
         if not self.explained_by:
             tried = len({change for trial in self.trials for change in trial.changes})
             return f"none of the {tried} settings explains {self.tensor} on {self.worker}, alone or together"

@@ -109,11 +109,11 @@ def _content(path: Path) -> tuple[bytes, Path]:
     file = latest_run(path) / REPORT if path.is_dir() else path
     if file.exists():
         return _bytes(file), file
+    hint = None
     if (file.parent / SUITE).exists():
         hint = f"this is a suite: give the folder of a case, {file.parent / CASES / 'NAME'}"
-    else:
-        below = sorted(str(one.parent) for one in path.glob(f"*/{REPORT}"))
-        hint = f"there are reports in {some(below, _MOST_FOLDERS)}" if below else None
+    elif below := sorted(str(one.parent) for one in path.glob(f"*/{REPORT}")):
+        hint = f"there are reports in {some(below, _MOST_FOLDERS)}"
     raise UsageError("no report here", where=path, wanted=f"{REPORT}, or the --out folder of a run", hint=hint)
 
 

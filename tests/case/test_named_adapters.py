@@ -104,7 +104,10 @@ def test_the_case_has_the_stage_and_says_what_the_others_leave_out() -> None:
         case = prepare_case(make_options({"base": "builtin:llama", "adapters": adapters}))
         assert Stage.ADAPTERS in case.stages
         assert case.adapter == case.adapters[0].path
-        assert any(text.startswith("second in adapter, merged, ") for text in case.not_looked_at())
+        assert any(
+            text.startswith("adapter, merged, ") and " of second (checked for first only)" in text
+            for text in case.not_looked_at()
+        )
         assert "routing by create_arrow_model" in case.not_looked_at()
         alone = prepare_case(make_options({"base": "builtin:llama"}))
         assert Stage.ADAPTERS not in alone.stages

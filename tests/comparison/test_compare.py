@@ -408,7 +408,7 @@ def test_bytes_of_an_earlier_run_are_stale(make_capture: MakeCapture) -> None:
     assert only_row(found, "first:cpu").status == "equal"
     right = only_row(found, "second:cpu")
     assert (right.status, right.diagnosis) != ("outside", "stale")
-    assert right.evidence["own_file"] == "holds its own file's bytes"
+    assert right.evidence["own_file"] == "matches its own file"
     assert found.exit_status == 1
 
 

@@ -367,7 +367,7 @@ def test_findings_are_gathered_and_cut() -> None:
     found = compare([*fleet(1), *lost])
     assert [f.kind for f in found.findings] == ["lost-worker"]
     assert found.findings[0].message == (
-        "node-0001:cuda:0, node-0002:cuda:0, node-0003:cuda:0, node-0004:cuda:0, node-0005:cuda:0 and 294 more "
+        "workers node-0001:cuda:0, node-0002:cuda:0, node-0003:cuda:0, node-0004:cuda:0, node-0005:cuda:0 and 294 more "
         "were lost: no sign of life"
     )
     assert len(found.findings[0].workers) == 299

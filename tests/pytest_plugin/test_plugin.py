@@ -238,7 +238,7 @@ def test_lost_worker_is_an_error_with_signal_and_last_event(pytester: pytest.Pyt
     assert outcomes["passed"] == 2, "what it captured before it was lost is still compared"
     assert outcomes["errors"] == 3
     assert "failed" not in outcomes
-    done.stdout.fnmatch_lines(["*cpu was lost: was killed by SIGKILL; last event: merged*"])
+    done.stdout.fnmatch_lines(["*cpu was lost: killed by SIGKILL; last event: merged*"])
 
 
 def test_stack_of_a_worker_that_hangs(pytester: pytest.Pytester) -> None:

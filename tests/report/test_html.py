@@ -531,3 +531,20 @@ def test_alternative_load_path_is_a_sentence_and_has_its_columns_in_the_map() ->
     assert "load path: isolated+cpu" not in text  # no table of its own
     data = json.loads(re.findall(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page, re.S)[0])
     assert [label for label, *_ in data["columns"]["isolated+cpu"]] == ["cpu", "cuda:0"]
+
+
+def test_a_section_tells_skipped_checks_from_tensors_that_differ() -> None:
+    """Facts about a process are checks, and one that was skipped does not differ."""
+    skipped: dict[str, Status] = {"cpu": "skipped"}
+    found = comparison(
+        [
+            tensor([ALL], stage="memory", layer="a", rule="limit"),
+            tensor([ALL], stage="memory", layer="b", rule="limit", statuses=skipped),
+            tensor([["cpu"], ALL[1:]], stage="merged", layer="a"),
+            tensor([ALL], stage="merged", layer="b", statuses=skipped),
+        ]
+    )
+    sections = {one["stage"]: one for one in Page(as_html(found)).data["sections"]}
+    kinds = ("total", "bad", "unchecked", "unlike", "checks")
+    assert [sections["memory"][kind] for kind in kinds] == [2, 0, 1, 0, True]
+    assert [sections["merged"][kind] for kind in kinds] == [2, 0, 1, 1, False]

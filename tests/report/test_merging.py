@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from typing import Any
 
@@ -27,10 +28,10 @@ FIGURES: dict[str, Any] = {
 }  # fmt: skip
 NOT_MEASURED: dict[str, Any] = dict.fromkeys(("moved", "must", "exact", "float32"))
 
-MOVES = "merging in bfloat16 moves the logits by at most 0.00395, 1.00 times what the rounding of W + ΔW alone must"
+CHANGES = "merging in bfloat16 changes the logits by at most 0.00395 (1.00× what rounding W + ΔW makes unavoidable)"
 LINE = (
-    f"{MOVES} move them; top-1 changes in 4 of 128 positions (unmerged bfloat16 against float64: 3); "
-    "float32 merge: 4.7e-08. Less than computing in bfloat16 moves them anyway (0.00946): merge"
+    f"{CHANGES}; the top-1 token changes in 4 of 128 positions (unmerged bfloat16 against float64: 3); "
+    "merged in float32: 4.7e-08. This is below the forward pass's own bfloat16 error (0.00946): merging is safe"
 )
 
 
@@ -43,22 +44,23 @@ def merging(worker: str = "cpu", **changes: Any) -> Merging:
 @pytest.mark.parametrize(("changes", "text"), [
     ({}, LINE),
     ({"reason": "PREFIX_TUNING changes no weight"}, "not merged: PREFIX_TUNING changes no weight"),
-    ({"moved": 0.0, "must": 0.0}, "merging in bfloat16 does not move the logits"),
-    ({"moved": 0.012, "must": 0.0}, "by at most 0.012, where the rounding of W + ΔW alone must move them by 0;"),
-    ({"moved": 1.0, "must": 0.00395}, "253 times what"),
+    ({"moved": 0.0, "must": 0.0}, "merging in bfloat16 does not change the logits"),
+    ({"moved": 0.012, "must": 0.0}, "by at most 0.012 (rounding W + ΔW makes none unavoidable);"),
+    ({"moved": 1.0, "must": 0.00395}, "(253× what"),
     ({"moved": 1.0}, "The merge loses more than rounding does: convert base and adapter to float32, merge, and round"),
-    ({"moved": 1.0, "must": 1.0, "adapter": 9.0}, "This is rounding, and more than computing in bfloat16 moves them"),
+    ({"moved": 1.0, "must": 1.0, "adapter": 9.0}, "This is rounding, but above the forward pass's own bfloat16 error"),
     ({"moved": 1.0, "must": 1.0, "adapter": 9.0}, "(0.00946): merge in float32 and keep it, or do not merge"),
-    ({"adapter": 0.001}, "The adapter itself moves them by 0.001, no more than that rounding: merge in float32 and"),
+    ({"adapter": 0.001}, "The adapter itself changes them by 0.001, no more than that rounding: merge in float32 and"),
     ({"exact": 0.25}, "No rounding explains 0.25, the merged model is another function: do not merge"),
     ({"float32": 0.25}, "No rounding explains 0.25, the merged model is another function: do not merge"),
     ({"moved": math.nan}, "The merged model is not finite: do not merge; safe_merge=True raises an error at the layer"),
-    ({"output": "last_hidden_state", "positions": None}, "moves last_hidden_state by at most 0.00395, 1.00 times"),
-    ({**NOT_MEASURED, "left_out": "too large"}, "merging moves the logits by at most 0.02 as computed in bfloat16; "
-     "float64 differs from the merged model by 0.011, the unmerged one by 0.00946; what rounding alone must do was "
-     "not measured: too large; top-1 changes in 4 of 128 positions"),
-    ({"dtype": "float32", "float32": None, "unmerged_error": 0.001}, "more than computing in float32 moves them anyway"
+    ({"output": "last_hidden_state", "positions": None}, "changes last_hidden_state by at most 0.00395 (1.00×"),
+    ({**NOT_MEASURED, "left_out": "too large"}, "merging changes the logits by at most 0.02 as computed in bfloat16; "
+     "float64 differs from the merged model by 0.011, the unmerged one by 0.00946; what rounding makes "
+     "unavoidable was not measured: too large; the top-1 token changes in 4 of 128 positions"),
+    ({"dtype": "float32", "float32": None, "unmerged_error": 0.001}, "above the forward pass's own float32 error"
      " (0.001): for the same answers, do not merge"),
+    ({"top1_changed": 0, "top1_unmerged": 0}, "; no top-1 token changes in 128 positions; "),
 ])  # fmt: skip
 def test_what_the_line_says(changes: dict[str, Any], text: str) -> None:
     assert text in merging_text(merging(**changes))
@@ -75,7 +77,7 @@ def test_captures_with_figures_of_their_own_have_a_line_each() -> None:
     other = [*same, *(merging(f"{n}:cpu", moved=0.0041 + n / 1000) for n in range(3))]
     lines = list(merging_texts(other))
     assert lines[0] == f"merged against unmerged (a:cpu, b:cpu): {LINE}"
-    assert lines[1].startswith("merged against unmerged (0:cpu): merging in bfloat16 moves the logits by at most 0.004")
+    assert lines[1].startswith("merged against unmerged (0:cpu): merging in bfloat16 changes the logits by at most 0.0")
     assert lines[3:] == ["and 1 more line: report.json has them all"]
 
 
@@ -96,7 +98,7 @@ def test_every_form_has_it_in_one_line() -> None:
     found = with_merging(comparison([tensor([["cpu", "cuda:0", "cuda:1", "cuda:2"]])]))
     assert f"  merged against unmerged: {LINE}\n" in printed(found, width=500)
     assert escaped(f"merged against unmerged: {LINE}") in as_markdown(found).splitlines()
-    assert f'<p class="bits">merged against unmerged: {LINE}</p>' in as_html(found)
+    assert f'<p class="bits">merged against unmerged: {LINE}</p>' in html.unescape(as_html(found))
     table = decode_json(as_bytes(found), dict[str, Any])
     (entry,) = table["merging"]
     assert entry["worker"] == "cpu"

@@ -75,7 +75,7 @@ def test_a_reader_sees_every_figure_what_was_changed_and_what_is_unknown(budget:
 
 def test_what_fits_says_so(budget: Budget) -> None:
     whole = dataclasses.replace(budget, changes=(), not_checked=(), unknown=())
-    assert "nothing is left out for lack of memory" in render(whole)
+    assert "fits in memory: nothing will be skipped for lack of it" in render(whole)
 
 
 def test_what_does_not_fit_is_shown_with_its_figures(budget: Budget) -> None:
@@ -119,3 +119,13 @@ def test_json_has_bytes_and_seconds_and_null_for_what_is_unknown(budget: Budget)
     assert table["not_looked_at"] == ["12 of 16 tokens of each, for lack of memory"]
     assert table["refusal"] is None
     assert table["model"]["adapted_layers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("elements", "text"),
+    [(206, "206"), (206_000, "0.206 M"), (999_499_999, "999 M"), (999_500_000, "1 B"), (8_030_000_000, "8.03 B")],
+)
+def test_parameters_are_counted_in_a_unit_of_their_size(budget: Budget, elements: int, text: str) -> None:
+    assert budget.shape is not None
+    small = dataclasses.replace(budget, shape=dataclasses.replace(budget.shape, elements=elements))
+    assert f"base      {text} parameters, " in render(small)

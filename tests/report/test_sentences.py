@@ -130,3 +130,10 @@ def test_junit_states_time_host_and_what_was_planted() -> None:
     assert found["planted"] == "adapter-zeros in cuda:1"
     assert found["command"] == "consistency compare a 'my b'"
     assert found["torch"] == "2.13.0"
+
+
+def test_a_run_without_a_model_has_no_dtype() -> None:
+    found = comparison([tensor([ALL], stage="operators")], dtype="auto")
+    for form in (printed, as_markdown, as_html):
+        assert "auto ·" not in form(found)
+        assert "· auto" not in form(found)

@@ -110,6 +110,14 @@ def find(
     return in_order(found)
 
 
+_AFTER_LOSS = (
+    ("killed by SIGKILL", "look for the kernel's out-of-memory killer: dmesg -T | grep -i 'killed process'"),
+    ("exceeded --timeout", "give it more time with --timeout, or look at the stack above for what it waits for"),
+    ("gave no sign of life", "look at the stack above for what it waits for, and at the device's log (dmesg)"),
+)
+"""What a reason has in it, and what to do then."""
+
+
 def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     same: dict[tuple[str, str | None, str | None], list[ComparedWorker]] = {}
     for p in compared:
@@ -117,13 +125,15 @@ def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             same.setdefault((p.info.status, p.info.reason, p.info.stack), []).append(p)
     for (status, reason, stack), lost in same.items():
         verb = "failed" if status != "lost" else "was lost" if len(lost) == 1 else "were lost"
+        opening = f"{'worker' if len(lost) == 1 else 'workers'} {some([_place(p) for p in lost])} {verb}"
         yield Finding(
             kind="lost-worker" if status == "lost" else "failed-worker",
             severity="error",
-            message=f"{some([_place(p) for p in lost])} {verb}: {reason}",
-            general=f"{some([_place(p) for p in lost])} {verb}: {(reason or '').partition(';')[0]}",
+            message=f"{opening}: {reason}",
+            general=f"{opening}: {(reason or '').partition(';')[0]}",
             workers=tuple(p.label for p in lost),
             detail=(*_cards(lost), *(stack or "").splitlines()[-12:]),
+            next=next((todo for text, todo in _AFTER_LOSS if status == "lost" and text in (reason or "")), None),
         )
 
 

@@ -27,6 +27,7 @@ from consistency.capture.wording import some
 from consistency.comparison.layers import LayerCell, LayerComparison, Members, cells_of
 from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
 from consistency.comparison.rows import OncePerSet, Workers, WorkerSet
+from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.page.labels import KEY, digits
 from consistency.report.summary import MOST_COLUMNS, Group, badness, stage_order
@@ -58,13 +59,23 @@ class Column:
 
 
 class Section(msgspec.Struct, kw_only=True, rename="camel"):
-    """One stage on one load path; `rows` are tensors as above, `left_out` those for which there was no room."""
+    """One stage on one load path; `rows` are tensors as above, `left_out` those for which there was no room.
+
+    Attributes
+    ----------
+    bad, unchecked, unlike : int
+        Tensors with a mismatch; others that some worker did not check; others that are not bitwise equal everywhere.
+    checks : bool
+        Whether all of them are facts with a limit, and no tensors.
+    """
 
     load_path: str
     stage: str
     total: int = 0
     bad: int = 0
+    unchecked: int = 0
     unlike: int = 0
+    checks: bool = True
     left_out: int = 0
     rows: list[list[Any]] = []
 
@@ -154,8 +165,10 @@ def sections(
         if len(entry) > _CELLS:
             by_architecture = by_architecture or cells_of(tensor, members)
             entry[_CELLS] = [_cell(by_architecture.get(name), strings) for name in titles[tensor.load_path]]
-        section.bad += rank == 0
-        section.unlike += rank < _ALIKE
+        section.bad += rank == _BAD
+        section.unchecked += rank == _UNCHECKED
+        section.unlike += rank == _UNLIKE
+        section.checks &= tensor.rule == Rule.LIMIT
         kept.append((rank, number, section, entry))
     _shorten(kept)
     for _, _, section, entry in kept:
@@ -174,7 +187,7 @@ def architectures(drawn: Sequence[Column]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(labels) for name, labels in found.items()}
 
 
-_BAD, _UNLIKE, _ALIKE = range(3)
+_BAD, _UNCHECKED, _UNLIKE, _ALIKE = range(4)
 _CELLS, _VARIANTS = 5, 6  # places in an entry
 
 
@@ -250,7 +263,7 @@ def _entry(
     if statuses & BAD:
         rank = _BAD
     elif statuses & {"skipped", "blocked"}:
-        rank = _UNLIKE
+        rank = _UNCHECKED
     seen: list[list[tuple[Row, Workers]]] = [[] for _ in drawn]
     for row, workers in tensor.groups:
         for place, names in columns.by_column(workers).items():

@@ -185,9 +185,12 @@
     }
     filter() {
       this.rows = this.section.rows.filter(matches);
-      const { total, bad, unlike, leftOut } = this.section;
-      const parts = [`${total} tensor${total === 1 ? "" : "s"}`];
-      parts.push(bad ? `${MARKS[OUTSIDE]} mismatch in ${bad}` : unlike ? `${unlike} not bitwise equal everywhere` : "bitwise equal everywhere");
+      const { total, bad, unchecked, unlike, checks, leftOut } = this.section;
+      const parts = [`${total} ${checks ? "check" : "tensor"}${total === 1 ? "" : "s"}`];
+      if (bad) parts.push(`${MARKS[OUTSIDE]} mismatch in ${bad}`);
+      else if (unlike && !checks) parts.push(`${unlike} not bitwise equal everywhere`);
+      else if (unchecked < total) parts.push(checks ? "within their limits" : "bitwise equal everywhere");
+      if (unchecked) parts.push(`${unchecked} skipped or not reached`);
       if (leftOut) parts.push(`${leftOut} not shown: see report.json`);
       if (this.rows.length !== this.section.rows.length) parts.push(`${this.rows.length} match`);
       this.summary.textContent = parts.join(" · ");

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from consistency.capture.wording import and_more, counted
+from consistency.case.case import CHECKED_IN
+from consistency.case.stages import Stage
 from consistency.comparison.suite import CaseResult, SuiteResult, SuiteVerdict, worst_first
 from consistency.report.merging import merging_cell
 from consistency.report.sentences import command_text, profile_texts, time_text, versions_text
@@ -84,8 +87,14 @@ def _line(label: str, same: Sequence[CaseResult]) -> CaseLine:
 
 
 def cells(case: CaseResult) -> dict[str, Cell]:
-    """Return the cell of each stage of a case, over all of its workers."""
-    return {
+    """Return the cell of each stage of a case, over all of its workers, also of those that another case checked."""
+    elsewhere = {
+        stage: Cell(elsewhere=place[1])
+        for text in case.not_looked_at
+        for stage in Stage
+        if (place := re.fullmatch(rf"stage {stage} \({CHECKED_IN} (.*)\)", text)) is not None
+    }
+    return elsewhere | {
         stage.stage: Cell(
             counts=dict(stage.counts),
             worst_ratio=None if stage.worst_ratio is None else float(stage.worst_ratio),

@@ -174,7 +174,7 @@ def _merge_peak(
     if before is not None and context.device.type == "cpu":
         evidence["process_peak_bytes"] = peak_bytes() - before
     if found.share is None:
-        reason = f"no limit is derived for the merge of {_kind(layer)}: figures alone"
+        reason = f"the peak of a merge of {_kind(layer)} is reported, not judged: no limit is derived for it"
         fact(status="skipped", evidence=evidence, reason=reason)
     elif passes(found.share):
         fact(status="within", share=found.share, evidence=evidence)

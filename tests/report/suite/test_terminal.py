@@ -14,7 +14,7 @@ from consistency.numerics.real import Real
 from consistency.report.suite.html import suite_as_html
 from consistency.report.suite.markdown import suite_as_markdown
 from consistency.report.suite.summarize import summarize
-from tests.report.made_comparisons import hostile
+from tests.report.made_comparisons import ALL, comparison, hostile, tensor
 from tests.report.suite.made_suites import case, good, lost, many, suite, unusable, zeros, zeros_finding
 from tests.report.suite.printed import printed
 
@@ -124,7 +124,7 @@ def test_what_merging_does_has_a_column() -> None:
     text = printed(found)
     (alice,) = [line.split() for line in text.splitlines() if line.startswith("  alice ")]
     assert alice == ["alice", "consistent", "=", "≤", "0.31", "1.00×", "merge", "1.5", "s"]
-    assert "merging: how far it moves the outputs" in " ".join(text.split())
+    assert "merging: change of the outputs over what rounding W + ΔW makes unavoidable" in " ".join(text.split())
     assert "| 1.00× merge |" in suite_as_markdown(found)
     assert "<td>1.00× merge</td>" in suite_as_html(found)
     assert "merging" not in printed(suite(case("bob", good())))
@@ -141,3 +141,13 @@ def test_the_head_has_the_versions_of_all_cases() -> None:
         assert head in text
     found = msgspec.structs.replace(good(), versions=versions[0])
     assert summarize("one", "cases/one", found, 1.0).versions == versions[0]
+
+
+def test_a_stage_that_another_case_checked_for_the_host_is_no_gap() -> None:
+    first = case("first", comparison([tensor([ALL], stage="operators"), tensor([ALL])]))
+    left = ("stage operators (checked in case first)", "stage forward")
+    text = printed(suite(first, case("second", comparison([tensor([ALL])], not_looked_at=left))))
+    lines = [line.split() for line in text.splitlines()]
+    rows = {words[0]: words[2:-2] for words in lines if words[:1] in (["first"], ["second"])}
+    assert rows == {"first": ["=", "="], "second": ["″", "="]}
+    assert "″ checked in another case, for the whole host" in " ".join(text.split())
