@@ -29,6 +29,7 @@ class _Course:
     cases_done: int = 0
     cases: int = 1
     ended: bool = False
+    most: float = 0.0
 
     @property
     def share(self) -> float:
@@ -62,7 +63,10 @@ class Outlook:
         self._began = self.clock()
 
     def take(self, label: str, event: Event) -> None:
-        """Note an event of a worker; one of no worker begins another round of all, such as a fault of a drill."""
+        """Note an event of a worker; one of no worker begins another round of all, such as a fault of a drill.
+
+        A worker that begins a part of a stage again does not take back what was done.
+        """
         if not label:
             self._round = (event.done, max(1, event.total))
             self._courses.clear()
@@ -84,6 +88,7 @@ class Outlook:
             case "done" | "failed":
                 course.ended = course.cases_done + 1 >= course.cases
                 course.number = len(course.stages)
+        course.most = max(course.most, course.share)
 
     def place(self, label: str) -> tuple[int, int] | None:
         """Return the number of the stage that a worker is in, from 1, and how many it has."""
@@ -98,7 +103,7 @@ class Outlook:
         if not self._labels:
             done, total = self._round
             return None if total == 1 else done / total
-        now = sum(c.share for label, c in self._courses.items() if label in self._labels) / len(self._labels)
+        now = sum(c.most for label, c in self._courses.items() if label in self._labels) / len(self._labels)
         return min(1.0, now)
 
     @property
@@ -135,8 +140,10 @@ class Outlook:
 
 def left_text(seconds: float) -> str:
     """Write a guess of the time left, as coarse as it is: `20 s left`, `3 min left`, `1 h 10 min left`."""
+    if seconds < 10:
+        return "less than 10 s left"
     if seconds < 90:
-        return f"about {max(5, 5 * round(seconds / 5))} s left"
+        return f"about {5 * round(seconds / 5)} s left"
     minutes = round(seconds / 60)
     if minutes < 60:
         return f"about {minutes} min left"

@@ -37,6 +37,18 @@ def test_a_worker_is_in_one_of_its_stages() -> None:
     assert (outlook.share, outlook.place("cpu")) == (1.0, None)
 
 
+def test_the_share_never_goes_back() -> None:
+    outlook = Outlook({"a": {"cpu": STAGES}})
+    outlook.take("cpu", event("stage", "base"))
+    outlook.take("cpu", event("step", "base", done=3, total=4))
+    assert outlook.share == pytest.approx(0.35)
+    outlook.take("cpu", event("step", "base", done=0, total=9))
+    outlook.take("cpu", event("stage", "base, after the adapter"))
+    assert outlook.share == pytest.approx(0.35)
+    outlook.take("cpu", event("stage", "merged"))
+    assert outlook.share == pytest.approx(0.4)
+
+
 def test_the_share_is_of_all_workers_also_of_those_that_have_not_begun() -> None:
     outlook = Outlook({"a": {"cpu": STAGES, "cuda:0": STAGES}})
     outlook.take("cpu", event("done"))
@@ -102,7 +114,14 @@ def test_a_worker_that_waits_for_its_turn_is_part_of_the_rest() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(1, "about 5 s left"), (33, "about 35 s left"), (100, "about 2 min left"), (4300, "about 1 h 10 min left")],
+    [
+        (1, "less than 10 s left"),
+        (9.9, "less than 10 s left"),
+        (10, "about 10 s left"),
+        (33, "about 35 s left"),
+        (100, "about 2 min left"),
+        (4300, "about 1 h 10 min left"),
+    ],
 )
 def test_a_guess_is_as_coarse_as_it_is(seconds: float, text: str) -> None:
     assert left_text(seconds) == text
