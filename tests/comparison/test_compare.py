@@ -257,6 +257,25 @@ def test_lost_worker_blocks_what_it_did_not_see(make_capture: MakeCapture) -> No
     assert "SIGKILL" in (merged.reason or "")
 
 
+@pytest.mark.parametrize(
+    ("status", "reason", "todo"),
+    [
+        ("lost", "killed by SIGKILL; last event: merged", "look for the kernel's out-of-memory killer: dmesg -T"),
+        ("lost", "exceeded --timeout 3 s and was killed; last event: merged", "give it more time with --timeout"),
+        ("lost", "gave no sign of life for 60 s and was killed", "look at the stack above for what it waits for"),
+        ("lost", "killed by SIGSEGV; last event: merged", None),
+        ("failed", "killed by SIGKILL is what it says", None),
+    ],
+)
+def test_a_lost_worker_has_a_next_step(make_capture: MakeCapture, status: str, reason: str, todo: str | None) -> None:
+    lost = {"cuda:0": {"status": status, "reason": reason}}
+    found = compared(make_capture("a", {"cpu": [moved()], "cuda:0": []}, info=lost))
+    (finding,) = errors(found)
+    verb = "was lost" if status == "lost" else "failed"
+    assert finding.message == f"worker cuda:0 {verb}: {reason}"
+    assert finding.next is None if todo is None else (finding.next or "").startswith(todo)
+
+
 def test_a_stage_that_failed_blocks_what_it_did_not_reach(make_capture: MakeCapture) -> None:
     failed = TensorRecord(
         stage="merged", layer="model", tensor="everything", status="blocked", rule="bound",
