@@ -10,6 +10,7 @@ from consistency.comparison.result import Comparison
 from consistency.devices.seen import FIRST_STEPS, unseen
 from consistency.report.console import Writer, without_trailing_blanks
 from consistency.report.copy_matrix import write_matrices
+from consistency.report.findings import is_command
 from consistency.report.formats import View
 from consistency.report.terminal import title, write_groups
 
@@ -48,7 +49,9 @@ def _fix(write: Writer, comparison: Comparison) -> None:
     write.line("fix first:", style="bold")
     for number, advice in enumerate(found[:MOST_ADVICE], start=1):
         write.line(f"{number:<3}{advice.what}", style="red" if advice.urgent else "yellow")
-        if advice.mend is not None:
+        if advice.mend is not None and is_command(advice.mend):
+            write.step(advice.mend)
+        elif advice.mend is not None:
             write.line(advice.mend, indent=5)
     if rest := and_more(len(found) - MOST_ADVICE):
         write.line(f"{rest}: --json has all of them")
