@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from .fixtures import RunsOnDouble
-from .lost_device import LOST, Loss
+from .lost_device import ERRORS, LOST, Loss
 
 CHOSEN = [
     Loss(phase="load", error="ecc"),
@@ -53,3 +53,16 @@ def test_a_model_that_does_not_run_is_no_device_that_fails(run_on_double: RunsOn
     rows = [row for tensor in run.report["tensors"] if tensor["stage"] == "forward" for row in tensor["rows"]]
     assert {(row["worker"], row["status"]) for row in rows} == {("cpu", "skipped"), ("npu:0", "skipped")}
     assert all("does not run on inputs made from its config" in row["reason"] for row in rows)
+
+
+def test_nobody_waits_for_the_reference_of_a_device_that_is_lost(run_on_double: RunsOnDouble) -> None:
+    failure = {"device": "npu:0", "during": "model/loading.py:load_base", "from_call": 3, **ERRORS["ecc"]}
+    options = {"devices": "npu:0,npu:1", "load_paths": "isolated", "stages": "base,forward"}
+    run = run_on_double({"devices": 2, "failures": [failure]}, **options)
+    assert run.process.returncode == 3, run.process.stderr
+    workers = {worker["name"]: worker for worker in run.report["workers"]}
+    assert (workers["npu:0"]["status"], workers["npu:1"]["status"]) == ("lost", "ok")
+    rows = [row for t in run.report["tensors"] if t["stage"] == "forward" for row in t["rows"]]
+    blocked = {row["reason"] for row in rows if row["worker"] == "npu:1"}
+    assert {row["status"] for row in rows} == {"blocked"}
+    assert all("npu:0" in reason and "float64 reference" in reason for reason in blocked)
