@@ -34,18 +34,21 @@ from tests.conftest import Cli, MakeCapture
 from tests.launch.in_this_process import in_this_process
 
 FAULTY = "cpu@baseline"
+PLANTED = {Stage.ADAPTER: "adapter-zeros", Stage.MERGED: "merge-zeros", Stage.FORWARD: "forward-off"}
+
+
+def run_with_fault(stage: Stage, out: Path) -> Path:
+    """Run one stage with a fault planted; of wrong bytes, what is computed with them would be no finding of its own."""
+    options = Options(base="builtin:llama", devices=("cpu", FAULTY), stages=(stage,))
+    plan = dataclasses.replace(pipeline.prepare(options), faults={FAULTY: PLANTED[stage]})
+    with in_this_process():
+        pipeline.run(plan, out, watch=lambda *_: None)
+    return out
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run with a fault whose wrong bytes show in the adapter, in the merge and in the forward pass."""
-    out = tmp_path_factory.mktemp("run") / "out"
-    stages = (Stage.ADAPTER, Stage.MERGED, Stage.FORWARD)
-    options = Options(base="builtin:llama", devices=("cpu", FAULTY), stages=stages)
-    plan = dataclasses.replace(pipeline.prepare(options), faults={FAULTY: "adapter-zeros"})
-    with in_this_process():
-        pipeline.run(plan, out, watch=lambda *_: None)
-    return out
+    return run_with_fault(Stage.ADAPTER, tmp_path_factory.mktemp("run") / "out")
 
 
 def number_of(report: Path, stage: str) -> int:
@@ -55,8 +58,10 @@ def number_of(report: Path, stage: str) -> int:
 
 @pytest.fixture(scope="module")
 def made(report: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reproduced]:
-    folder = tmp_path_factory.mktemp("made")
-    return {s: reproduce(report, number_of(report, s), folder / s) for s in ("adapter", "merged", "forward")}
+    folder, runs = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("runs")
+    others = {stage: run_with_fault(stage, runs / stage) for stage in (Stage.MERGED, Stage.FORWARD)}
+    reports = {Stage.ADAPTER: report, **others}
+    return {stage: reproduce(one, number_of(one, stage), folder / stage) for stage, one in reports.items()}
 
 
 @pytest.mark.parametrize("stage", ["adapter", "merged", "forward"])
@@ -71,7 +76,7 @@ def test_folder_shows_the_finding_without_this_package(made: dict[str, Reproduce
     readme = (found.folder / "README.md").read_text()
     assert "The report was made on " in readme
     assert f"    {shlex.join(json.loads((found.folder / 'finding.json').read_text())['command'])}\n" in readme
-    assert "adapter-zeros" in readme  # planted, and says so
+    assert PLANTED[stage] in readme  # and says so
     assert (found.folder / "transcript.txt").read_text() == found.output
     assert json.loads((found.folder / "environment.json").read_text())["torch"] == torch.__version__
 
@@ -195,10 +200,19 @@ def test_finding_that_is_not_there(report: Path, tmp_path: Path) -> None:
 
 
 def test_finding_about_no_tensor(report: Path, tmp_path: Path) -> None:
-    findings = json.loads((report / "report.json").read_text())["findings"]
-    planted = next(i for i, f in enumerate(findings, start=1) if f["kind"] == "planted")
+    table = json.loads((report / "report.json").read_text())
+    table["findings"][0]["tensors"] = []
+    (tmp_path / "report.json").write_text(json.dumps(table))
     with pytest.raises(UsageError, match="concerns no tensor"):
-        reproduce(report, planted, tmp_path / "r")
+        reproduce(tmp_path, 1, tmp_path / "r")
+
+
+def test_a_note_has_no_number(report: Path, tmp_path: Path) -> None:
+    findings = json.loads((report / "report.json").read_text())["findings"]
+    assert [f["severity"] for f in findings[:2]] == ["error", "note"]
+    with pytest.raises(UsageError, match="the report has no finding 2") as caught:
+        reproduce(report, 2, tmp_path / "r")
+    assert caught.value.got == "1 finding"
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": "other/1", "findings": []}', '{"findings": 3}'])
