@@ -76,7 +76,7 @@ def test_folder_shows_the_finding_without_this_package(made: dict[str, Reproduce
     readme = (found.folder / "README.md").read_text()
     assert "The report was made on " in readme
     assert f"    {shlex.join(json.loads((found.folder / 'finding.json').read_text())['command'])}\n" in readme
-    assert PLANTED[stage] in readme  # and says so
+    assert PLANTED[Stage(stage)] in readme  # and says so
     assert (found.folder / "transcript.txt").read_text() == found.output
     assert json.loads((found.folder / "environment.json").read_text())["torch"] == torch.__version__
 
