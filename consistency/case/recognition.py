@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from consistency.errors import InputError, meant
@@ -273,9 +273,14 @@ def peft_methods() -> tuple[str, ...]:
     return ()
 
 
+def repository_of(path: PurePath) -> str:
+    """Return the id of the model that a folder in the cache of a hub is of; empty for any other folder."""
+    in_cache = _IN_CACHE.search(path.as_posix())
+    return "" if in_cache is None else in_cache.group(1).replace("--", "/")
+
+
 def name_of(path: Path) -> str:
     """Return what a folder is called: in the cache of a hub, whose folders are commits, the id of the model."""
-    in_cache = _IN_CACHE.search(path.as_posix())
-    if in_cache is not None:
-        return in_cache.group(1).replace("--", "/")
+    if repository := repository_of(path):
+        return repository
     return (path.parent.name or path.name) if path.name in ("base", "adapter") else path.name or str(path)

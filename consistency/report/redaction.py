@@ -1,7 +1,8 @@
 """Take out of a report what names a person, an organisation or a machine, before it is attached to a public issue.
 
 By value, wherever it occurs in any text: folders of the base, the adapter and the captures, home folders and all other
-paths, names of hosts and users. And by form: UUIDs, which identify a device (or a boot) for its whole life. Each has
+paths, files and folders that a command line names, however they were written, the name that `--name` gave the case,
+names of hosts and users. And by form: UUIDs, which identify a device (or a boot) for its whole life. Each has
 a placeholder that is the same in the whole report, so that two paths on one host are still seen to be that.
 
 Kept are PCI bus ids, which name a slot, are the same in every machine of a model, and say which bridge or copy is at
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from consistency.case.builtin import builtin_name
+from consistency.case.recognition import name_of, repository_of
 from consistency.case.stages import Level, Stage
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
@@ -58,6 +60,16 @@ _VOCABULARY = frozenset(
 )  # fmt: skip
 """Words that reports are made of: a host or user of such a name stays, because the report could not be read without."""
 
+PATH_OPTIONS = frozenset({
+    "--base", "--adapter", "--out", "--inputs", "--engine-outputs", "--device-map", "--history", "--baseline", "--html",
+    "--junit", "--groups", "--progress", "--require", "--store",
+})  # fmt: skip
+"""Options whose value is a file or a folder, or a URL."""
+
+_FILE = re.compile(r".+\.(?:toml|json|csv|zip|html|xml|safetensors)\Z")
+
+_CASE = "<case>"
+
 _SHORTEST = 2
 """Letters of a user's or host's name in a text: `a` is in every sentence."""
 
@@ -76,21 +88,27 @@ class Redaction:
         Hosts and users, and their placeholders.
     exact : dict of str to str
         Whole texts.
+    given : dict of str to str
+        Words of a command line that are no path by their form: replaced there, and in sentences.
     """
 
     folders: dict[str, str] = field(default_factory=dict)
     homes: tuple[str, ...] = ()
     names: dict[str, str] = field(default_factory=dict)
     exact: dict[str, str] = field(default_factory=dict)
+    given: dict[str, str] = field(default_factory=dict)
     _paths: dict[str, str] = field(default_factory=dict)
     _uuids: dict[str, str] = field(default_factory=dict)
     _done: dict[str, str] = field(default_factory=dict)
     _folders: Replacements = field(init=False)
     _names: Replacements = field(init=False)
     _exact: Replacements = field(init=False)
+    _given: Replacements = field(init=False)
 
     def __post_init__(self) -> None:
         self._folders = Replacements(self.folders, r"(?<![\w./~-])", r"(?![\w-])")
+        said = {word: instead for word, instead in self.given.items() if word.lower() not in _VOCABULARY}
+        self._given = Replacements(said, r"(?<![\w./~<-])", r"(?![\w>-])")
         self._names = Replacements(self.names, "(?<![A-Za-z0-9])", "(?![A-Za-z0-9])")
         self._exact = Replacements(self.exact, r"(?<![\w./-])", r"(?![\w/-]|\.\w)")
 
@@ -102,12 +120,14 @@ class Redaction:
         return done
 
     def _redacted(self, text: str) -> str:
-        text = self._folders(text)
+        text = self._folders(self._exact(text))
+        if " " in text:  # a word alone may be one of the report's own
+            text = self._given(text)
         for home in self.homes:
             if home in text:  # it may contain spaces, which otherwise end a path
                 text = re.sub(rf"(?<![\w.-]){re.escape(home)}(?![\w-])", "/\0home", text)
         text = _PATH.sub(self._path, text).replace("/\0home", "<home>")
-        return _UUID.sub(self._uuid, self._exact(self._names(text)))
+        return _UUID.sub(self._uuid, self._names(text))
 
     def value(self, value: Any) -> Any:
         """Return a value of JSON, all its texts replaced, keys among them that are no names of fields."""
@@ -120,12 +140,23 @@ class Redaction:
         return value
 
     def _of(self, key: str, value: Any) -> Any:
-        """Return the value of a field; of a host whatever its name is."""
+        """Return the value of a field; of a host and a case whatever its name is, of a command line word by word."""
+        if key == "command" and isinstance(value, list):
+            return [*map(self.value, value[:2]), *(self._word(str(word)) for word in value[2:])]
+        if key == "case" and isinstance(value, str) and value in self.given:
+            return self.given[value]
         if key == "host" and isinstance(value, str) and value and value.lower() not in _EVERYBODYS:
             return self.names.get(value, "<host>")
         if key == "host" and isinstance(value, list):  # of several workers
             return [self._of(key, one) for one in value]
         return self.value(value)
+
+    def _word(self, word: str) -> str:
+        name, separator, value = word.partition("=")
+        for start, rest in (("", word), (name + separator, value)):
+            if (given := rest.rstrip("/")) in self.given:
+                return f"{start}{self.given[given]}"
+        return self.text(word)
 
     def _path(self, match: re.Match[str]) -> str:
         path = match.group().rstrip(".")
@@ -159,13 +190,18 @@ def redaction_of(report: Mapping[str, Any], *, more: Iterable[str] = ()) -> Reda
     folders = {text: f"<{name}>" for name in ("base", "adapter") if _is_path(text := report.get(name))}
     captures = [text for text in report.get("captures") or () if isinstance(text, str)]
     folders |= {text: f"<capture-{number}>" for number, text in enumerate(captures, start=1) if len(text) >= _SHORTEST}
-    given = [word for one in _commands(report) for word in _paths_given(one)]
-    relative = [word for word in dict.fromkeys(given) if word not in folders]
+    places = [Path(text) for name in ("base", "adapter") if isinstance(text := report.get(name), str)]
+    relative = dict.fromkeys(word for one in _commands(report) for word in _paths_given(one, places))
     by_name: dict[str, str] = {}
     for folder, placeholder in folders.items():
         by_name.setdefault(Path(folder).name, placeholder)
+    given: dict[str, str] = {}
     for word in relative:
-        folders[word] = by_name.setdefault(Path(word).name, f"<given-{len(folders) + 1}>")
+        if word not in folders:
+            table = folders if "/" in word else given
+            table[word] = by_name.setdefault(Path(word).name, f"<given-{len(folders) + len(given) + 1}>")
+    case = _case(report)
+    given = {name: instead for name, instead in case.items() if instead == _CASE} | given
     texts = [*_texts(report), *more, str(Path.home())]
     found = [match for text in texts for match in _HOME.finditer(text)]
     homes = dict.fromkeys([str(Path.home()), *(match.group() for match in found), "/root"])
@@ -183,20 +219,31 @@ def redaction_of(report: Mapping[str, Any], *, more: Iterable[str] = ()) -> Reda
         folders=_longest_first(folders),
         homes=tuple(_longest_first({home: "" for home in homes if len(home) > 1})),
         names=_longest_first(names),
-        exact=_case(report),
+        exact={name: instead for name, instead in case.items() if name.lower() not in _VOCABULARY},
+        given=_longest_first(given),
     )
 
 
 def _case(report: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name of the case, where it is made of the names of folders."""
+    """Return the name of the case, and what stands for it: the folders that it is made of, or one word for another."""
     case, base, adapter = (report.get(name) for name in ("case", "base", "adapter"))
-    if not isinstance(case, str) or not isinstance(base, str) or builtin_name(base, adapter) is not None:
+    names = {option[1] for command in _commands(report) for option in _options(command) if option[0] == "--name"}
+    if not isinstance(case, str) or not isinstance(base, str):
         return {}
-    redacted = case
-    for text, placeholder in ((adapter, "<adapter>"), (base, "<base>")):
-        for part in Path(text).parts[-2:] if _is_path(text) else ():
-            if part not in ("base", "adapter", "/"):
-                redacted = re.sub(rf"(?<!\w){re.escape(part)}(?!\w)", placeholder, redacted)
+    if case in names:
+        return {case: _CASE}
+    if builtin_name(base, adapter) is not None:
+        return {}
+    if not _is_path(base):
+        return {}
+    folders = {"<adapter>": adapter, "<base>": base}
+    known = {
+        name_of(Path(text)): (repository_of(Path(text)), instead) for instead, text in folders.items() if _is_path(text)
+    }
+    parts = case.split(" + ")
+    if not known.keys() >= set(parts):
+        return {case: _CASE}  # somebody chose it
+    redacted = " + ".join(repository or instead for repository, instead in map(known.__getitem__, parts))
     return {} if redacted == case else {case: redacted}
 
 
@@ -210,17 +257,46 @@ def _commands(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
             yield [str(word) for word in one["command"]]
 
 
-def _paths_given(command: Sequence[str]) -> Iterator[str]:
-    """Yield relative paths of a command line; one word with a slash after `--base` may be an id of a hub, and stays."""
+def _options(command: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the words of a command line that are no options, each with the option before it; empty where it has none.
+
+    Only options that are known to take a value are known not to be flags, before a word of the command's own.
+    """
     option = ""
-    for word in command[1:]:
+    for word in command[2:]:
         if word.startswith("--"):
-            option, _, value = word.partition("=")
+            option, separator, value = word.partition("=")
+            if separator:
+                yield option, value
+                option = ""
+        elif not word.startswith("-"):
+            yield option, word
+            option = "" if option in PATH_OPTIONS else option
+
+
+def _paths_given(command: Sequence[str], places: Sequence[Path]) -> Iterator[str]:
+    """Yield the files and folders that a command line names by relative paths.
+
+    The base and the adapter may be ids of a hub, which stay: `places`, where they were found, are then in its cache.
+    """
+    for option, word in _options(command):
+        value = word.partition("=")[2] or word if option in ("--adapter", "--engine-outputs") else word
+        value = value.rstrip("/")
+        if (
+            not value
+            or value.startswith("/")
+            or _IS_URL.match(value)
+            or "::" in value
+            or ":" in value.partition("/")[0]
+        ):
+            continue
+        if option in ("--base", "--adapter"):
+            cached = f"models--{value.replace('/', '--')}"
+            is_kept = Path(value) in places or any(cached in place.parts for place in places)
         else:
-            value = word.partition("=")[2] or word if option == "--adapter" else word
-        is_id = option in ("--base", "--adapter") and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value)
-        if "/" in value and not is_id and not value.startswith("/") and not _IS_URL.match(value) and "::" not in value:
-            yield value.rstrip("/")
+            is_kept = not ("/" in value or option in PATH_OPTIONS or not option or _FILE.match(value))
+        if not is_kept:
+            yield value
 
 
 def _hosts(report: Mapping[str, Any]) -> Iterator[str]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import getpass
 import json
 import platform
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from consistency.cli.main import main
+from consistency.case.builtin import builtin_folder
+from consistency.cli.main import build_parser, main
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.report.json import as_bytes
-from consistency.report.redaction import Redaction, redaction_of
+from consistency.report.redaction import PATH_OPTIONS, Redaction, redaction_of
 from consistency.workflows.saved_report import read_comparison
 from tests.report.made_comparisons import comparison, faulty, tensor, worker
 
@@ -120,6 +123,67 @@ def test_each_part_of_it_is_needed(taken: str) -> None:
     assert left([json.dumps(whole.value(table))]) == []
     parts = {name: getattr(whole, name) for name in ("folders", "homes", "names", "exact") if name != taken}
     assert left([json.dumps(Redaction(**parts).value(table))]) != []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--base", "acme-llama", "--adapter", "wonder-lora"),
+        ("--base=acme-llama", "--adapter=wonder-lora"),
+        ("--base", "models/acme-llama", "--adapter", "./wonder-lora"),
+        ("--base", "acme-llama/", "--adapter", "mine=wonder-lora", "--adapter", "other=alice-lora"),
+        ("--force", "wonder.toml", "--out", "alice-night", "--history", "acme-history"),
+        ("acme-night", "--name", "acme llama"),
+        ("--base", "Бо́б für 日本 🦙", "--adapter", "../wonder-lora"),
+    ],
+    ids=" ".join,
+)
+def test_a_word_that_leads_to_a_folder_is_taken_out_however_it_is_written(words: tuple[str, ...]) -> None:
+    base = "/srv/Бо́б für 日本 🦙" if any("🦙" in word for word in words) else "/srv/models/acme-llama"
+    told = f"give {' '.join(words)} again"
+    found = comparison(
+        [tensor([["cpu"]])], base=base, adapter="/srv/wonder-lora", command=("consistency", "run", *words),
+        case="acme llama" if "acme llama" in words else f"{Path(base).name} + wonder-lora",
+        findings=(Finding(kind="note", severity="note", message=told),),
+    )  # fmt: skip
+    table = json.loads(as_bytes(found))
+    text = json.dumps(redaction_of(table).value(table), ensure_ascii=False)
+    assert [name for name in ("acme", "wonder", "alice", "Бо́б", "日本") if name in text] == []
+    assert '"run"' in text
+
+
+@pytest.mark.parametrize("name", ["forward", "cpu", "adapter"])
+def test_a_folder_called_like_a_word_of_the_report_is_taken_out_of_the_command_alone(name: str) -> None:
+    found = comparison([tensor([["cpu"]])], base="/srv/llama", adapter=f"/srv/{name}", case=name,
+                       command=("consistency", "run", "--adapter", name, "--level", "quick"))  # fmt: skip
+    table = json.loads(as_bytes(found))
+    redacted = redaction_of(table).value(table)
+    assert redacted["command"] == ["consistency", "run", "--adapter", "<adapter>", "--level", "quick"]
+    assert redacted["workers"] == table["workers"]
+
+
+@pytest.mark.parametrize("base", ["/srv/llama", str(builtin_folder("llama") / "base")])
+def test_a_name_that_was_given_is_taken_out_whatever_it_is(base: str) -> None:
+    found = comparison([tensor([["cpu"]])], base=base, adapter=None, case="forward",
+                       command=("consistency", "run", "--name", "forward"))  # fmt: skip
+    table = json.loads(as_bytes(found))
+    redacted = redaction_of(table).value(table)
+    assert (redacted["command"][3], redacted["case"]) == ("<case>", "<case>")
+    assert (
+        redacted["outcomes" if "outcomes" in table else "tensors"]
+        == table["outcomes" if "outcomes" in table else "tensors"]
+    )
+
+
+def test_every_option_that_takes_a_path_is_known() -> None:
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    taken = set()
+    for name in ("run", "capture", "compare", "fleet", "diff", "doctor", "drill"):  # what a report can be of
+        for action in commands.choices[name]._actions:
+            is_path = action.type is Path or re.search("DIR|FILE|PATH|URL", str(action.metavar or ""))
+            taken |= {word for word in action.option_strings if is_path and word.startswith("--")}
+    assert "--out" in taken
+    assert taken - PATH_OPTIONS == set()
 
 
 def test_a_home_folder_is_named_and_may_have_a_space(monkeypatch: pytest.MonkeyPatch) -> None:

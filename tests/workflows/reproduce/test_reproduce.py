@@ -6,6 +6,7 @@ import dataclasses
 import json
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -186,6 +187,19 @@ def test_a_redacted_one_names_no_host_and_no_folder(
     assert run_script(tmp_path / "True", "--as-recorded").returncode == 1, "it still runs"
 
 
+def test_names_of_its_command_are_taken_out_of_a_redacted_one(report: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(report, copy)
+    words = ["--base", "acme-llama", "--adapter", "wonder-lora", "--name", "alice's"]
+    table = json.loads((copy / "report.json").read_text())
+    (copy / "report.json").write_text(
+        json.dumps(table | {"command": ["consistency", "run", *words], "case": "alice's"})
+    )
+    found = reproduce(copy, number_of(report, "adapter"), tmp_path / "r", redact=True)
+    texts = [file.read_text() for file in found.folder.iterdir() if file.suffix in (".md", ".json", ".txt")]
+    assert [name for name in words[1::2] if any(name in text for text in texts)] == []
+
+
 def test_nothing_is_written_where_there_is_something(report: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(UsageError, match="not empty"):
@@ -229,8 +243,6 @@ def test_report_without_its_captures(report: Path, tmp_path: Path) -> None:
 
 
 def test_kept_tensors_that_are_gone(report: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(report, copy)
     assert (copy / "captures" / MANIFEST).exists()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, cast
 
 from consistency.capture.names import IGNORED_FIELDS, TRAINED_ON
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_json
+from consistency.case.recognition import repository_of
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.stages.context import Context
-
-_IN_CACHE = re.compile(r"(?:^|/)models--[^/]+?--(?P<name>[^/]+?)(?:--[^/]*)?/snapshots/[^/]+/?$")
 
 
 def stated(context: Context) -> dict[str, Any]:
@@ -44,8 +42,7 @@ def _base_names(case: Case) -> set[str]:
 
 def _name(path: str) -> str:
     """Return the last component of a path or a hub id; of a snapshot in the hub's cache, that of its repository."""
-    cached = _IN_CACHE.search(path)
-    return cached["name"] if cached is not None else path.rstrip("/").rpartition("/")[2]
+    return (repository_of(PurePath(path)) or path.rstrip("/")).rpartition("/")[2]
 
 
 def _ignored(table: Mapping[str, Any], config: Any) -> list[str]:
