@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import uuid
+from contextlib import ExitStack
 from pathlib import Path
 
+from consistency.capture.claim import PARTIAL, claim_of, claimed
 from consistency.capture.folder import MANIFEST, CaptureManifest
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import WorkerInfo
@@ -17,26 +18,37 @@ from consistency.errors import CaptureError
 class CaptureWriter:
     """A capture in the making.
 
-    Use as a context manager: what is not committed is removed.
+    Use as a context manager: what is not committed is removed. The place is claimed meanwhile; what a killed process
+    left of a capture for it is removed.
     """
 
     def __init__(self, target: Path, *, replace: bool = False) -> None:
         self.target = target
-        if target.exists() and not replace and any(target.iterdir() if target.is_dir() else [target]):
-            raise in_the_way(target)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self.folder = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:8]}"
-            (self.folder / "workers").mkdir(parents=True)
-            self.blobs.mkdir()
-        except OSError as error:
-            raise cannot_write(target, error) from None
+        self.folder = target.parent / f".{target.name}{PARTIAL}"
+        self._replace = replace
+        with ExitStack() as stack:
+            self._check_place()
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(claimed(claim_of(target)))
+                stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+                shutil.rmtree(self.folder, ignore_errors=True)
+                (self.folder / "workers").mkdir(parents=True)
+                self.blobs.mkdir()
+            except OSError as error:
+                raise cannot_write(target, error) from None
+            self._claim = stack.pop_all()
 
     def __enter__(self) -> CaptureWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._claim.close()
+
+    def _check_place(self) -> None:
+        there = self.target.iterdir() if self.target.is_dir() else [self.target] if self.target.exists() else []
+        if any(there) and not self._replace:
+            raise in_the_way(self.target)
 
     @property
     def blobs(self) -> Path:
@@ -59,6 +71,7 @@ class CaptureWriter:
             for leftover in self.blobs.glob("*.tmp"):
                 leftover.unlink()
             write_json(self.folder / MANIFEST, manifest)
+            self._check_place()
             if self.target.exists():
                 shutil.rmtree(self.target)
             os.replace(self.folder, self.target)

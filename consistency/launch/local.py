@@ -8,7 +8,6 @@ longer to import the libraries than to check a small case; where a case ends the
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from consistency.capture import origin
+from consistency.capture.claim import scratch_folder
 from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
 from consistency.capture.records import WorkerInfo
 from consistency.capture.version import __version__
@@ -119,7 +119,7 @@ class LocalEngine:
 
     def capture(self, task: Task, *, watch: Watcher, replace: bool = False) -> Generator[Captured]:
         with ExitStack() as stack:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="consistency-")))
+            scratch = stack.enter_context(scratch_folder("workers"))
             cases = []
             for number, one in enumerate(task.cases):
                 writer = stack.enter_context(CaptureWriter(one.target, replace=replace))

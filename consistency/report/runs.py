@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from consistency.capture.claim import CLAIM, PARTIAL, is_abandoned
 from consistency.errors import CaptureError
 
 LATEST = "latest"
@@ -34,19 +35,38 @@ _NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ(-\d+)?")
 def dated(out: Path) -> Iterator[Path]:
     """Yield a new folder below `out` with the time as its name; `latest` leads to it when the work is done.
 
-    The folder of failed work is removed, unless a case of a suite has left its report there.
+    The folder of failed work is removed, unless a case of a suite has left its report there; so is, by a later
+    run, that of a run which was killed.
     """
     folder = _new_folder(out)
+    _remove_killed(out)
     try:
         yield folder
     except BaseException:
-        if not any(folder.glob(f"cases/*/{REPORT}")):
+        if not _has_results(folder):
             shutil.rmtree(folder, ignore_errors=True)
         raise
     link = out / f".{LATEST}-{folder.name}"
     with suppress(OSError):  # where there are no links, the newest name is the latest
         link.symlink_to(folder.name)
         os.replace(link, out / LATEST)
+
+
+def _has_results(folder: Path) -> bool:
+    return any(folder.glob(f"cases/*/{REPORT}"))
+
+
+def _remove_killed(out: Path) -> None:
+    """Remove what runs of this host left unfinished whose processes are gone."""
+    for folder in out.iterdir():
+        if _NAME.fullmatch(folder.name) and is_abandoned(folder):
+            if not _has_results(folder) and not (folder / "captures").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            for partial in (*folder.glob(f".*{PARTIAL}"), *folder.glob(f"cases/*/.*{PARTIAL}")):
+                shutil.rmtree(partial, ignore_errors=True)
+            for claim in (*folder.glob(f".*{CLAIM}"), *folder.glob(f"cases/*/.*{CLAIM}"), folder / CLAIM):
+                claim.unlink(missing_ok=True)
 
 
 def latest_run(out: Path) -> Path:

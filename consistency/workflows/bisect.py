@@ -7,7 +7,6 @@ is compared with a run of the reference worker. Everything else is as in the run
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from consistency.capture.claim import scratch_folder
 from consistency.capture.folder import Capture
 from consistency.capture.reader import read_capture
 from consistency.case.load_path import LoadPath
@@ -110,12 +110,12 @@ def bisect(
     faults : mapping of str to str, optional
         Faults that were planted, by device, and are planted again.
     """
-    with tempfile.TemporaryDirectory(prefix="consistency-bisect-") as scratch:
-        subject = _subject(report, number, tensor, worker, Path(scratch))
+    with scratch_folder("bisect") as scratch:
+        subject = _subject(report, number, tensor, worker, scratch)
         name = tensor_name(*subject.key)
         changes = candidates(subject.participant, subject.reference, subject.key[0])
         most = 1 + len(changes) + (1 + len(changes) if len(changes) > 1 else 0)  # unchanged, alone, all but one
-        run = _Runner(subject, Path(scratch), faults or {}, progress)
+        run = _Runner(subject, scratch, faults or {}, progress)
         trials: list[Trial] = []
 
         def gone(chosen: Sequence[Sequence[Change]]) -> list[bool]:

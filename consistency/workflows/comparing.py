@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from consistency.capture.claim import scratch_folder
 from consistency.capture.folder import Capture
 from consistency.capture.reader import read_capture
 from consistency.capture.transport import is_remote, travels
@@ -22,7 +22,7 @@ from consistency.launch.engine import Watcher
 from consistency.workflows import pipeline
 from consistency.workflows.engine_capture import case_of_engines, engines_alone, on_the_cpu
 from consistency.workflows.judging import compare_captures, judged, read_captures
-from consistency.workflows.report_folder import output, write_reports
+from consistency.workflows.report_folder import output, refuse_among_weights, write_reports
 
 
 def compare_folders(
@@ -44,10 +44,10 @@ def compare_folders(
     added to, a history.
     """
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="consistency-compare-") as scratch:
-        captures, unread = read_captures(given, Path(scratch))
+    with scratch_folder("compare") as scratch:
+        captures, unread = read_captures(given, scratch)
         if engines:
-            captures.append(_engines(captures[0], engines, Path(scratch), watch))
+            captures.append(_engines(captures[0], engines, scratch, watch))
         comparison = _compared(captures, unread, given, groups)
         comparison = judged(captures, comparison, out, history=history, baseline=baseline)
         comparison = made(comparison, time.monotonic() - started)
@@ -67,7 +67,9 @@ def diff_weights(
     actual: Path, expected: Path, out: Path | None, *, allow_pickle: bool = False, replace: bool = False
 ) -> Comparison:
     """Compare two weight files or folders; write the report to `out`."""
-    with output(out, replace=replace, reads=(actual, expected)):  # refused before any work
+    if out is not None:
+        refuse_among_weights(out, actual, expected)
+    with output(out, replace=replace):  # refused before any work
         started = time.monotonic()
         comparison = diff(actual, expected, allow_pickle=allow_pickle)
         comparison = made(comparison, time.monotonic() - started)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from consistency.capture.claim import claim_of, claimed, scratch_folder
 from consistency.capture.folder import Capture
 from consistency.capture.reader import read_capture
-from consistency.capture.transport import deliver, refuse_to_replace, travels
+from consistency.capture.transport import deliver, is_remote, refuse_to_replace, travels
 from consistency.case.budget.fit import Budget
 from consistency.case.case import Case
 from consistency.case.options import Options
@@ -24,7 +25,7 @@ from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Watcher
 from consistency.launch.plan import plan_waves
 from consistency.workflows.judging import compare_captures, judged, read_captures
 from consistency.workflows.planning import budget_of
-from consistency.workflows.report_folder import CAPTURES, output, write_reports
+from consistency.workflows.report_folder import CAPTURES, folders_of, output, refuse_among_weights, write_reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +118,21 @@ def task_of(plan: Plan, target: Path) -> CaseTask:
 def capture_to(plan: Plan, target: str, *, watch: Watcher, replace: bool = False) -> Capture:
     """Leave a capture in a folder, in one file (`….zip`), or at a URL; return what is in it."""
     sent = travels(target)
-    if sent and not replace:
-        refuse_to_replace(target)
-    with tempfile.TemporaryDirectory(prefix="consistency-capture-") as scratch:
+    if not is_remote(target):
+        refuse_among_weights(Path(target), *folders_of(plan.case))
+    with ExitStack() as stack:
+        if sent and not replace:
+            refuse_to_replace(target)
+            if not is_remote(target):
+                Path(target).parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(claimed(claim_of(Path(target))))
+        scratch = stack.enter_context(scratch_folder("capture"))
         folder = Path(scratch, "capture") if sent else Path(target)
         capture(plan, folder, watch=watch, replace=replace)
         found = read_capture(folder)
         if sent:
+            if not replace:
+                refuse_to_replace(target)  # hours have passed
             deliver(folder, target)
     return found
 
@@ -151,6 +160,8 @@ def run(
         Accepted findings.
     """
     started = time.monotonic()
+    if out is not None:
+        refuse_among_weights(out, *folders_of(plan.case))
     with output(out, replace=replace) as folder:
         left = capture(plan, folder / CAPTURES, watch=watch, replace=replace)
         captures, unread = read_captures(left.captures)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from consistency.capture.claim import CLAIM, claimed, scratch_folder
 from consistency.capture.whole_file import write_whole
+from consistency.case.case import Case
 from consistency.comparison.result import Comparison
-from consistency.errors import CaptureError
+from consistency.errors import CaptureError, UsageError
 from consistency.report.formats import Chosen, View, formats
 from consistency.report.summary import all_groups
 
@@ -34,7 +35,7 @@ def output(
     writes: Sequence[str] | None = None,
     keeps: Callable[[Path], bool] = lambda _: False,
 ) -> Iterator[Path]:
-    """Yield the folder to write into; one that was made here is removed where the work fails.
+    """Yield the folder to write into, claimed; one that was made here is removed where the work fails.
 
     Parameters
     ----------
@@ -46,14 +47,47 @@ def output(
         Reports whether the folder of failed work holds something worth keeping.
     """
     if out is None:
-        with tempfile.TemporaryDirectory(prefix="consistency-run-") as scratch:
-            yield Path(scratch)
+        with scratch_folder("run") as scratch:
+            yield scratch
         return
     if out.exists() and not out.is_dir():
         raise CaptureError("--out must be a folder", where=out, got="a file")
     if out.resolve() in [folder.resolve() for folder in reads]:
         raise CaptureError("--out is one of the folders that are compared", where=out, hint="choose another folder")
     names = (*(row.name for row in formats(Chosen.OUT)), CAPTURES) if writes is None else writes
+    _refuse_earlier(out, names, replace=replace)
+    existed = out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CaptureError("cannot make the output folder", where=out, got=error) from None
+    with claimed(out / CLAIM):
+        _refuse_earlier(out, names, replace=replace)  # of a run that ended since
+        try:
+            yield out
+        except BaseException:
+            if not existed and not keeps(out):
+                with suppress(OSError):
+                    shutil.rmtree(out)
+            raise
+
+
+def refuse_among_weights(out: Path, *folders: str | Path) -> None:
+    """Raise UsageError where a folder for results is, or is inside, that of a base or an adapter."""
+    place = out.resolve()
+    for folder in folders:
+        if Path(folder).is_dir() and place.is_relative_to(Path(folder).resolve()):
+            raise UsageError(
+                "--out is inside a folder of weights", where=out, got=folder, hint="choose a folder that is in none"
+            )
+
+
+def folders_of(case: Case) -> list[str]:
+    """Return the base and the adapters of a case."""
+    return [one for one in (case.base, case.adapter, *(one.path for one in case.adapters)) if one]
+
+
+def _refuse_earlier(out: Path, names: Sequence[str], *, replace: bool) -> None:
     present = [name for name in names if (out / name).exists()]
     if present and not replace:
         raise CaptureError(
@@ -62,15 +96,3 @@ def output(
             got=", ".join(present),
             hint="choose another --out, or give --force to replace them",
         )
-    existed = out.exists()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CaptureError("cannot make the output folder", where=out, got=error) from None
-    try:
-        yield out
-    except BaseException:
-        if not existed and not keeps(out):
-            with suppress(OSError):
-                shutil.rmtree(out)
-        raise

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from consistency.capture.claim import scratch_folder
 from consistency.case.builtin import BUILTIN_CASES, builtin_folder
 from consistency.case.named_adapters import NamedAdapter
 
@@ -31,8 +31,8 @@ def several_adapters(first: Path | None = None) -> Iterator[tuple[NamedAdapter, 
     if not (first / _WEIGHTS).is_file():
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="consistency-second-adapter-") as scratch:
-        second = second_adapter(first, Path(scratch) / "second")
+    with scratch_folder("second-adapter") as scratch:
+        second = second_adapter(first, scratch / "second")
         yield NamedAdapter(name="first", path=str(first)), NamedAdapter(name="second", path=str(second))
 
 

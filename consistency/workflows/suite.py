@@ -70,6 +70,13 @@ class SuitePlan:
     faults: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     engine: str = LOCAL
 
+    def check_place(self, out: Path | None) -> None:
+        """Raise UsageError where the folder for the results is inside that of a case's weights."""
+        if out is not None:
+            for one in self.cases:
+                if one.plan is not None:
+                    report_folder.refuse_among_weights(out, *report_folder.folders_of(one.plan.case))
+
 
 def prepare_suite(suite: SuiteOptions) -> SuitePlan:
     """Check everything that can be checked before a worker starts; a case whose files are wrong does not stop others.
@@ -123,6 +130,7 @@ def run_suite(
     """
     started = time.monotonic()
     entry = None if history is None else SuiteEntry(history, baseline)
+    plan.check_place(out)
     with suite_output(out, replace=replace) as folder:
         results = {one.name: _of_error(one, one.error) for one in plan.cases if one.error is not None}
         for one, captures in captured(plan, folder, report_folder.CAPTURES, watch=watch):
@@ -148,6 +156,7 @@ def capture_suite(
     """Leave a capture of every case at `cases/NAME` in a folder; return what its workers left, or why there is none."""
     found: dict[str, tuple[WorkerCapture, ...] | ConsistencyError]
     found = {one.name: one.error for one in plan.cases if one.error is not None}
+    plan.check_place(out)
     with suite_output(out, replace=replace) as folder:
         for one, captures in captured(plan, folder, "", watch=watch):
             workers = [worker for path in captures.captures for worker in read_capture(path).workers]

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from consistency.capture.claim import CLAIM, claimed
 from consistency.errors import CaptureError
 from consistency.report import runs
-from consistency.report.runs import LATEST, dated, latest_run
+from consistency.report.runs import LATEST, REPORT, dated, latest_run
 
 
 def leave(out: Path, name: str = "report.json") -> Path:
@@ -110,3 +111,17 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CaptureError, match="cannot make the output folder"), dated(tmp_path / "file"):
         pass
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    killed, suite, living = (tmp_path / f"2026-11-2{day}T02-00-00Z" for day in (1, 2, 3))
+    for folder in (killed / ".captures.partial", suite / "cases/b/.captures.partial", suite / "cases/a", living):
+        folder.mkdir(parents=True)
+    for folder in (killed, suite):
+        (folder / CLAIM).touch()
+    (suite / "cases/a" / REPORT).touch()
+    with claimed(living / CLAIM), dated(tmp_path) as now:
+        assert {*tmp_path.iterdir()} == {suite, living, now}
+        assert (living / CLAIM).exists()
+    assert {one.relative_to(suite).as_posix() for one in suite.rglob("*") if one.is_file()} == {f"cases/a/{REPORT}"}
+    assert not (suite / "cases/b/.captures.partial").exists()

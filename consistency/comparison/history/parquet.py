@@ -7,13 +7,13 @@ the same share one.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from consistency.capture.claim import scratch_folder
 from consistency.capture.json_codec import by_json_name, convert_plain, encode_json
 from consistency.comparison.history.records import WorkerRecord, WorkerState, state_of
 from consistency.errors import UsageError
@@ -59,7 +59,7 @@ class WorkerFiles:
     def render(self, workers: Sequence[WorkerRecord]) -> bytes:
         """Return the file of these workers."""
         states: dict[bytes, int] = {}  # most are equal but for what identifies them
-        with tempfile.TemporaryDirectory(prefix="consistency-history-") as scratch:
+        with scratch_folder("history") as scratch:
             lines, target = Path(scratch, "workers.jsonl"), Path(scratch, "workers.parquet")
             with lines.open("wb") as file:
                 for worker in workers:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from consistency.capture.claim import scratch_folder
 from consistency.capture.json_codec import by_json_name, encode_json
 from consistency.comparison.history.parquet import COLUMNS, duckdb_for, quoted
 from consistency.comparison.history.store import History
@@ -30,7 +30,7 @@ def query(history: History, text: str) -> list[dict[str, Any]]:
     """
     duckdb = duckdb_for("--sql", "--sql")
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="consistency-history-")))
+        scratch = stack.enter_context(scratch_folder("history"))
         connection = stack.enter_context(duckdb.connect(":memory:"))
         fleets = _write_lines(history, scratch, stack)
         for name, columns in (

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -24,6 +23,7 @@ from typing import TypeVar
 
 import msgspec
 
+from consistency.capture.claim import scratch_folder
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.transport import open_store, remote_errors
 from consistency.comparison.history.parquet import WorkerFiles
@@ -256,8 +256,8 @@ class History:
             return None
         if self._is_local:
             return Path(place)
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="consistency-history-"))
-        path = Path(scratch, f"{name}.parquet")
+        scratch = stack.enter_context(scratch_folder("history"))
+        path = scratch / f"{name}.parquet"
         path.write_bytes(raw)
         return path
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from consistency.capture.claim import scratch_folder
 from consistency.capture.folder import Capture
 from consistency.capture.node_status import NodeStatus
 from consistency.capture.reader import RecordPool, brief
@@ -208,8 +208,8 @@ def _compare(
     groups: SiteGroups,
     history: History | None,
 ) -> Comparison:
-    with tempfile.TemporaryDirectory(prefix="consistency-fleet-") as scratch:
-        captures = _read(gathered, Path(scratch))
+    with scratch_folder("fleet") as scratch:
+        captures = _read(gathered, scratch)
         if not captures:
             raise _nothing(gathered, folder)
         comparison = judging.compare_captures(captures, groups=groups)

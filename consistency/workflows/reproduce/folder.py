@@ -7,12 +7,12 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import uuid
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from consistency.capture.claim import scratch_folder
 from consistency.capture.transport import ARCHIVE
 from consistency.capture.writer import write_json
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
@@ -57,8 +57,8 @@ def reproduce(report: Path, number: int, out: Path, *, replace: bool = False, re
     if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
         what = "the output folder of the reproducer is not empty" if out.is_dir() else "the reproducer's file exists"
         raise UsageError(what, where=out, hint="give --force, or another --out")
-    with tempfile.TemporaryDirectory(prefix="consistency-reproduce-") as scratch:
-        evidence = find_evidence(report, number, Path(scratch))
+    with scratch_folder("reproduce") as scratch:
+        evidence = find_evidence(report, number, scratch)
         parts = parts_of(evidence)
     partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
     try:

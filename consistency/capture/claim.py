@@ -1,0 +1,134 @@
+"""A claim: a file that a process holds locked while it works, so that no other works in the same place.
+
+The system drops the lock when the process ends, whatever ends it. So a claim that nobody holds is either of work that
+has ended, or of a process that was killed: what it left is taken over, or removed. Standard library alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from consistency.errors import CaptureError
+
+CLAIM = ".claim"
+"""Name of the claim of a folder, in it."""
+
+PARTIAL = ".partial"
+"""How the name of a hidden folder ends, in which is made what will appear as a whole beside it."""
+
+_PREFIX = "consistency-"
+_HELD = (errno.EACCES, errno.EAGAIN)
+_LOOK_S = 0.2  # whoever only looks whether a claim is held (`is_abandoned`) holds it for a moment
+_MOST_TEXT = 300  # bytes of a claim
+
+
+@contextmanager
+def claimed(claim: Path) -> Iterator[None]:
+    """Hold a claim, and remove it afterwards; its folder may be gone by then.
+
+    Where the file system has no locks there is none: two processes at the same time are then not told apart.
+
+    Raises
+    ------
+    CaptureError
+        Another process holds it, or it cannot be written.
+    """
+    try:
+        held = _take(claim)
+    except OSError as error:
+        raise CaptureError("cannot write into the output folder", where=claim.parent, got=error) from None
+    if held is None:
+        raise CaptureError(
+            "another process writes to the same place", where=claim.parent, got=_holder(claim),
+            hint="wait for it, or choose another --out",
+        )  # fmt: skip
+    try:
+        os.ftruncate(held, 0)
+        now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        os.write(held, f"process {os.getpid()} on {platform.node()}, since {now}\n".encode())
+        yield
+    finally:
+        with suppress(OSError):
+            claim.unlink()  # before the lock is dropped, so that nobody has taken it over
+        os.close(held)
+
+
+def claim_of(target: Path) -> Path:
+    """Return the claim of a place where a file or folder will appear as a whole: beside it."""
+    return target.parent / f".{target.name}{CLAIM}"
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Tell whether the process that claimed a folder is gone; false for a folder of somebody else, or without claim."""
+    claim = folder / CLAIM
+    try:
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return False
+        held = os.open(claim, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return _lock(held) is True
+    finally:
+        os.close(held)
+
+
+@contextmanager
+def scratch_folder(purpose: str) -> Iterator[Path]:
+    """Yield a new folder for what is needed while this process works; remove those that killed processes left."""
+    with suppress(OSError):
+        for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+            if is_abandoned(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-"))
+    held = None
+    try:
+        held = _take(folder / f"{CLAIM}-new")
+        os.replace(folder / f"{CLAIM}-new", folder / CLAIM)  # it appears locked
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _take(claim: Path) -> int | None:
+    """Return the open, locked file of a claim; None where another process holds it."""
+    until = time.monotonic() + _LOOK_S
+    while True:
+        held = os.open(claim, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        taken = _lock(held)
+        if taken is None:
+            return held
+        with suppress(OSError):
+            if taken and os.path.samestat(os.fstat(held), claim.stat()):
+                return held
+        os.close(held)  # held by another, or removed by the one who held it before
+        if not taken:
+            if time.monotonic() > until:
+                return None
+            time.sleep(_LOOK_S / 10)
+
+
+def _lock(held: int) -> bool | None:
+    """Lock an open file; return whether that was possible, None where the file system has no locks."""
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in _HELD else None
+    return True
+
+
+def _holder(claim: Path) -> str | None:
+    with suppress(OSError, UnicodeDecodeError), claim.open("rb") as file:
+        return file.read(_MOST_TEXT).decode().strip() or None
+    return None
