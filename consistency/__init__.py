@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     from consistency.case.tolerance import Override
     from consistency.errors import ConsistencyError
     from consistency.worker.wrapper_check import WrapperReport, check_wrapped
-    from consistency.workflows.api import Comparison, Report, SuiteResult, assert_consistent, compare, run, run_suite
+    from consistency.workflows.api import (
+        Comparison,
+        Report,
+        SuiteResult,
+        assert_consistent,
+        compare,
+        diff,
+        load_report,
+        run,
+        run_suite,
+    )
 
 __all__ = [
     "Case",
@@ -31,6 +41,8 @@ __all__ = [
     "assert_consistent",
     "check_wrapped",
     "compare",
+    "diff",
+    "load_report",
     "run",
     "run_suite",
 ]
@@ -46,6 +58,8 @@ _HOMES = {
     "SuiteResult": "consistency.workflows.api",
     "assert_consistent": "consistency.workflows.api",
     "compare": "consistency.workflows.api",
+    "diff": "consistency.workflows.api",
+    "load_report": "consistency.workflows.api",
     "run": "consistency.workflows.api",
     "run_suite": "consistency.workflows.api",
     # these two import torch when they are used

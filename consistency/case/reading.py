@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -30,8 +31,17 @@ _BY_NAME = {name: option for option in OPTIONS for name in (option.name, option.
 
 def make_options(table: Mapping[str, object], base: Options | None = None) -> Options:
     """Parse options that are given by name in Python; `base` holds those that are not given."""
-    table = with_named_adapters(table, where="adapter")
+    table = with_named_adapters(as_text(table), where="adapter")
     return dataclasses.replace(base or Options(), **parse(table, where=str), source=Source(edge=Edge.TOML))
+
+
+def as_text(given: Any) -> Any:
+    """Return a value of Python with a text in the place of each path in it, as a TOML file has it."""
+    if isinstance(given, os.PathLike):
+        return os.fsdecode(given)
+    if isinstance(given, Mapping):
+        return {name: as_text(value) for name, value in given.items()}
+    return type(given)(map(as_text, given)) if type(given) in (list, tuple) else given
 
 
 def gather_options(config: str | Path | None, given: Mapping[str, object], edge: Edge) -> Options:

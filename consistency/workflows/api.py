@@ -1,7 +1,8 @@
-"""The Python interface: `consistency.run`, `run_suite`, `compare` and `assert_consistent`."""
+"""The Python interface: `consistency.run`, `run_suite`, `compare`, `diff`, `load_report` and `assert_consistent`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 from consistency.capture.folder import Capture
 from consistency.case.case import Case
 from consistency.case.options import Edge, Options
-from consistency.case.reading import make_options
+from consistency.case.reading import as_text, make_options
 from consistency.case.suite import gather_suite
-from consistency.comparison.history.baseline import read_baseline
+from consistency.comparison.history.baseline import Baseline, read_baseline
 from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison
 from consistency.comparison.site_groups import NO_GROUPS, read_site_groups
@@ -21,21 +22,34 @@ from consistency.launch.engine import Watcher
 from consistency.report.problems import problems
 from consistency.workflows import comparing, pipeline, suite
 from consistency.workflows.pipeline import Report
+from consistency.workflows.saved_report import read_comparison
 
-__all__ = ["Comparison", "Report", "SuiteResult", "assert_consistent", "compare", "run", "run_suite"]
+__all__ = [
+    "Comparison",
+    "Report",
+    "SuiteResult",
+    "assert_consistent",
+    "compare",
+    "diff",
+    "load_report",
+    "run",
+    "run_suite",
+]
+
+AnyPath = str | os.PathLike[str]
 
 
 def run(
     case: Case | Options | None = None,
     *,
     devices: str | Iterable[str] | None = None,
-    out: str | Path | None = None,
+    out: AnyPath | None = None,
     timeout_s: float | None = None,
     stall_s: float | None = None,
     threads: int | None = None,
     replace: bool = False,
-    history: str | Path | None = None,
-    baseline: str | Path | None = None,
+    history: AnyPath | None = None,
+    baseline: AnyPath | None = None,
     watch: Watcher | None = None,
     **options: Any,
 ) -> Report:
@@ -81,19 +95,19 @@ def run(
         target,
         watch=watch or (lambda *_: None),
         replace=replace,
-        history=None if history is None else History(str(history)),
-        baseline=None if baseline is None else read_baseline(Path(baseline)),
+        history=_history(history),
+        baseline=_baseline(baseline),
     )
 
 
 def run_suite(
-    config: str | Path | None = None,
+    config: AnyPath | None = None,
     *,
     cases: Iterable[str] = (),
-    out: str | Path | None = None,
+    out: AnyPath | None = None,
     replace: bool = False,
-    history: str | Path | None = None,
-    baseline: str | Path | None = None,
+    history: AnyPath | None = None,
+    baseline: AnyPath | None = None,
     watch: Watcher | None = None,
     **options: Any,
 ) -> SuiteResult:
@@ -125,7 +139,7 @@ def run_suite(
     ConsistencyError
         A capture cannot be written. A case whose input cannot be used is a result, never raised.
     """
-    found = gather_suite(config, options, Edge.TOML)
+    found = gather_suite(None if config is None else Path(config), as_text(options), Edge.TOML)
     if found is None:
         raise UsageError("there is only one case", wanted="a file with [[case]], several adapters, or several dtypes")
     return suite.run_suite(
@@ -133,17 +147,17 @@ def run_suite(
         None if out is None else Path(out),
         watch=watch or (lambda *_: None),
         replace=replace,
-        history=None if history is None else History(str(history)),
-        baseline=None if baseline is None else read_baseline(Path(baseline)),
+        history=_history(history),
+        baseline=_baseline(baseline),
     )
 
 
 def compare(
-    captures: Iterable[Capture | str | Path],
+    captures: Iterable[Capture | AnyPath],
     *,
-    groups: str | Path | None = None,
-    history: str | Path | None = None,
-    baseline: str | Path | None = None,
+    groups: AnyPath | None = None,
+    history: AnyPath | None = None,
+    baseline: AnyPath | None = None,
 ) -> Comparison:
     """Compare captures (folders, ZIP files, URLs, or read ones); the first one's reference worker is the reference.
 
@@ -151,12 +165,57 @@ def compare(
     """
     found = NO_GROUPS if groups is None else read_site_groups(Path(groups))
     return comparing.compare_folders(
-        list(captures),
+        [one if isinstance(one, Capture) else as_text(one) for one in captures],
         None,
         groups=found,
-        history=None if history is None else History(str(history)),
-        baseline=None if baseline is None else read_baseline(Path(baseline)),
+        history=_history(history),
+        baseline=_baseline(baseline),
     )
+
+
+def diff(
+    reference: AnyPath, other: AnyPath, *, out: AnyPath | None = None, allow_pickle: bool = False, replace: bool = False
+) -> Comparison:
+    """Compare two weight files, adapters or model folders to the bit, without any model code.
+
+    Parameters
+    ----------
+    reference, other : path
+        A safetensors file, an index of shards, or a folder; in the order of `consistency diff`.
+    out : path, optional
+        Folder for the report; nothing is kept without it.
+    allow_pickle : bool
+        Read `.bin` weights, with `weights_only=True`.
+    replace : bool
+        Overwrite an earlier report in `out`.
+
+    Raises
+    ------
+    ConsistencyError
+        One of them cannot be read. A difference is never raised.
+    """
+    target = None if out is None else Path(out)
+    return comparing.diff_weights(Path(other), Path(reference), target, allow_pickle=allow_pickle, replace=replace)
+
+
+def load_report(path: AnyPath) -> Report:
+    """Read the report that a run left: `report.json`, its folder, or a folder of dated runs, of which the latest.
+
+    Raises
+    ------
+    UsageError
+        There is no report of a run, or its schema is not supported.
+    """
+    comparison, folder = read_comparison(Path(path))
+    return Report(comparison=comparison, folder=folder, elapsed_s=comparison.elapsed_s or 0.0)
+
+
+def _history(url: AnyPath | None) -> History | None:
+    return None if url is None else History(os.fspath(url))
+
+
+def _baseline(path: AnyPath | None) -> Baseline | None:
+    return None if path is None else read_baseline(Path(path))
 
 
 def assert_consistent(report: Report | Comparison | SuiteResult) -> None:

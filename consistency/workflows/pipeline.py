@@ -18,7 +18,7 @@ from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.comparison.history.baseline import Baseline
 from consistency.comparison.history.store import History
-from consistency.comparison.result import Comparison, made
+from consistency.comparison.result import Comparison, Finding, made
 from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo
 from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Watcher, capture_case, engine
@@ -52,7 +52,15 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The result of a run; `folder` holds the files of the report and `captures/`, None where nothing was kept."""
+    """The result of a run.
+
+    Attributes
+    ----------
+    folder : Path or None
+        Holds the files of the report and `captures/`; None where nothing was kept.
+    elapsed_s : float
+        0 in a report of an earlier version, which does not tell.
+    """
 
     comparison: Comparison
     folder: Path | None
@@ -69,6 +77,10 @@ class Report:
     @property
     def exit_status(self) -> int:
         return self.comparison.exit_status
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return self.comparison.findings
 
 
 def prepare(options: Options) -> Plan:
