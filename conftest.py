@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
 from collections import OrderedDict
@@ -10,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["pytester"]
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("COLUMNS", None)  # what is printed is compared as a pipe has it
 
-# machines are shared: an example may take long for reasons that are not ours
-settings.register_profile("consistency", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("consistency")
+if importlib.util.find_spec("hypothesis"):  # not in the extra `pytest`, with which the README runs the plugin here
+    from hypothesis import HealthCheck, settings
+
+    # machines are shared: an example may take long for reasons that are not ours
+    settings.register_profile("consistency", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("consistency")
 
 
 _PROCESSES = re.compile(

@@ -93,6 +93,11 @@ def meant(given: str, known: Iterable[str]) -> str | None:
     return f"did you mean {by_form[close[0]]}?" if close else None
 
 
+def extra_hint(extra: str) -> str:
+    """Return how the libraries of an extra are installed; no index has this package."""
+    return f"in the folder of its source: pip install '.[{extra}]'"
+
+
 def first_line(error: BaseException) -> str:
     """Return an error's type and the first line of its message, at most 300 characters of them."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"[:300]

@@ -16,7 +16,7 @@ import msgspec
 from consistency.capture.claim import scratch_folder
 from consistency.capture.json_codec import by_json_name, convert_plain, encode_json
 from consistency.comparison.history.records import WorkerRecord, WorkerState, state_of
-from consistency.errors import UsageError
+from consistency.errors import UsageError, extra_hint
 
 COLUMNS = {
     "name": "VARCHAR", "road": "VARCHAR", "device": "VARCHAR", "architecture": "VARCHAR", "model": "VARCHAR",
@@ -44,7 +44,7 @@ def duckdb_for(what: str, where: object = None) -> Any:
         import duckdb
     except ImportError:
         raise UsageError(
-            f"{what} needs DuckDB, which is not installed", where=where, hint="pip install 'peft-consistency[history]'"
+            f"{what} needs DuckDB, which is not installed", where=where, hint=extra_hint("history")
         ) from None
     return duckdb
 

@@ -1,4 +1,4 @@
-"""Query a history in SQL with DuckDB, an extra: `pip install 'peft-consistency[history]'`."""
+"""Query a history in SQL with DuckDB, an extra: `pip install '.[history]'`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from consistency.devices.backends import BACKENDS
 from consistency.devices.interpreter import python_path
-from consistency.errors import UsageError, first_line
+from consistency.errors import UsageError, extra_hint, first_line
 from consistency.launch.fleet.engine import EngineError, NodeTask, Standing, TaskState
 from consistency.launch.fleet.options import FleetOptions
 
@@ -31,7 +31,7 @@ class RayEngine:
         try:
             import ray
         except ImportError:
-            hint = "pip install 'peft-consistency[fleet]'"
+            hint = extra_hint("fleet")
             raise UsageError("Ray is not installed", where="--engine ray", hint=hint) from None
         self._ray = ray
         self._options = options

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from consistency.errors import InputError
+from consistency.errors import InputError, extra_hint
 from consistency.worker.engines.engine import Compiled, LogitsOf
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -33,7 +33,7 @@ class OnnxRuntime:
             import onnxscript
         except ImportError as error:
             raise InputError("a library for ONNX Runtime is not installed", got=error,
-                             hint="pip install 'peft-consistency[onnx]'") from error  # fmt: skip
+                             hint=extra_hint("onnx")) from error  # fmt: skip
         self._runtime: Any = onnxruntime
         self.provider = _PROVIDERS.get(device.partition(":")[0])
         available = onnxruntime.get_available_providers()

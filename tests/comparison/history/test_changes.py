@@ -18,7 +18,7 @@ NODES = 9  # of eight devices: more than a record holds
 
 @pytest.fixture(autouse=True)
 def _with_duckdb() -> None:
-    pytest.importorskip("duckdb", reason="duckdb is not installed: pip install 'peft-consistency[history]'")
+    pytest.importorskip("duckdb", reason="duckdb is not installed: pip install '.[history]'")
 
 
 def found(history: History) -> list[Change]:

@@ -218,7 +218,7 @@ def test_a_folder_without_runs_is_no_history(tmp_path: Path, place: str, capsys:
 
 def test_history_in_sql(run: Run, tmp_path: Path) -> None:
     for module in ("duckdb", "pytz"):
-        pytest.importorskip(module, reason=f"{module} is not installed: pip install 'peft-consistency[history]'")
+        pytest.importorskip(module, reason=f"{module} is not installed: pip install '.[history]'")
     run({"cuda:0": "m", "cuda:1": "m"})
     run({"cuda:0": "m", "cuda:1": "x"})
     history = History(str(tmp_path / "history"))
@@ -244,7 +244,7 @@ def test_sql_without_duckdb(
     assert main(["history", str(tmp_path), "--sql", "SELECT 1"]) == 2
     printed = capsys.readouterr().err
     assert "--sql needs DuckDB, which is not installed" in printed
-    assert "pip install 'peft-consistency[history]'" in printed
+    assert "pip install '.[history]'" in printed
 
 
 @pytest.fixture

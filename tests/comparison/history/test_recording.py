@@ -113,7 +113,7 @@ def test_hosts_that_share_a_name_are_not_compared_with_each_other(tmp_path: Path
 
 
 def test_a_fleet_drifts_through_the_real_way(tmp_path: Path) -> None:
-    pytest.importorskip("duckdb", reason="duckdb is not installed: pip install 'peft-consistency[history]'")
+    pytest.importorskip("duckdb", reason="duckdb is not installed: pip install '.[history]'")
 
     def night(parts: dict[int, Parts], **fields: Any) -> list[Finding]:
         found = captures(parts, **fields)

@@ -57,7 +57,7 @@ def test_the_run_that_a_drifting_device_is_compared_with_stays(tmp_path: Path) -
 
 
 def test_files_that_no_run_names_go_a_day_later(tmp_path: Path) -> None:
-    pytest.importorskip("duckdb", reason="duckdb is not installed: pip install 'peft-consistency[history]'")
+    pytest.importorskip("duckdb", reason="duckdb is not installed: pip install '.[history]'")
 
     first = "1" * 64
     history = fleet_history(tmp_path, 9, 3, lambda run, w: w if run else msgspec.structs.replace(w, table=first))

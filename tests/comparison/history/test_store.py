@@ -26,7 +26,7 @@ NODES = 9
 @pytest.fixture(autouse=True)
 def _with_duckdb() -> None:
     for module in ("duckdb", "pytz"):
-        pytest.importorskip(module, reason=f"{module} is not installed: pip install 'peft-consistency[history]'")
+        pytest.importorskip(module, reason=f"{module} is not installed: pip install '.[history]'")
 
 
 def parquet(folder: Path) -> list[Path]:
@@ -153,10 +153,10 @@ def test_without_duckdb_one_sentence_says_what_to_install(
     with pytest.raises(UsageError) as error:
         fleet_history(tmp_path / "new", NODES, 1)
     assert error.value.what == "a history of more than 64 devices needs DuckDB, which is not installed"
-    assert error.value.hint == "pip install 'peft-consistency[history]'"
+    assert error.value.hint == "in the folder of its source: pip install '.[history]'"
     assert not (tmp_path / "new" / "nights").exists()
     assert main(["history", str(tmp_path / "old"), "--device", "GPU-0000-0"]) == 2
-    assert "pip install 'peft-consistency[history]'" in capsys.readouterr().err
+    assert "pip install '.[history]'" in capsys.readouterr().err
     assert main(["history", str(tmp_path / "old")]) == 0, "a list of runs needs no workers"
     fleet_history(tmp_path / "new", 8, 1)
 

@@ -179,7 +179,7 @@ def test_rows_for_people(night: Suite, history: str, capsys: pytest.CaptureFixtu
 
 def test_cases_in_sql(night: Suite, history: str) -> None:
     for module in ("duckdb", "pytz"):
-        pytest.importorskip(module, reason=f"{module} is not installed: pip install 'peft-consistency[history]'")
+        pytest.importorskip(module, reason=f"{module} is not installed: pip install '.[history]'")
     night({"a": "m", "b": "m"})
     night({"a": "m", "b": "x"})
     text = 'SELECT "case" FROM workers WHERE len(drift) > 0'

@@ -37,7 +37,7 @@ _HOME, _NODE = "RAY_TEST_CLUSTER", "NODE"
 
 def missing() -> str | None:
     """Return what this interpreter lacks for a cluster."""
-    return None if importlib.util.find_spec("ray") else "no ray (pip install 'peft-consistency[fleet]')"
+    return None if importlib.util.find_spec("ray") else "no ray (pip install '.[fleet]')"
 
 
 @dataclass(slots=True, kw_only=True)
