@@ -209,7 +209,9 @@ class Options:
     trust_remote_code: bool = declare(False, "run code that comes with the model", type=bool)
     timeout: float | None = declare(None, "seconds a worker may take (default: no limit)", "S", type=float)
     stall: float = declare(300.0, "seconds a worker may be silent (default: 300)", "S", type=float)
-    threads: int | None = declare(None, "threads per worker (default: an equal share of the cores)", "N", type=int)
+    threads: int | None = declare(
+        None, "threads per worker (default: an equal share of the cores, at most OMP_NUM_THREADS)", "N", type=int
+    )
     source: Source = field(default=Source(), compare=False, repr=False)
 
 

@@ -127,10 +127,13 @@ def shared_out(wave: Sequence[WorkerPlan], *, waits: bool) -> list[int]:
 
 
 def worker_threads(asked: int | None, share: int, *, pinned: bool = True) -> int | None:
-    """Return the threads of a worker: as asked for, else its share of the cores.
+    """Return the threads of a worker: as asked for, else its share of the cores, `OMP_NUM_THREADS` being the most.
 
     As deployed, the user's `OMP_NUM_THREADS` comes before the share: None leaves it.
     """
-    if asked is None and not pinned and os.environ.get("OMP_NUM_THREADS"):
+    of_user = os.environ.get("OMP_NUM_THREADS", "")
+    if asked is None and not pinned and of_user:
         return None
-    return asked or share
+    first = of_user.partition(",")[0].strip()  # OpenMP takes a list, one number per level of nesting
+    most = int(first) if first.isdecimal() else 0
+    return asked or (min(share, most) if most else share)

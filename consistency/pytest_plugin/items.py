@@ -20,6 +20,7 @@ from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
 from consistency.comparison.history.drift import DRIFT
 from consistency.comparison.result import BAD, Comparison, Finding, Row, TensorComparison
+from consistency.errors import meant
 from consistency.launch.plan import WorkerPlan
 from consistency.numerics.words import Word
 from consistency.pytest_plugin.failed_run import without_stack
@@ -174,15 +175,34 @@ class InputItem(CaseItem):
 
 
 def make_items(parent: pytest.Session, session: Session) -> list[pytest.Item]:
-    """Make the items of the session's cases, or those of them that the command line names."""
+    """Make the items of the session's cases, or those of them that the command line names.
+
+    Raises
+    ------
+    UsageError
+        The command line names one that does not exist.
+    """
     root = Branch.from_parent(parent, name=_ROOT, nodeid=_ROOT)
-    return [item for case in session.cases for item in _items_of(root, case, session)]
+
+    def made(wanted: Sequence[str]) -> list[pytest.Item]:
+        return [item for case in session.cases for item in _items_of(root, case, session, wanted)]
+
+    found = made(session.arguments)
+    for one in session.arguments:
+        if not any(_is_within(item.nodeid, one) for item in found):
+            hint = meant(one, {part for item in made(()) for part in _prefixes(item.nodeid)})
+            raise pytest.UsageError("; ".join(filter(None, [f"not found: {one}", hint])))
+    return found
 
 
-def _items_of(root: Branch, case: SessionCase, session: Session) -> Iterator[pytest.Item]:
+def _prefixes(nodeid: str) -> list[str]:
+    parts = nodeid.split("::")
+    return ["::".join(parts[:count]) for count in range(2, len(parts) + 1)]
+
+
+def _items_of(root: Branch, case: SessionCase, session: Session, wanted: Sequence[str]) -> Iterator[pytest.Item]:
     name = _part(case.name)
     home = Branch.from_parent(root, name=name, nodeid=f"{_ROOT}::{name}")
-    wanted = session.arguments
     if wanted and not any(_is_within(one, home.nodeid) or _is_within(home.nodeid, one) for one in wanted):
         return  # no item of the case is asked for: do not make thousands to find that out
     stages: dict[Stage, Branch] = {}

@@ -64,9 +64,19 @@ def test_as_deployed_the_user_s_own_environment_reaches_the_worker(monkeypatch: 
 
 @pytest.mark.parametrize(
     ("asked", "pinned", "user", "threads"),
-    [(5, True, "3", 5), (None, True, "3", 2), (5, False, "3", 5), (None, False, "3", None), (None, False, "", 2)],
+    [
+        (5, True, "1", 5),
+        (None, True, "3", 2),
+        (None, True, "1", 1),
+        (None, True, "1,4", 1),
+        (None, True, "0", 2),
+        (None, True, "many", 2),
+        (5, False, "3", 5),
+        (None, False, "3", None),
+        (None, False, "", 2),
+    ],
 )
-def test_threads_are_the_user_s_as_deployed(
+def test_threads_are_a_share_within_those_of_the_user_and_the_user_s_as_deployed(
     asked: int | None, pinned: bool, user: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", user)

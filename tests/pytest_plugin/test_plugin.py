@@ -84,6 +84,19 @@ def test_selection(pytester: pytest.Pytester) -> None:
     assert len(collected(pytester, *BASE, "consistency::llama::adapter")) == 59
 
 
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        (f"consistency::llama::adapter::{LAYER}.lora_C", f"did you mean consistency::llama::adapter::{LAYER}.lora_"),
+        ("consistency::lama", "did you mean consistency::llama?"),
+    ],
+)
+def test_an_item_that_does_not_exist_is_named(pytester: pytest.Pytester, argument: str, hint: str) -> None:
+    done = pytester.runpytest_subprocess("--co", "-q", *BASE, argument)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines([f"ERROR: not found: {argument}; {hint}*"])
+
+
 def test_own_tests_are_left_out_unless_a_path_is_given(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_own="def test_own(): pass")
     done = pytester.runpytest_subprocess("--co", "-q", *BASE)
