@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from consistency.capture.claim import PARTIAL, claim_of, claimed
@@ -18,8 +18,8 @@ from consistency.errors import CaptureError
 class CaptureWriter:
     """A capture in the making.
 
-    Use as a context manager: what is not committed is removed. The place is claimed meanwhile; what a killed process
-    left of a capture for it is removed.
+    Use as a context manager: what is not committed is removed, and the folder around it that was made for it alone. The
+    place is claimed meanwhile; what a killed process left of a capture for it is removed.
     """
 
     def __init__(self, target: Path, *, replace: bool = False) -> None:
@@ -28,6 +28,8 @@ class CaptureWriter:
         self._replace = replace
         with ExitStack() as stack:
             self._check_place()
+            if not target.parent.exists():
+                stack.callback(self._remove_parent)
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(claimed(claim_of(target)))
@@ -44,6 +46,10 @@ class CaptureWriter:
 
     def __exit__(self, *_: object) -> None:
         self._claim.close()
+
+    def _remove_parent(self) -> None:
+        with suppress(OSError):  # something was written into it
+            self.target.parent.rmdir()
 
     def _check_place(self) -> None:
         there = self.target.iterdir() if self.target.is_dir() else [self.target] if self.target.exists() else []

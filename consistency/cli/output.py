@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from consistency.errors import UsageError
 from consistency.report.formats import Chosen, Subject, View, formats
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def add_report_options(parser: argparse.ArgumentParser, out: str) -> None:
 def add_format_options(parser: argparse.ArgumentParser) -> None:
     """Add the other formats of a report, and the baseline that it is judged by."""
     printed = list(formats(Chosen.FORMAT))
-    parser.add_argument("--format", choices=[row.name for row in printed], default="text", help="what is printed: "
+    parser.add_argument("--format", choices=[row.name for row in printed], help="what is printed (default: text): "
                         + "; ".join(f"{row.name}: {row.help}" for row in printed))  # fmt: skip
     for row in formats(Chosen.OPTION):
         parser.add_argument(f"--{row.name}", type=Path, metavar="FILE", help=f"write {row.help}")
@@ -45,6 +46,16 @@ def add_schema_option(parser: argparse.ArgumentParser) -> None:
     """Add the choice of the schema of `report.json`."""
     parser.add_argument("--schema", type=int, choices=(1, 2), help="schema of report.json: 1 has a row per worker, "
                         "2 groups of workers (default: 2 for more than 64 workers)")  # fmt: skip
+
+
+def add_quiet_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--quiet` to a command that shows its progress."""
+    parser.add_argument("--quiet", action="store_true", help="show no progress on stderr")
+
+
+def add_fail_fast_option(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add `--fail-fast`; `text` says what ends the command."""
+    parser.add_argument("--fail-fast", action="store_true", help=f"stop at {text}; its report says what was left out")
 
 
 def add_history_option(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +81,12 @@ def read_groups(parsed: argparse.Namespace) -> SiteGroups:
     from consistency.comparison.site_groups import NO_GROUPS, read_site_groups
 
     return NO_GROUPS if parsed.groups is None else read_site_groups(parsed.groups)
+
+
+def check_formats(parsed: argparse.Namespace) -> None:
+    """Refuse two formats of what is printed."""
+    if parsed.json and parsed.format not in (None, "json"):
+        raise UsageError("two formats of one output", where=f"--json and --format {parsed.format}", hint="give one")
 
 
 def read_baseline(parsed: argparse.Namespace) -> Baseline | None:
@@ -110,6 +127,6 @@ def show(
     for row in formats(Chosen.OPTION, subject):
         if (path := getattr(parsed, row.name)) is not None:
             write_whole(path, row.render(found, view))
-    printed = "json" if parsed.json else parsed.format
+    printed = "json" if parsed.json else parsed.format or "text"
     row = next(row for row in formats(Chosen.FORMAT, subject) if row.name == printed)
     sys.stdout.buffer.writelines(row.render(found, view))

@@ -33,12 +33,16 @@ class Display(Protocol):
 
 @contextmanager
 def progress(
-    console: Console | None = None, *, expected: Expected | None = None, stages: bool = True
+    console: Console | None = None, *, expected: Expected | None = None, stages: bool = True, quiet: bool = False
 ) -> Iterator[Display]:
     """Yield a watcher: moving lines on a terminal, elsewhere one plain line per stage, and one when it has been silent.
 
     `expected` is what is known beforehand of the workers' stages; without `stages`, a pipe gets no line for each.
+    With `quiet`, nothing is shown.
     """
+    if quiet:
+        yield _Silent()
+        return
     console = console or make_console(sys.stderr)
     outlook = Outlook(expected or {})
     if not console.is_terminal:
@@ -55,6 +59,14 @@ def progress(
     )
     with bars:
         yield _Moving(bars, outlook)
+
+
+class _Silent:
+    """Nothing: `--quiet`."""
+
+    def __call__(self, label: str, event: Event) -> None: ...
+
+    def line(self, text: str) -> None: ...
 
 
 class _Plain:

@@ -109,6 +109,7 @@ def run_suite(
     history: AnyPath | None = None,
     baseline: AnyPath | None = None,
     watch: Watcher | None = None,
+    fail_fast: bool = False,
     **options: Any,
 ) -> SuiteResult:
     """Run many cases with one set of workers.
@@ -123,6 +124,8 @@ def run_suite(
         Folder for the suite's files and `cases/NAME/`, each with what `run` leaves; nothing is kept without it.
     replace, history, baseline, watch
         As for `run`.
+    fail_fast : bool
+        Leave the other cases unchecked as soon as one is not consistent.
     **options
         Options by name; they win over those of the file. `adapter` may be a list or a pattern (`adapters/*`), and
         `dtype` a list: each adapter is then checked in each dtype.
@@ -149,6 +152,7 @@ def run_suite(
         replace=replace,
         history=_history(history),
         baseline=_baseline(baseline),
+        fail_fast=fail_fast,
     )
 
 

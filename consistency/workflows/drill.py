@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -254,14 +255,22 @@ def trial_of(
     return Trial(fault=fault, worker=worker, expected=expected, planned=planned, may_lack_cause=loose)
 
 
-def drill(trials: Sequence[Trial], *, out: Path | None, watch: Watcher, replace: bool = False) -> tuple[DrillRow, ...]:
-    """Run every trial that is planned, in one set of workers; `out/FAULT/` holds its report and captures."""
+def drill(
+    trials: Sequence[Trial], *, out: Path | None, watch: Watcher, replace: bool = False, fail_fast: bool = False
+) -> tuple[DrillRow, ...]:
+    """Run every trial that is planned, in one set of workers; `out/FAULT/` holds its report and captures.
+
+    With `fail_fast`, those after the first whose fault is not found and named are not planted.
+    """
     suite = plan_of(trials)
     by_name = {trial.planned.name: trial for trial in trials if trial.planned}
     found: dict[str, DrillRow] = {}
     writes = [one.folder for one in suite.cases]
-    with report_folder.output(out, replace=replace, writes=writes, keeps=_has_reports) as folder:
-        for one, captures in captured(suite, folder, report_folder.CAPTURES, watch=watch, replace=replace):
+    with (
+        report_folder.output(out, replace=replace, writes=writes, keeps=_has_reports) as folder,
+        closing(captured(suite, folder, report_folder.CAPTURES, watch=watch, replace=replace)) as ended,
+    ):
+        for one, captures in ended:
             if captures.error is not None:
                 raise captures.error
             read, unread = judging.read_captures(captures.captures)
@@ -273,7 +282,13 @@ def drill(trials: Sequence[Trial], *, out: Path | None, watch: Watcher, replace:
                 shutil.rmtree(folder / one.folder, ignore_errors=True)
             else:
                 report_folder.write_reports(comparison, out / one.folder)
-    return tuple(found[trial.planned.name] if trial.planned else _not_planted(trial) for trial in trials)
+            if fail_fast and not found[one.name].passed:
+                break
+    left_out = f"--fail-fast: {next(reversed(found), '')} was not found and named"
+    return tuple(
+        found.get(trial.planned.name) or _not_planted(trial, left_out) if trial.planned else _not_planted(trial)
+        for trial in trials
+    )
 
 
 def plan_of(trials: Sequence[Trial]) -> SuitePlan:
@@ -303,11 +318,11 @@ def _devices(given: Sequence[str], *, two: bool) -> tuple[DeviceInfo, ...]:
     return found[:2] if tuple(given) == ("auto",) else found
 
 
-def _not_planted(trial: Trial) -> DrillRow:
+def _not_planted(trial: Trial, why: str = "") -> DrillRow:
     fault = trial.fault
     return DrillRow(
         fault=fault.name, case=fault.case, worker=trial.worker, expected=trial.expected, named=None, found=False,
-        message=trial.why_not, planted=False,
+        message=why or trial.why_not, planted=False,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -27,7 +27,7 @@ from consistency.comparison.history.suite import SuiteEntry
 from consistency.comparison.result import Comparison, made
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.devices.discovery import select
-from consistency.errors import CaptureError, ConsistencyError
+from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Task, Watcher, engine
 from consistency.report.formats import Chosen, Subject, View, formats
 from consistency.report.suite.summarize import summarize
@@ -117,6 +117,7 @@ def run_suite(
     history: History | None = None,
     baseline: Baseline | None = None,
     each: Callable[[str, Comparison], None] = lambda _name, _comparison: None,
+    fail_fast: bool = False,
 ) -> SuiteResult:
     """Capture, compare and report every case, and the suite.
 
@@ -127,16 +128,25 @@ def run_suite(
     ----------
     each : callable
         Called with the name of each case that was compared, and its comparison, of which nothing is kept afterwards.
+    fail_fast : bool
+        Leave the other cases unchecked as soon as one is not consistent.
     """
     started = time.monotonic()
     entry = None if history is None else SuiteEntry(history, baseline)
     plan.check_place(out)
-    with suite_output(out, replace=replace) as folder:
+    with (
+        suite_output(out, replace=replace) as folder,
+        closing(captured(plan, folder, report_folder.CAPTURES, watch=watch)) as ended,
+    ):
         results = {one.name: _of_error(one, one.error) for one in plan.cases if one.error is not None}
-        for one, captures in captured(plan, folder, report_folder.CAPTURES, watch=watch):
+        for one, captures in ended:
             results[one.name] = _finish(one, captures, folder, baseline=baseline, entry=entry, each=each)
             if out is None:
                 shutil.rmtree(folder / one.folder, ignore_errors=True)
+            if fail_fast and results[one.name].verdict != "consistent":
+                ended.close()
+                left = (other for other in plan.cases if other.name not in results)
+                results |= {other.name: _of_error(other, _left_out(one)) for other in left}
         suite = SuiteResult(
             host=origin.host(),
             command=origin.command(),
@@ -151,22 +161,28 @@ def run_suite(
 
 
 def capture_suite(
-    plan: SuitePlan, out: Path, *, watch: Watcher, replace: bool = False
+    plan: SuitePlan, out: Path, *, watch: Watcher, replace: bool = False, fail_fast: bool = False
 ) -> dict[str, tuple[WorkerCapture, ...] | ConsistencyError]:
-    """Leave a capture of every case at `cases/NAME` in a folder; return what its workers left, or why there is none."""
+    """Leave a capture of every case at `cases/NAME` in a folder; return what its workers left, or why there is none.
+
+    With `fail_fast`, there is none of the cases after the first that lost a worker, or whose input cannot be used.
+    """
     found: dict[str, tuple[WorkerCapture, ...] | ConsistencyError]
     found = {one.name: one.error for one in plan.cases if one.error is not None}
     plan.check_place(out)
-    with suite_output(out, replace=replace) as folder:
-        for one, captures in captured(plan, folder, "", watch=watch):
+    with suite_output(out, replace=replace) as folder, closing(captured(plan, folder, "", watch=watch)) as ended:
+        for one, captures in ended:
             workers = [worker for path in captures.captures for worker in read_capture(path).workers]
             found[one.name] = captures.error or tuple(workers)
+            if fail_fast and (captures.error or any(worker.info.status != "ok" for worker in workers)):
+                ended.close()
+                found = {other.name: _left_out(one) for other in plan.cases} | found
     return {one.name: found[one.name] for one in plan.cases}
 
 
 def captured(
     plan: SuitePlan, folder: Path, below: str, *, watch: Watcher, replace: bool = False
-) -> Iterator[tuple[PlannedCase, Captured]]:
+) -> Generator[tuple[PlannedCase, Captured]]:
     """Yield each case with its captures when the last of its workers has ended; `below` its folder are the captures."""
     of: dict[Path, PlannedCase] = {}
     tasks: list[CaseTask] = []
@@ -228,6 +244,10 @@ def _of_error(one: PlannedCase, error: ConsistencyError) -> CaseResult:
     return CaseResult.of_error(
         one.name, one.folder, error, base=options.base or "", adapter=options.adapter, dtype=options.dtype
     )
+
+
+def _left_out(stopped_by: PlannedCase) -> UsageError:
+    return UsageError("not checked: an earlier case has failed", where="--fail-fast", got=f"case {stopped_by.name}")
 
 
 def _in_turn(cases: Iterable[PlannedCase]) -> list[PlannedCase]:

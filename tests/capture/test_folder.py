@@ -239,7 +239,7 @@ def test_a_kept_tensor_is_addressed_by_all_of_its_content() -> None:
 
 
 def test_nothing_is_left_of_a_capture_that_was_not_committed(tmp_path: Path) -> None:
-    with CaptureWriter(tmp_path / "c") as writer:
+    with CaptureWriter(tmp_path / "case" / "c") as writer:
         writer.write_worker(SLUG, make_info())
         assert any(tmp_path.iterdir())
     assert list(tmp_path.iterdir()) == []

@@ -190,6 +190,7 @@ def test_rank_that_the_weights_do_not_have(cli_here: Cli, copies: tuple[Path, Pa
     [
         (("--devices", "cuda:99"), ("this machine has no device cuda:99",)),
         (("--devices", "cpu@sse9"), ("unknown variant of cpu: sse9",)),
+        (("--json", "--format", "text"), ("two formats of one output", "--json and --format text")),
         (("--devices", "c p u"), ("not a device",)),
         (("--devices", ","), ("no device given",)),
         (("--stages", "base,merge"), ("unknown stage: merge", "base, adapter, merged, forward")),

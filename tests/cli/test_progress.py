@@ -48,6 +48,16 @@ def test_a_pipe_gets_a_line_per_stage() -> None:
     assert text.splitlines() == ["cpu: base", "cuda:1 (shared): adapter", "cuda:1 (shared): done"]
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_quiet_shows_nothing(terminal: bool) -> None:
+    file = io.StringIO()
+    with progress(Console(file=file, force_terminal=terminal), quiet=True) as watch:
+        watch("cpu", event("stage", "base"))
+        watch("cpu", event("failed", message="killed"))
+        watch.line("a line of the command")
+    assert file.getvalue() == ""
+
+
 def test_a_pipe_is_told_how_far_the_run_is() -> None:
     file = io.StringIO()
     stages = [("base", 0.25), ("merged", 0.75)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from consistency.case.options import Options
 from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison, Finding
 from consistency.errors import InputError, UsageError
@@ -15,6 +16,7 @@ from consistency.worker.faults.catalogue import FAULTS, Fault
 from consistency.workflows import drill
 from consistency.workflows.drill import Trial, _not_planted, _row, check_healthy, choose
 from tests.conftest import Cli
+from tests.launch.in_this_process import in_this_process
 
 
 def test_drill_of_two_faults(cli_here: Cli, tmp_path: Path) -> None:
@@ -51,6 +53,16 @@ def test_drill_of_a_case_of_ones_own(cli_here: Cli, tmp_path: Path) -> None:
     assert left_out["message"] == "the base is loaded in bfloat16, whose rounding is larger than this fault"
     assert not (tmp_path / "forward-off").exists()
     assert json.loads((tmp_path / "no-fault" / "report.json").read_text())["verdict"] == "consistent"
+
+
+def test_fail_fast_plants_nothing_after_a_fault_that_is_not_named() -> None:
+    faults = choose(["adapter-bit-flip", "adapter-zeros"])
+    with in_this_process():
+        trials = drill.prepare_trials(faults, Options(), several=None, out=None, watch=lambda *_: None)
+        trials = (dataclasses.replace(trials[0], expected="another"), *trials[1:])
+        first, second = drill.drill(trials, out=None, watch=lambda *_: None, fail_fast=True)
+    assert (first.planted, first.passed) == (True, False)
+    assert (second.planted, second.message) == (False, "--fail-fast: adapter-bit-flip was not found and named")
 
 
 def test_a_case_with_findings_of_its_own_is_refused() -> None:

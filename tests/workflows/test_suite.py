@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from consistency.errors import CaptureError, UsageError
 from consistency.launch.process import WorkerProcess
 from consistency.workflows import suite
 from tests.conftest import Cli
+from tests.launch.in_this_process import in_this_process
 from tests.report.made_comparisons import comparison, worker
 
 SUITE_FILES = ["suite-status.json", "suite.html", "suite.json", "suite.md"]
@@ -119,6 +121,25 @@ def test_a_case_has_what_a_run_leaves_and_the_suite_its_own_files(ran: Ran) -> N
     assert {row["status"] for t in report["tensors"] if t["stage"] == "base" for row in t["rows"]} == {"equal"}
     (worker,) = report["workers"]
     assert worker["environment"]["base"].startswith("kept from the case before")
+
+
+@pytest.mark.parametrize("captured_alone", [False, True])
+def test_fail_fast_leaves_out_what_follows(config: Path, tmp_path: Path, captured_alone: bool) -> None:
+    fault = "killed" if captured_alone else "adapter-zeros"
+    plan = dataclasses.replace(suite.prepare_suite(options_of(config)), faults={"two": {"cpu": fault}})
+    with in_this_process() if not captured_alone else nullcontext():
+        if captured_alone:
+            found = suite.capture_suite(plan, tmp_path / "out", watch=lambda *_: None, fail_fast=True)
+            errors = {name: one.where for name, one in found.items() if isinstance(one, UsageError)}
+        else:
+            result = suite.run_suite(plan, tmp_path / "out", watch=lambda *_: None, fail_fast=True)
+            assert [case.verdict for case in result.cases] == [
+                "unchecked", "consistent", "inconsistent", "unchecked", "unchecked",
+            ]  # fmt: skip
+            assert result.exit_status == 1
+            errors = {case.name: case.error for case in result.cases if "--fail-fast" in (case.error or "")}
+    assert list(errors) == ["killed", "in-bfloat16"]
+    assert sorted(path.name for path in (tmp_path / "out/cases").iterdir()) == ["one", "two"]
 
 
 def test_results_in_the_way_are_not_overwritten(config: Path, ran: Ran) -> None:

@@ -13,6 +13,7 @@ from consistency.cli.output import (
     add_history_option,
     add_report_options,
     add_schema_option,
+    check_formats,
     read_baseline,
     read_groups,
     read_history,
@@ -54,6 +55,7 @@ def _compare(parsed: argparse.Namespace) -> int:
     from consistency.workflows.comparing import compare_folders
     from consistency.workflows.suite_folders import are_suites, compare_suites
 
+    check_formats(parsed)
     baseline, groups, history = read_baseline(parsed), read_groups(parsed), read_history(parsed)
     engines = as_engine_files(parsed.engine_outputs or (), where="--engine-outputs")
     if are_suites(parsed.captures):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from consistency.case.options import Edge, add_options
 from consistency.cli.commands.run import read_case
-from consistency.cli.output import add_output_options, print_json
+from consistency.cli.output import add_fail_fast_option, add_output_options, add_quiet_option, print_json
 
 if TYPE_CHECKING:
     from consistency.worker.protocol import Event
@@ -39,6 +39,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--stall", type=float, metavar="S",
                         help=f"seconds a worker may be silent, as two faults are (default: {STALL_S:g})")  # fmt: skip
     add_output_options(parser, "folder for the reports, in one folder per fault", json="print the rows as JSON")
+    add_fail_fast_option(parser, "the first fault that is not found and named")
+    add_quiet_option(parser)
 
 
 def _drill(parsed: argparse.Namespace) -> int:
@@ -56,10 +58,10 @@ def _drill(parsed: argparse.Namespace) -> int:
     first = first_adapter(options)
     with nullcontext() if first is None else several_adapters(first) as second:
         several = options.adapters or second
-        with progress(stages=False) if own else nullcontext(_unwatched) as watch:
+        with progress(stages=False, quiet=parsed.quiet) if own else nullcontext(_unwatched) as watch:
             trials = prepare_trials(faults, options, several=several, watch=watch, **folder)
-        with progress(expected=expected(plan_of(trials))) as watch:
-            rows = drill(trials, watch=watch, **folder)
+        with progress(expected=expected(plan_of(trials)), quiet=parsed.quiet) as watch:
+            rows = drill(trials, watch=watch, fail_fast=parsed.fail_fast, **folder)
     planted = [row for row in rows if row.planted]
     if parsed.json:
         print_json(rows)
@@ -74,7 +76,7 @@ def _drill(parsed: argparse.Namespace) -> int:
         with without_trailing_blanks(console := make_console()):
             print_table(console, ("fault", "case", "planted in", "expected", "named", "", "finding"), cells)
             rest = len(rows) - len(planted)
-            left_out = f"; {rest} cannot be planted here" if rest else ""
+            left_out = f"; {rest} not planted" if rest else ""
             found = sum(row.passed for row in planted)
             console.print(f"\n{found} of {len(planted)} planted faults found and named{left_out}")
     return 0 if all(row.passed for row in planted) else 1

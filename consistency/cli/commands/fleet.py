@@ -15,6 +15,7 @@ from consistency.cli.output import (
     add_groups_option,
     add_history_option,
     add_report_options,
+    check_formats,
     read_baseline,
     read_groups,
     read_history,
@@ -59,6 +60,7 @@ def _fleet(parsed: argparse.Namespace) -> int:
     from consistency.cli.fleet_progress import fleet_progress
     from consistency.workflows.fleet.run import prepare_fleet, run_fleet
 
+    check_formats(parsed)
     options = read_fleet_options(parsed)
     if parsed.out is None:
         raise UsageError("a fleet needs a folder", where="--out", wanted="--out DIR, on a file system that nodes share")

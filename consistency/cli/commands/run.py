@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from consistency.case.options import OPTIONS, Edge, Options, add_options
 from consistency.cli.output import (
+    add_fail_fast_option,
     add_format_options,
     add_history_option,
+    add_quiet_option,
     add_report_options,
+    check_formats,
     print_json,
     read_baseline,
     read_history,
@@ -66,12 +69,14 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
                      help="leave each run in a folder of --out by date and time, OUT/2026-11-22T02-00-00Z (UTC), and a "
                      "link to the last one, OUT/latest (default: with --history and without --force)")  # fmt: skip
 
+    _add_pace(run, "the first case of a suite that was run and is not consistent")
     text = "record the results of this host's devices, without comparing"
     capture = command("capture", _capture, text, CAPTURE_EXAMPLES)
     _add_case(capture)
     capture.add_argument("--out", metavar="DIR", required=True, help="folder, FILE.zip or URL for the capture")
     capture.add_argument("--force", action="store_true", help="replace an earlier capture in --out")
     capture.add_argument("--json", action="store_true", help="print what was captured as JSON")
+    _add_pace(capture, "the first case of a suite that lost a worker, or whose input cannot be used")
     capture.add_argument("--progress", metavar="FILE", help="file or URL that says how far it is, for "
                          "`consistency fleet`")  # fmt: skip
     capture.add_argument("--require", metavar="FILE", help="file or URL of `consistency fleet` with the files and "
@@ -105,10 +110,16 @@ def _add_case(parser: argparse.ArgumentParser) -> None:
     add_options(add, Edge.COMMAND_LINE)
 
 
+def _add_pace(parser: argparse.ArgumentParser, stops_at: str) -> None:
+    add_fail_fast_option(parser, stops_at)
+    add_quiet_option(parser)
+
+
 def _run(parsed: argparse.Namespace) -> int:
     from consistency.cli.progress import progress
     from consistency.workflows import pipeline
 
+    check_formats(parsed)
     if parsed.plan:
         return _plan(parsed)
     history, baseline = read_history(parsed), read_baseline(parsed)
@@ -117,12 +128,15 @@ def _run(parsed: argparse.Namespace) -> int:
         from consistency.workflows.suite import expected, prepare_suite, run_suite
 
         cases = prepare_suite(suite)
-        with _folder(parsed) as out, progress(expected=expected(cases)) as watch:
-            result = run_suite(cases, out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
+        with _folder(parsed) as out, progress(expected=expected(cases), quiet=parsed.quiet) as watch:
+            result = run_suite(
+                cases, out, watch=watch, replace=parsed.force, history=history, baseline=baseline,
+                fail_fast=parsed.fail_fast,
+            )  # fmt: skip
         show(parsed, result, out, subject=Subject.SUITE, elapsed_s=result.elapsed_s)
         return result.exit_status
     plan = pipeline.prepare(read_case(parsed))
-    with _folder(parsed) as out, progress(expected=pipeline.expected(plan)) as watch:
+    with _folder(parsed) as out, progress(expected=pipeline.expected(plan), quiet=parsed.quiet) as watch:
         report = pipeline.run(plan, out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
     show(parsed, report.comparison, out, elapsed_s=report.elapsed_s)
     return report.exit_status
@@ -176,7 +190,7 @@ def _capture(parsed: argparse.Namespace) -> int:
             required.check_devices(plan.devices)
             required.check_files(plan.case)
         expected = pipeline.expected(plan)
-        with progress(expected=expected) as watch:
+        with progress(expected=expected, quiet=parsed.quiet) as watch:
             both = watch if report is None else report.beside(watch, expected)
             found = pipeline.capture_to(plan, parsed.out, watch=both, replace=parsed.force)
     rows = _rows(found.workers)
@@ -212,8 +226,10 @@ def _capture_suite(parsed: argparse.Namespace, suite: SuiteOptions) -> int:
     if parsed.progress is not None or parsed.require is not None:
         raise UsageError("a fleet checks one case", where="--progress and --require", got="a suite")
     plan = prepare_suite(suite)
-    with progress(expected=expected(plan)) as watch:
-        found = capture_suite(plan, Path(parsed.out), watch=watch, replace=parsed.force)
+    with progress(expected=expected(plan), quiet=parsed.quiet) as watch:
+        found = capture_suite(
+            plan, Path(parsed.out), watch=watch, replace=parsed.force, fail_fast=parsed.fail_fast
+        )  # fmt: skip
     unusable = {name: error for name, error in found.items() if isinstance(error, ConsistencyError)}
     workers = {name: workers for name, workers in found.items() if not isinstance(workers, ConsistencyError)}
     if parsed.json:
