@@ -78,9 +78,9 @@ def leaves_one(real: Callable[..., None], *, model: Any, state_dict: dict[str, A
 
 @instead("peft.tuners.lora.layer:Linear.unmerge")
 def unmerge_off(real: Callable[..., None], layer: Any) -> None:
-    """Take off a little more than was added."""
+    """Take off more than was added: a little, but of a half type so much that rounding does not swallow it."""
     before = layer.get_base_layer().weight.detach().clone()
     real(layer)
     with torch.no_grad():
         weight = layer.get_base_layer().weight
-        weight += 0.001 * (weight - before)
+        weight += (0.5 if weight.itemsize == 2 else 0.001) * (weight - before)
