@@ -19,7 +19,7 @@ from consistency.numerics.rules import passes, ratio
 from consistency.numerics.words import Word
 from consistency.worker.device_error import is_of_the_device
 from consistency.worker.memory.host_memory import peak_bytes, reset_peak, resident_bytes
-from consistency.worker.memory.merge_peak import MergePeak, measure_merge
+from consistency.worker.memory.merge_peak import MergePeak, is_plain, measure_merge
 from consistency.worker.memory.peak import PeakMeter, meter_of
 from consistency.worker.memory.placement import Placement
 from consistency.worker.model.loading import ADAPTER_NAME
@@ -136,13 +136,18 @@ def placement(context: Context) -> None:
 
 
 def _merge_peaks(context: Context) -> None:
-    """Measure the peak of merging the largest adapted layer; at the level `thorough`, of every one."""
+    """Measure the peak of merging the largest adapted layer; at the level `thorough`, of every one.
+
+    Where no limit is derived for that one, as for fused experts, also the largest of those that have one.
+    """
     offloaded = context.base.offload is not None
     layers = [(n, layer) for n, layer in adapted_layers(context.model) if offloaded or not weight_of(layer).is_meta]
     if not layers:
         return
     if context.job.case.level is not Level.THOROUGH:
-        layers = [max(layers, key=lambda item: weight_of(item[1]).nbytes)]
+        judged = [item for item in layers if is_plain(item[1])]
+        largest = (max(some, key=lambda item: weight_of(item[1]).nbytes) for some in (layers, judged) if some)
+        layers = list(dict.fromkeys(largest))
     meter = meter_of(context.device, before_reset=context.memory.keep)
     model_bytes = sum(tensor.nbytes for tensor in context.base.tensors.values())
     for done, (name, layer) in enumerate(layers):
