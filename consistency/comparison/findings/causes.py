@@ -11,7 +11,7 @@ import msgspec
 from consistency.capture.names import SETTINGS_LAYER, WHOLE_MODEL
 from consistency.capture.wording import and_more, listed, some
 from consistency.case.load_path import is_alternative
-from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
+from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS, Stage
 from consistency.comparison.findings.details import describe
 from consistency.comparison.findings.load_paths import (
     Verdict,
@@ -122,6 +122,7 @@ def find_causes(
         opening = f"{cause.stage} · {some(cause.workers)} · "
         ending = cause.verdict.where + _why(cause, group, same, software=software)
         ending += ": the files differ" if all(row.own_file is True for row in group.samples) else ""
+        ending += _deeper(cause, group, tensors)
         what = _what(cause, group, totals)
         yield Finding(
             kind=cause.word,
@@ -260,6 +261,24 @@ def _is_of_the_file(cause: _Cause, group: _Group) -> bool:
     """Return whether tensors are in the file and not in the model, or the reverse, on every worker."""
     everywhere = all(len(tensor.workers) == len(cause.workers) for tensor in group.tensors)
     return cause.word in NO_COUNTERPART and cause.stage in MOVES_WEIGHTS and everywhere
+
+
+def _deeper(cause: _Cause, group: _Group, tensors: Sequence[TensorComparison]) -> str:
+    """State that an adapter is for a deeper base, where all that has no counterpart is in layers past its last."""
+    if cause.word != Word.UNEXPECTED or cause.stage != Stage.ADAPTER:
+        return ""
+    wrong = {tensor.name for tensor in group.tensors}
+    beyond = [_depth(tensor) for tensor in group.tensors]
+    there = [_depth(tensor) for tensor in tensors if tensor.stage == Stage.ADAPTER and tensor.name not in wrong]
+    if None in beyond or not (last := max((one for one in there if one is not None), default=-1) + 1) > 0:
+        return ""
+    deepest = [one for one in beyond if one is not None]
+    return f": the adapter is for {max(deepest) + 1} layers, the base has {last}" if min(deepest) >= last else ""
+
+
+def _depth(tensor: TensorComparison) -> int | None:
+    """Return the number of a layer: `3` of `model.layers.3.self_attn.q_proj`."""
+    return next((int(part) for part in tensor.layer.split(".") if part.isdecimal()), None)
 
 
 def _described(tensor: TensorComparison, row: Row, what: str) -> str:

@@ -143,3 +143,13 @@ def test_what_is_missing_everywhere_is_of_the_file_and_no_run_shows_more() -> No
     right = tensor("a", "w", "cpu", status="equal").rows
     (finding,) = causes(msgspec.structs.replace(everywhere, rows=(*everywhere.rows, *right)))
     assert finding.next == "look at cuda:0"
+
+
+def test_an_adapter_for_a_deeper_base_is_told_so() -> None:
+    fits = [tensor(f"model.layers.{n}.q", "lora_A", "cpu", status="equal") for n in range(2)]
+    beyond = [tensor(f"model.layers.{n}.q", "lora_A", "cpu", diagnosis=Word.UNEXPECTED) for n in (2, 3)]
+    (finding,) = causes(*fits, *beyond)
+    assert finding.message.endswith(": the adapter is for 4 layers, the base has 2")
+    other = tensor("model.layers.0.r", "lora_A", "cpu", diagnosis=Word.UNEXPECTED)
+    (finding,) = causes(*fits, *beyond, other)
+    assert "layers, the base" not in finding.message

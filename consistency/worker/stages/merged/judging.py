@@ -23,12 +23,16 @@ from consistency.worker.stages.merged.forms.form import Form, Judged, whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """The reference of a merged weight: the factors of a LoRA and its base weight, a form, or a merge in float64."""
+    """The reference of a merged weight: the factors of a LoRA and its base weight, a form, or a merge in float64.
+
+    `lacks` names a tensor of the layer that the adapter's file does not hold.
+    """
 
     low_rank: LowRank | None = None
     base: torch.Tensor | None = None
     form: Form | None = None
     exact: torch.Tensor | None = None
+    lacks: str = ""
 
     def judges(self, tensor: torch.Tensor, *, safe: bool | None) -> bool:
         """Report whether there is an exact value of a tensor's shape."""
@@ -99,7 +103,8 @@ def judge(
         found, rounding = measures.get((one.safe, here)), one.rounding
         if one.safe is not None:
             found, rounding = known.setdefault(here, (found, rounding))
-        no_form = "this method's delta has no closed form: its merged weight is judged"
+        lacks = f"the adapter's file has no {one.truth.lacks} of this layer" if one.truth.lacks else ""
+        no_form = f"{lacks or 'this method has no closed form of the delta'}: its merged weight is judged"
         context.record.computed(
             "merged",
             place,

@@ -88,7 +88,9 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
         waiting.clear()
 
     if hasattr(layer, "get_delta_weight"):
-        waiting += _delta(context, place, layer, Truth(low_rank=low_rank, form=form))
+        waiting += _delta(
+            context, place, layer, Truth(low_rank=low_rank, form=form, lacks=_lacks(context, name, layer))
+        )
     if has_quantized_weight(layer):
         settle()
         requantized.record(context, place, layer, low_rank)
@@ -107,6 +109,12 @@ def _look(context: Context, name: str, place: str, layer: Any) -> None:
     if delta is not None and delta._version != version:  # a merge has written into it
         waiting[0] = replace(waiting[0], actual=delta_weight(layer))
     settle()
+
+
+def _lacks(context: Context, name: str, layer: Any) -> str:
+    """Return the first tensor of the adapter in a layer that its file does not hold, by PEFT's name for it."""
+    own = (part for part, _ in layer.named_parameters() if f".{ADAPTER_NAME}" in f".{part}")
+    return next((part.partition(".")[0] for part in own if f"{name}.{part}" not in context.expected), "")
 
 
 def _form(context: Context, name: str, layer: Any) -> Form | None:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from peft.tuners.ia3.layer import Linear as IA3Linear
 from peft.tuners.lora.layer import Linear, ParamWrapper
+from safetensors.torch import load_file, save_file
 
 from consistency.capture.records import TensorRecord
 from consistency.case.stages import Stage
@@ -207,3 +208,13 @@ def test_experts_are_judged_by_their_own_factors(tmp_path: Path, look: Look, mon
     real = ParamWrapper.get_delta_weight
     monkeypatch.setattr(ParamWrapper, "get_delta_weight", lambda layer, adapter: real(layer, adapter).roll(1, 0))
     assert statuses() == {(tensor, "bound", "outside") for tensor in tensors}
+
+
+def test_a_layer_whose_tensor_is_not_in_the_file_is_said_to_lack_it(llama: Path, look: Look) -> None:
+    adapter = on_llama(llama, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    lost = next(name for name in sorted(tensors) if "lora_B" in name)
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, metadata={"format": "pt"})
+    found = [r for r in look(llama, adapter, stages=(Stage.MERGED,)) if r.tensor == "delta" and r.status == "skipped"]
+    assert [r.reason for r in found] == ["the adapter's file has no lora_B of this layer: its merged weight is judged"]
