@@ -69,15 +69,23 @@ def claim_of(target: Path) -> Path:
 
 def is_abandoned(folder: Path) -> bool:
     """Tell whether the process that claimed a folder is gone; false for a folder of somebody else, or without claim."""
-    claim = folder / CLAIM
     try:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             return False
-        held = os.open(claim, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return False
+    return is_held(folder / CLAIM) is False
+
+
+def is_held(claim: Path) -> bool | None:
+    """Tell whether a process holds a claim; None where there is none, or the file system has no locks."""
     try:
-        return _lock(held) is True
+        held = os.open(claim, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        free = _lock(held)
+        return None if free is None else not free
     finally:
         os.close(held)
 

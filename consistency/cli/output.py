@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from consistency.errors import UsageError
+from consistency.errors import CaptureError, UsageError
 from consistency.report.formats import Chosen, Subject, View, formats
 
 if TYPE_CHECKING:
@@ -120,13 +120,18 @@ def show(
     `out` is the folder that holds its report.
     """
     from consistency.capture.whole_file import write_whole
+    from consistency.report.text import clean
 
     folder = None if out is None else str(out)
     schema = getattr(parsed, "schema", None)  # not every command that prints a comparison has the choice
     view = View(schema=schema, elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
-    for row in formats(Chosen.OPTION, subject):
-        if (path := getattr(parsed, row.name)) is not None:
-            write_whole(path, row.render(found, view))
     printed = "json" if parsed.json else parsed.format or "text"
     row = next(row for row in formats(Chosen.FORMAT, subject) if row.name == printed)
     sys.stdout.buffer.writelines(row.render(found, view))
+    sys.stdout.flush()
+    for row in formats(Chosen.OPTION, subject):
+        if (path := getattr(parsed, row.name)) is not None:
+            try:
+                write_whole(path, row.render(found, view))
+            except CaptureError as error:  # the verdict is more than a file of it
+                print(f"consistency: {clean(str(error))}", file=sys.stderr)

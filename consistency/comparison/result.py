@@ -25,6 +25,9 @@ ENVIRONMENT = "environment"
 LOST_NODE = "lost-node"
 """Kind of the finding that nodes of a fleet have no capture that can be compared; its details are their names."""
 
+UNWRITTEN = "unwritten"
+"""Kind of the finding that something of the result cannot be written, as on a full disk: no verdict depends on it."""
+
 GONE_DEVICE = "gone-device"
 """Kind of the finding that a host no longer has an accelerator that an earlier run had."""
 
@@ -261,6 +264,12 @@ def made(comparison: Comparison, elapsed_s: float | None = None) -> Comparison:
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return findings in report order: different software first, as it may explain the rest, then by severity."""
     return tuple(sorted(findings, key=lambda f: (f.kind != ENVIRONMENT or f.severity == "note", _WEIGHT[f.severity])))
+
+
+def with_unwritten(comparison: Comparison, texts: Iterable[str]) -> Comparison:
+    """Return a comparison with a warning for each file, or other part of the result, that cannot be written."""
+    warnings = [Finding(kind=UNWRITTEN, severity="warning", message=text) for text in texts]
+    return with_findings(comparison, [*comparison.findings, *warnings]) if warnings else comparison
 
 
 def with_findings(comparison: Comparison, findings: Iterable[Finding]) -> Comparison:

@@ -203,6 +203,8 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
         When it ended: ISO 8601, UTC.
     host, command : str, tuple of str
         Where it ran, and the command line word by word; empty in files of earlier versions.
+    unwritten : tuple of str
+        Files of the suite that cannot be written, and why.
     """
 
     name: str
@@ -211,6 +213,7 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
     created: str = msgspec.field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat("T", "seconds"))
     host: str = ""
     command: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> SuiteVerdict:

@@ -10,6 +10,7 @@ from rich.console import Console
 from consistency.capture.wording import and_more, counted, some
 from consistency.comparison.history.records import RunRecord, WorkerRecord, device_count
 from consistency.comparison.history.store import History
+from consistency.comparison.history.unfinished import unfinished
 from consistency.errors import UsageError
 from consistency.report.console import plain_cells, print_table, without_trailing_blanks
 from consistency.report.text import clean
@@ -66,9 +67,12 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": 
 
 
 def run_rows(history: History, last: int) -> list[RunRow]:
-    """Return the last runs, the latest first; all of them where `last` is 0."""
+    """Return the last runs, the latest first, also those that did not end; all of them where `last` is 0."""
     names = history.names()
-    return [_run_row(run) for run in history.runs(names[:last] if last else names)]
+    rows = [_run_row(run) for run in history.runs(names[:last] if last else names)]
+    rows += [_run_row(note) for _, note in unfinished(history)]
+    rows.sort(key=lambda row: row.at, reverse=True)
+    return rows[:last] if last else rows
 
 
 def _run_row(run: RunRecord) -> RunRow:

@@ -53,7 +53,7 @@ def compare_folders(
         comparison = made(comparison, time.monotonic() - started)
         folders = [one.folder if isinstance(one, Capture) else Path(one) for one in given if _is_local(one)]
         with output(out, replace=replace, reads=folders):
-            write_reports(comparison, out, schema=schema)
+            comparison = write_reports(comparison, out, schema=schema)
     return comparison
 
 
@@ -73,8 +73,7 @@ def diff_weights(
         started = time.monotonic()
         comparison = diff(actual, expected, allow_pickle=allow_pickle)
         comparison = made(comparison, time.monotonic() - started)
-        write_reports(comparison, out)
-    return comparison
+        return write_reports(comparison, out)
 
 
 def _compared(

@@ -18,6 +18,7 @@ from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.comparison.history.baseline import Baseline
 from consistency.comparison.history.store import History
+from consistency.comparison.history.unfinished import noted
 from consistency.comparison.result import Comparison, Finding, made
 from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo
@@ -174,12 +175,13 @@ def run(
     started = time.monotonic()
     if out is not None:
         refuse_among_weights(out, *folders_of(plan.case))
-    with output(out, replace=replace) as folder:
+    report = "" if out is None else str(out.resolve())
+    with output(out, replace=replace) as folder, noted(history, plan.case.name, report=report):
         left = capture(plan, folder / CAPTURES, watch=watch, replace=replace)
         captures, unread = read_captures(left.captures)
         comparison = compare_captures(captures, unread=[*left.lost, *unread])
         comparison = judged(captures, comparison, out, history=history, baseline=baseline)
         elapsed_s = time.monotonic() - started
         comparison = made(comparison, elapsed_s)
-        write_reports(comparison, out)
+        comparison = write_reports(comparison, out)
     return Report(comparison=comparison, folder=out, elapsed_s=elapsed_s)

@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from consistency.capture.claim import CLAIM, claimed, scratch_folder
+from consistency.capture.reader import brief
 from consistency.capture.whole_file import write_whole
 from consistency.case.case import Case
-from consistency.comparison.result import Comparison
+from consistency.comparison.result import Comparison, with_unwritten
+from consistency.comparison.suite import SuiteResult
 from consistency.errors import CaptureError, UsageError
-from consistency.report.formats import Chosen, View, formats
+from consistency.report.formats import Chosen, Format, View, formats
 from consistency.report.summary import all_groups
 
 CAPTURES = "captures"
 
 
-def write_reports(comparison: Comparison, out: Path | None, *, schema: int | None = None) -> None:
-    """Write the files of a report to a folder; `schema` is that of `report.json` (`View`)."""
-    if out is not None:
-        view = View(schema=schema, elapsed_s=comparison.elapsed_s, folder=str(out), groups=all_groups(comparison))
-        for row in formats(Chosen.OUT):
-            write_whole(out / row.name, row.render(comparison, view))
+def write_reports(comparison: Comparison, out: Path | None, *, schema: int | None = None) -> Comparison:
+    """Write the files of a report to a folder; return the comparison with what cannot be written.
+
+    The work of hours is not lost for want of room. `schema` is that of `report.json` (`View`).
+    """
+    if out is None:
+        return comparison
+    view = View(schema=schema, elapsed_s=comparison.elapsed_s, folder=str(out), groups=all_groups(comparison))
+    return with_unwritten(comparison, write_all(out, formats(Chosen.OUT), comparison, view))
+
+
+def write_all(out: Path, rows: Iterable[Format], found: Comparison | SuiteResult, view: View) -> list[str]:
+    """Write as many files as can be written; return a text for each of the others."""
+    texts: list[str] = []
+    for row in rows:
+        try:
+            write_whole(out / row.name, row.render(found, view))
+        except CaptureError as error:
+            texts.append(f"{row.name}: {brief(error)}")
+    return texts
 
 
 @contextmanager

@@ -14,16 +14,18 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+import msgspec
+
 from consistency.capture import origin
 from consistency.capture.folder import CASES, MANIFEST, WorkerCapture
 from consistency.capture.reader import read_capture
-from consistency.capture.whole_file import write_whole
 from consistency.case.budget.fit import Budget
 from consistency.case.options import Options
 from consistency.case.suite import SuiteOptions, folder_name
 from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.store import History
 from consistency.comparison.history.suite import SuiteEntry
+from consistency.comparison.history.unfinished import noted
 from consistency.comparison.result import Comparison, made
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.devices.discovery import select
@@ -134,8 +136,10 @@ def run_suite(
     started = time.monotonic()
     entry = None if history is None else SuiteEntry(history, baseline)
     plan.check_place(out)
+    report = "" if out is None else str(out.resolve())
     with (
         suite_output(out, replace=replace) as folder,
+        noted(history, plan.name, report=report),
         closing(captured(plan, folder, report_folder.CAPTURES, watch=watch)) as ended,
     ):
         results = {one.name: _of_error(one, one.error) for one in plan.cases if one.error is not None}
@@ -154,10 +158,8 @@ def run_suite(
             cases=tuple(results[one.name] for one in plan.cases),
             elapsed_s=time.monotonic() - started,
         )
-        write_suite(suite, out)
-    if entry is not None:
-        entry.commit(suite, report="" if out is None else str(out.resolve()))
-    return suite
+        suite = write_suite(suite, out)
+        return suite if entry is None else entry.commit(suite, report=report)
 
 
 def capture_suite(
@@ -221,17 +223,18 @@ def _finish(
     elif baseline is not None:
         comparison = apply(baseline, comparison)
     comparison = made(comparison, slowest_s(comparison))
-    report_folder.write_reports(comparison, folder / one.folder)
+    comparison = report_folder.write_reports(comparison, folder / one.folder)
     each(one.name, comparison)
     return summarize(one.name, one.folder, comparison, slowest_s(comparison))
 
 
-def write_suite(suite: SuiteResult, out: Path | None) -> None:
-    """Write the files of a suite's own report to a folder."""
-    if out is not None:
-        view = View(elapsed_s=suite.elapsed_s, folder=str(out))
-        for row in formats(Chosen.OUT, Subject.SUITE):
-            write_whole(out / row.name, row.render(suite, view))
+def write_suite(suite: SuiteResult, out: Path | None) -> SuiteResult:
+    """Write the files of a suite's own report to a folder; return the suite with what cannot be written."""
+    if out is None:
+        return suite
+    view = View(elapsed_s=suite.elapsed_s, folder=str(out))
+    texts = report_folder.write_all(out, formats(Chosen.OUT, Subject.SUITE), suite, view)
+    return msgspec.structs.replace(suite, unwritten=tuple(texts))
 
 
 def slowest_s(comparison: Comparison) -> float:

@@ -89,9 +89,9 @@ def compare_suites(
             cases=tuple(results),
             elapsed_s=time.monotonic() - started,
         )
-        write_suite(suite, out)
+        suite = write_suite(suite, out)
         if entry is not None:
-            entry.commit(suite, report="" if out is None else str(out.resolve()))
+            suite = entry.commit(suite, report="" if out is None else str(out.resolve()))
     return suite
 
 
@@ -125,7 +125,7 @@ def _compare(
         comparison = msgspec.structs.replace(comparison, not_looked_at=(*comparison.not_looked_at, text))
     if keep:
         (target / place).mkdir(parents=True, exist_ok=True)
-        report_folder.write_reports(made(comparison), target / place)
+        comparison = report_folder.write_reports(made(comparison), target / place)
     return summarize(name, place, comparison, slowest_s(comparison))
 
 

@@ -9,8 +9,13 @@ import pytest
 
 from consistency.capture.claim import CLAIM
 from consistency.errors import CaptureError
+from consistency.report.formats import View
+from consistency.report.suite import terminal
 from consistency.workflows.report_folder import output
-from tests.conftest import Cli
+from consistency.workflows.suite import write_suite
+from tests.comparison.made_records import moved
+from tests.conftest import Cli, MakeCapture
+from tests.report.suite.made_suites import suite
 
 
 def test_second_run_into_one_folder_is_refused_while_the_first_one_works(tmp_path: Path) -> None:
@@ -42,3 +47,27 @@ def test_results_are_not_written_among_the_weights(
     assert (found.returncode, found.stdout) == (2, "")
     assert "--out is inside a folder of weights" in found.stderr
     assert {*tmp_path.rglob("*")} == before
+
+
+def test_verdict_is_printed_where_files_cannot_be_written(
+    tmp_path: Path, make_capture: MakeCapture, cli_here: Cli
+) -> None:
+    captures = [make_capture(name, {"cpu": [moved()]}) for name in "ab"]
+    out, junit = tmp_path / "out", tmp_path / "run.xml"
+    for place in (out / "report.html", junit):
+        (place / "in the way").mkdir(parents=True)
+    found = cli_here("compare", *captures, "--out", out, "--force", "--junit", junit)
+    assert "warning: report.html: cannot write" in found.stdout
+    assert f"cannot write\n  where:  {junit}" in found.stderr
+    assert found.returncode == 0
+    assert "CONSISTENT" in found.stdout
+    assert {one.name for one in out.iterdir() if one.is_file()} == {"report.json", "report.md", "status.json"}
+
+
+def test_suite_says_what_of_it_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "suite.html" / "in the way").mkdir(parents=True)
+    found = write_suite(suite(), tmp_path)
+    (text,) = found.unwritten
+    assert text.startswith("suite.html: cannot write")
+    assert f"not written: {text}"[:40] in b"".join(terminal.render(found, View())).decode()
+    assert (tmp_path / "suite.md").exists()

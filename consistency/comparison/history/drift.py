@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from consistency.capture.folder import Capture
+from consistency.capture.reader import brief
 from consistency.capture.wording import some
 from consistency.case.stages import MOVES_WEIGHTS
 from consistency.comparison.by_worker import verdicts
@@ -21,7 +22,8 @@ from consistency.comparison.history.gone import find_gone
 from consistency.comparison.history.recording import record_of
 from consistency.comparison.history.records import RunRecord, Table, WorkerRecord, device_count, digest_of
 from consistency.comparison.history.store import MOST_IN_RECORD, History
-from consistency.comparison.result import GONE_DEVICE, Comparison, Finding, with_findings
+from consistency.comparison.result import GONE_DEVICE, Comparison, Finding, with_findings, with_unwritten
+from consistency.errors import CaptureError
 
 DRIFT = "drift"
 """Kind of the finding that a device's bits are not those of an earlier run."""
@@ -65,9 +67,22 @@ def add_run(
     record, tables = record_of(captures, comparison)
     history.require_room(device_count(record))
     record = msgspec.structs.replace(record, report=report)
-    comparison, record = judge_drift(history, record, tables, comparison, baseline)
-    history.append(record, tables)
+    try:
+        judged, record = judge_drift(history, record, tables, comparison, baseline)
+    except CaptureError as error:
+        return unjudged(comparison, baseline, error)
+    comparison = judged
+    try:
+        history.append(record, tables)
+    except CaptureError as error:
+        return with_unwritten(comparison, [f"this run is not in the history: {brief(error)}"])
     return comparison
+
+
+def unjudged(comparison: Comparison, baseline: Baseline | None, error: CaptureError) -> Comparison:
+    """Return a comparison that says why it is not compared with earlier runs."""
+    comparison = comparison if baseline is None else apply(baseline, comparison)
+    return with_unwritten(comparison, [f"not compared with earlier runs: {brief(error)}"])
 
 
 def judge_drift(

@@ -19,6 +19,7 @@ import msgspec
 from consistency.comparison.history.drift import compared_with
 from consistency.comparison.history.records import RunRecord
 from consistency.comparison.history.store import RUNS, TABLES, WORKERS, History
+from consistency.comparison.history.unfinished import unfinished
 from consistency.errors import UsageError
 
 _GRACE_S = 86_400.0
@@ -74,7 +75,9 @@ def remove_old(
     remaining = list(itertools.compress(runs, stay))
     if history.damage:
         raise UsageError("no run is removed from a damaged history", where=history.url, got=history.damage[0])
-    unused = list(_unused(history, remaining))
+    first = min((run.at for run in remaining), default="")
+    notes = [place for place, note in unfinished(history) if note.at < first]
+    unused = [*_unused(history, remaining), *notes]
     if not dry_run:
         for place, _ in reversed(old):
             history.remove(place)

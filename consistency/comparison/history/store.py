@@ -5,6 +5,7 @@
     nights/<time>-<id>.json    one run: verdict, devices, a digest per device and stage; written last, the commit mark
     workers/<sha256>.parquet   the devices of a run with more than 64: fleets that saw the same share one
     tables/<sha256>.json       the digest of every tensor of a worker; runs with equal digests share one
+    started/<time>-<id>.json   a run that has no entry yet (`unfinished.py`)
 
 A history is a folder, on disk or at any URL that fsspec knows. A run is one file, which a disk renames into place and
 an object store writes whole, so a reader sees all of it or nothing. Tables and workers are named by their content and
@@ -40,7 +41,7 @@ from consistency.comparison.history.records import (
 )
 from consistency.errors import UsageError
 
-RUNS, TABLES, WORKERS = "nights", "tables", "workers"
+RUNS, TABLES, WORKERS, STARTED = "nights", "tables", "workers", "started"
 
 MOST_IN_RECORD = 64
 """Devices of a run whose workers are in its own record: more than any one host has."""
@@ -82,7 +83,7 @@ class History:
     def require(self) -> None:
         """Raise UsageError where there is no history: a folder without runs is a mistake in the command."""
         with remote_errors("cannot read the history", self.url):
-            exists = self._fs.exists(f"{self._root}/{RUNS}")
+            exists = any(self._fs.exists(f"{self._root}/{folder}") for folder in (RUNS, STARTED))
         if not exists:
             raise UsageError(f"there is no history at {self.url}: `consistency run --history` starts one")
 
@@ -182,9 +183,19 @@ class History:
         self.put_tables(tables)
         if device_count(run) > MOST_IN_RECORD:
             run = self._with_workers_apart(run)
-        stamp = run.at.replace("-", "").replace(":", "").replace(".", "").partition("+")[0]
-        self._put(RUNS, f"{stamp}-{uuid.uuid4().hex[:8]}.json", encode_json(run) + b"\n")
+        self.put_run(RUNS, run)
         self._read, self._unread = [], None
+
+    def put_run(self, folder: str, run: RunRecord, name: str = "") -> str:
+        """Write the record of a run to a folder of the history; return its path there."""
+        stamp = run.at.replace("-", "").replace(":", "").replace(".", "").partition("+")[0]
+        name = name or f"{stamp}-{uuid.uuid4().hex[:8]}.json"
+        self._put(folder, name, encode_json(run) + b"\n")
+        return f"{self._root}/{folder}/{name}"
+
+    def local(self, place: str) -> Path | None:
+        """Return a file of the history as a path of this host; None where it is elsewhere."""
+        return Path(place) if self._is_local else None
 
     def put_tables(self, tables: dict[str, bytes]) -> None:
         """Write tables by their names; without a run that names them they change nothing."""

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 import msgspec
 
 from consistency.capture.folder import Capture
+from consistency.capture.reader import brief
 from consistency.capture.version import __version__
 from consistency.comparison.history.baseline import Baseline
-from consistency.comparison.history.drift import judge_drift
+from consistency.comparison.history.drift import judge_drift, unjudged
 from consistency.comparison.history.recording import record_of
 from consistency.comparison.history.records import SCHEMA, RunRecord, WorkerRecord, device_count
 from consistency.comparison.history.store import History
 from consistency.comparison.result import PLANTED, Comparison
 from consistency.comparison.suite import SuiteResult, common_findings
+from consistency.errors import CaptureError
 
 
 class SuiteEntry:
@@ -33,14 +35,21 @@ class SuiteEntry:
         self._history.require_room(device_count(record))
         workers = tuple(msgspec.structs.replace(worker, case=name) for worker in record.workers)
         record = msgspec.structs.replace(record, workers=workers)
-        comparison, record = judge_drift(self._history, record, tables, comparison, self._baseline)
-        self._history.put_tables(tables)
+        try:
+            judged, record = judge_drift(self._history, record, tables, comparison, self._baseline)
+            self._history.put_tables(tables)
+        except CaptureError as error:
+            return unjudged(comparison, self._baseline, error)
+        comparison = judged
         self._workers += record.workers
         self._first = self._first or record
         return comparison
 
-    def commit(self, suite: SuiteResult, *, report: str = "") -> None:
-        """Append the entry: verdict and findings are the suite's, host and versions those of its first case."""
+    def commit(self, suite: SuiteResult, *, report: str = "") -> SuiteResult:
+        """Append the entry: verdict and findings are the suite's, host and versions those of its first case.
+
+        Return the suite, which says so where the entry cannot be written.
+        """
         first = self._first or RunRecord(
             schema=SCHEMA, at=suite.created, host=platform.node(), case="", verdict="", tool=__version__
         )
@@ -55,4 +64,8 @@ class SuiteEntry:
             report=report,
             planted=any(finding.kind == PLANTED for case in suite.cases for finding in case.findings),
         )
-        self._history.append(entry, {})
+        try:
+            self._history.append(entry, {})
+        except CaptureError as error:
+            return msgspec.structs.replace(suite, unwritten=(*suite.unwritten, f"history: {brief(error)}"))
+        return suite

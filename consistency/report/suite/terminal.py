@@ -50,6 +50,8 @@ def _write(write: Writer, suite: SuiteResult, view: View) -> None:
         write.line(f"{rest}: -v shows all")
     if suite.not_looked_at:
         write.line(f"not checked: {', '.join(suite.not_looked_at)}")
+    for text in suite.unwritten:
+        write.line(f"not written: {text}", style="yellow")
     if view.folder is not None:
         write.line(f"reports: {view.folder}")
 

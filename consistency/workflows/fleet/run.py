@@ -20,6 +20,7 @@ from consistency.case.preflight import prepare_case
 from consistency.case.requirements import Requirements, requirements_of
 from consistency.comparison.history.baseline import Baseline
 from consistency.comparison.history.store import History
+from consistency.comparison.history.unfinished import noted
 from consistency.comparison.result import ENVIRONMENT, LOST_NODE, Comparison, Finding, made, with_findings
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.devices.interpreter import python_command
@@ -62,6 +63,8 @@ class FleetPlan:
         What starts this tool on a node.
     words : tuple of str
         The options of the case, as words of a command line.
+    name : str
+        Of the case.
     """
 
     engine: FleetEngine
@@ -70,6 +73,7 @@ class FleetPlan:
     command: tuple[str, ...]
     words: tuple[str, ...]
     requirements: Requirements
+    name: str = ""
 
     def record(self) -> FleetRecord:
         return FleetRecord(
@@ -90,10 +94,11 @@ def prepare_fleet(
     """
     engine = fleet_engine(options)
     nodes = engine.nodes(options.nodes)
-    requirements = requirements_of(prepare_case(case), accelerators=options.gpus or 0)
+    prepared = prepare_case(case)
+    requirements = requirements_of(prepared, accelerators=options.gpus or 0)
     return FleetPlan(
         engine=engine, options=options, nodes=nodes, words=tuple(words), requirements=requirements,
-        command=tuple(command) or (*python_command(), "consistency"),
+        command=tuple(command) or (*python_command(), "consistency"), name=prepared.name,
     )  # fmt: skip
 
 
@@ -122,7 +127,10 @@ def run_fleet(
         history.require_room(len(plan.nodes) * (plan.options.gpus or 1))  # while nothing runs yet
     folder = FleetFolder(out=out, store=(plan.options.store or str(out.resolve() / report_folder.CAPTURES)).rstrip("/"))
     resume = plan.options.resume
-    with report_folder.output(out, replace=replace or resume, keeps=lambda path: (path / PLAN).exists()):
+    with (
+        report_folder.output(out, replace=replace or resume, keeps=lambda path: (path / PLAN).exists()),
+        noted(history, plan.name, report=str(out.resolve())),
+    ):
         record = plan.record()
         kept = folder.delivered(record, plan.nodes) if resume else []
         for node in kept:
@@ -137,7 +145,7 @@ def run_fleet(
             folder.save(msgspec.structs.replace(record, nodes=_outcomes(gathered)))
             raise
         comparison = made(comparison, time.monotonic() - started)
-        report_folder.write_reports(comparison, out)
+        comparison = report_folder.write_reports(comparison, out)
         folder.save(msgspec.structs.replace(record, nodes=_outcomes(gathered, comparison)))
     return comparison
 

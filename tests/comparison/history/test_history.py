@@ -171,10 +171,21 @@ def test_history_in_memory_as_in_an_object_store(run: Run) -> None:
     assert len(History(url).names()) == 2
 
 
-def test_history_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CaptureError, match="history"):
-        run({"cuda:0": "m"}, url=str(tmp_path / "file"))
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("", "not compared with earlier runs: cannot read the history"),
+        ("tables", "this run is not in the history: cannot write the history"),
+    ],
+)
+def test_history_that_fails_meanwhile_does_not_take_the_verdict(run: Run, tmp_path: Path, file: str, text: str) -> None:
+    place = tmp_path / "history" / file
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("")
+    found = run({"cuda:0": "m"})
+    assert found.verdict == "consistent"
+    (warning,) = (finding for finding in found.findings if finding.severity == "warning")
+    assert warning.message.startswith(text)
 
 
 def test_unknown_protocol() -> None:
