@@ -62,7 +62,9 @@ def as_named_adapters(given: object, *, where: str) -> tuple[NamedAdapter, ...]:
         raise UsageError(f"two adapters have the name {twice}", where=where)
     if len(pairs) < 2:
         hint = "leave out the name to check one adapter"
-        raise UsageError("one adapter alone has a name", where=where, wanted="two adapters at least", hint=hint)
+        raise UsageError(
+            "only one adapter was given, and it has a name", where=where, wanted="two adapters at least", hint=hint
+        )
     return tuple(NamedAdapter(name=name, path=path) for name, path in pairs)
 
 
@@ -84,7 +86,7 @@ def with_named_adapters(table: Mapping[str, Any], *, where: str) -> dict[str, An
             hint="with names they are one case, without any they are a suite",
         )  # fmt: skip
     del found["adapter"]
-    return {**found, "adapters": named}
+    return {**found, "adapters": as_named_adapters(named, where=where)}
 
 
 def paths_from(adapters: Sequence[NamedAdapter], home: Path) -> tuple[NamedAdapter, ...]:

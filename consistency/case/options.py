@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from consistency.case.load_path import GRAMMAR, LoadPath
-from consistency.case.stages import Level, Stage
+from consistency.case.stages import LEVELS, Level, Stage
 from consistency.errors import ConsistencyError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Option:
     type : type
         What the text of a command line is read as; `bool` is a switch that takes no value.
     aliases : tuple of str
-        Earlier names: accepted everywhere, shown nowhere.
+        Earlier names, and those of other commands: accepted everywhere, shown nowhere.
     repeatable : bool
         Given several times on a command line, a list in TOML.
     gathers : bool
@@ -114,6 +114,17 @@ class Option:
 def declare(default: T, help: str, metavar: str | None = None, **more: Any) -> T:
     """Return a field of options, with what `Option` says of it."""
     return field(default=default, metadata={"help": help, "metavar": metavar, **more})
+
+
+def _levels_text() -> str:
+    """Return what each level takes, and the stages that it has beyond the one before."""
+    times = {Level.QUICK: "a minute", Level.STANDARD: "default, some minutes", Level.THOROUGH: "overnight"}
+    texts, before = [], set[Stage]()
+    for level, plan in LEVELS.items():
+        more = ", ".join(stage for stage in plan.stages if stage not in before)
+        texts.append(f"{level} ({times[level]}): {'also ' if before else ''}{more}")
+        before |= {*plan.stages}
+    return f"stages, and how much of each: {'; '.join(texts)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,13 +166,13 @@ class Options:
         "fit)",
         choices=get_args(Placement),
     )
-    stages: tuple[Stage, ...] | None = declare(None, f"any of {','.join(Stage)} (default: by level)", "LIST")
+    stages: tuple[Stage, ...] | None = declare(
+        None, f"any of {', '.join(Stage)}, with commas (default: by level)", "LIST", aliases=("stage",)
+    )
     load_paths: tuple[LoadPath, ...] | None = declare(
         None, f"{GRAMMAR} (default: by level and devices)", "LIST", aliases=("roads",)
     )
-    level: Level = declare(
-        Level.STANDARD, "a minute, some minutes (default), or overnight", choices=tuple(level.value for level in Level)
-    )
+    level: Level = declare(Level.STANDARD, _levels_text(), choices=tuple(level.value for level in Level))
     inputs: str | None = declare(None, "safetensors file with the model's keyword arguments", "FILE", is_path=True)
     device_map: str | None = declare(
         None, "how the stage sharding also splits the base: auto, balanced, sequential, FILE.json", "MAP", is_path=True
@@ -190,8 +201,8 @@ class Options:
     load: bool = declare(False, "keep each device busy with matrix products during --for: it runs hot", type=bool)
     tolerance: tuple[Override, ...] = declare(
         (),
-        "[stage=…,][arch=PATTERN,][layer=PATTERN,][dtype=…,]atol=…,rtol=… instead of the derived bound; "
-        "may be repeated, and the last one that matches a tensor applies",
+        "atol=…,rtol=… instead of the derived bound, after any of stage=…, arch=PATTERN, layer=PATTERN and dtype=…, "
+        "with commas; may be repeated, and the last one that matches a tensor applies",
         "LIST",
         repeatable=True,
     )

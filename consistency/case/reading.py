@@ -107,7 +107,7 @@ def parse(table: Mapping[str, object], *, where: Callable[[str], str]) -> dict[s
             raise unknown_option(name, where(name))
         option = _BY_NAME[name]
         if option.attribute in values:
-            raise UsageError(f"{option.name} is given twice", where=where(name), hint=f"{name} is its earlier name")
+            raise UsageError(f"{option.name} is given twice", where=where(name), hint=f"{name} is another name for it")
         values[option.attribute] = _value(option, given, where(name))
     return values
 

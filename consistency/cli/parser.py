@@ -66,7 +66,9 @@ class Parser(argparse.ArgumentParser):
             wanted = found["wanted"].replace("one argument", "a value").replace("argument", "value")
             return UsageError(f"{found['name']} needs {wanted}", hint=self._help_hint())
         if found := _MISSING.fullmatch(message):
-            return UsageError(f"{self.prog} needs {found['names']}", hint=self._help_hint())
+            choices = next((one.choices for one in self._actions if one.dest == found["names"]), None)
+            listed = None if choices is None else "one of " + ", ".join(choices)
+            return UsageError(f"{self.prog} needs {found['names']}", wanted=listed, hint=self._help_hint())
         return UsageError(message, hint=self._help_hint())
 
 

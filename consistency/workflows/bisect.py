@@ -100,7 +100,7 @@ def bisect(
     report : Path
         `report.json`, or its folder.
     number : int, optional
-        Of the finding, from 1; or
+        Of the finding, from 1, where there are several; or
     tensor, worker : str, optional
         `stage::layer.tensor` and the worker on which it differs bitwise from the reference worker.
     watch : callable
@@ -140,19 +140,22 @@ def bisect(
 
 
 def _subject(report: Path, number: int | None, tensor: str | None, worker: str | None, scratch: Path) -> Subject:
-    if number is not None:
+    of_finding = tensor is None and worker is None
+    if number is not None or of_finding:
         evidence = find_evidence(report, number, scratch)
         participant, reference, key = evidence.participant, evidence.reference, evidence.record.key
     elif tensor is not None and worker is not None:
         participant, reference, key = find_tensor(report, tensor, worker, scratch)
     else:
-        raise UsageError("nothing to explain", wanted="--finding N, or --tensor NAME and --worker NAME")
+        raise UsageError(
+            "--tensor and --worker need each other", wanted="--finding N, or --tensor NAME and --worker NAME"
+        )
     if participant.capture is not reference.capture:
         raise UsageError(
             "the worker and its reference are from two captures, which may be of two machines",
             got=f"{participant.label}, {reference.label}", hint="run the case on this machine, and bisect that report",
         )  # fmt: skip
-    bad = number is not None and evidence.is_bad
+    bad = (number is not None or of_finding) and evidence.is_bad
     return Subject(participant=participant, reference=reference, key=key, bad=bad)
 
 

@@ -81,7 +81,7 @@ def test_python_takes_either_form() -> None:
 @pytest.mark.parametrize(
     ("adapters", "message"),
     [
-        ({"one": "./x"}, "one adapter alone has a name"),
+        ({"one": "./x"}, "only one adapter was given, and it has a name"),
         ({"one": "./x", "default": "./y"}, "cannot be named default"),
         ({"one": "./x", "a.b": "./y"}, "not the name of an adapter"),
         ({"one": "./x", "two": ""}, "two has no path"),

@@ -74,11 +74,13 @@ def test_every_option_means_the_same_in_a_file_and_on_a_command_line(option: Opt
         assert values[0] != getattr(Options(), option.attribute)
 
 
-def test_earlier_names_are_hidden() -> None:
-    assert [(option.name, option.aliases) for option in OPTIONS if option.aliases] == [("load_paths", ("roads",))]
-    for edge, alias in ((Edge.COMMAND_LINE, "--roads"), (Edge.PYTEST, "--consistency-roads")):
-        assert actions(edge)[alias].help == argparse.SUPPRESS
-        assert actions(edge)[alias].dest == actions(edge)[edge.spell("load_paths")].dest
+def test_other_names_are_hidden() -> None:
+    others = {option.name: option.aliases for option in OPTIONS if option.aliases}
+    assert others == {"stages": ("stage",), "load_paths": ("roads",)}
+    for name, (alias,) in others.items():
+        for edge in (Edge.COMMAND_LINE, Edge.PYTEST):
+            hidden = actions(edge)[edge.spell(alias)]
+            assert (hidden.help, hidden.dest) == (argparse.SUPPRESS, actions(edge)[edge.spell(name)].dest)
     text = " ".join(build_parser().format_help().split())
     assert "roads" not in text
 

@@ -39,6 +39,7 @@ def examples(parser: argparse.ArgumentParser) -> list[list[str]]:
         ("run --repeat often", "--repeat takes a whole number", "", "`consistency run --help`"),
         ("run --stall long", "--stall takes a number", "", "`consistency run --help`"),
         ("run --dtype", "--dtype needs a value", "", "`consistency run --help`"),
+        ("completion", "consistency completion needs shell", "one of bash, zsh, tcsh, fish", "--help`"),
         ("compare", "consistency compare needs DIR", "", "`consistency compare --help`"),
         ("capture", "consistency capture needs --out", "", "`consistency capture --help`"),
     ],
@@ -58,6 +59,29 @@ def test_each_help_has_examples_of_its_own(name: str) -> None:
     assert any(words[1] == name for words in own)
     others = {tuple(words) for other, parser in commands().items() if other != name for words in examples(parser)}
     assert not {tuple(words) for words in own if words[1] == name} & others
+
+
+@pytest.mark.parametrize("name", commands())
+def test_no_help_breaks_inside_a_word(name: str) -> None:
+    room = 80 - 24 - 2  # of the column of texts
+    words = [word for a in commands()[name]._actions if a.help not in (None, argparse.SUPPRESS)
+             for word in str(a.help).replace("%%", "%").split()]  # fmt: skip
+    assert [word for word in words if len(word) > room] == []
+
+
+def test_the_usage_of_a_run_is_one_line_and_its_levels_name_their_stages() -> None:
+    text = " ".join(commands()["run"].format_help().split())
+    assert text.startswith("usage: consistency run [options] [CONFIG.toml] Check a case")
+    assert (
+        "standard (default, some minutes): also forward, gradient, memory; thorough (overnight): also sharding" in text
+    )
+
+
+def test_stages_may_be_one_stage() -> None:
+    run, show = (
+        build_parser().parse_args(words) for words in (["run", "--stage=base"], ["show", "r", "--stages=base"])
+    )
+    assert (run.stages, show.stage) == ("base", "base")
 
 
 @pytest.mark.parametrize("name", ["", *commands()])

@@ -162,7 +162,9 @@ def test_kernels_of_matrix_products_explain_other_bits(report: Path, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({}, "nothing to explain"),
+        ({}, "the report has no finding"),
+        ({"tensor": "merged::no.such"}, "need each other"),
+        ({"worker": "cpu"}, "need each other"),
         ({"tensor": "merged::no.such", "worker": "cpu"}, "no such tensor"),
         ({"tensor": "merged::no.such", "worker": "cuda:9"}, "no such worker"),
         ({"number": 77}, "no finding 77"),

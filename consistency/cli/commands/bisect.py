@@ -23,7 +23,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     text = "change one setting at a time to find the one that explains a difference"
     parser = command("bisect", _bisect, text, EXAMPLES)
     parser.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
-    parser.add_argument("--finding", type=int, metavar="N", help="number of the finding, from 1")
+    parser.add_argument("--finding", type=int, metavar="N", help="number of the finding, from 1; not needed "
+                        "where there is one")  # fmt: skip
     parser.add_argument("--tensor", metavar="NAME", help="instead of a finding: a tensor (stage::layer.tensor)")
     parser.add_argument("--worker", metavar="NAME", help="the worker on which that tensor differs")
     parser.add_argument("--json", action="store_true", help="print every trial as JSON")

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 EXAMPLES = (
     ("bash", "consistency completion bash > ~/.local/share/bash-completion/completions/consistency"),
     ("zsh, in a folder of $fpath", "consistency completion zsh > ~/.zfunc/_consistency"),
+    ("fish", "consistency completion fish > ~/.config/fish/completions/consistency.fish"),
 )
 
-_FOLDERS = {"DIR", "MODEL", "ADAPTER"}
+_FOLDERS = {"DIR", "MODEL", "[NAME=]ADAPTER"}
 _FILES = {"FILE", "REPORT", "CONFIG.toml", "A", "B", "URL"}
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command("completion", _completion, "print the completion script of a shell", EXAMPLES)
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", choices=SHELLS, help="the shell that reads the script")
 
 
 def _completion(parsed: argparse.Namespace) -> int:
@@ -29,12 +30,32 @@ def _completion(parsed: argparse.Namespace) -> int:
 
     root = build_parser()
     for one in _parsers(root):
+        values = _values(one.prog)
         for action in one._actions:
+            action.choices = next((values[name] for name in action.option_strings if name in values), action.choices)
             if action.metavar in _FOLDERS | _FILES:
                 # the attribute that shtab reads
                 action.complete = shtab.DIRECTORY if action.metavar in _FOLDERS else shtab.FILE  # type: ignore[attr-defined]
     print(shtab.complete(root, shell=parsed.shell))
     return 0
+
+
+def _values(command: str) -> Mapping[str, Iterable[str]]:
+    """Return the values of options that take a list of them, of which a shell completes the first."""
+    from consistency.case.load_path import LoadPath
+    from consistency.case.stages import Stage
+    from consistency.devices.backends import BACKENDS, backend_of
+    from consistency.worker.faults.catalogue import FAULTS
+
+    stages = [stage.value for stage in Stage]
+    kinds = {kind: backend_of(kind) for kind in ("cpu", *BACKENDS)}
+    return {
+        "--stages": stages,
+        "--stage": stages,
+        "--load-paths": [*(path.value for path in LoadPath), "all"],
+        "--devices": ["auto", *kinds, *(f"{kind}@{v.name}" for kind, found in kinds.items() for v in found.variants)],
+        "--only": list(FAULTS) if command.endswith(" drill") else stages,
+    }
 
 
 def _parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:

@@ -37,7 +37,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--list", action="store_true", help="list the faults, and plant none")
     add_options(parser.add_argument, Edge.COMMAND_LINE, only=_OPTIONS)
     parser.add_argument("--stall", type=float, metavar="S",
-                        help=f"seconds a worker may be silent, as two faults are (default: {STALL_S:g})")  # fmt: skip
+                        help="seconds a worker may be silent; two of the faults hang on purpose "
+                        f"(default: {STALL_S:g})")  # fmt: skip
     add_output_options(parser, "folder for the reports, in one folder per fault", json="print the rows as JSON")
     add_fail_fast_option(parser, "the first fault that is not found and named")
     add_quiet_option(parser)
@@ -76,7 +77,7 @@ def _drill(parsed: argparse.Namespace) -> int:
         with without_trailing_blanks(console := make_console()):
             print_table(console, ("fault", "case", "planted in", "expected", "named", "", "finding"), cells)
             rest = len(rows) - len(planted)
-            left_out = f"; {rest} not planted" if rest else ""
+            left_out = f"; {rest} {'not planted' if parsed.fail_fast else 'cannot be planted here'}" if rest else ""
             found = sum(row.passed for row in planted)
             console.print(f"\n{found} of {len(planted)} planted faults found and named{left_out}")
     return 0 if all(row.passed for row in planted) else 1

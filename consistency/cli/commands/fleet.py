@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from consistency.case.options import OPTIONS, Edge, add_options, words_of
-from consistency.cli.commands.run import read_case, read_suite
+from consistency.cli.commands.run import add_config, read_case, read_suite
 from consistency.cli.output import (
     add_format_options,
     add_groups_option,
@@ -48,7 +47,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     add_options(fleet, Edge.COMMAND_LINE, prefix="fleet_", options=FLEET_OPTIONS)
     add_groups_option(fleet)
     group = parser.add_argument_group("what is checked on each node").add_argument
-    group("config", nargs="?", type=Path, metavar="CONFIG.toml", help="options of the case by name")
+    add_config(parser, "options of the case by name", "--engine ENGINE --out DIR")
     parser.set_defaults(case=None)
     add_options(group, Edge.COMMAND_LINE)
     add_report_options(parser, "folder for the reports (JSON, HTML, Markdown), captures/ and the output of the nodes")

@@ -43,7 +43,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     keep = history.add_argument_group("remove old runs (nothing is removed without these)").add_argument
     keep("--keep-runs", type=int, metavar="N", help="remove all but the last N runs of each host and case")
     keep("--keep-days", type=float, metavar="N", help="remove runs older than N days; with --keep-runs, "
-         "those that both remove")  # fmt: skip
+         "only runs that both options would remove")  # fmt: skip
     keep("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     history.add_argument("--json", action="store_true", help="print JSON")
 

@@ -30,7 +30,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     add_options(add, Edge.COMMAND_LINE, only=_TAKES)
     add("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write")
     add("--force", action="store_true", help="replace an earlier file")
-    add("--json", action="store_true", help="print what is asked for as JSON")
+    add("--json", action="store_true", help="print the requested outputs as JSON")
 
 
 def _inputs(parsed: argparse.Namespace) -> int:

@@ -72,12 +72,12 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     _add_pace(run, "the first case of a suite that was run and is not consistent")
     text = "record the results of this host's devices, without comparing"
     capture = command("capture", _capture, text, CAPTURE_EXAMPLES)
-    _add_case(capture)
+    _add_case(capture, required="--out DIR")
     capture.add_argument("--out", metavar="DIR", required=True, help="folder, FILE.zip or URL for the capture")
     capture.add_argument("--force", action="store_true", help="replace an earlier capture in --out")
     capture.add_argument("--json", action="store_true", help="print what was captured as JSON")
     _add_pace(capture, "the first case of a suite that lost a worker, or whose input cannot be used")
-    capture.add_argument("--progress", metavar="FILE", help="file or URL that says how far it is, for "
+    capture.add_argument("--progress", metavar="FILE", help="file or URL to write progress to, for "
                          "`consistency fleet`")  # fmt: skip
     capture.add_argument("--require", metavar="FILE", help="file or URL of `consistency fleet` with the files and "
                          "accelerators that this host must have")  # fmt: skip
@@ -103,9 +103,15 @@ def read_suite(parsed: argparse.Namespace) -> SuiteOptions | None:
     return None if suite is None else suite.chosen(patterns)
 
 
-def _add_case(parser: argparse.ArgumentParser) -> None:
+def add_config(parser: argparse.ArgumentParser, text: str, required: str = "") -> None:
+    """Add the file of options to a command that takes nearly all of them; the line of its usage leaves them out."""
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help=text)
+    parser.usage = " ".join(filter(None, ["%(prog)s", required, "[options] [CONFIG.toml]"]))
+
+
+def _add_case(parser: argparse.ArgumentParser, required: str = "") -> None:
+    add_config(parser, "options by name, and cases; the command line wins", required)
     add = parser.add_argument_group("what is checked, and where").add_argument
-    add("config", nargs="?", type=Path, metavar="CONFIG.toml", help="options by name, and cases; the command line wins")
     add("--case", action="append", metavar="PATTERN", help="check only the cases of a suite with such a name")
     add_options(add, Edge.COMMAND_LINE)
 

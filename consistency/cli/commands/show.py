@@ -35,6 +35,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
                         "difference, what was allowed, their ratio, ULP, and which devices agree")  # fmt: skip
     parser.add_argument("--csv", action="store_true", help="the same as CSV, every tensor with full figures")
     parser.add_argument("--stage", metavar="STAGE[,STAGE]", default="", help="of --layers or --csv these stages alone")
+    parser.add_argument("--stages", dest="stage", default="", help=argparse.SUPPRESS)  # as `run` has it
     parser.add_argument("--layer", metavar="PATTERN", default="",
                         help="of --layers or --csv layers or tensors by shell pattern ('*.q_proj')")  # fmt: skip
     parser.add_argument("--arch", metavar="NAME", default="",

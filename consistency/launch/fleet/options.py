@@ -30,7 +30,7 @@ class FleetOptions:
     )
     partition: str | None = declare(None, "Slurm partition", "NAME")
     account: str | None = declare(None, "Slurm account", "NAME")
-    exclusive: bool = declare(False, "have every node alone, with all of its memory", type=bool)
+    exclusive: bool = declare(False, "reserve whole nodes, including all memory", type=bool)
     engine_args: tuple[str, ...] = declare(
         (), 'more arguments for sbatch or srun: "--qos=low --time=30"; may be repeated', "TEXT", repeatable=True
     )

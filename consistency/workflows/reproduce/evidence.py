@@ -67,15 +67,15 @@ class Evidence:
         return None if name is None or not capture.blob_path(name).exists() else read_stored(capture, name)
 
 
-def find_evidence(path: Path, number: int, scratch: Path) -> Evidence:
+def find_evidence(path: Path, number: int | None, scratch: Path) -> Evidence:
     """Return the tensor that best shows a finding.
 
     Parameters
     ----------
     path : Path
         `report.json`, or its folder, with the captures next to it.
-    number : int
-        Of the finding, from 1.
+    number : int or None
+        Of the finding, from 1; None is the only one.
     scratch : Path
         Folder to unpack captures into; it must exist as long as the evidence is used.
 
@@ -88,6 +88,10 @@ def find_evidence(path: Path, number: int, scratch: Path) -> Evidence:
     """
     head, folder = read_report(path)
     shown = sum(finding.severity != "note" for finding in head.findings)  # notes come last, and have no number
+    if number is None and shown != 1:
+        what, wanted = ("which finding?", "--finding N") if shown else ("the report has no finding", None)
+        raise UsageError(what, where=folder, got=counted(shown, "finding"), wanted=wanted)
+    number = 1 if number is None else number
     if not 1 <= number <= shown:
         raise UsageError(f"the report has no finding {number}", where=folder, got=counted(shown, "finding"))
     finding = head.findings[number - 1]

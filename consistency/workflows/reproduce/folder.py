@@ -33,15 +33,17 @@ SCRIPTS = Path(__file__).resolve().parent / "scripts"
 _OF_MODEL = (*MOVES_WEIGHTS, *COMPUTES_WITH_WEIGHTS)
 
 
-def reproduce(report: Path, number: int, out: Path, *, replace: bool = False, redact: bool = False) -> Reproduced:
+def reproduce(
+    report: Path, number: int | None, out: Path, *, replace: bool = False, redact: bool = False
+) -> Reproduced:
     """Write a folder, or a ZIP of it, that shows a finding without this package, and run its script.
 
     Parameters
     ----------
     report : Path
         `report.json`, or its folder.
-    number : int
-        Of the finding, from 1.
+    number : int or None
+        Of the finding, from 1; None is the only one.
     out : Path
         The folder to write, or a file that ends in `.zip`; `replace` replaces an existing one.
     redact : bool

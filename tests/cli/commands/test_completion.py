@@ -32,7 +32,16 @@ def test_every_shell_gets_commands_and_options(shell: str, capsys: pytest.Captur
         ("run --adap", {"--adapter"}),
         ("run --dtype b", {"bfloat16"}),
         ("run --base mo", {"model"}),
+        ("run --adapter mo", {"model"}),
         ("run --inputs in", {"in.safetensors"}),
+        ("run --stages ada", {"adapter", "adapters"}),
+        ("show run-1 --stage for", {"forward"}),
+        ("run --devices cpu@avx2", {"cpu@avx2"}),
+        ("run --load-paths al", {"all"}),
+        ("run --level q", {"quick"}),
+        ("run --format g", {"github"}),
+        ("run --only mer", {"merged"}),
+        ("drill --only adapter-nan", {"adapter-nan"}),
     ],
 )
 def test_bash_completes(words: str, completed: set[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from consistency.numerics.words import Word
 from consistency.worker.recorder import Recorder
 from consistency.workflows import pipeline
 from consistency.workflows.reproduce import folder as folder_module
+from consistency.workflows.reproduce.evidence import find_evidence
 from consistency.workflows.reproduce.folder import reproduce
 from consistency.workflows.reproduce.trial import Reproduced, try_script
 from consistency.workflows.second_adapter import several_adapters
@@ -227,6 +228,15 @@ def test_a_note_has_no_number(report: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the report has no finding 2") as caught:
         reproduce(report, 2, tmp_path / "r")
     assert caught.value.got == "1 finding"
+
+
+def test_the_only_finding_needs_no_number(report: Path, tmp_path: Path) -> None:
+    assert find_evidence(report, None, tmp_path).number == 1
+    table = json.loads((report / "report.json").read_text())
+    (tmp_path / "report.json").write_text(json.dumps({**table, "findings": table["findings"][:1] * 2}))
+    with pytest.raises(UsageError, match=r"which finding\?") as caught:
+        find_evidence(tmp_path, None, tmp_path)
+    assert (caught.value.got, caught.value.wanted) == ("2 findings", "--finding N")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": "other/1", "findings": []}', '{"findings": 3}'])
