@@ -32,7 +32,9 @@ _BY_NAME = {name: option for option in OPTIONS for name in (option.name, option.
 def make_options(table: Mapping[str, object], base: Options | None = None) -> Options:
     """Parse options that are given by name in Python; `base` holds those that are not given."""
     table = with_named_adapters(as_text(table), where="adapter")
-    return dataclasses.replace(base or Options(), **parse(table, where=str), source=Source(edge=Edge.TOML))
+    base = base or Options()
+    texts = {option.attribute: as_text(getattr(base, option.attribute)) for option in OPTIONS if option.is_path}
+    return dataclasses.replace(base, **{**texts, **parse(table, where=str)}, source=Source(edge=Edge.TOML))
 
 
 def as_text(given: Any) -> Any:

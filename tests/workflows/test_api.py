@@ -9,7 +9,7 @@ import pytest
 
 import consistency
 from consistency.case.builtin import builtin_folder
-from consistency.case.reading import as_text
+from consistency.case.reading import as_text, make_options
 from consistency.errors import UsageError
 from tests.launch.in_this_process import in_this_process
 from tests.made_weights import f32, put
@@ -46,6 +46,12 @@ def test_a_suite_takes_paths(tmp_path: Path) -> None:
         )  # fmt: skip
     assert [case.verdict for case in result.cases] == ["consistent"]
     assert (tmp_path / "night/cases").is_dir()
+
+
+def test_paths_in_options_made_by_hand_are_texts() -> None:
+    given = consistency.Options(base=Path("a"), adapter="b", level="quick")  # type: ignore[arg-type]
+    made = make_options({"adapter": Path("c")}, given)
+    assert (made.base, made.adapter, made.inputs, made.level) == ("a", "c", None, "quick")
 
 
 def test_a_path_is_a_text_wherever_it_stands() -> None:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-from consistency.cli.output import print_json
+from consistency.cli.output import add_quiet_option, print_json
 
 EXAMPLES = (
     ("the setting that explains the first finding", "consistency bisect run-1 --finding 1"),
@@ -28,6 +28,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--tensor", metavar="NAME", help="instead of a finding: a tensor (stage::layer.tensor)")
     parser.add_argument("--worker", metavar="NAME", help="the worker on which that tensor differs")
     parser.add_argument("--json", action="store_true", help="print every trial as JSON")
+    add_quiet_option(parser)
 
 
 def _bisect(parsed: argparse.Namespace) -> int:
@@ -36,7 +37,7 @@ def _bisect(parsed: argparse.Namespace) -> int:
     from consistency.workflows.bisect import Trial, bisect
 
     tried = itertools.count(1)
-    with progress(stages=False) as display:
+    with progress(stages=False, quiet=parsed.quiet) as display:
 
         def watch(trial: Trial, most: int) -> None:
             name = " + ".join(trial.changes) or "unchanged"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from consistency.case.options import Edge, add_options
 from consistency.cli.commands.run import read_case
-from consistency.cli.output import add_output_options, print_json
+from consistency.cli.output import add_output_options, add_quiet_option, print_json
 
 EXAMPLES = (
     ("copies, operators and memory of every device", "consistency doctor"),
@@ -20,6 +20,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command("doctor", _doctor, "check this host without any model, and report what to fix first", EXAMPLES)
     add_options(parser.add_argument, Edge.COMMAND_LINE, only=("devices", "level", "timeout", "stall"))
     add_output_options(parser, "folder for the reports and captures/", json="print JSON")
+    add_quiet_option(parser)
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
@@ -31,7 +32,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from consistency.workflows.doctor import doctor_plan
 
     plan = doctor_plan(read_case(parsed))
-    with progress(expected=pipeline.expected(plan)) as watch:
+    with progress(expected=pipeline.expected(plan), quiet=parsed.quiet) as watch:
         report = pipeline.run(plan, parsed.out, watch=watch, replace=parsed.force)
     if parsed.json:
         print_json(as_table(report.comparison))
