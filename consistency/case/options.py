@@ -96,6 +96,8 @@ class Option:
         A relative path in a TOML file is relative to that file.
     absent : mapping of Edge to str
         Where the option does not exist, and why.
+    help_of_one_case : str
+        The help of a command that takes no suite; empty where that is the same.
     """
 
     name: str
@@ -109,6 +111,7 @@ class Option:
     gathers: bool = False
     is_path: bool = False
     absent: Mapping[Edge, str] = field(default_factory=dict)
+    help_of_one_case: str = ""
 
 
 def declare(default: T, help: str, metavar: str | None = None, **more: Any) -> T:
@@ -140,6 +143,7 @@ class Options:
         "[NAME=]ADAPTER",
         is_path=True,
         gathers=True,
+        help_of_one_case="folder saved by PEFT, or hub id; several, as NAME=PATH, are checked in one model",
     )
     name: str | None = declare(None, "name of the case in reports and test items", "TEXT")
     adapters: tuple[NamedAdapter, ...] | None = declare(
@@ -258,10 +262,12 @@ def add_options(
     only: Collection[str] = (),
     prefix: str = "",
     options: Iterable[Option] = OPTIONS,
+    one_case: bool = False,
 ) -> None:
     """Declare the options of a command line by `add`, which takes what `argparse` takes; `only` narrows them.
 
-    A value is left as None where its option is not given; `prefix` precedes the name of its attribute.
+    A value is left as None where its option is not given; `prefix` precedes the name of its attribute. With `one_case`,
+    the help tells of no suites.
     """
     for option in options:
         if edge in option.absent or (only and option.name not in only):
@@ -277,7 +283,8 @@ def add_options(
             keywords["choices"] = option.choices
         else:
             keywords |= {"type": option.type, "metavar": option.metavar}
-        add(edge.spell(option.name), help=option.help, **keywords)
+        text = option.help_of_one_case if one_case and option.help_of_one_case else option.help
+        add(edge.spell(option.name), help=text, **keywords)
         for alias in option.aliases:
             add(edge.spell(alias), help=argparse.SUPPRESS, **keywords)
 

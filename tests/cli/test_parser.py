@@ -77,6 +77,12 @@ def test_the_usage_of_a_run_is_one_line_and_its_levels_name_their_stages() -> No
     )
 
 
+def test_only_commands_that_take_a_suite_tell_of_suites() -> None:
+    told = {name for name, parser in commands().items() for a in parser._actions
+            if "--adapter" in a.option_strings and "suite" in str(a.help)}  # fmt: skip
+    assert told == {"run", "capture"}
+
+
 def test_stages_may_be_one_stage() -> None:
     run, show = (
         build_parser().parse_args(words) for words in (["run", "--stage=base"], ["show", "r", "--stages=base"])

@@ -35,7 +35,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--only", dest="faults", action="append", default=[], metavar="FAULT",
                         help="only this fault; may be repeated")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="list the faults, and plant none")
-    add_options(parser.add_argument, Edge.COMMAND_LINE, only=_OPTIONS)
+    add_options(parser.add_argument, Edge.COMMAND_LINE, only=_OPTIONS, one_case=True)
     parser.add_argument("--stall", type=float, metavar="S",
                         help="seconds a worker may be silent; two of the faults hang on purpose "
                         f"(default: {STALL_S:g})")  # fmt: skip

@@ -49,7 +49,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     group = parser.add_argument_group("what is checked on each node").add_argument
     add_config(parser, "options of the case by name", "--engine ENGINE --out DIR")
     parser.set_defaults(case=None)
-    add_options(group, Edge.COMMAND_LINE)
+    add_options(group, Edge.COMMAND_LINE, one_case=True)
     add_report_options(parser, "folder for the reports (JSON, HTML, Markdown), captures/ and the output of the nodes")
     add_format_options(parser)
     add_history_option(parser)

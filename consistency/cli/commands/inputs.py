@@ -27,7 +27,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command("inputs", _inputs, text, EXAMPLES)
     add = parser.add_argument
     add("config", nargs="?", type=Path, metavar="CONFIG.toml", help="options by name; the command line wins")
-    add_options(add, Edge.COMMAND_LINE, only=_TAKES)
+    add_options(add, Edge.COMMAND_LINE, only=_TAKES, one_case=True)
     add("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write")
     add("--force", action="store_true", help="replace an earlier file")
     add("--json", action="store_true", help="print the requested outputs as JSON")
