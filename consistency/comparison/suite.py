@@ -315,7 +315,8 @@ def common_findings(cases: Sequence[CaseResult]) -> tuple[SuiteFinding, ...]:
                 next=first.next,
             )
         )
-    return tuple(sorted(found, key=lambda finding: (_SEVERITIES.index(finding.severity), -len(finding.cases))))
+    # what was not checked at all comes after what was found: --fail-fast leaves out most cases
+    return tuple(sorted(found, key=lambda f: (_SEVERITIES.index(f.severity), f.kind == UNCHECKED, -len(f.cases))))
 
 
 def _of_error(case: CaseResult) -> tuple[CaseFinding, ...]:

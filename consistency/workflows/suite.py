@@ -250,7 +250,7 @@ def _of_error(one: PlannedCase, error: ConsistencyError) -> CaseResult:
 
 
 def _left_out(stopped_by: PlannedCase) -> UsageError:
-    return UsageError("not checked: an earlier case has failed", where="--fail-fast", got=f"case {stopped_by.name}")
+    return UsageError(f"left out by --fail-fast after case {stopped_by.name}")
 
 
 def _in_turn(cases: Iterable[PlannedCase]) -> list[PlannedCase]:

@@ -16,7 +16,7 @@ from consistency.case.builtin import builtin_folder
 from consistency.case.options import Edge
 from consistency.case.stages import HOST_STAGES, Stage
 from consistency.case.suite import SuiteOptions, gather_suite
-from consistency.comparison.suite import SuiteResult
+from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.errors import CaptureError, UsageError
 from consistency.launch.process import WorkerProcess
 from consistency.workflows import suite
@@ -130,15 +130,16 @@ def test_fail_fast_leaves_out_what_follows(config: Path, tmp_path: Path, capture
     with in_this_process() if not captured_alone else nullcontext():
         if captured_alone:
             found = suite.capture_suite(plan, tmp_path / "out", watch=lambda *_: None, fail_fast=True)
-            errors = {name: one.where for name, one in found.items() if isinstance(one, UsageError)}
+            errors = {name: one.what for name, one in found.items() if isinstance(one, UsageError)}
         else:
             result = suite.run_suite(plan, tmp_path / "out", watch=lambda *_: None, fail_fast=True)
             assert [case.verdict for case in result.cases] == [
                 "unchecked", "consistent", "inconsistent", "unchecked", "unchecked",
             ]  # fmt: skip
             assert result.exit_status == 1
-            errors = {case.name: case.error for case in result.cases if "--fail-fast" in (case.error or "")}
-    assert list(errors) == ["killed", "in-bfloat16"]
+            assert common_findings(result.cases)[0].cases == ("two",)
+            errors = {case.name: str(case.error) for case in result.cases if "--fail-fast" in (case.error or "")}
+    assert errors == dict.fromkeys(["killed", "in-bfloat16"], "left out by --fail-fast after case two")
     assert sorted(path.name for path in (tmp_path / "out/cases").iterdir()) == ["one", "two"]
 
 
