@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import torch
 
-_EXPONENT = {
-    torch.float64: (torch.int64, 0x7FF << 52),
-    torch.float32: (torch.int32, 0xFF << 23),
-    torch.bfloat16: (torch.int16, 0xFF << 7),
-    torch.float16: (torch.int16, 0x1F << 10),
-}
-"""The integers of a dtype's size and the bits of its exponent, all of which are set in NaN and infinities alone."""
+from consistency.numerics.digest import as_bytes
+from consistency.numerics.dtype import name_of
+from consistency.numerics.not_finite_bits import count_in_bits
 
 _AT_ONCE = 1 << 18  # stays in cache, so that memory is read once
 
@@ -24,8 +20,6 @@ def count_not_finite(tensor: torch.Tensor) -> int:
 
 
 def _count(part: torch.Tensor) -> int:
-    integers, exponent = _EXPONENT.get(part.dtype, (None, 0))
-    if integers is None:  # of one byte: some of these formats have no infinity
+    if part.element_size() == 1:  # some of these formats have no infinity
         return int((~torch.isfinite(part.to(torch.float32))).sum())
-    bits = part.view(integers).bitwise_and(exponent)
-    return int((bits == exponent).sum()) if int(bits.max()) == exponent else 0
+    return count_in_bits(as_bytes(part).numpy(), name_of(part.dtype))

@@ -21,6 +21,8 @@ from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
 from consistency.numerics.measure import Measure
 
+_AT_ONCE = 1 << 22  # elements: a large tensor must not fill the memory
+
 
 def as_tensor(raw: np.ndarray, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     """View bytes as a tensor; as plain bytes, `(n,)` uint8, if torch has no such dtype."""
@@ -63,6 +65,26 @@ def measure_stored(
     a, e = as_tensor(actual, shape, dtype), as_tensor(expected, shape, dtype)
     found = measure(a, e)
     return found, diagnose_moved(a, e, found, known=Known(swapped=lambda _: other()))
+
+
+def count_not_rounded(actual: np.ndarray, dtype: str, expected: np.ndarray, expected_dtype: str) -> int | None:
+    """Return how many elements are not those of another stored tensor, rounded to nearest in this dtype.
+
+    Both are given as uint8; None where torch does not know a dtype, or one of them is not of floating-point numbers.
+    """
+    known = [getattr(torch, name, None) for name in (dtype, expected_dtype)]
+    if not all(isinstance(one, torch.dtype) and one.is_floating_point for one in known):
+        return None
+    sizes = [one.itemsize for one in known]
+    count = 0
+    for start in range(0, len(actual) // sizes[0], _AT_ONCE):
+        a, e = (
+            as_tensor(part := raw[start * size : (start + _AT_ONCE) * size], (len(part) // size,), name)
+            for raw, size, name in zip((actual, expected), sizes, (dtype, expected_dtype), strict=True)
+        )
+        same = as_bytes(a).view(-1, sizes[0]) == as_bytes(e.to(a.dtype)).view(-1, sizes[0])
+        count += int((~same.all(dim=1)).sum())
+    return count
 
 
 def read_pickle(file: Path) -> Iterator[tuple[str, tuple[int, ...], str, np.ndarray]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 from rich.console import Console
 
-from consistency.capture.wording import counted
-from consistency.comparison.result import Comparison, Finding, TensorComparison
+from consistency.capture.wording import and_more, counted
+from consistency.comparison.result import Comparison, Finding, Row, TensorComparison
 from consistency.report.console import Writer, without_trailing_blanks
 from consistency.report.sentences import sentence
 from consistency.report.terminal import origin_lines
@@ -33,7 +35,7 @@ def print_diff(
         write.heading(parts, below=origin_lines(comparison))
         write.verdict(comparison.verdict, sentence(comparison))
         findings = list(map(_in_lines, comparison.findings))
-        write.findings(f for f in findings if f.severity == "error")
+        write.findings(f for f in findings if f.severity != "note")
         shown = [t for t in comparison.tensors if verbose or t.is_wrong]
         if shown:
             limit = len(shown) if verbose else _MOST_TENSORS
@@ -46,7 +48,16 @@ def print_diff(
 
 def _in_lines(finding: Finding) -> Finding:
     detail = tuple(map(one_line, finding.detail))
+    if more := and_more(len(finding.tensors) - len(detail)) if detail else "":
+        detail = (*detail, more)
     return msgspec.structs.replace(finding, message=one_line(finding.message), detail=detail)
+
+
+def _has_other_sign(row: Row) -> bool:
+    """Return whether the worst element has the other sign: its steps through all numbers around 0 say nothing."""
+    values = [row.evidence.get(name) for name in ("actual", "expected")]
+    signs = [math.copysign(1, value) for value in values if isinstance(value, float) and value]
+    return len(set(signs)) > 1
 
 
 def _cells(tensor: TensorComparison) -> list[str]:
@@ -55,5 +66,5 @@ def _cells(tensor: TensorComparison) -> list[str]:
     cells.append(row.diagnosis or row.status)
     if row.status == "outside" and row.mismatched is not None:
         cells += [f"{row.mismatched} of {row.elements}", f"{float(row.max_abs or 0):.3g}"]
-        cells.append("" if row.max_ulp is None else str(row.max_ulp))
+        cells.append("" if row.max_ulp is None else "across 0" if _has_other_sign(row) else str(row.max_ulp))
     return list(map(one_line, cells))

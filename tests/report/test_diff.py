@@ -136,3 +136,12 @@ def test_every_field_of_the_contract_is_there(tmp_path: Path) -> None:
     assert a + b == both == [w["name"] for w in report["workers"]]
     assert {t["stage"] for t in report["tensors"]} == {"file"}
     assert {t["rule"] for t in report["tensors"]} == {"bitwise"}
+
+
+def test_examples_are_counted_and_steps_across_zero_are_none(tmp_path: Path) -> None:
+    right = {f"x.{i}": ("BF16", (1,), b"\x80\x3f") for i in range(7)}
+    lines = printed(compared(tmp_path, {f"x.{i}": f32(1) for i in range(7)}, right)).splitlines()
+    assert sum("got float32" in line for line in lines) == 5
+    assert "     and 2 more" in lines
+    lines = printed(compared(tmp_path, {"x.a": f32(-1)}, {"x.a": f32(1)})).splitlines()
+    assert ["x.a", "1", "float32", "bit-flip", "1", "of", "1", "2", "across", "0"] in [line.split() for line in lines]

@@ -9,11 +9,13 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from consistency.capture.names import adapter_place
+from consistency.capture.wording import counted, some
 from consistency.comparison.findings.causes import find_causes
+from consistency.comparison.findings.not_finite import NON_FINITE
 from consistency.comparison.result import (
     NO_DIFFERENCE,
     ArchitectureGroup,
@@ -28,14 +30,20 @@ from consistency.comparison.weight_files.configs import find_settings
 from consistency.comparison.weight_files.mapped import StoredTensor, open_weights
 from consistency.devices.cores import available_cores
 from consistency.errors import InputError
+from consistency.numerics.not_finite_bits import count_in_bits
 from consistency.numerics.same_bytes import same_memory
 from consistency.numerics.words import Word
+
+ROUNDED, ROUNDED_BACK = "the reference, rounded", "the reference is it, rounded"
+"""Reasons of tensors of different dtypes."""
 
 STAGE = "file"
 """Stage of the rows: the bytes in the files."""
 
 _PIECE = 8 * 2**20
 """Bytes that one thread compares at a time, so that a file of one large tensor keeps all threads busy."""
+
+_MOST = 3
 
 Weights = Mapping[str, StoredTensor]
 
@@ -67,11 +75,16 @@ def diff(actual: Path, expected: Path, *, allow_pickle: bool = False) -> Compari
     ):
         if not a and not e:
             raise InputError("neither contains a tensor", where=f"{actual} and {expected}")
-        tensors = _Comparer(a, e, labels).compare_all()
+        comparer = _Comparer(a, e, labels)
+        tensors = comparer.compare_all()
+        not_finite = _not_finite(comparer.not_finite, labels)
+        rounded = _rounded(tensors, labels)
         dtypes = sorted({tensor.dtype for tensor in (*a.values(), *e.values())})
     findings = (
         *find_causes(tensors, next_step=lambda _: None),
+        *not_finite,
         *find_settings(actual, expected, labels),
+        *rounded,
         *_renamed(a, e, labels),
     )
     return Comparison(
@@ -94,6 +107,28 @@ def _labels(actual: Path, expected: Path) -> tuple[str, str]:
     if first != second:
         return first, second
     return f"{first} (other)", f"{second} (reference)"
+
+
+def _count_not_finite(*sides: Weights) -> list[dict[str, int]]:
+    """Return by tensor how many of its values are NaN or infinite, for each side."""
+    pieces = [
+        (side, name, start)
+        for side, weights in enumerate(sides)
+        for name, tensor in weights.items()
+        for start in range(0, len(tensor.raw), _PIECE)
+    ]
+
+    def count(piece: tuple[int, str, int]) -> int:
+        side, name, start = piece
+        tensor = sides[side][name]
+        return count_in_bits(tensor.raw[start : start + _PIECE], tensor.dtype)
+
+    found: list[dict[str, int]] = [{} for _ in sides]
+    with concurrent.futures.ThreadPoolExecutor(available_cores()) as pool:
+        for (side, name, _), number in zip(pieces, pool.map(count, pieces), strict=True):
+            if number:
+                found[side][name] = found[side].get(name, 0) + number
+    return found
 
 
 def _differing(a: Weights, e: Weights) -> set[str]:
@@ -120,11 +155,21 @@ class _Comparer:
     def __init__(self, actual: Weights, expected: Weights, labels: tuple[str, str]) -> None:
         self._actual, self._expected, self._labels = actual, expected, labels
         self._differing = _differing(actual, expected)
+        others = {name: tensor for name, tensor in actual.items() if not self._is_equal(name)}
+        found, reference = _count_not_finite(others, expected)
+        shared = {name: number for name, number in reference.items() if name in actual and name not in others}
+        self.not_finite = ({**shared, **found}, reference)
+
+    def _is_equal(self, name: str) -> bool:
+        actual, expected = self._actual.get(name), self._expected.get(name)
+        if actual is None or expected is None or name in self._differing:
+            return False
+        return (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
 
     def compare_all(self) -> tuple[TensorComparison, ...]:
         """Compare tensor by tensor; several at once where some differ, since measuring them takes time."""
         names = [*self._expected, *(name for name in self._actual if name not in self._expected)]
-        if not self._differing:
+        if all(map(self._is_equal, self._actual.keys() & self._expected.keys())):
             return tuple(map(self._compare, names, range(len(names))))
         from consistency.numerics.stored import views_of_files
 
@@ -160,8 +205,9 @@ class _Comparer:
         shapes, dtypes = (list(actual.shape), list(expected.shape)), (actual.dtype, expected.dtype)
         for word, (got, wanted) in ((Word.SHAPE, shapes), (Word.DTYPE, dtypes)):
             if got != wanted:
-                return row(status="outside", diagnosis=word, evidence={"got": got, "wanted": wanted})
-        if name not in self._differing:
+                reason = self._rounding(actual, expected) if word is Word.DTYPE else None
+                return row(status="outside", diagnosis=word, reason=reason, evidence={"got": got, "wanted": wanted})
+        if self._is_equal(name):
             return row(status="equal", elements=actual.elements, **NO_DIFFERENCE)
         from consistency.numerics.stored import measure_stored
 
@@ -172,6 +218,20 @@ class _Comparer:
         unit = {} if found.elements == actual.elements else {"unit": "bytes"}
         evidence = {**found.evidence(), **diagnosis.evidence, **unit}
         return row(status="outside", diagnosis=diagnosis.word, evidence=evidence).with_measure(found)
+
+    def _rounding(self, actual: StoredTensor, expected: StoredTensor) -> str | None:
+        """Return whether one of two tensors of different dtypes is the other one, rounded; None for other formats."""
+        from consistency.numerics.stored import count_not_rounded
+
+        for tensor, other, text in ((actual, expected, ROUNDED), (expected, actual, ROUNDED_BACK)):
+            number = count_not_rounded(tensor.raw, tensor.dtype, other.raw, other.dtype)
+            if number is None:
+                return None
+            if number == 0:
+                return text
+            if tensor is actual:
+                fewest = number
+        return f"{fewest} of {actual.elements} elements are not the reference rounded"
 
     def _holder(self, tensor: StoredTensor) -> str | None:
         """Return the name of another tensor of the reference that has the same bytes."""
@@ -191,6 +251,36 @@ class _Comparer:
 
 def _start(tensor: StoredTensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.raw[:64].tobytes()
+
+
+def _not_finite(counts: tuple[Mapping[str, int], Mapping[str, int]], labels: tuple[str, str]) -> tuple[Finding, ...]:
+    """Warn of NaN and infinities: equal bits there are no agreement of numbers."""
+    found = {label: numbers for label, numbers in zip(labels, counts, strict=True) if numbers}
+    if not found:
+        return ()
+    where = []
+    for label, numbers in {"both": counts[0]}.items() if counts[0] == counts[1] else found.items():
+        places = [f"{counted(number, 'value')} of {name}" for name, number in numbers.items()]
+        where.append(f"in {label}: {some(places, _MOST)}")
+    message = f"values are NaN or infinite {'; '.join(where)}"
+    return (Finding(kind=NON_FINITE, severity="warning", message=message, workers=tuple(found)),)
+
+
+def _rounded(tensors: Sequence[TensorComparison], labels: tuple[str, str]) -> tuple[Finding, ...]:
+    """Say whether the tensors of other dtypes are the reference's rounded to these, or the reverse."""
+    others = [tensor for tensor in tensors if tensor.rows[0].diagnosis == Word.DTYPE and tensor.rows[0].reason]
+    if not others:
+        return ()
+    notes = []
+    for reason, one, other in ((ROUNDED, labels[0], labels[1]), (ROUNDED_BACK, labels[1], labels[0])):
+        if count := sum(tensor.rows[0].reason == reason for tensor in others):
+            what = f"{count} of {counted(len(others), 'tensor')} of another dtype in {one}"
+            message = f"{what} {'is' if count == 1 else 'are'} exactly {other}'s, rounded to nearest"
+            notes.append(Finding(kind="rounded", severity="note", message=message))
+    if not notes:
+        message = f"none of {counted(len(others), 'tensor')} of another dtype is the other file's, rounded to nearest"
+        notes.append(Finding(kind="rounded", severity="note", message=message))
+    return tuple(notes)
 
 
 def _renamed(a: Weights, e: Weights, labels: tuple[str, str]) -> tuple[Finding, ...]:

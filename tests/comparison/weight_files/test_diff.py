@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tracemalloc
@@ -13,6 +14,7 @@ import hypothesis.extra.numpy as arrays
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 
 from consistency.comparison.result import Comparison, Row
 from consistency.comparison.weight_files.diff import diff
@@ -60,7 +62,8 @@ def pattern(dtype: str, count: int = 64) -> bytes:
 def test_the_same_bytes_of_any_dtype_are_equal(held: Any, dtype: str) -> None:
     one = {"x.weight": (dtype, (8, 8), pattern(dtype))}
     found = held(one, one)
-    assert (found.verdict, found.exit_status, found.findings) == ("consistent", 0, ())
+    assert (found.verdict, found.exit_status) == ("consistent", 0)
+    assert [f.kind for f in found.findings] == (["non-finite-values"] if dtype in ("F16", "F8_E5M2") else [])
     assert only(found).status == "equal"
     assert only(found).mismatched == 0
     assert found.tensors[0].classes == (tuple(w.name for w in found.workers),)
@@ -117,7 +120,7 @@ def test_one_flipped_bit_is_found_with_tensor_index_and_bit(held: Any, dtype: st
     assert row.elements == (64 if "unit" not in row.evidence else len(raw))
     if dtype.startswith(("F", "BF", "C")) and "unit" not in row.evidence:
         assert row.evidence["fields"] == ["exponent" if dtype == "F8_E8M0" else "mantissa"]
-    (finding,) = found.findings
+    (finding,) = (finding for finding in found.findings if finding.severity == "error")
     assert finding.tensors == ("file::x.weight",)
 
 
@@ -391,3 +394,33 @@ def test_what_its_own_size_allows_is_read_where_it_lies(dtype: str, start: int) 
 
     raw = np.zeros(72, np.uint8)[start : start + 64]
     assert as_tensor(raw, (-1,), dtype).data_ptr() == raw.ctypes.data
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_equal_values_that_are_not_finite_are_warned_of(held: Any, value: float) -> None:
+    same = {"x.w": f32(1.0, value), "y.w": f32(2.0)}
+    found = held(same, same)
+    assert (found.verdict, [f.severity for f in found.findings]) == ("consistent", ["warning"])
+    assert found.findings[0].message == "values are NaN or infinite in both: 1 value of x.w"
+    other = {"x.w": f32(1.0, 0.0), "y.w": f32(2.0)}
+    message = next(f.message for f in held(other, same).findings if f.severity == "warning")
+    assert "in both" not in message
+    assert message.count("1 value of x.w") == 1
+
+
+def bf16(*values: float) -> Given:
+    return ("BF16", (len(values),), torch.tensor(values).to(torch.bfloat16).view(torch.int16).numpy().tobytes())
+
+
+def test_another_dtype_is_said_to_be_rounded_or_not(held: Any) -> None:
+    values = (1.0, 1 / 3, -7.123456)
+    wide, half, off = f32(*values), bf16(*values), bf16(1.0, 1 / 3, -7.5)
+    for sides, name in (((half, wide), "b.safetensors"), ((wide, half), "a.safetensors")):
+        found = held({"x.w": sides[0]}, {"x.w": sides[1]})
+        (note,) = (f.message for f in found.findings if f.severity == "note")
+        assert note.startswith("1 of 1 tensor of another dtype in ")
+        assert f"{name} is exactly " in note
+        assert found.verdict == "inconsistent"
+    found = held({"x.w": half, "y.w": off}, {"x.w": wide, "y.w": wide})
+    assert rows(found)["y.w"].reason == "1 of 3 elements are not the reference rounded"
+    assert [f.message[:30] for f in found.findings if f.severity == "note"] == ["1 of 2 tensors of another dtyp"]
