@@ -139,7 +139,7 @@ def test_every_field_of_the_contract_is_there(tmp_path: Path) -> None:
 
 
 def test_examples_are_counted_and_steps_across_zero_are_none(tmp_path: Path) -> None:
-    right = {f"x.{i}": ("BF16", (1,), b"\x80\x3f") for i in range(7)}
+    right: dict[str, Given] = {f"x.{i}": ("BF16", (1,), b"\x80\x3f") for i in range(7)}
     lines = printed(compared(tmp_path, {f"x.{i}": f32(1) for i in range(7)}, right)).splitlines()
     assert sum("got float32" in line for line in lines) == 5
     assert "     and 2 more" in lines
