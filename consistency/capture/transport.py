@@ -96,14 +96,14 @@ def refuse_to_replace(target: str) -> None:
 def deliver(folder: Path, target: str) -> None:
     """Deliver a complete capture to a ZIP file or a URL; its commit mark arrives last."""
     if not is_remote(target):
-        _pack(folder, Path(target))
+        pack(folder, Path(target))
         return
     fs, place = open_store(target, "cannot open the place of the capture")
     packed = folder.parent / f"{uuid.uuid4().hex}{ARCHIVE}"
     try:
         with remote_errors("cannot deliver the capture", target):
             if target.endswith(ARCHIVE):
-                _pack(folder, packed)
+                pack(folder, packed)
                 _put(fs, packed, place)
                 return
             if fs.exists(place):
@@ -176,7 +176,8 @@ def _files(folder: Path) -> list[Path]:
     return sorted((f for f in folder.rglob("*") if f.is_file()), key=lambda f: (f.name == MANIFEST, f))
 
 
-def _pack(folder: Path, target: Path) -> None:
+def pack(folder: Path, target: Path) -> None:
+    """Write a ZIP file of what is in a folder, whole or not at all."""
     partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from consistency.capture.claim import CLAIM, claimed, scratch_folder
 from consistency.capture.reader import brief
+from consistency.capture.transport import ARCHIVE
 from consistency.capture.whole_file import write_whole
 from consistency.case.case import Case
 from consistency.comparison.result import Comparison, with_unwritten
@@ -66,6 +67,7 @@ def output(
         with scratch_folder("run") as scratch:
             yield scratch
         return
+    refuse_archive(out)
     if out.exists() and not out.is_dir():
         raise CaptureError("--out must be a folder", where=out, got="a file")
     if out.resolve() in [folder.resolve() for folder in reads]:
@@ -101,6 +103,14 @@ def refuse_among_weights(out: Path, *folders: str | Path) -> None:
 def folders_of(case: Case) -> list[str]:
     """Return the base and the adapters of a case."""
     return [one for one in (case.base, case.adapter, *(one.path for one in case.adapters)) if one]
+
+
+def refuse_archive(out: Path) -> None:
+    """Raise UsageError where the name of a folder for results says that it is one file."""
+    if out.name.endswith(ARCHIVE):
+        raise UsageError(
+            "this command writes a folder, not one file", where=out, hint=f"leave {ARCHIVE} out, and pack the folder"
+        )
 
 
 def _refuse_earlier(out: Path, names: Sequence[str], *, replace: bool) -> None:

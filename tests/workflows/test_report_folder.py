@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from consistency.workflows.report_folder import output
 from consistency.workflows.suite import write_suite
 from tests.comparison.made_records import moved
 from tests.conftest import Cli, MakeCapture
+from tests.made_weights import f32, put
 from tests.report.suite.made_suites import suite
 
 
@@ -35,7 +37,7 @@ def test_claim_of_a_killed_run_is_taken_over(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("place", ["base/run", "base", "adapter/run.zip"])
+@pytest.mark.parametrize("place", ["base/run", "base", "adapter/run"])
 @pytest.mark.parametrize("command", ["run", "capture", "diff"])
 def test_results_are_not_written_among_the_weights(
     command: str, place: str, tmp_path: Path, llama_base: Path, llama_adapter: Path, cli_here: Cli
@@ -71,3 +73,25 @@ def test_suite_says_what_of_it_cannot_be_written(tmp_path: Path) -> None:
     assert text.startswith("suite.html: cannot write")
     assert f"not written: {text}"[:40] in b"".join(terminal.render(found, View())).decode()
     assert (tmp_path / "suite.md").exists()
+
+
+@pytest.mark.parametrize("words", [("run",), ("run", "--dated"), ("diff", "a", "b"), ("drill",), ("doctor",)])
+def test_folder_is_not_named_as_one_file(words: tuple[str, ...], tmp_path: Path, cli_here: Cli) -> None:
+    for name in ("a", "b"):
+        put(tmp_path / name, {"x.w": f32(1)})
+    found = cli_here(*words, "--out", "out.zip", cwd=tmp_path)
+    assert (found.returncode, "a folder, not one file" in found.stderr) == (2, True)
+    assert {one.name for one in tmp_path.iterdir()} == {"a", "b"}
+
+
+def test_redacted_report_is_one_file_where_that_is_its_name(
+    tmp_path: Path, make_capture: MakeCapture, cli_here: Cli
+) -> None:
+    captures = [make_capture(name, {"cpu": [moved()]}) for name in "ab"]
+    cli_here("compare", *captures, "--out", tmp_path / "out")
+    show = ("show", tmp_path / "out", "--redact", "--out", tmp_path / "public.zip")
+    assert cli_here(*show).returncode == 0
+    with zipfile.ZipFile(tmp_path / "public.zip") as archive:
+        assert sorted(archive.namelist()) == [f"public/report.{end}" for end in ("html", "json", "md")]
+    assert cli_here(*show).returncode == 2
+    assert cli_here(*show, "--force").returncode == 0

@@ -150,6 +150,10 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _folder(parsed: argparse.Namespace) -> AbstractContextManager[Path | None]:
     """Return the folder for what the run leaves: `--out`, or a new one by date below it."""
+    from consistency.workflows.report_folder import refuse_archive
+
+    if parsed.out is not None:
+        refuse_archive(parsed.out)
     by_date = parsed.history is not None and not parsed.force if parsed.dated is None else parsed.dated
     if parsed.dated and parsed.out is None:
         raise UsageError("there is no folder for dated runs", where="--dated", hint="give --out DIR")

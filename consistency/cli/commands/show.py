@@ -43,7 +43,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--finding", type=int, metavar="N", help="this finding alone, with all of its tensors")
     parser.add_argument("--redact", action="store_true", help="without paths, names of hosts and users, and ids of "
                         "devices: to be attached to a public issue")  # fmt: skip
-    add_output_options(parser, "write report.json, report.html and report.md here instead of printing",
+    add_output_options(parser, "write report.json, report.html and report.md into this folder, or ZIP file, "
+                       "instead of printing",
                        json="print JSON: report.json or suite.json, with --layers its layers[], with --finding that "
                        "finding")  # fmt: skip
     add_schema_option(parser)
@@ -146,17 +147,32 @@ def _show_layers(parsed: argparse.Namespace, comparison: Comparison) -> int:
 
 
 def _write(parsed: argparse.Namespace, comparison: Comparison) -> int:
+    from consistency.capture.claim import scratch_folder
+    from consistency.capture.transport import ARCHIVE, pack
+    from consistency.errors import UsageError
+
+    if not parsed.out.name.endswith(ARCHIVE):
+        _write_folder(parsed, comparison, parsed.out)
+    elif parsed.out.exists() and not parsed.force:
+        raise UsageError("the file exists", where=parsed.out, hint="give --force, or another --out")
+    else:
+        with scratch_folder("show") as scratch:
+            _write_folder(parsed, comparison, scratch / "packed" / parsed.out.stem)
+            pack(scratch / "packed", parsed.out)
+    print(f"{'redacted report' if parsed.redact else 'report'}: {parsed.out}")
+    return 0
+
+
+def _write_folder(parsed: argparse.Namespace, comparison: Comparison, out: Path) -> None:
     from consistency.capture.whole_file import write_whole
     from consistency.report.formats import View, shared
     from consistency.workflows.report_folder import output
 
     rows = list(shared())
     reads = [parsed.report if parsed.report.is_dir() else parsed.report.parent]
-    with output(parsed.out, replace=parsed.force, reads=reads, writes=[row.name for row in rows]) as out:
+    with output(out, replace=parsed.force, reads=reads, writes=[row.name for row in rows]) as folder:
         for row in rows:
-            write_whole(out / row.name, row.render(comparison, View(schema=parsed.schema)))
-    print(f"{'redacted report' if parsed.redact else 'report'}: {parsed.out}")
-    return 0
+            write_whole(folder / row.name, row.render(comparison, View(schema=parsed.schema)))
 
 
 def _check(option: str, given: tuple[str, ...], known: set[str]) -> None:

@@ -66,7 +66,7 @@ def reproduce(
     try:
         partial.mkdir(parents=True)
         _write(partial, evidence, parts)
-        found = try_script(partial, needs_model=parts.script == "recorded.py")
+        found = try_script(partial, parts.script_name, computes=parts.computes)
         (partial / "transcript.txt").write_text(found.output, encoding="utf-8")
         if redact:
             _redact(partial, report)
@@ -135,7 +135,7 @@ def _write(folder: Path, evidence: Evidence, parts: Parts) -> None:
         },
         **parts.facts,
     }
-    scripts = {"reproduce.py": parts.script}
+    scripts = {parts.script_name: parts.script}
     case = evidence.participant.case
     if case.adapter is not None and case.factory is None and evidence.record.stage in _OF_MODEL:
         scripts["load_with_peft.py"] = "load_with_peft.py"

@@ -27,6 +27,16 @@ class Parts:
     window: str
     facts: Mapping[str, Any]
 
+    @property
+    def computes(self) -> bool:
+        """Return whether the script does again what the device did, or only checks what it recorded."""
+        return self.script != "recorded.py"
+
+    @property
+    def script_name(self) -> str:
+        """Return the name of the script in the folder."""
+        return "reproduce.py" if self.computes else "check_recorded.py"
+
 
 def parts_of(evidence: Evidence) -> Parts:
     """Return the contents of the folder of a finding; raise a `CaptureError` where no stored tensor shows it."""

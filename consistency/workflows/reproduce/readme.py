@@ -15,7 +15,7 @@ def readme(evidence: Evidence, parts: Parts, scripts: Mapping[str, str]) -> str:
     info = evidence.participant.info
     name = clean(evidence.name).replace("`", "'")
     lines = [
-        f"# {evidence.finding.kind}: `{name}`",
+        f"# {evidence.finding.kind}: `{name}`{'' if parts.computes else ' (does not recompute)'}",
         "",
         "    " + clean(evidence.finding.message),
         "",
@@ -28,11 +28,13 @@ def readme(evidence: Evidence, parts: Parts, scripts: Mapping[str, str]) -> str:
         "```",
         "pip install torch safetensors",
         *(
-            ["python reproduce.py                 # checks the recorded tensor: 1 if it exceeds tolerance"]
-            if parts.script == "recorded.py"
-            else [
+            [
                 "python reproduce.py                 # 0: does not happen here, 1: happens here",
                 "python reproduce.py --as-recorded   # the same check on the recorded tensor",
+            ]
+            if parts.computes
+            else [
+                f"python {parts.script_name}   # checks the recorded tensor: 1 if it exceeds tolerance, on any machine"
             ]
         ),
     ]

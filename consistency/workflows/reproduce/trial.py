@@ -44,12 +44,12 @@ class Reproduced:
         return f"not reproduced: it does not happen on this machine now; {recorded}"
 
 
-def try_script(folder: Path, *, needs_model: bool) -> Reproduced:
-    """Run the script in both ways; raise if it does not end with a documented status."""
+def try_script(folder: Path, name: str, *, computes: bool) -> Reproduced:
+    """Run a script, in both ways if it computes; raise if it does not end with a documented status."""
     output = []
     statuses = []
-    for arguments in ([], ["--as-recorded"]):
-        command = [sys.executable, "-P", "reproduce.py", *arguments]
+    for arguments in ([], ["--as-recorded"]) if computes else ([],):
+        command = [sys.executable, "-P", name, *arguments]
         try:
             done = subprocess.run(
                 command, cwd=folder, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
@@ -58,15 +58,15 @@ def try_script(folder: Path, *, needs_model: bool) -> Reproduced:
             raise ConsistencyError(
                 "the reproducer takes too long", where=folder, got=f"still running after {RUN_TIMEOUT_S:g} s"
             ) from None
-        text = f"$ python reproduce.py {' '.join(arguments)}".rstrip() + f"\n{done.stdout}{done.stderr}"
+        text = f"$ python {name} {' '.join(arguments)}".rstrip() + f"\n{done.stdout}{done.stderr}"
         output.append(text + f"(exit status {done.returncode})\n")
         if done.returncode not in _HAPPENS and not (arguments and "were not recorded" in done.stderr):
             raise ConsistencyError("the reproducer does not run here", where=folder, got=done.stderr.strip()[-600:])
         statuses.append(_HAPPENS.get(done.returncode, False))
     return Reproduced(
         folder=folder,
-        happens_here=statuses[0] and not needs_model,
-        shows=statuses[1],
+        happens_here=statuses[0] and computes,
+        shows=statuses[-1],
         output="\n".join(output),
-        needs_model=needs_model,
+        needs_model=not computes,
     )

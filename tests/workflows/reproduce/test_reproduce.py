@@ -72,10 +72,14 @@ def test_folder_shows_the_finding_without_this_package(made: dict[str, Reproduce
     assert found.shows
     assert not found.happens_here  # it was planted
     assert sum(file.stat().st_size for file in found.folder.iterdir()) < 10e6
-    script = (found.folder / "reproduce.py").read_text()
+    name = "check_recorded.py" if found.needs_model else "reproduce.py"
+    assert found.needs_model == (stage == "forward")
+    assert found.output.count(f"$ python {name}") == (1 if found.needs_model else 2)
+    script = (found.folder / name).read_text()
     imported = {line.split()[1].split(".")[0] for line in script.splitlines() if line.startswith(("import ", "from "))}
     assert imported - set(sys.stdlib_module_names) == {"torch", "safetensors"}
     readme = (found.folder / "README.md").read_text()
+    assert ("does not recompute" in readme.splitlines()[0]) == found.needs_model
     assert "The report was made on " in readme
     assert f"    {shlex.join(json.loads((found.folder / 'finding.json').read_text())['command'])}\n" in readme
     assert PLANTED[Stage(stage)] in readme  # and says so
@@ -100,19 +104,23 @@ def test_several_adapters_of_one_model(tmp_path: Path) -> None:
         with in_this_process():
             pipeline.run(plan, tmp_path / "out", watch=lambda *_: None)
     findings = json.loads((tmp_path / "out" / "report.json").read_text())["findings"]
-    for kind, script in {"stale": "to a device unchanged", "bit-flip": "computes nothing again"}.items():
+    for kind, name, script in (
+        ("stale", "reproduce.py", "to a device unchanged"),
+        ("bit-flip", "check_recorded.py", "computes nothing again"),
+    ):
         number = next(i for i, f in enumerate(findings, start=1) if f["kind"] == kind)
         found = reproduce(tmp_path / "out", number, tmp_path / kind)
         assert found.shows, found.output
         assert not found.happens_here
-        assert script in (found.folder / "reproduce.py").read_text()
+        assert script in (found.folder / name).read_text()
         assert json.loads((found.folder / "finding.json").read_text())["tensor"].startswith("adapters::")
-        assert run_script(found.folder, "--as-recorded").returncode == 1
+        recorded = [] if found.needs_model else ["--as-recorded"]
+        assert run_script(found.folder, *recorded, name=name).returncode == 1
 
 
-def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(folder: Path, *arguments: str, name: str = "reproduce.py") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-I", "reproduce.py", *arguments], cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, "-I", name, *arguments], cwd=folder, capture_output=True, text=True, check=False
     )
 
 
@@ -169,8 +177,8 @@ def test_a_redacted_one_names_no_host_and_no_folder(
     """A path may be in what the script prints, too."""
     plain = try_script
 
-    def with_paths(folder: Path, *, needs_model: bool) -> Reproduced:
-        found = plain(folder, needs_model=needs_model)
+    def with_paths(folder: Path, name: str, *, computes: bool) -> Reproduced:
+        found = plain(folder, name, computes=computes)
         return dataclasses.replace(found, output=f'{found.output}File "{folder}/reproduce.py" in {Path.home()}\n')
 
     monkeypatch.setattr(folder_module, "try_script", with_paths)

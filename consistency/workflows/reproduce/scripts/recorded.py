@@ -1,6 +1,6 @@
 """Compare a recorded tensor with its recorded reference. Needs only torch and safetensors.
 
-python reproduce.py
+python check_recorded.py
 
 Computing them takes more than these tensors, so this script computes nothing again.
 
@@ -38,7 +38,6 @@ def digest(tensor):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--as-recorded", action="store_true", help="accepted as by the other reproducers; no effect")
     parser.parse_args()
 
     tensors = load_file(HERE / "tensors.safetensors")
