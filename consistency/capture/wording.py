@@ -46,3 +46,8 @@ def size(count: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"
+
+
+def when(at: str) -> str:
+    """Write the time of a run, which is UTC, to the second: `2026-11-22 02:00:00 UTC`."""
+    return f"{at[:19].replace('T', ' ')} UTC"

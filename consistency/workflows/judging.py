@@ -10,7 +10,7 @@ from consistency.capture.reader import NoCaptureError, RecordPool, brief, read_c
 from consistency.capture.sent import read_sent
 from consistency.capture.transport import ARCHIVE
 from consistency.comparison.compare import compare
-from consistency.comparison.history.baseline import Baseline, apply
+from consistency.comparison.history.baseline import Baseline, apply, with_stale
 from consistency.comparison.history.drift import add_run
 from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison
@@ -90,5 +90,8 @@ def judged(
     `out` is the folder that its report will be in.
     """
     if history is not None:
-        return add_run(history, captures, comparison, baseline, report="" if out is None else str(out.resolve()))
-    return comparison if baseline is None else apply(baseline, comparison)
+        report = "" if out is None else str(out.resolve())
+        comparison = add_run(history, captures, comparison, baseline, report=report)
+    elif baseline is not None:
+        comparison = apply(baseline, comparison)
+    return comparison if baseline is None else with_stale(baseline, comparison)

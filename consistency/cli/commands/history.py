@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from consistency.capture.wording import counted
+from consistency.capture.wording import counted, when
 from consistency.cli.output import print_json
 from consistency.errors import UsageError
 
@@ -101,7 +101,7 @@ def _remove(parsed: argparse.Namespace, history: History) -> int:
     span = f", {found.runs[0].at[:10]} to {found.runs[-1].at[:10]}" if found.runs else ""
     print(f"{word} {counted(len(found.runs), 'run')}{span}, and {counted(found.files, 'file')} that no run names")
     for run in found.kept_for_drift:
-        print(f"kept: the run of {run.at[:16].replace('T', ' ')}, with which a device that drifts is compared")
+        print(f"kept: the run of {when(run.at)}, with which a device that drifts is compared")
     print(f"{counted(found.kept, 'run')} left")
     return 0
 

@@ -22,6 +22,9 @@ from consistency.errors import UsageError
 
 SCHEMA = "consistency.baseline/1"
 
+STALE = "stale-baseline"
+"""Kind of the finding that an accepted one no longer occurs."""
+
 UNSEEN = frozenset({"lost-worker", "failed-worker", "damaged-capture", LOST_NODE, NOTHING_COMPARED})
 """Kinds of findings that report a part that could not be checked."""
 
@@ -154,6 +157,31 @@ def apply(baseline: Baseline, comparison: Comparison) -> Comparison:
     """Turn accepted findings into notes; the others decide the verdict."""
     devices = _devices(comparison.workers)
     return with_findings(comparison, [_weighed(baseline, finding, devices) for finding in comparison.findings])
+
+
+def with_stale(baseline: Baseline, comparison: Comparison) -> Comparison:
+    """Return a comparison with a note for each entry that accepted nothing, though its devices and stages were checked.
+
+    An entry of certain bits, a drift, is needed once.
+    """
+    devices = _devices(comparison.workers)
+    stages = {tensor.stage for tensor in comparison.tensors}
+    accepted = [finding for finding in comparison.findings if finding.accepted is not None]
+    notes = []
+    for entry in baseline.accepted:
+        of = {name.partition("::")[0] for name in entry.tensors}
+        if entry.state is not None or not {*entry.devices} <= {*devices.values()} or not of <= stages:
+            continue
+        fitting = (finding for finding in accepted if finding.kind == entry.kind)
+        if not any(_is_of(entry, finding, devices) for finding in fitting):
+            message = f"accepted on {entry.date} ({entry.reason}), and not found in this run: {entry.message}"
+            notes.append(Finding(kind=STALE, severity="note", message=message))
+    return with_findings(comparison, [*comparison.findings, *notes]) if notes else comparison
+
+
+def _is_of(entry: Accepted, finding: Finding, devices: Mapping[str, str]) -> bool:
+    here = {devices.get(label, label) for label in finding.workers}
+    return not entry.devices or bool(here & {*entry.devices})
 
 
 def _weighed(baseline: Baseline, finding: Finding, devices: Mapping[str, str]) -> Finding:

@@ -13,7 +13,7 @@ import msgspec
 
 from consistency.capture.folder import Capture
 from consistency.capture.reader import brief
-from consistency.capture.wording import some
+from consistency.capture.wording import some, when
 from consistency.case.stages import MOVES_WEIGHTS
 from consistency.comparison.by_worker import verdicts
 from consistency.comparison.findings.collect import AS_DEPLOYED
@@ -35,21 +35,28 @@ _MOST_DETAILS = 5
 class _Earlier:
     """What earlier runs recorded of a device, with the same inputs; `latest` and `versions` are of the latest run.
 
-    `good` has, by stage, the latest record with the same software in which it had not drifted, and its time.
+    `good` has, by stage, the latest record with the same software in which it had not drifted, and its time; `reports`
+    the folders of their reports, by time.
     """
 
     latest: WorkerRecord
     versions: Mapping[str, object]
     good: dict[str, tuple[WorkerRecord, str]] = field(default_factory=dict)
+    reports: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drift:
-    """How a worker drifted: the name of its table, the run that it is compared with, and tensors by stage."""
+    """How a worker drifted: the name of its table, the run that it is compared with, and tensors by stage.
+
+    `report` is the folder of that run's report, and `back` the latest earlier run with the bits of now.
+    """
 
     table: str
     since: str
     differing: tuple[tuple[str, tuple[str, ...]], ...]
+    report: str = ""
+    back: str = ""
 
 
 def add_run(
@@ -152,7 +159,11 @@ def find_drift(
         if differing:
             stages[worker.device, worker.load_path] = tuple(differing)
             since = max(earlier.good[stage][1] for stage in differing)
-            drift = _Drift(table=worker.table, since=since, differing=tuple(differing.items()))
+            back = _same_bits(history, run, worker, tuple(differing))
+            drift = _Drift(
+                table=worker.table, since=since, differing=tuple(differing.items()), report=earlier.reports[since],
+                back=back,
+            )  # fmt: skip
             drifted.setdefault(drift if is_fleet else worker.key, (drift, []))[1].append(worker)
     findings = []
     for drift, workers in drifted.values():
@@ -196,12 +207,23 @@ def _find_earlier(history: History, now: RunRecord) -> dict[tuple[str, str], _Ea
                 continue
             for stage in wanted[key] & before.bits.keys() - set(before.drift):
                 earlier.good[stage] = (before, run.at)
+                earlier.reports[run.at] = run.report
                 wanted[key].discard(stage)
         new = {device for (device, _), stages in wanted.items() if stages and (device, _) not in found}
         known = {device for (device, _), stages in wanted.items() if stages} - new
         if not new and not known:
             break
     return found
+
+
+def _same_bits(history: History, now: RunRecord, worker: WorkerRecord, stages: Sequence[str]) -> str:
+    """Return the time of the latest earlier run in which a worker had these bits; empty where there is none."""
+    for run in history.earlier():
+        for before in history.workers(run, {worker.device}, inputs={worker.inputs}, software={worker.software}):
+            is_same = before.load_path == worker.load_path and _is_same_case(run, before, now, worker)
+            if is_same and all(before.bits.get(stage) == worker.bits[stage] for stage in stages):
+                return run.at
+    return ""
 
 
 def _is_same_case(run: RunRecord, before: WorkerRecord, now: RunRecord, worker: WorkerRecord) -> bool:
@@ -254,13 +276,14 @@ def _finding(workers: Sequence[WorkerRecord], drift: _Drift, table: Table) -> Fi
         severity="error",
         message=(
             f"drift · {_devices(workers)} · {where} tensors differ bitwise from the run of "
-            f"{drift.since[:16].replace('T', ' ')}: same inputs, same software"
+            f"{when(drift.since)}: same inputs, same software"
+            + (f"; they are those of the run of {when(drift.back)}" if drift.back else "")
         ),
         general=f"drift · {_devices(workers)} · {', '.join(stage for stage, _ in drift.differing)} tensors differ "
         "bitwise from an earlier run: same inputs, same software",
         workers=tuple(worker.name for worker in workers),
         tensors=tuple(tensors),
-        detail=tuple(tensors[:_MOST_DETAILS]),
+        detail=(*tensors[:_MOST_DETAILS], *([f"the earlier run's report: {drift.report}"] if drift.report else [])),
         next="run again: a device whose results change between runs is failing; check its ECC error counters",
         state=digest_of([f"{name}={table[name]}" for name in tensors]),
     )

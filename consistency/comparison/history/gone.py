@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from consistency.capture.wording import some
+from consistency.capture.wording import some, when
 from consistency.comparison.history.records import GoneDevice, RunRecord, WorkerRecord, digest_of
 from consistency.comparison.history.store import History
 from consistency.comparison.result import GONE_DEVICE, Finding
@@ -62,9 +62,7 @@ def _finding(host: str, devices: Sequence[GoneDevice]) -> Finding:
     return Finding(
         kind=GONE_DEVICE,
         severity="error",
-        message=(
-            f"{host} no longer has {some(names)}, which the run of {last[:16].replace('T', ' ')} had: not checked"
-        ),
+        message=(f"{host} no longer has {some(names)}, which the run of {when(last)} had: not checked"),
         general=f"{host} no longer has {some(names)}",
         detail=tuple(names),
         next="check it, its driver and the kernel's log; where it was removed on purpose: consistency baseline accept",

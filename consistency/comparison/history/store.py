@@ -27,6 +27,7 @@ import msgspec
 from consistency.capture.claim import scratch_folder
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.transport import open_store, remote_errors
+from consistency.capture.wording import when
 from consistency.comparison.history.parquet import WorkerFiles
 from consistency.comparison.history.records import (
     FLEET_SCHEMA,
@@ -273,7 +274,7 @@ class History:
         return path
 
     def _leave_out(self, run: RunRecord, error: object) -> None:
-        text = f"the workers of the run of {run.at[:16].replace('T', ' ')} cannot be read: {error}"
+        text = f"the workers of the run of {when(run.at)} cannot be read: {error}"
         if text not in self.damage:
             self.damage.append(text)
 

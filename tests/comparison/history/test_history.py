@@ -13,8 +13,9 @@ import pytest
 
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
+from consistency.capture.wording import when
 from consistency.cli.main import main
-from consistency.comparison.history.baseline import Baseline, accept, apply, read_baseline
+from consistency.comparison.history.baseline import Accepted, Baseline, accept, apply, read_baseline, with_stale
 from consistency.comparison.history.drift import add_run
 from consistency.comparison.history.records import WorkerRecord
 from consistency.comparison.history.sql import query
@@ -256,6 +257,36 @@ def test_sql_without_duckdb(
     printed = capsys.readouterr().err
     assert "--sql needs DuckDB, which is not installed" in printed
     assert "pip install '.[history]'" in printed
+
+
+def test_return_to_earlier_bits_is_said(run: Run, tmp_path: Path) -> None:
+    run({"cuda:0": "m"})
+    (first,) = History(str(tmp_path / "history")).runs()
+    (away,) = drift(run({"cuda:0": "x"}))
+    assert "they are those" not in away.message
+    path = tmp_path / "baseline.json"
+    accept(path, [away], run({"cuda:0": "x"}).workers, reason="a new card")
+    run({"cuda:0": "x"}, baseline=read_baseline(path))
+    (back,) = drift(run({"cuda:0": "m"}))
+    assert back.message.endswith(f"; they are those of the run of {when(first.at)}")
+    assert when(first.at).endswith(" UTC")
+
+
+def test_entry_of_a_baseline_that_accepts_nothing_is_a_note(run: Run) -> None:
+    found = run({"cuda:0": "m"})
+    entry = Accepted(kind="zeros", devices=("GPU-cuda:0",), tensors=("merged::l.weight",), message="zeros in l",
+                     reason="known", date="2026-01-01")  # fmt: skip
+    elsewhere = [
+        msgspec.structs.replace(entry, devices=("GPU-of-another-host",)),
+        msgspec.structs.replace(entry, tensors=("forward::l.weight",)),
+        msgspec.structs.replace(entry, state="these bits"),
+    ]
+    baseline = Baseline(schema="consistency.baseline/1", accepted=(entry, *elsewhere))
+    (note,) = (finding for finding in with_stale(baseline, found).findings if finding.kind == "stale-baseline")
+    assert note.message == "accepted on 2026-01-01 (known), and not found in this run: zeros in l"
+    used = Finding(kind="zeros", severity="error", message="m", workers=("cuda:0",), tensors=entry.tensors)
+    with_finding = apply(baseline, msgspec.structs.replace(found, findings=(used,)))
+    assert [finding.kind for finding in with_stale(baseline, with_finding).findings] == ["zeros"]
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_the_command_says_what_it_removes(tmp_path: Path, capsys: pytest.Capture
     fleet_history(tmp_path, 1, 8, lambda run, w: drifted(w) if run >= 3 else w)
     text = (
         " 5 runs, 2026-01-01 to 2026-01-06, and 0 files that no run names\n"
-        "kept: the run of 2026-01-03 02:00, with which a device that drifts is compared\n3 runs left\n"
+        "kept: the run of 2026-01-03 02:00:00 UTC, with which a device that drifts is compared\n3 runs left\n"
     )
     assert main(["history", str(tmp_path), "--keep-runs", "2", "--dry-run"]) == 0
     assert capsys.readouterr().out == f"would remove{text}"
