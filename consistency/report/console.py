@@ -34,6 +34,7 @@ _PLAIN = str.maketrans({"·": "-", "×": "x", "–": "-", "…": "...", "→": "
 """Replacements where the output's encoding lacks a character."""
 
 _TABLE_GAP = 3  # blanks between the columns of a table
+_LEAST_LAST = 20  # columns for the last cells of a table, which are folded between words
 _LEAST_ROOM = 20  # characters of a line, however narrow the terminal is
 
 _GAPS = (4, 2)  # blanks between the columns of a grid: the second where the first does not fit
@@ -81,6 +82,19 @@ def print_table(console: Console, titles: Sequence[str], rows: Iterable[Sequence
     for cells in rows:
         table.add_row(*cells)
     console.print(Padding(table, (0, 0, 0, indent), expand=False))
+
+
+def print_rows(console: Console, titles: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
+    """Print a table, or a paragraph for each row where the console is so narrow that words would be broken."""
+    widths = [max([len(title), *(len(cells[n]) for cells in rows)]) for n, title in enumerate(titles[:-1])]
+    last = max((len(word) for cells in rows for word in cells[-1].plain.split()), default=0)
+    if sum(widths) + _TABLE_GAP * len(widths) + max(last, _LEAST_LAST) <= console.width:
+        print_table(console, titles, rows)
+        return
+    for cells in rows:
+        console.print(cells[0])
+        facts = [Text(f"{title} ", "bold") + cell for title, cell in zip(titles[1:], cells[1:], strict=True) if cell]
+        console.print(Padding(Text(", ").join(facts), (0, 0, 0, 2), expand=False))
 
 
 def plain_cells(*cells: object) -> list[Text]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from consistency.capture.wording import and_more, counted, some
+from consistency.capture.wording import and_more, counted, some, when
 from consistency.comparison.history.records import RunRecord, WorkerRecord, device_count
 from consistency.comparison.history.store import History
 from consistency.comparison.history.unfinished import unfinished
 from consistency.errors import UsageError
-from consistency.report.console import plain_cells, print_table, without_trailing_blanks
+from consistency.report.console import plain_cells, print_rows, without_trailing_blanks
 from consistency.report.text import clean
 
 _MOST_FINDING = 100  # characters of a finding in a line
@@ -95,7 +96,7 @@ def _run_row(run: RunRecord) -> RunRow:
 
 
 def device_rows(history: History, device: str, last: int, case: str | None = None) -> list[DeviceRow]:
-    """Return one device from run to run, the earliest first; `case` selects one case.
+    """Return one device from run to run, the latest first; `case` selects one case.
 
     Raises
     ------
@@ -131,7 +132,8 @@ def device_rows(history: History, device: str, last: int, case: str | None = Non
         raise UsageError(
             "no run has this device", where="--device", got=device, wanted=some(sorted(known), _MOST_DEVICES) or "none"
         )
-    return rows[-last:] if last else rows
+    rows.sort(key=lambda row: row.at, reverse=True)  # the cases of a run stay in their order
+    return rows[:last] if last else rows
 
 
 def print_runs(rows: list[RunRow], console: Console) -> None:
@@ -139,15 +141,15 @@ def print_runs(rows: list[RunRow], console: Console) -> None:
     titles = ("run", "host", "case", "verdict", "devices", "drift", "torch", "first finding")
     cells = [
         plain_cells(
-            row.at[:16].replace("T", " "), row.host,
+            when(row.at), row.host,
             row.case + (f" ({counted(len(row.cases), 'case')})" if row.cases else ""), row.verdict,
             f"{row.devices}" + (f" ({row.lost} lost)" if row.lost else ""), _drifted(row),
-            row.versions.get("torch"), row.findings[0][:_MOST_FINDING] if row.findings else "",
+            row.versions.get("torch"), _first_finding(row),
         )
         for row in rows
     ]  # fmt: skip
     with without_trailing_blanks(console):
-        print_table(console, titles, cells)
+        print_rows(console, titles, cells)
         console.print(f"\n{counted(len(rows), 'run')}")
 
 
@@ -157,14 +159,18 @@ def print_device(rows: list[DeviceRow], device: str, console: Console) -> None:
     titles = ("run", "case", "name", "load path", "status", *stages, "changed since the run before")
     cells = [
         plain_cells(
-            row.at[:16].replace("T", " "), row.case, row.name, row.load_path, row.status,
+            when(row.at), row.case, row.name, row.load_path, row.status,
             *(row.bits.get(stage) for stage in stages), row.change,
         )
         for row in rows
     ]  # fmt: skip
     with without_trailing_blanks(console):
         console.print(clean(f"{device}: equal letters are bitwise equal results\n"))
-        print_table(console, titles, cells)
+        print_rows(console, titles, cells)
+
+
+def _first_finding(row: RunRow) -> str:
+    return textwrap.shorten(row.findings[0], _MOST_FINDING, placeholder=" …") if row.findings else ""
 
 
 def _drifted(row: RunRow) -> str:

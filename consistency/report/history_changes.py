@@ -8,10 +8,10 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from consistency.capture.wording import counted, some
+from consistency.capture.wording import counted, some, when
 from consistency.comparison.history.changes import Change, ChangeKind, changes
 from consistency.comparison.history.store import History
-from consistency.report.console import plain_cells, print_table, without_trailing_blanks
+from consistency.report.console import plain_cells, print_rows, without_trailing_blanks
 from consistency.report.history_classes import patterns
 
 _MOST_PATTERNS = 4
@@ -45,13 +45,13 @@ class ChangeRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def began(self) -> str:
-        return _time(self.since) + (" or earlier" if self.before is None else "")
+        return when(self.since) + (" or earlier" if self.before is None else "")
 
     @property
     def when(self) -> str:
         """Return the time in words."""
         if self.until is not None:
-            return f"{self.began} until {_time(self.until)}"
+            return f"{self.began} until {when(self.until)}"
         return self.began if self.kind in _POINTS else f"since {self.began}"
 
     @property
@@ -78,15 +78,11 @@ def change_rows(history: History, last: int) -> list[ChangeRow]:
 def print_changes(rows: Sequence[ChangeRow], console: Console) -> None:
     """Print one line per change."""
     with without_trailing_blanks(console):
-        print_table(console, ("since", "until", "change", "devices"), _cells(rows))
+        print_rows(console, ("since", "until", "change", "devices"), list(_cells(rows)))
         console.print(f"\n{counted(len(rows), 'change')}")
 
 
 def _cells(rows: Iterable[ChangeRow]) -> Iterator[Sequence[Text]]:
     for row in rows:
-        until = "" if row.kind in _POINTS else "now" if row.until is None else _time(row.until)
+        until = "" if row.kind in _POINTS else "now" if row.until is None else when(row.until)
         yield plain_cells(row.began, until, row.what, row.which)
-
-
-def _time(at: str) -> str:
-    return at[:16].replace("T", " ")

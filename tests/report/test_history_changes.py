@@ -18,15 +18,16 @@ def test_the_command_prints_what_changed_and_since_when(tmp_path: Path, capsys: 
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         "since until change devices",
-        "2026-01-10 02:00 now missing 8 devices: gpu-0008:cuda:[0-7]",
-        "2026-01-09 02:00 other software or settings: driver 570.1 -> 580.2 16 devices: gpu-[0002-0003]:cuda:[0-7]",
-        "2026-01-07 02:00 now drift in merged gpu-0004:cuda:3",
+        "2026-01-10 02:00:00 UTC now missing 8 devices: gpu-0008:cuda:[0-7]",
+        "2026-01-09 02:00:00 UTC other software or settings: "
+        "driver 570.1 -> 580.2 16 devices: gpu-[0002-0003]:cuda:[0-7]",
+        "2026-01-07 02:00:00 UTC now drift in merged gpu-0004:cuda:3",
         "",
         "3 changes",
     ]
     assert main(["history", str(tmp_path), "--changes", "--last", "2"]) == 0
     assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()][1:2] == [
-        "2026-01-11 02:00 or earlier now drift in merged gpu-0004:cuda:3"
+        "2026-01-11 02:00:00 UTC or earlier now drift in merged gpu-0004:cuda:3"
     ]
     assert main(["history", str(tmp_path), "--changes", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
@@ -22,7 +25,7 @@ from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison, Finding
 from consistency.errors import CaptureError, UsageError
-from consistency.report.history import device_rows, run_rows
+from consistency.report.history import device_rows, print_device, print_runs, run_rows
 from consistency.workflows.judging import compare_captures
 from tests.conftest import MakeCapture
 
@@ -395,3 +398,19 @@ def test_baseline_keeps_what_was_accepted_before(accepted: Path) -> None:
     entries = json.loads(accepted.read_text())["accepted"]
     assert [entry["kind"] for entry in entries] == ["drift", "zeros"]
     assert all(entry["date"] and entry["reason"] for entry in entries)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_word_of_a_list_is_broken(run: Run, tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    run({"cuda:0": "m"}, case={"name": "a-case-with-a-rather-long-name"})
+    run({"cuda:0": "x"}, case={"name": "a-case-with-a-rather-long-name"})
+    history = History(str(tmp_path / "history"))
+    devices, runs = device_rows(history, "GPU-cuda:0", 0), run_rows(history, 0)
+    assert [row.at for row in devices] == [row.at for row in runs] == sorted((row.at for row in runs), reverse=True)
+    for show in (partial(print_runs, runs), partial(print_device, devices, "GPU-cuda:0")):
+        out = io.StringIO()
+        show(Console(file=out, width=width))
+        assert out.getvalue().count("a-case-with-a-rather-long-name") == 2
+        assert all(when(row.at) in out.getvalue() for row in runs)
+        assert max(map(len, out.getvalue().splitlines())) <= width

@@ -69,7 +69,7 @@ def test_boxes_and_fleets_are_one_history(tmp_path: Path) -> None:
     assert [(row.devices, row.drifted, row.drifted_devices) for row in rows] == [
         (8, (), 0), (72, (name(3, 0),), 1), (72, (), 0),
     ]  # fmt: skip
-    assert [row.at[:7] for row in device_rows(history, "GPU-0000-0", 0)] == ["2026-01", "2026-01", "2026-02"]
+    assert [row.at[:7] for row in device_rows(history, "GPU-0000-0", 0)] == ["2026-02", "2026-01", "2026-01"]
     counted = "SELECT host, count(*) AS n, count(DISTINCT night) AS nights FROM workers"
     text = f"{counted} WHERE host IN ('box', 'gpu-0000') GROUP BY host ORDER BY host"
     assert query(history, text) == [{"host": "gpu-0000", "n": 24, "nights": 3}]
@@ -141,7 +141,7 @@ def test_workers_that_cannot_be_read_are_named(tmp_path: Path, damage: str) -> N
         first.write_bytes(content[damage])
     assert [row.at for row in device_rows(history, name(0, 0), 0)] == ["2026-01-02T02:00:00.000000+00:00"]
     (text,) = history.damage
-    assert text.startswith("the workers of the run of 2026-01-01 02:00 cannot be read: ")
+    assert text.startswith("the workers of the run of 2026-01-01 02:00:00 UTC cannot be read: ")
     assert query(History(str(tmp_path)), "SELECT count(DISTINCT night) AS n FROM workers") == [{"n": 1}]
 
 
@@ -175,7 +175,8 @@ def test_of_a_fleet_equal_drift_is_one_finding(tmp_path: Path) -> None:
     (finding,), stages = find_drift(history, now, {_name(table): table, _name(other): other})
     assert set(finding.workers) == hit
     assert finding.message == (
-        f"drift · {name(3, 1)}, {name(3, 2)} · 1 of 1 merged tensors differ bitwise from the run of 2026-01-01 02:00: "
+        f"drift · {name(3, 1)}, {name(3, 2)} · 1 of 1 merged tensors differ bitwise "
+        "from the run of 2026-01-01 02:00:00 UTC: "
         "same inputs, same software"
     )
     assert stages == {(f"GPU-0003-{gpu}", "isolated"): ("merged",) for gpu in (1, 2)}

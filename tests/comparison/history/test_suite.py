@@ -168,7 +168,7 @@ def test_rows_for_people(night: Suite, history: str, capsys: pytest.CaptureFixtu
     night({"a": "m", "b": "x"})
     rows = device_rows(History(history), "GPU-a", 0)
     assert [(row.case, row.bits["merged"], row.change) for row in rows] == [
-        ("a", "A", ""), ("b", "A", ""), ("a", "A", ""), ("b", "B", "drift in merged"),
+        ("a", "A", ""), ("b", "B", "drift in merged"), ("a", "A", ""), ("b", "A", ""),
     ]  # fmt: skip
     assert [row.case for row in device_rows(History(history), "GPU-a", 0, "b")] == ["b", "b"]
     with pytest.raises(UsageError, match="no run has this case on the device"):
