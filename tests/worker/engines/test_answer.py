@@ -99,5 +99,5 @@ def test_a_name_that_no_engine_has_is_refused() -> None:
 
 def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
-    with pytest.raises(InputError, match=r"onnx[\s\S]*pip install 'peft-consistency\[onnx\]'"):
+    with pytest.raises(InputError, match=r"onnx[\s\S]*pip install '\.\[onnx\]'"):
         make_engine("onnxruntime", "cpu")
