@@ -93,7 +93,7 @@ class Subjected:
 def make(home: Path, methods: Sequence[str]) -> dict[str, Path]:
     """Make the model, and an adapter of each method on its first kind of layer; return their folders."""
     base, found = home / MODEL / "base", {}
-    made = zoo.build(MODEL) if base.exists() else None
+    made = zoo.build(zoo.MODELS[MODEL]) if base.exists() else None
     made = made or zoo.save_model(MODEL, base)
     for one in zoo.combinations((MODEL,)):
         if one.method in methods and not one.variant and one.layer in (next(iter(zoo.layers(MODEL))), "model"):

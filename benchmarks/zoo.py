@@ -268,7 +268,7 @@ def switches(config: type[Any]) -> Iterator[str]:
 def layers(model: str) -> dict[str, tuple[str, ...]]:
     """Return up to two names of layers of each kind, those inside repeated blocks first."""
     with torch.device("meta"):
-        made = build(model)
+        made = build(MODELS[model])
     head = made.get_output_embeddings() if hasattr(made, "get_output_embeddings") else None  # type: ignore[operator]
     found: dict[str, dict[str, bool]] = {}
     for name, module in made.named_modules():
@@ -286,7 +286,7 @@ def layers(model: str) -> dict[str, tuple[str, ...]]:
 def _experts(model: str) -> list[str]:
     """Return the parameters of three dimensions, one slice per expert, that belong to no layer of torch."""
     with torch.device("meta"):
-        made = build(model)
+        made = build(MODELS[model])
     return [
         name for name, one in made.named_parameters()
         if one.dim() == 3 and type(made.get_submodule(name.rpartition(".")[0])).__module__.startswith("transformers")
@@ -294,11 +294,10 @@ def _experts(model: str) -> list[str]:
     ]  # fmt: skip
 
 
-def build(name: str) -> torch.nn.Module:
+def build(tiny: Tiny) -> torch.nn.Module:
     """Return a model with random weights."""
     import transformers
 
-    tiny = MODELS[name]
     config = transformers.AutoConfig.for_model(tiny.type, **copy.deepcopy(dict(tiny.config)))
     torch.manual_seed(0)
     model: torch.nn.Module = getattr(transformers, tiny.model)(config)
@@ -307,7 +306,7 @@ def build(name: str) -> torch.nn.Module:
 
 def save_model(name: str, folder: Path) -> torch.nn.Module:
     """Write a model to a folder, its fresh biases and norms moved by noise."""
-    model = build(name)
+    model = build(MODELS[name])
     _move(model, np.random.default_rng(0), every=True)
     saved: Any = model
     saved.save_pretrained(folder)

@@ -78,9 +78,10 @@ def activations(model: torch.nn.Module, inputs: Activations) -> Activations:
     """Run the model and return its hidden states and outputs on the CPU, in order, by name.
 
     Names are `hidden_states.0` (the embeddings) onwards, with `encoder_` or `decoder_` before them where the model has
-    both, then `logits`, or the outputs of the bare model.
+    both, then `logits`, or the outputs of the bare model. No parameter requires a gradient meanwhile, whatever PEFT
+    left behind: torch chooses between `mm` and `bmm` for a layer by that flag, without a gradient too.
     """
-    with torch.no_grad():
+    with torch.no_grad(), without_gradients(model):
         hidden, last = outputs(model, inputs)
     return {name: t.detach().to("cpu") for name, t in (hidden | last).items()}
 
@@ -101,6 +102,23 @@ def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Ac
         elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0:
             last[key] = value
     return hidden, last
+
+
+@contextmanager
+def without_gradients(model: torch.nn.Module) -> Iterator[None]:
+    """Let no parameter require a gradient for the duration of a `with` block.
+
+    `matmul` folds an input whose rows are not contiguous if the weight requires a gradient, and multiplies in batches
+    if not (`should_fold` in ATen's LinearAlgebra.cpp), with other bits. PEFT's `set_adapter` changes the flag.
+    """
+    needed = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in needed:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in needed:
+            parameter.requires_grad_(True)
 
 
 @contextmanager

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from consistency.case.builtin import builtin_folder
@@ -16,7 +18,7 @@ from consistency.case.case import Case
 from consistency.worker import device_error
 from consistency.worker.model import running
 from consistency.worker.model.disabling import disabled
-from consistency.worker.model.running import is_of_the_model, outputs, parameters_kept, refusal
+from consistency.worker.model.running import activations, is_of_the_model, outputs, parameters_kept, refusal
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import adapter_on, an_attention
 
@@ -116,3 +118,40 @@ def test_a_layer_that_lacks_an_attribute_of_the_one_it_replaces_is_named() -> No
     expected = "the model reads an attribute that PEFT's layer in its place lacks: AttributeError"
     assert reason_of(lambda: layer.stride).startswith(expected)
     assert not reason_of(lambda: torch.nn.Linear(1, 1).stride).startswith(expected)
+
+
+class Transposed(torch.nn.Module):
+    """Mamba's output layer: its input comes from a scan over the sequence, with the channels before the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out_proj = torch.nn.Linear(64, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.out_proj(x.transpose(1, 2))
+        return rows
+
+
+def test_a_pass_is_the_same_program_whether_or_not_weights_require_a_gradient() -> None:
+    """PEFT's `set_adapter` changes the flag, and torch another multiplication with it, under `no_grad` too."""
+    model = Transposed()
+    x = torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(0))
+    operations = []
+    for needed in (True, False):
+        model.out_proj.weight.requires_grad_(needed)
+        with _Recorded() as recorded:
+            activations(model, {"x": x})
+        assert model.out_proj.weight.requires_grad == needed
+        operations.append(recorded.names)
+    assert operations[0] == operations[1]
+    assert "aten.bmm.default" in operations[0]
+
+
+class _Recorded(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
