@@ -3,9 +3,10 @@
     python -m benchmarks.faults_by_architecture DIR              # make models and adapters, run, print the page
     python -m benchmarks.faults_by_architecture DIR --write      # the same, into docs/faults-by-architecture.md
     python -m benchmarks.faults_by_architecture DIR --only jamba,t5
+    python -m benchmarks.faults_by_architecture DIR --again      # run again what the folder has rows of
 
 Run from the root of the repository, with the extra `quantized`. `DIR/NAME` gets a tiny model and a LoRA adapter of it,
-`DIR/NAME/out` the report of each fault. It is `consistency drill --base … --adapter …`: the case is first run without a
+`DIR/NAME/out` the report of each fault, `DIR/NAME/rows.json` what became of each. It is `consistency drill --base … --adapter …`: the case is first run without a
 fault, and each fault that can be planted in it goes into one of two workers.
 """
 
@@ -18,6 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from benchmarks import zoo
 from benchmarks.faults_by_method import DEVICES, cell
@@ -114,12 +117,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 """What `zoo.MODELS` has of each family, and the kinds that it lacks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drilled:
+class Drilled(msgspec.Struct, frozen=True, kw_only=True):
     """One architecture and what became of each fault; `healthy` is why none was planted."""
 
     name: str
-    rows: Mapping[str, DrillRow]
+    rows: dict[str, DrillRow]
     healthy: str = ""
     took_s: float = 0.0
 
@@ -239,12 +241,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(ARCHITECTURES))
+    parser.add_argument("--again", action="store_true", help="run again what the folder has rows of")
     parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.name}")
     given = parser.parse_args()
     zoo.quiet()
     found = []
     for name in given.only:
-        found.append(run(name, given.folder.resolve() / name.replace(" ", "-")))
+        home = given.folder.resolve() / name.replace(" ", "-")
+        kept = home / "rows.json"
+        if given.again or not kept.exists():
+            home.mkdir(parents=True, exist_ok=True)
+            kept.write_bytes(msgspec.json.encode(run(name, home)))
+        found.append(msgspec.json.decode(kept.read_bytes(), type=Drilled))
         print(figures(found[-1:]), "", why_not([one for one in found[-1:] if one.healthy]), sep="\n", flush=True)
     show({"figures": figures(found), "table": table(found), "reasons": why_not(found)}, PAGE, write=given.write)
 

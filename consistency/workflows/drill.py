@@ -22,7 +22,7 @@ from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import SPECS, Stage
-from consistency.comparison.result import Comparison, made
+from consistency.comparison.result import Comparison, Finding, made
 from consistency.devices.discovery import accelerators, select
 from consistency.devices.spec import DeviceInfo
 from consistency.errors import InputError, UsageError, meant
@@ -34,6 +34,9 @@ from consistency.workflows.suite import PlannedCase, SuitePlan, captured, slowes
 
 HEALTHY = "no-fault"
 """Name of the run of a user's case without a fault."""
+
+
+_Known = frozenset[tuple[str, str]]
 
 
 class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +92,8 @@ class Trial:
         Its case, if it is.
     may_lack_cause : bool
         Whether the finding may be of the fault's kind `without_form`: of LoRA alone each cause is searched for.
+    known : frozenset of tuple of str
+        Kind and worker of the warnings that the case has without a fault, which say nothing of one.
     """
 
     fault: Fault
@@ -97,6 +102,7 @@ class Trial:
     why_not: str = ""
     planned: PlannedCase | None = None
     may_lack_cause: bool = False
+    known: _Known = frozenset()
 
 
 def listed(only: Sequence[str]) -> tuple[ListedFault, ...]:
@@ -168,7 +174,7 @@ def prepare_trials(
     Raises
     ------
     InputError
-        That run has findings, so that nobody could tell what a fault is found by.
+        That run has errors, so that nobody could tell what a fault is found by.
     UsageError
         None of the faults applies.
     """
@@ -184,7 +190,8 @@ def prepare_trials(
     else:
         case = prepare_case(options)
     subject = subject_of(case, workers=len(devices), healthy=healthy)
-    trials = tuple(trial_of(fault, options, subject, several) for fault in faults)
+    known = frozenset() if healthy is None else _warnings(healthy)
+    trials = tuple(trial_of(fault, options, subject, several, known=known) for fault in faults)
     if not any(trial.planned for trial in trials):
         raise UsageError("none of these faults can be planted in this case", got=trials[0].why_not)
     return trials
@@ -209,8 +216,8 @@ def with_adapters(options: Options, several: tuple[NamedAdapter, ...] | None) ->
 
 
 def check_healthy(healthy: Comparison) -> None:
-    """Raise InputError if a run without a fault has a finding, so that nobody could tell what a fault is found by."""
-    about = [finding for finding in healthy.findings if finding.severity != "note"]
+    """Raise InputError if a run without a fault has an error, so that nobody could tell what a fault is found by."""
+    about = [finding for finding in healthy.findings if finding.severity == "error"]
     if about or healthy.verdict != "consistent":
         raise InputError(
             "without any fault planted the case is not consistent, so a drill would prove nothing",
@@ -219,8 +226,26 @@ def check_healthy(healthy: Comparison) -> None:
         )
 
 
+def _warnings(healthy: Comparison) -> _Known:
+    return frozenset(pair for one in healthy.findings if one.severity == "warning" for pair in _places(one))
+
+
+def _places(finding: Finding) -> _Known:
+    return frozenset((finding.kind, worker) for worker in finding.workers or ("",))
+
+
+def _is_known(finding: Finding, known: _Known) -> bool:
+    return finding.severity == "warning" and _places(finding) <= known
+
+
 def trial_of(
-    fault: Fault, options: Options, subject: Subject, several: tuple[NamedAdapter, ...] | None, *, name: str = ""
+    fault: Fault,
+    options: Options,
+    subject: Subject,
+    several: tuple[NamedAdapter, ...] | None,
+    *,
+    name: str = "",
+    known: _Known = frozenset(),
 ) -> Trial:
     """Plan one fault in a case; `name` is that of its run, without one the fault's."""
     expected = expected_in(fault, subject)
@@ -252,7 +277,7 @@ def trial_of(
         own = with_adapters(own, several)
     planned = PlannedCase(options=own, plan=pipeline.prepare(own), below="")
     loose = subject.config.get("peft_type") != "LORA"
-    return Trial(fault=fault, worker=worker, expected=expected, planned=planned, may_lack_cause=loose)
+    return Trial(fault=fault, worker=worker, expected=expected, planned=planned, may_lack_cause=loose, known=known)
 
 
 def drill(
@@ -329,8 +354,11 @@ def _not_planted(trial: Trial, why: str = "") -> DrillRow:
 def _row(trial: Trial, comparison: Comparison) -> DrillRow:
     # the words are part of the name: one kind can have several causes
     fault, worker = trial.fault, trial.worker
-    about = [f for f in comparison.findings if f.severity != "note"]
+    about = [f for f in comparison.findings if f.severity != "note" and not _is_known(f, trial.known)]
     first = next((f for f in about if f.workers == (worker,) and fault.words in f.message), None)
+    untaken = _untaken(fault, comparison)
+    if first is None and untaken:
+        return _not_planted(trial, untaken)
     lacks_cause = first is not None and trial.may_lack_cause and first.kind == fault.without_form
     return DrillRow(
         fault=fault.name,
@@ -341,3 +369,13 @@ def _row(trial: Trial, comparison: Comparison) -> DrillRow:
         found=first is not None and all(f.workers == (worker,) for f in about),
         message="" if first is None else first.message,
     )
+
+
+def _untaken(fault: Fault, comparison: Comparison) -> str:
+    """Return why a load path that a fault is in was not taken, empty where all were."""
+    for load_path in fault.load_paths or ():
+        rows = [row for one in comparison.tensors if one.load_path == load_path for row, _ in one.groups]
+        reason = next((row.reason for row in rows if row.reason), "")
+        if reason and all(row.status == "skipped" for row in rows):
+            return f"load path {load_path}: {reason}"
+    return ""

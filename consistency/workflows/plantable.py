@@ -192,6 +192,10 @@ def _float32_model(subject: Subject) -> str:
     return "" if subject.dtype == "float32" else rounding
 
 
+def _not_quantized(why: str) -> Callable[[Subject], str]:
+    return lambda subject: f"the base is quantized: {why}" if subject.base_config.get("quantization_config") else ""
+
+
 def _tokens(subject: Subject) -> str:
     named = subject.base_config.get("architectures") or [""]
     reads = "vocab_size" in subject.base_config and str(named[0]).endswith(_ON_TOKENS)
@@ -211,6 +215,8 @@ _REASONS: dict[Need, Callable[[Subject], str]] = {
         "" if subject.dtype == "float32"
         else f"merged weights are in {subject.dtype}, whose rounding hides what a wrong value came from"
     ),
+    Need.FLOATING_WEIGHT: _not_quantized("a merge leaves codes, and no floating-point numbers"),
+    Need.EXACT_KERNELS: _not_quantized("its kernels may compute in a half type, which hides this fault"),
     Need.FLOAT32_ADAPTER: _float32_adapter,
     Need.TUNED_LAYERS: lambda subject: (
         "" if any("prompt" not in name for name in subject.tensors) else f"{_method(subject)} changes no layer"

@@ -6,11 +6,13 @@ import dataclasses
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from consistency.case.options import Options
 from consistency.case.stages import Stage
-from consistency.comparison.result import Comparison, Finding
+from consistency.comparison.result import Comparison, Finding, TensorComparison
+from consistency.comparison.rows import Row
 from consistency.errors import InputError, UsageError
 from consistency.worker.faults.catalogue import FAULTS, Fault
 from consistency.workflows import drill
@@ -73,6 +75,17 @@ def test_a_case_with_findings_of_its_own_is_refused() -> None:
     assert refused.value.parts["got"] == "adapter · cuda:1 · zeros"
 
 
+def test_a_warning_of_the_case_itself_is_no_sign_of_a_fault() -> None:
+    """Such as that a torch built for CUDA finds no GPU."""
+    warning = Finding(kind="no-accelerator", severity="warning", message="no device", workers=("cpu",))
+    check_healthy(comparison(warning))
+    fault = Fault(name="merge-off", plant="", expected="differs", stages=(Stage.MERGED,))
+    trial = Trial(fault=fault, worker="w", expected="differs", known=frozenset({("no-accelerator", "cpu")}))
+    assert _row(trial, comparison(warning, finding("differs", "w"))).passed
+    assert not _row(dataclasses.replace(trial, known=frozenset()), comparison(warning, finding("differs", "w"))).passed
+    assert not _row(trial, comparison(warning)).passed
+
+
 def test_unknown_fault(cli_here: Cli) -> None:
     with pytest.raises(UsageError, match="unknown fault: rain"):
         choose(["rain"])
@@ -111,3 +124,19 @@ def test_what_is_missed_misnamed_or_blamed_on_others_does_not_pass() -> None:
     assert not _row(trial, comparison(finding("differs", "w", message="other bits"))).passed
     assert not _row(trial, comparison(finding("differs", "w"), finding("zeros", "cpu"))).passed
     assert _row(dataclasses.replace(trial, expected="zeros"), comparison(finding("zeros", "w"))).passed
+
+
+def test_a_fault_of_a_load_path_that_is_not_taken_is_not_planted() -> None:
+    """As with transformers' loader on a quantized base."""
+    fault = FAULTS["road-transformers-zeros"]
+    trial = Trial(fault=fault, worker="w", expected="zeros")
+    row = Row(worker="w", reference=None, status="skipped", reason="transformers cannot load this adapter")
+    table = TensorComparison(
+        stage="adapter", load_path="isolated+transformers", layer="x", tensor="y", shape=(), dtype="", rule="bitwise",
+        classes=(), rows=[row],
+    )  # fmt: skip
+    found = _row(trial, msgspec.structs.replace(comparison(), tensors=(table,)))
+    assert not found.planted
+    assert found.message == "load path isolated+transformers: transformers cannot load this adapter"
+    judged = msgspec.structs.replace(table, rows=[msgspec.structs.replace(row, status="equal", reason=None)])
+    assert _row(trial, msgspec.structs.replace(comparison(), tensors=(table, judged))).planted

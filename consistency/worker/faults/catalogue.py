@@ -21,6 +21,8 @@ class Need(enum.Enum):
     FLOAT32_FILE = enum.auto()
     FLOAT32_MODEL = enum.auto()
     FLOAT32_WEIGHT = enum.auto()
+    FLOATING_WEIGHT = enum.auto()
+    EXACT_KERNELS = enum.auto()
     FLOAT32_ADAPTER = enum.auto()
     TUNED_LAYERS = enum.auto()
     TWO_OF_A_SHAPE = enum.auto()
@@ -206,7 +208,7 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="merge-bit-flip", plant="computed:one_bit_of_weight", expected="bit-flip", stages=_MERGED,
-        without_form="differs", needs=(Need.TUNED_LAYERS, Need.FLOAT32_WEIGHT),
+        without_form="differs", needs=(Need.TUNED_LAYERS, Need.FLOAT32_WEIGHT, Need.FLOATING_WEIGHT),
     ),
     Fault(
         name="merge-in-tf32", plant="computed:products_in_tf32", expected="tf32-products", stages=_MERGED,
@@ -240,7 +242,7 @@ _ROWS: tuple[Fault, ...] = (
     Fault(name="operator-fails", plant="compute:softmax_fails", expected="missing", stages=_OPERATORS),
     Fault(
         name="gradient-off", plant="compute:gradients_off", expected="wrong-scale", stages=_GRADIENT,
-        needs=(Need.FLOAT32_MODEL, Need.ANOTHER_WORKER),
+        needs=(Need.FLOAT32_MODEL, Need.EXACT_KERNELS, Need.ANOTHER_WORKER),
     ),
     Fault(
         name="gradient-zeros", plant="compute:one_layer_lost", expected="zeros", stages=_GRADIENT,
@@ -287,7 +289,7 @@ _ROWS: tuple[Fault, ...] = (
     Fault(
         name="merge-bit-flip-now-and-then", plant="soak:one_bit_of_weight", expected="not-repeatable", stages=_MERGED,
         words="single-bit flips", soak_s=3, one_layer=True,
-        needs=(Need.LORA_LINEAR,),
+        needs=(Need.LORA_LINEAR, Need.FLOATING_WEIGHT),
     ),
     Fault(
         name="wrapper-hides-model", plant="wrapping:hides_model", expected="hidden", stages=_WRAPPING, case="C3",
@@ -318,7 +320,7 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="merge-third-copy", plant="memory:third_copy", expected="third-copy", stages=_MEMORY, case="C5",
-        needs=(Need.LORA_LINEAR,),
+        shows_in="merge_peak", needs=(Need.LORA_LINEAR,),
     ),
     Fault(name="killed", plant="process:kill", expected="lost-worker", stages=_MERGED, words="SIGKILL"),
     Fault(name="hung", plant="process:hang", expected="lost-worker", stages=_MERGED, words="no sign of life"),

@@ -15,13 +15,31 @@ from consistency.worker.model.merging import weight_name
 
 Tensors = dict[str, torch.Tensor]
 
-_DELTA = "peft.tuners.lora.layer:Linear.get_delta_weight"
-_delta = changing(_DELTA)
 _activations = changing("consistency.worker.stages.forward:activations")
 _calls = itertools.count(1)
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Return the weight that a merge leaves; called with the weight before and after PEFT's."""
+
+
+def _every_delta(act: Callable[..., torch.Tensor]) -> Install:
+    """Let a function take the place of `get_delta_weight` in LoRA's linear layers, those of quantized bases too."""
+
+    def install() -> Undo:
+        from peft.import_utils import is_bnb_available
+
+        names = ["layer:Linear", *(("bnb:Linear8bitLt", "bnb:Linear4bit") if is_bnb_available() else ())]
+        return together(*(instead(f"peft.tuners.lora.{name}.get_delta_weight")(act) for name in names))()
+
+    return install
+
+
+def _delta(change: Callable[[torch.Tensor], torch.Tensor]) -> Install:
+    def act(real: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return change(real(*args))
+
+    return _every_delta(act)
 
 
 def _every_merge(act: Callable[..., None], *, but: tuple[str, ...] = ()) -> Install:
@@ -108,7 +126,7 @@ def _one_bit(_before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 one_bit_of_weight = _after_merge(_one_bit)
 
 
-@instead(_DELTA)
+@_every_delta
 def products_in_tf32(real: Callable[..., torch.Tensor], layer: Any, adapter: str) -> torch.Tensor:
     """Let the delta's product run as on a unit that cuts its operands to TF32."""
     factors = [layer.lora_A[adapter].weight, layer.lora_B[adapter].weight]
