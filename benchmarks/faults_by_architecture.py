@@ -6,8 +6,9 @@
     python -m benchmarks.faults_by_architecture DIR --again      # run again what the folder has rows of
 
 Run from the root of the repository, with the extra `quantized`. `DIR/NAME` gets a tiny model and a LoRA adapter of it,
-`DIR/NAME/out` the report of each fault, `DIR/NAME/rows.json` what became of each. It is `consistency drill --base … --adapter …`: the case is first run without a
-fault, and each fault that can be planted in it goes into one of two workers.
+`DIR/NAME/out` the report of each fault, `DIR/NAME/rows.json` what became of each. It is `consistency drill --base …
+--adapter …`: the case is first run without a fault, and each fault that can be planted in it goes into one of two
+workers.
 """
 
 from __future__ import annotations
