@@ -19,6 +19,7 @@ from consistency.comparison.by_worker import verdicts
 from consistency.comparison.findings.collect import AS_DEPLOYED
 from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.gone import find_gone
+from consistency.comparison.history.magnitude import magnitude
 from consistency.comparison.history.recording import record_of
 from consistency.comparison.history.records import RunRecord, Table, WorkerRecord, device_count, digest_of
 from consistency.comparison.history.store import MOST_IN_RECORD, History
@@ -101,7 +102,7 @@ def judge_drift(
     gone; where that is not accepted, a part was not checked.
     """
     pinned = "deployed" not in comparison.profile
-    findings, stages = find_drift(history, record, tables, pinned=pinned)
+    findings, stages = find_drift(history, record, tables, comparison, pinned=pinned)
     losses, gone = find_gone(history, record)
     damage = [
         Finding(kind="damaged-night", severity="warning", message=f"history: {text}: left out")
@@ -132,7 +133,12 @@ def judge_drift(
 
 
 def find_drift(
-    history: History, run: RunRecord, tables: dict[str, bytes], *, pinned: bool = True
+    history: History,
+    run: RunRecord,
+    tables: dict[str, bytes],
+    comparison: Comparison | None = None,
+    *,
+    pinned: bool = True,
 ) -> tuple[list[Finding], dict[tuple[str, str], tuple[str, ...]]]:
     """Return the devices that drifted, with a note where software changed instead; and their stages that drifted.
 
@@ -167,7 +173,9 @@ def find_drift(
             drifted.setdefault(drift if is_fleet else worker.key, (drift, []))[1].append(worker)
     findings = []
     for drift, workers in drifted.values():
-        finding = _finding(workers, drift, tensors.now(drift.table))
+        names = [name for _, found in drift.differing for name in found]
+        size = "" if comparison is None else magnitude(comparison, workers[0], names, drift.report)
+        finding = _finding(workers, drift, tensors.now(drift.table), size)
         if not pinned and not any(stage in MOVES_WEIGHTS for stage, _ in drift.differing):
             message = finding.message + AS_DEPLOYED
             finding = msgspec.structs.replace(finding, severity="note", message=message, next=None)
@@ -264,8 +272,8 @@ class _Tensors:
         return self._differing[pair]
 
 
-def _finding(workers: Sequence[WorkerRecord], drift: _Drift, table: Table) -> Finding:
-    """Return the finding of workers that drifted alike."""
+def _finding(workers: Sequence[WorkerRecord], drift: _Drift, table: Table, size: str) -> Finding:
+    """Return the finding of workers that drifted alike, `size` of which is how far."""
     tensors = [name for _, found in drift.differing for name in found]
     where = ", ".join(
         f"{len(found)} of {sum(name.startswith(f'{stage}::') for name in table)} {stage}"
@@ -283,7 +291,11 @@ def _finding(workers: Sequence[WorkerRecord], drift: _Drift, table: Table) -> Fi
         "bitwise from an earlier run: same inputs, same software",
         workers=tuple(worker.name for worker in workers),
         tensors=tuple(tensors),
-        detail=(*tensors[:_MOST_DETAILS], *([f"the earlier run's report: {drift.report}"] if drift.report else [])),
+        detail=(
+            *tensors[:_MOST_DETAILS],
+            *([size] if size else []),
+            *([f"the earlier run's report: {drift.report}"] if drift.report else []),
+        ),
         next="run again: a device whose results change between runs is failing; check its ECC error counters",
         state=digest_of([f"{name}={table[name]}" for name in tensors]),
     )

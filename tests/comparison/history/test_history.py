@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,8 @@ from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison, Finding
 from consistency.errors import CaptureError, UsageError
+from consistency.numerics.measure import Measure
+from consistency.numerics.real import Real
 from consistency.report.history import device_rows, print_device, print_runs, run_rows
 from consistency.workflows.judging import compare_captures
 from tests.conftest import MakeCapture
@@ -260,6 +263,34 @@ def test_sql_without_duckdb(
     printed = capsys.readouterr().err
     assert "--sql needs DuckDB, which is not installed" in printed
     assert "pip install '.[history]'" in printed
+
+
+def test_drift_says_how_far_where_the_earlier_capture_is_at_hand(make_capture: MakeCapture, tmp_path: Path) -> None:
+    history = History(str(tmp_path / "history"))
+
+    def night(name: str, digest: str, error: float) -> Comparison:
+        measure = Measure(
+            elements=4, mismatched=1, max_abs=Real(error), max_rel=Real(error), max_ulp=2, mean_abs=Real(error),
+            rms=Real(error), bound_ratio=Real(error / 1e-6), allowed=Real(1e-6), magnitude=Real(1.0), worst_index=None,
+        )  # fmt: skip
+        of_logits = TensorRecord(
+            stage="forward", layer="logits", tensor="adapter_on", rule="relative", status="within", digest=digest,
+            reference="float64", shape=(2, 2), dtype="float32", measure=measure,
+        )  # fmt: skip
+        folder = make_capture(f"{name}/captures", {"cuda:0": [of_logits]})
+        captures = [read_capture(folder)]
+        return add_run(history, captures, compare_captures(captures), None, report=str(folder.parent))
+
+    night("first", "a", 2e-7)
+    (finding,) = drift(night("second", "b", 3e-7))
+    (size,) = (line for line in finding.detail if "off from" in line)
+    assert size == (
+        "forward::logits.adapter_on: off from the exact values by at most 3e-07 in this run, allowed 1e-06, and 2e-07 "
+        "in the earlier one, so by at most 5e-07 between the two"
+    )
+    shutil.rmtree(tmp_path / "first")
+    (finding,) = drift(night("third", "b", 3e-7))
+    assert not any("off from" in line for line in finding.detail)
 
 
 def test_return_to_earlier_bits_is_said(run: Run, tmp_path: Path) -> None:
