@@ -267,17 +267,18 @@ def test_sql_without_duckdb(
 
 def test_drift_says_how_far_where_the_earlier_capture_is_at_hand(make_capture: MakeCapture, tmp_path: Path) -> None:
     history = History(str(tmp_path / "history"))
+    facts = {"cuda:0": {"kernel_key": "torch 2 cuda:0", "uuid": "GPU-0"}}
 
     def night(name: str, digest: str, error: float) -> Comparison:
         measure = Measure(
             elements=4, mismatched=1, max_abs=Real(error), max_rel=Real(error), max_ulp=2, mean_abs=Real(error),
             rms=Real(error), bound_ratio=Real(error / 1e-6), allowed=Real(1e-6), magnitude=Real(1.0), worst_index=None,
         )  # fmt: skip
-        of_logits = TensorRecord(
-            stage="forward", layer="logits", tensor="adapter_on", rule="relative", status="within", digest=digest,
+        merged = TensorRecord(
+            stage="merged", layer="l", tensor="weight", rule="bound", status="within", digest=digest,
             reference="float64", shape=(2, 2), dtype="float32", measure=measure,
         )  # fmt: skip
-        folder = make_capture(f"{name}/captures", {"cuda:0": [of_logits]})
+        folder = make_capture(f"{name}/captures", {"cuda:0": [merged]}, info=facts)
         captures = [read_capture(folder)]
         return add_run(history, captures, compare_captures(captures), None, report=str(folder.parent))
 
@@ -285,8 +286,8 @@ def test_drift_says_how_far_where_the_earlier_capture_is_at_hand(make_capture: M
     (finding,) = drift(night("second", "b", 3e-7))
     (size,) = (line for line in finding.detail if "off from" in line)
     assert size == (
-        "forward::logits.adapter_on: off from the exact values by at most 3e-07 in this run, allowed 1e-06, and 2e-07 "
-        "in the earlier one, so by at most 5e-07 between the two"
+        "merged::l.weight: off from the exact values by at most 3e-07 in this run, allowed 1e-06, and 2e-07 in the "
+        "earlier one, so by at most 5e-07 between the two"
     )
     shutil.rmtree(tmp_path / "first")
     (finding,) = drift(night("third", "b", 3e-7))
