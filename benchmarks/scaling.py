@@ -298,9 +298,16 @@ def _moved(where: dict[str, Any], *, is_faulty: bool) -> TensorRecord:
     right, blocks = _digest(where, "file")
     is_adapter = where["stage"] == "adapter"
     kept: dict[str, Any] = {"blob": right * 2, "reference_blob": right * 2} if is_adapter else {}
-    common = {**where, "shape": SHAPE, "dtype": "float32", "reference": "file", "reference_digest": right}
+    common = {
+        **where,
+        "rule": "bitwise",
+        "shape": SHAPE,
+        "dtype": "float32",
+        "reference": "file",
+        "reference_digest": right,
+    }
     if not is_faulty or where["tensor"] != "lora_B":
-        return TensorRecord(**common, **kept, digest=right, blocks=blocks)
+        return TensorRecord(**common, **kept, status="equal", digest=right, blocks=blocks)
     elements = SHAPE[0] * SHAPE[1]
     return TensorRecord(
         **common,

@@ -2,7 +2,7 @@
 
 ::
 
-    capture.json                  the commit mark: schema, case, which workers, written last
+    capture.json                  the commit mark: schema, case, which workers, sums of their files; written last
     workers/<slug>/worker.json    who the worker was, its environment, how it ended
     workers/<slug>/records.jsonl  one line per tensor: digests, measures, diagnosis
     workers/<slug>/events.jsonl   progress: each stage, and each step of a worker that was lost
@@ -35,7 +35,17 @@ CASES = "cases"
 _BLOB_NAME = re.compile(r"^[0-9a-f]{64}$")
 
 
-class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True, rename={"host_facts": "box"}):
+class WorkerFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """SHA-256 of a worker's `worker.json` and `records.jsonl`, and how many lines the latter has."""
+
+    info: str
+    records: str
+    lines: int
+
+
+class CaptureManifest(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"host_facts": "box"}
+):
     """The commit mark of a capture.
 
     Attributes
@@ -46,6 +56,10 @@ class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True, rename={"host_f
         The command line that made it, word by word; captures of earlier versions have none.
     host_facts : HostFacts or None
         Of the host that it was made on; captures of earlier versions have none.
+    files : dict of str to WorkerFiles
+        Sums of what each worker wrote; the writer adds them.
+    sha256 : str
+        Of this file without these digits; the writer adds it, as the last field.
     """
 
     schema: str
@@ -56,6 +70,8 @@ class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True, rename={"host_f
     workers: tuple[str, ...]
     command: tuple[str, ...] = ()
     host_facts: HostFacts | None = None
+    files: dict[str, WorkerFiles] = {}
+    sha256: str = ""
 
 
 class WorkerCapture(msgspec.Struct, frozen=True, kw_only=True):

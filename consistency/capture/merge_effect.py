@@ -7,7 +7,7 @@ import msgspec
 from consistency.numerics.real import Real
 
 
-class MergeEffect(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class MergeEffect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The model merged against the model with its adapter beside it.
 
     `W` is a layer's weight and `dW` what the method adds to it. Every figure of logits is a largest absolute

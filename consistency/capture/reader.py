@@ -17,11 +17,13 @@ from consistency.capture.folder import (
     Capture,
     CaptureManifest,
     WorkerCapture,
+    WorkerFiles,
     capture_name,
     holds_capture,
 )
 from consistency.capture.json_codec import decode_json
-from consistency.capture.records import TensorRecord, WorkerInfo, read_record
+from consistency.capture.records import TensorRecord, WorkerInfo
+from consistency.capture.seal import check_files, check_manifest
 from consistency.errors import CaptureError
 
 T = TypeVar("T")
@@ -76,7 +78,7 @@ class RecordPool:
         name = hashlib.blake2b(line, digest_size=16).digest()
         record = self._records.get(name)
         if record is None:
-            record = self._records[name] = read_record(line)
+            record = self._records[name] = decode_json(line, TensorRecord)
             for field in _REPEATED_TEXTS:
                 text = getattr(record, field)
                 if text:
@@ -107,7 +109,7 @@ def read_capture(folder: Path, pool: RecordPool | None = None) -> Capture:
     if not (root / MANIFEST).exists():
         kind = CaptureError if holds_capture(folder) else NoCaptureError
         raise kind("no capture here", where=folder, wanted=f"a folder with {MANIFEST}, or the --out folder of a run")
-    manifest = _read(root / MANIFEST, CaptureManifest, schema=True)
+    manifest = _read_manifest(root / MANIFEST)
     pool = pool or RecordPool()
     workers: list[WorkerCapture] = []
     damage: list[str] = []
@@ -115,9 +117,11 @@ def read_capture(folder: Path, pool: RecordPool | None = None) -> Capture:
         try:
             if not _SLUG.fullmatch(slug):
                 raise CaptureError("not the name of a worker", got=slug)
-            home = root / "workers" / slug
-            info = _read(home / "worker.json", WorkerInfo)
-            parts = tuple(read_parts(home / "records.jsonl", pool, whole=info.status == "ok"))
+            home, files = root / "workers" / slug, manifest.files.get(slug)
+            if files is None:
+                raise CaptureError(f"{MANIFEST} has no sums of its files", where=root / MANIFEST)
+            info = _read_info(home / "worker.json", files)
+            parts = tuple(read_parts(home / "records.jsonl", pool, files, whole=info.status == "ok"))
             if not pool.names_no_tensor_twice(parts):
                 _refuse_doubles(parts, home / "records.jsonl")
             workers.append(WorkerCapture(info=info, parts=parts))
@@ -154,15 +158,18 @@ def read_records(path: Path) -> Iterator[TensorRecord]:
         yield from part
 
 
-def read_parts(path: Path, pool: RecordPool, *, whole: bool = False) -> Iterator[tuple[TensorRecord, ...]]:
+def read_parts(
+    path: Path, pool: RecordPool, files: WorkerFiles | None = None, *, whole: bool = False
+) -> Iterator[tuple[TensorRecord, ...]]:
     """Yield the records of a worker, cut where the stage changes.
 
-    The file of one that ended well has to be `whole`; of one that died, a line that was cut short is left out.
+    The file of one that ended well has to be `whole`; of one that died, a line that was cut short is left out. With the
+    sums of its `files` it has to be what was written.
     """
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        if whole:
+        if whole or (files is not None and files.lines):
             raise CaptureError(f"{path.name} is missing", where=path) from None
         return
     except OSError as error:
@@ -179,6 +186,8 @@ def read_parts(path: Path, pool: RecordPool, *, whole: bool = False) -> Iterator
             number = before + error.args[0] + 1
             raise CaptureError(f"line {number} is damaged", where=path, got=error.__cause__) from None
         before += len(part)
+    if files is not None:
+        check_files(path.name, raw, files, path)
 
 
 def _opening(line: bytes) -> bytes:
@@ -196,17 +205,34 @@ def _refuse_doubles(parts: Sequence[tuple[TensorRecord, ...]], path: Path) -> No
             raise CaptureError(f"line {number} names the same tensor as line {first}", where=path, got=got)
 
 
-def _read(path: Path, kind: type[T], *, schema: bool = False) -> T:
+def _read_manifest(path: Path) -> CaptureManifest:
+    raw = _raw(path)
+    found = _decoded(path, raw, dict[str, Any]).get("schema")
+    if found != SCHEMA:
+        raise CaptureError("a capture of another schema", where=path, got=found, wanted=SCHEMA)
+    manifest = _decoded(path, raw, CaptureManifest)
+    check_manifest(raw, path)
+    return manifest
+
+
+def _read_info(path: Path, files: WorkerFiles) -> WorkerInfo:
+    raw = _raw(path)
+    info = _decoded(path, raw, WorkerInfo)
+    check_files(path.name, raw, files, path)
+    return info
+
+
+def _raw(path: Path) -> bytes:
     try:
-        raw = path.read_bytes()
-        if schema:
-            found = msgspec.json.decode(raw, type=dict[str, Any]).get("schema")
-            if found != SCHEMA:
-                raise CaptureError("a capture of another schema", where=path, got=found, wanted=SCHEMA)
-        return decode_json(raw, kind)
+        return path.read_bytes()
     except FileNotFoundError:
         raise CaptureError(f"{path.name} is missing", where=path) from None
     except OSError as error:
         raise CaptureError("cannot read", where=path, got=error) from None
+
+
+def _decoded(path: Path, raw: bytes, kind: type[T]) -> T:
+    try:
+        return decode_json(raw, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CaptureError(f"{path.name} is damaged", where=path, got=error) from None

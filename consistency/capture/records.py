@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from consistency.capture.json_codec import decode_json
 from consistency.capture.merge_effect import MergeEffect
 from consistency.capture.names import CAST_ON_THE_WAY, TOLERANCE, UNSUPPORTED
 from consistency.capture.soak import Soak
@@ -27,6 +26,7 @@ class TensorRecord(
     kw_only=True,
     omit_defaults=True,
     gc=False,  # as for `Measure`
+    forbid_unknown_fields=True,
     rename={"load_path": "road"},
 ):
     """What one worker recorded of one tensor.
@@ -96,8 +96,8 @@ class TensorRecord(
     tensor: str
     shape: tuple[int, ...] = ()
     dtype: str = ""
-    rule: Annotated[str, msgspec.Meta(pattern=rf"\A({'|'.join(Rule)})\Z")] = "bitwise"
-    status: RecordStatus = "equal"
+    rule: Annotated[str, msgspec.Meta(pattern=rf"\A({'|'.join(Rule)})\Z")]
+    status: RecordStatus
     digest: str | None = None
     blocks: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{16})*\Z")] = ""
     reference: str | None = None
@@ -144,20 +144,7 @@ IN_EVIDENCE = {
 """Fields that decide a verdict, and the keys under which a report's evidence states them too."""
 
 
-def read_record(line: bytes) -> TensorRecord:
-    """Decode a line of a capture.
-
-    Captures of earlier versions state in `evidence` alone what has a field now.
-    """
-    record = decode_json(line, TensorRecord)
-    for field, name in IN_EVIDENCE.items():
-        if name in record.evidence and not getattr(record, field):
-            kind = type(getattr(record, field))
-            msgspec.structs.force_setattr(record, field, kind(record.evidence[name]))
-    return record
-
-
-class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
+class SettingChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A setting that was not as requested when a stage ended."""
 
     setting: str
@@ -166,7 +153,7 @@ class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
 
 
-class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
+class StageMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Memory that a stage used on the host and on the device, and its time.
 
     Attributes
@@ -240,7 +227,7 @@ class WorkerFacts(DeviceIdentity, frozen=True, kw_only=True, rename={"load_path"
     engine: str | None = None
 
 
-class WorkerInfo(WorkerFacts, frozen=True, kw_only=True):
+class WorkerInfo(WorkerFacts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A worker as its capture describes it.
 
     Attributes

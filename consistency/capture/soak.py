@@ -13,7 +13,7 @@ MOST_NUMBERS = 20
 """Repeats with a change whose numbers are kept; the others are counted."""
 
 
-class Condition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Condition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a device reported of itself at one moment.
 
     Attributes
@@ -31,7 +31,7 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     readings: dict[str, Any] = {}
 
 
-class Occurrences(msgspec.Struct, frozen=True, kw_only=True):
+class Occurrences(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """In which repeats something differed from the first run.
 
     Attributes
@@ -50,7 +50,7 @@ class Occurrences(msgspec.Struct, frozen=True, kw_only=True):
     last_at: str
 
 
-class ChangedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ChangedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A tensor that differed from its first run.
 
     Attributes
@@ -85,7 +85,7 @@ class ChangedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return (self.stage, self.layer, self.tensor)
 
 
-class SoakedStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SoakedStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One stage of a soak.
 
     Attributes
@@ -110,7 +110,7 @@ class SoakedStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     reason: str | None = None
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The matrix products that kept a device busy: `size` of the matrices, and how many were done."""
 
     size: str
@@ -119,7 +119,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None
 
 
-class Soak(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Soak(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The soak of one worker.
 
     Attributes

@@ -7,10 +7,13 @@ import shutil
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import msgspec
+
 from consistency.capture.claim import PARTIAL, claim_of, claimed
 from consistency.capture.folder import MANIFEST, CaptureManifest
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import WorkerInfo
+from consistency.capture.seal import files_of, sealed
 from consistency.capture.whole_file import write_whole
 from consistency.errors import CaptureError
 
@@ -76,7 +79,8 @@ class CaptureWriter:
         try:
             for leftover in self.blobs.glob("*.tmp"):
                 leftover.unlink()
-            write_json(self.folder / MANIFEST, manifest)
+            files = {slug: files_of(self.folder / "workers" / slug) for slug in manifest.workers}
+            write_whole(self.folder / MANIFEST, [sealed(msgspec.structs.replace(manifest, files=files, sha256=""))])
             self._check_place()
             if self.target.exists():
                 shutil.rmtree(self.target)

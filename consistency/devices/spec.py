@@ -77,7 +77,7 @@ class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool = False
 
 
-class AutoChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AutoChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What `auto` found of the accelerators of a host.
 
     Attributes

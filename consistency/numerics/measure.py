@@ -10,7 +10,7 @@ from consistency.numerics.real import Real
 
 
 # `gc=False`: decoded JSON holds no cycles, and a fleet has millions of these for the collector to walk in vain
-class Measure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class Measure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """How far a tensor is from its reference. Raw values; rounding happens where they are shown.
 
     Attributes

@@ -112,6 +112,8 @@ class Recorder(RecordStore):
         """
         here, reference = digests or (digest(actual), digest(expected))
         row = TensorRecord(
+            rule=Rule.BITWISE,
+            status="equal",
             stage=stage,
             layer=layer,
             tensor=tensor,

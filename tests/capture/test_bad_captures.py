@@ -17,6 +17,7 @@ from consistency.comparison.result import Comparison
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.report.json import as_bytes
 from consistency.workflows import comparing
+from tests.capture.resealing import reseal
 from tests.comparison.made_records import computed, digest, errors, forward, measured, moved
 from tests.conftest import Cli, MakeCapture
 from tests.report.printed import printed
@@ -49,6 +50,14 @@ def edited(path: str, **changes: Any) -> Damage:
     return edit
 
 
+def on_purpose(damage: Damage) -> Damage:
+    def edit(folder: Path) -> None:
+        damage(folder)
+        reseal(folder)
+
+    return edit
+
+
 def edited_record(**changes: Any) -> Damage:
     """Edit the third line, the merged weight; a NaN becomes the bare word that Python writes."""
 
@@ -68,6 +77,22 @@ def with_measure(**changes: Any) -> dict[str, Any]:
 def cut(folder: Path) -> None:
     path = records_of(folder)
     path.write_bytes(path.read_bytes()[:-40])
+
+
+def lines_cut(folder: Path) -> None:
+    path = records_of(folder)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+
+
+def flipped(path: str, before: bytes) -> Damage:
+    """Flip a bit of the last letter of the first such word."""
+
+    def flip(folder: Path) -> None:
+        raw = bytearray((folder / path).read_bytes())
+        raw[raw.index(before) + len(before) - 1] ^= 1
+        (folder / path).write_bytes(raw)
+
+    return flip
 
 
 def doubled(folder: Path) -> None:
@@ -100,11 +125,36 @@ CASES: dict[str, tuple[Damage, set[str], str]] = {
         "b: left out: capture.json is damaged (Expected `str`, got `int` - at `$.host`)",
     ),
     "a manifest that forgets a worker": (
-        edited("capture.json", workers=["cpu.isolated"]),
+        on_purpose(edited("capture.json", workers=["cpu.isolated"])),
         B_ALONE,
         "b: worker cuda_0.isolated: capture.json does not name it",
     ),
-    "a manifest without workers": (edited("capture.json", workers=[]), B_GONE, "b: capture.json names no worker"),
+    "a manifest without workers": (
+        on_purpose(edited("capture.json", workers=[])), B_GONE, "b: capture.json names no worker"
+    ),
+    "a manifest with another bit": (flipped("capture.json", b"host"), B_GONE, "b: left out: capture.json is damaged"),
+    "a manifest with another word": (
+        flipped("capture.json", b"\"adapter\": \"adapter"),
+        B_GONE,
+        "b: left out: capture.json was changed since it was written",
+    ),
+    "a worker with another word": (
+        flipped(f"{WORKER}/worker.json", b"chip"),
+        B_ALONE,
+        "b: worker cuda_0.isolated: worker.json was changed since it was written",
+    ),
+    "a record with another word": (
+        flipped(f"{WORKER}/records.jsonl", b"layers.0"),
+        B_ALONE,
+        "b: worker cuda_0.isolated: records.jsonl was changed since it was written",
+    ),
+    "a record with another name of a field": (
+        flipped(f"{WORKER}/records.jsonl", b"status"), B_ALONE, "b: worker cuda_0.isolated: line 1 is damaged"
+    ),
+    "records cut at the end of a line": (
+        lines_cut, B_ALONE,
+        "b: worker cuda_0.isolated: records.jsonl was changed since it was written (2 of 5 records)",
+    ),
     "no folder of a worker": (remove(WORKER), B_ALONE, "b: worker cuda_0.isolated: worker.json is missing"),
     "a worker that was edited": (
         edited(f"{WORKER}/worker.json", elapsed_s="long"),
@@ -116,7 +166,7 @@ CASES: dict[str, tuple[Damage, set[str], str]] = {
     ),
     "records cut short": (cut, B_ALONE, "b: worker cuda_0.isolated: records.jsonl ends in the middle of line 5"),
     "the same tensor twice": (
-        doubled,
+        on_purpose(doubled),
         B_ALONE,
         "b: worker cuda_0.isolated: line 6 names the same tensor as line 1 (adapter::layers.0.q.lora_B)",
     ),
@@ -198,7 +248,7 @@ def test_other_inputs_are_a_finding_and_the_rest_is_compared(make_capture: MakeC
     folders = write(make_capture, None)
     for folder, inputs in zip(folders, "112", strict=True):
         for slug in ("cpu.isolated", "cuda_0.isolated"):
-            edited(f"workers/{slug}/worker.json", inputs_digest=inputs * 32)(folder)
+            on_purpose(edited(f"workers/{slug}/worker.json", inputs_digest=inputs * 32))(folder)
     found = reported(folders)
     assert [f.kind for f in errors(found)] == ["inputs"]
     assert found.findings[0].message == (
@@ -229,7 +279,7 @@ def test_no_digest_is_no_agreement(make_capture: MakeCapture) -> None:
 
 @pytest.mark.parametrize("status", ["within", "equal"])
 def test_a_word_does_not_outweigh_its_own_numbers(status: str, make_capture: MakeCapture) -> None:
-    folders = write(make_capture, edited_record(status=status, **with_measure(bound_ratio=7.0)))
+    folders = write(make_capture, on_purpose(edited_record(status=status, **with_measure(bound_ratio=7.0))))
     found = reported(folders)
     assert [f.workers for f in errors(found)] == [("b:cuda:0",)]
 
@@ -272,6 +322,7 @@ def test_whatever_stands_in_a_record_no_report_breaks(value: object, make_captur
         for edit in edits:
             line = json.dumps(plain | edit).encode()
             records_of(folders[1]).write_bytes(line + b"\n")
+            reseal(folders[1])
             # a line that is no record is damage, and CASES has the reports of that
             write_reports = reported if is_record(line) else compared
             try:

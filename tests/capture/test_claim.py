@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,7 +97,10 @@ def test_two_captures_at_one_place_are_refused_and_what_a_killed_one_left_makes_
 def test_capture_does_not_replace_what_appeared_meanwhile(
     tmp_path: Path, make_capture: MakeCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(self: CaptureWriter, slug: str, info: object) -> None:
+    write_worker = CaptureWriter.write_worker
+
+    def write(self: CaptureWriter, slug: str, info: Any) -> None:
+        write_worker(self, slug, info)
         self.target.mkdir()
         (self.target / "other").touch()
 

@@ -22,7 +22,15 @@ from tests.conftest import Cli, MakeCapture
 @pytest.fixture
 def folder(make_capture: MakeCapture) -> Path:
     record = TensorRecord(
-        stage="base", layer="l", tensor="weight", digest="a", reference="file", reference_digest="a", shape=(1,)
+        rule="bitwise",
+        status="equal",
+        stage="base",
+        layer="l",
+        tensor="weight",
+        digest="a",
+        reference="file",
+        reference_digest="a",
+        shape=(1,),
     )
     made = make_capture("box-a", {"cpu": [record]})
     (made / "blobs" / f"{'0' * 64}.safetensors").write_bytes(b"not read")

@@ -34,7 +34,7 @@ def moved(held: str = "file", file: str = "file", tensor: str = "lora_B", **chan
     equal = held == file
     fields: dict[str, Any] = {
         "stage": "adapter", "layer": "layers.0.q", "tensor": tensor, "shape": (2, 2), "dtype": "float32",
-        "digest": digest(held), "reference_digest": digest(file), "reference": "file",
+        "rule": "bitwise", "digest": digest(held), "reference_digest": digest(file), "reference": "file",
         "status": "equal" if equal else "outside",
         "measure": None if equal else measured(bound_ratio=None),
         "diagnosis": None if equal else Word.BIT_FLIP,

@@ -25,6 +25,7 @@ def copies(pair: tuple[str, str], kind: str = DIRECT, word: str | None = None, *
         evidence.setdefault("gb_per_s", 20.0)
     return TensorRecord(
         stage="transfer", layer=pair_name(*pair), tensor=kind, shape=(8,), dtype="uint8", reference="payload",
+        rule="bitwise",
         digest=("ab" if word else "cd") * 16, reference_digest="cd" * 16, evidence=evidence,
         diagnosis=None if word is None else Word(word),
         status="outside" if word else "equal", measure=measured(bound_ratio=None) if word else None, **of,

@@ -432,10 +432,16 @@ def test_bytes_of_an_earlier_run_are_stale(make_capture: MakeCapture) -> None:
 
 
 def loaded_again(status: str = "measured") -> TensorRecord:
-    fields: dict[str, Any] = {"layer": "adapter_settings", "tensor": "loaded_again", "stage": "adapter", "shape": ()}
+    fields: dict[str, Any] = {
+        "layer": "adapter_settings",
+        "tensor": "loaded_again",
+        "stage": "adapter",
+        "shape": (),
+        "rule": "bitwise",
+    }
     if status == "skipped":
         return TensorRecord(status="skipped", reason="PEFT cannot load this adapter twice: IndexError: x", **fields)
-    return TensorRecord(dtype="uint8", rule="peer", status="measured", digest=digest("done"), **fields)
+    return TensorRecord(**fields | {"dtype": "uint8", "rule": "peer", "status": "measured", "digest": digest("done")})
 
 
 def test_an_adapter_that_one_device_alone_cannot_load_again_is_a_finding(make_capture: MakeCapture) -> None:

@@ -72,7 +72,7 @@ def test_what_a_merge_without_rounding_moves() -> None:
 
 def test_it_is_a_fact_of_the_case_and_no_row(make_capture: MakeCapture) -> None:
     bad = effect(exact=1.0, moved=1.0)
-    record = TensorRecord(stage="merging", layer="model", tensor="logits", rule="limit", merging=bad)
+    record = TensorRecord(status="equal", stage="merging", layer="model", tensor="logits", rule="limit", merging=bad)
     found = compare([read_capture(make_capture("a", {"cpu": [computed(), record]}))])
     assert found.verdict == "consistent"
     assert [tensor.tensor for tensor in found.tensors] == ["weight"]
@@ -84,6 +84,8 @@ def test_it_is_a_fact_of_the_case_and_no_row(make_capture: MakeCapture) -> None:
 
 
 def test_each_capture_has_its_own(make_capture: MakeCapture) -> None:
-    records = [TensorRecord(stage="merging", layer="model", tensor="logits", rule="limit", merging=effect())]
+    records = [
+        TensorRecord(status="equal", stage="merging", layer="model", tensor="logits", rule="limit", merging=effect())
+    ]
     captures = [read_capture(make_capture(name, {"cpu": [computed(), *records]})) for name in ("a", "b")]
     assert [one.worker for one in compare(captures).merging] == ["a:cpu", "b:cpu"]

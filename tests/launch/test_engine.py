@@ -48,7 +48,16 @@ def plan(*names: str) -> pipeline.Plan:
 
 def record(digest: str) -> list[TensorRecord]:
     return [
-        TensorRecord(stage="base", layer="l", tensor="weight", digest=digest, reference="file", reference_digest=digest)
+        TensorRecord(
+            rule="bitwise",
+            status="equal",
+            stage="base",
+            layer="l",
+            tensor="weight",
+            digest=digest,
+            reference="file",
+            reference_digest=digest,
+        )
     ]
 
 

@@ -33,7 +33,7 @@ def test_a_computed_tensor_has_a_phrase_of_its_own() -> None:
 
 
 def test_a_word_of_another_version_is_read_shown_and_written_again() -> None:
-    record = TensorRecord(stage="adapter", layer="a", tensor="w", diagnosis=Word(LATER))
+    record = TensorRecord(rule="bitwise", status="equal", stage="adapter", layer="a", tensor="w", diagnosis=Word(LATER))
     read = decode_json(encode_json(record), TensorRecord)
     assert read == record
     assert read.diagnosis is not None
@@ -42,7 +42,9 @@ def test_a_word_of_another_version_is_read_shown_and_written_again() -> None:
 
 
 def test_a_word_is_a_string_in_json() -> None:
-    record = TensorRecord(stage="adapter", layer="a", tensor="w", diagnosis=Word.BIT_FLIP)
+    record = TensorRecord(
+        rule="bitwise", status="equal", stage="adapter", layer="a", tensor="w", diagnosis=Word.BIT_FLIP
+    )
     raw = encode_json(record)
     assert b'"diagnosis":"bit-flip"' in raw
     assert decode_json(raw, TensorRecord).diagnosis is Word.BIT_FLIP

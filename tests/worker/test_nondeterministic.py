@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from consistency.capture.records import read_record
+from consistency.capture.json_codec import decode_json
+from consistency.capture.records import TensorRecord
 from consistency.numerics.digest import digest
 from consistency.numerics.rules import Rule
 from consistency.worker.determinism import deterministic
@@ -98,7 +99,10 @@ def test_records_of_computed_tensors_name_what_ran_before_them(tmp_path: Path) -
         compute("after")
         record.moved("adapter", "layer", "lora_A", actual=x, expected=x)
         record.fact("memory", "layer", "peak", status="equal")
-    found = {r.layer: r for r in map(read_record, (tmp_path / "records.jsonl").read_bytes().splitlines())}
+    found = {
+        r.layer: r
+        for r in (decode_json(line, TensorRecord) for line in (tmp_path / "records.jsonl").read_bytes().splitlines())
+    }
     assert {name for name, record in found.items() if record.nondeterministic} == {"inside", "after"}
     assert found["after"].nondeterministic == (UNPOOLING,)
     assert found["after"].promised_digest is None

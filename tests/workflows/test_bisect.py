@@ -68,7 +68,9 @@ def test_changes_of_one_thing_are_not_made_at_once() -> None:
 
 def participant(make_capture: MakeCapture, name: str, **info: Any) -> ComparedWorker:
     folder = make_capture(
-        f"c-{name.replace(':', '-')}", {name: [TensorRecord(stage="base", layer="l", tensor="t")]}, info={name: info}
+        f"c-{name.replace(':', '-')}",
+        {name: [TensorRecord(rule="bitwise", status="equal", stage="base", layer="l", tensor="t")]},
+        info={name: info},
     )
     return gather([read_capture(folder)])[0]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
+from safetensors.torch import load_file, save_file
 
 from consistency.case.options import Options
 from consistency.case.stages import Stage
@@ -17,6 +19,7 @@ from consistency.errors import InputError, UsageError
 from consistency.worker.faults.catalogue import FAULTS, Fault
 from consistency.workflows import drill
 from consistency.workflows.drill import Trial, _not_planted, _row, check_healthy, choose
+from consistency.workflows.second_adapter import several_adapters
 from tests.conftest import Cli
 from tests.launch.in_this_process import in_this_process
 
@@ -140,3 +143,20 @@ def test_a_fault_of_a_load_path_that_is_not_taken_is_not_planted() -> None:
     assert found.message == "load path isolated+transformers: transformers cannot load this adapter"
     judged = msgspec.structs.replace(table, rows=[msgspec.structs.replace(row, status="equal", reason=None)])
     assert _row(trial, msgspec.structs.replace(comparison(), tensors=(table, judged))).planted
+
+
+def test_an_adapter_in_a_half_type_is_known_by_its_bytes_too(tmp_path: Path, llama_adapter: Path) -> None:
+    """PEFT loads it as float32, so what another tensor's file holds is not bit for bit what is in the model."""
+    adapter = tmp_path / "adapter"
+    shutil.copytree(llama_adapter, adapter)
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    options = Options(base="builtin:llama", adapter=str(adapter))
+    faults = choose(["adapter-layers-swapped", "hotswap-leaves-one"])
+    with in_this_process(), several_adapters(adapter) as several:
+        trials = drill.prepare_trials(faults, options, several=several, out=None, watch=lambda *_: None)
+        rows = drill.drill(trials, out=None, watch=lambda *_: None)
+    assert [(row.fault, row.named) for row in rows] == [
+        ("adapter-layers-swapped", "swapped"),
+        ("hotswap-leaves-one", "stale"),
+    ]

@@ -225,11 +225,13 @@ def _find_earlier(history: History, now: RunRecord) -> dict[tuple[str, str], _Ea
 
 
 def _same_bits(history: History, now: RunRecord, worker: WorkerRecord, stages: Sequence[str]) -> str:
-    """Return the time of the latest earlier run in which a worker had these bits; empty where there is none."""
+    """Return the time of the latest earlier run in which a worker had these bits without a drift, or an empty text."""
     for run in history.earlier():
         for before in history.workers(run, {worker.device}, inputs={worker.inputs}, software={worker.software}):
             is_same = before.load_path == worker.load_path and _is_same_case(run, before, now, worker)
-            if is_same and all(before.bits.get(stage) == worker.bits[stage] for stage in stages):
+            if not is_same or {*stages} & {*before.drift}:
+                continue
+            if all(before.bits.get(stage) == worker.bits[stage] for stage in stages):
                 return run.at
     return ""
 

@@ -12,7 +12,7 @@ TRANSLATING: frozenset[str] = frozenset({"DMA", "DMA-FQ"})
 `identity` they are not, which is what `iommu=pt` asks for."""
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One accelerator as the host sees it.
 
     Attributes
@@ -71,7 +71,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.iommu_type in TRANSLATING
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How two accelerators are connected.
 
     Attributes
@@ -99,7 +99,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return "NVLink" if self.nvlink else self.topology
 
 
-class HostFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One host during one run.
 
     Attributes

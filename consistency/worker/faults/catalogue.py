@@ -255,7 +255,7 @@ _ROWS: tuple[Fault, ...] = (
     Fault(
         name="merge-not-repeatable", plant="computed:flaky_delta", expected="not-repeatable", stages=_MERGED, repeat=2,
         without_form="differs",
-        needs=(Need.TUNED_LAYERS,),
+        needs=(Need.TUNED_LAYERS, Need.LORA_LINEAR_OR_FLOAT32),
     ),
     Fault(
         name="adapter-left-after-delete", plant="adapters:left_after_delete", expected="left-behind", stages=_ADAPTERS,

@@ -150,7 +150,7 @@ def _off(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 
 def _flaky(_before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    if next(_calls) % 2:
+    if after.dtype == torch.float32 and next(_calls) % 2:  # one step of a half type exceeds the tolerance
         first = after.reshape(-1)[:1]
         first.copy_(torch.nextafter(first, torch.full_like(first, math.inf)))
     return after

@@ -87,7 +87,9 @@ def record_merge_effect(
             raise
         effect = replace(effect, left_out=first_line(error))
     context.record.write(
-        TensorRecord(stage=MERGING, layer=WHOLE_MODEL, tensor=effect.output, rule=Rule.LIMIT, merging=effect)
+        TensorRecord(
+            status="equal", stage=MERGING, layer=WHOLE_MODEL, tensor=effect.output, rule=Rule.LIMIT, merging=effect
+        )
     )
 
 

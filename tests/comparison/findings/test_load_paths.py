@@ -31,7 +31,7 @@ def held(layer: str, load_path: str, word: str | None = None, **changes: Any) ->
     bits, word = word, word and word.partition("/")[0]
     fields: dict[str, Any] = {
         "stage": "adapter", "layer": layer, "tensor": "lora_B", "shape": (2, 2), "dtype": "float32",
-        "digest": digest(bits or "file"), "reference_digest": digest("file"), "reference": "file",
+        "rule": "bitwise", "digest": digest(bits or "file"), "reference_digest": digest("file"), "reference": "file",
         "status": "outside" if word else "equal", "diagnosis": word and Word(word),
         "load_path": load_path if "+" in load_path else "",
     }  # fmt: skip
@@ -247,7 +247,7 @@ def test_a_dtype_that_one_road_keeps_is_a_note(make_capture: MakeCapture) -> Non
 
 
 def merged(bits: str) -> TensorRecord:
-    return TensorRecord(
+    return TensorRecord(rule="bitwise",
         stage="base", layer="norm", tensor="weight", shape=(2,), dtype="float32", digest=digest(bits),
         reference_digest=digest(bits), reference="file", status="equal",
     )  # fmt: skip
@@ -282,7 +282,7 @@ def test_a_road_that_one_device_alone_cannot_take_is_one_finding(make_capture: M
         "tensor": "loaded_again",
         "rule": "limit",
     }
-    took = TensorRecord(**settings, load_path="isolated+cpu")
+    took = TensorRecord(**settings, status="equal", load_path="isolated+cpu")
     gave_up = TensorRecord(
         **settings, load_path="isolated+cpu", status="skipped", reason="PEFT cannot load it: KeyError"
     )

@@ -19,7 +19,7 @@ def settings(effect: Any, **changes: Any) -> TensorRecord:
     fields: dict[str, Any] = {"status": "measured", "evidence": {"zero": "8 of 8 lora_B tensors"}, **changes}
     return TensorRecord(
         stage="adapter", layer="adapter_settings", tensor="rank_and_scaling", rule="peer", dtype="uint8",
-        digest=digest("s"), effect=effect, **fields,
+        **{"status": "equal", "digest": digest("s"), "effect": effect, **fields},
     )  # fmt: skip
 
 

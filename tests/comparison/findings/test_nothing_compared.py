@@ -10,7 +10,9 @@ from tests.conftest import MakeCapture
 
 
 def skipped(stage: str = "forward") -> TensorRecord:
-    return TensorRecord(stage=stage, layer="model", tensor="adapter_on", status="skipped", reason="no inputs")
+    return TensorRecord(
+        rule="bitwise", stage=stage, layer="model", tensor="adapter_on", status="skipped", reason="no inputs"
+    )
 
 
 def peer() -> TensorRecord:

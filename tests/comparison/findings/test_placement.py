@@ -19,7 +19,8 @@ MIB = 2**20
 
 
 def fact(tensor: str = "allocated", layer: str = "cuda:0", **of: Any) -> TensorRecord:
-    return TensorRecord(**{"stage": "memory", "layer": layer, "tensor": tensor, "rule": "limit", **of})
+    fields = {"stage": "memory", "layer": layer, "tensor": tensor, "rule": "limit", "status": "equal", **of}
+    return TensorRecord(**fields)
 
 
 def touched(*, kept: int = 0, **of: Any) -> TensorRecord:

@@ -34,7 +34,15 @@ def night(tmp_path: Path, make_capture: MakeCapture) -> Night:
         count += 1
         captures = []
         for host, uuids in hosts.items():
-            weight = TensorRecord(stage="base", layer="l", tensor="weight", digest="b", reference_digest="b")
+            weight = TensorRecord(
+                rule="bitwise",
+                status="equal",
+                stage="base",
+                layer="l",
+                tensor="weight",
+                digest="b",
+                reference_digest="b",
+            )
             names = ["cpu", *(f"cuda:{i}" for i in range(len(uuids)))]
             info = {f"cuda:{i}": {"uuid": uuid} for i, uuid in enumerate(uuids)}
             facts = HostFacts(host=host, auto=auto)

@@ -29,7 +29,7 @@ Bits = dict[str, str]
 
 
 def records(bits: str, adapter: str) -> list[TensorRecord]:
-    moved = TensorRecord(
+    moved = TensorRecord(rule="bitwise",
         stage="adapter", layer="l", tensor="lora_A", status="equal", digest=adapter, reference="file",
         reference_digest=adapter, shape=(2,), dtype="float32",
     )  # fmt: skip

@@ -271,7 +271,7 @@ def test_kept_tensors_that_are_gone(report: Path, tmp_path: Path) -> None:
 
 def test_copy_between_devices_is_tried_on_the_same_two(make_capture: MakeCapture, tmp_path: Path) -> None:
     """Where no payload was kept one is made up; the script is told both ends."""
-    pair = TensorRecord(
+    pair = TensorRecord(rule="bitwise",
         stage="transfer", layer="cuda:0->cuda:1", tensor="direct", digest="a" * 32, reference="file",
         reference_digest="b" * 32, shape=(4,), dtype="uint8", status="outside", diagnosis=Word.ZEROS,
     )  # fmt: skip
@@ -305,7 +305,7 @@ def test_bits_that_changed_in_a_soak_are_shown_as_they_were_stored(
     right = torch.arange(1, 9, dtype=torch.float32)
     wrong = right.clone()
     wrong.view(torch.int32)[3] ^= 1 << 22
-    tensor = TensorRecord(
+    tensor = TensorRecord(status="equal",
         stage=stage, layer="q", tensor="weight", rule=rule, digest=digest(right).value, shape=(8,), dtype="float32",
         reference="file", reference_digest=digest(right).value,
     )  # fmt: skip

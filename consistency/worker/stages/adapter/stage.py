@@ -37,7 +37,11 @@ def run(context: Context) -> None:
     model, record = context.model, context.record
     state = model.state_dict(keep_vars=True)
     again = reload(context, state) if context.job.case.reloads else {}
-    by_digest = {digest(tensor).value: key for key, tensor in context.expected.values()}
+    # PEFT loads a file in a half type as float32 unless told otherwise
+    by_digest = {
+        digest(tensor if name not in state else tensor.to(state[name].dtype)).value: key
+        for name, (key, tensor) in context.expected.items()
+    }
     place = {name: number for number, name in enumerate(state)}
     in_model_order = sorted(context.expected.items(), key=lambda item: place.get(item[0], len(place)))
     for done, (name, (key, tensor)) in enumerate(in_model_order):

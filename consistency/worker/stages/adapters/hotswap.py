@@ -39,7 +39,7 @@ def _check_tensors(several: Several, first: str, second: str) -> bool:
     """
     record, state = several.context.record, several.model.state_dict(keep_vars=True)
     incoming = {_under(name, second, first): tensor for name, (_, tensor) in several.expected[second].items()}
-    old = {digest(tensor).value: key for key, tensor in several.expected[first].values()}
+    old = {digest(tensor.to(state[name].dtype)).value: key for name, (key, tensor) in several.expected[first].items()}
     same = incoming.keys() == several.expected[first].keys()
     for name, (key, _) in several.expected[first].items():
         layer, part = adapter_place(key)

@@ -33,6 +33,7 @@ from consistency.numerics.digest import as_bytes, combine
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
 from consistency.numerics.measure import Measure
+from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.worker.device_error import computes, device_error, ends_the_worker, is_out_of_memory
 from consistency.worker.memory.host_memory import free_bytes
@@ -214,6 +215,8 @@ class Copies:
         total = sum(evidence["bytes"])
         evidence["read_back"] = next((d.read_back for d in found if d.read_back != BOTH_AGREE), BOTH_AGREE)
         row = TensorRecord(
+            rule=Rule.BITWISE,
+            status="equal",
             stage=Stage.TRANSFER,
             layer=name,
             tensor=kind,
