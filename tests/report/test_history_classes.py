@@ -63,9 +63,9 @@ def test_the_page_does_not_grow_with_the_fleet(tmp_path: Path) -> None:
         page = history_as_html(history, 0, place=tmp_path)
         assert "47 devices" in page or nodes > 9
         assert f"12 runs · {nodes * GPUS} devices · {nodes} hosts" in page
-        assert "since 2026-01-07 02:00:00 · drift in merged · gpu-0004:cuda:3" in page
-        assert "2026-01-09 02:00 · other software or settings: driver 570.1 -&gt; 580.2 · 16 devices" in page
-        assert "since 2026-01-10 02:00 · missing · 8 devices: gpu-0008:cuda:[0-7]" in page
+        assert "since 2026-01-07 02:00:00 UTC · drift in merged · gpu-0004:cuda:3" in page
+        assert "2026-01-09 02:00:00 UTC · other software or settings: driver 570.1 -&gt; 580.2 · 16 devices" in page
+        assert "since 2026-01-10 02:00:00 UTC · missing · 8 devices: gpu-0008:cuda:[0-7]" in page
         sizes.append(len(page))
     assert abs(sizes[1] - sizes[0]) < 100
 
