@@ -31,6 +31,7 @@ from consistency.comparison.findings.same_program import find_same_program
 from consistency.comparison.findings.soak import find_soak
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.transfers import find_transfer
+from consistency.comparison.findings.unexplained import find_unexplained
 from consistency.comparison.findings.unordered import ran_before, without_version
 from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.result import (
@@ -107,7 +108,7 @@ def find(
         ),
         *_skipped(compared, tensors),
     ]  # fmt: skip
-    return in_order(found)
+    return in_order([*found, *find_unexplained(tensors, found)])
 
 
 _AFTER_LOSS = (

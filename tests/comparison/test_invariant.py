@@ -1,0 +1,92 @@
+"""Whatever workers record: no verdict is `consistent` over a wrong row, and none tells of what was not compared."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from consistency.capture.reader import read_capture
+from consistency.capture.records import TensorRecord
+from consistency.case.stages import Stage
+from consistency.comparison.compare import compare
+from consistency.comparison.result import BAD, Comparison, Finding
+from consistency.numerics.rules import Rule
+from consistency.numerics.words import Word
+from consistency.report.sentences import sentence
+from tests.comparison.made_records import digest, measured
+from tests.conftest import MakeCapture
+
+COMPARED = frozenset({"equal", "within", "outside"})
+_DIGESTS = st.sampled_from([None, digest("a"), digest("b")])
+
+
+@st.composite
+def records(draw: st.DrawFn) -> TensorRecord:
+    status = draw(
+        st.sampled_from(["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked", "measured"])
+    )
+    has_measure = status in ("within", "outside") or draw(st.booleans())
+    return TensorRecord(
+        stage=draw(st.sampled_from([stage.value for stage in Stage])),
+        layer=draw(st.sampled_from(["layers.0", "cpu->cuda:0", "cpum>cuda:0", "model", "adapter_settings", "logits"])),
+        tensor=draw(st.sampled_from(["weight", "lora_A", "placement", "direct", "adapter_on", "loaded_again"])),
+        rule=draw(st.sampled_from([rule.value for rule in Rule])),
+        status=status,  # type: ignore[arg-type]
+        digest=draw(_DIGESTS),
+        reference_digest=draw(_DIGESTS),
+        reference=draw(st.sampled_from([None, "file", "float64", "payload"])),
+        measure=measured() if has_measure else None,
+        diagnosis=draw(st.sampled_from([None, *Word])),
+        reason=draw(st.sampled_from([None, "no kernel"])),
+        load_path=draw(st.sampled_from(["", "", "", "isolated+cpu"])),
+        shape=(2, 2), dtype="float32",
+    )  # fmt: skip
+
+
+def of_one_worker(found: list[TensorRecord]) -> list[TensorRecord]:
+    return list({(record.load_path, *record.key): record for record in found}.values())
+
+
+Workers = dict[str, list[TensorRecord]]
+WORKERS = st.lists(st.lists(records(), max_size=5).map(of_one_worker), min_size=1, max_size=3).map(
+    lambda found: dict(zip(("cpu", "cuda:0", "cuda:1"), found, strict=False))
+)
+
+
+def compared(workers: Workers, make_capture: MakeCapture) -> Comparison:
+    with tempfile.TemporaryDirectory() as scratch:
+        return compare([read_capture(make_capture(str(Path(scratch) / "a"), workers))])
+
+
+def is_named(finding: Finding, tensor: str, worker: str) -> bool:
+    return tensor in finding.tensors and (not finding.workers or worker in finding.workers)
+
+
+@given(workers=WORKERS)
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_wrong_row_is_consistent(workers: Workers, make_capture: MakeCapture) -> None:
+    found = compared(workers, make_capture)
+    for tensor in found.tensors:
+        for row in tensor.rows:
+            assert row.status != "blocked" or found.verdict != "consistent"
+            if row.status in BAD:
+                about = [one for one in found.findings if is_named(one, tensor.name, row.worker)]
+                assert any(one.severity == "error" for one in about) or (
+                    "+" in tensor.load_path and any(one.severity == "warning" for one in about)
+                )
+
+
+@given(workers=WORKERS)
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_verdict_names_no_stage_that_was_not_compared(workers: Workers, make_capture: MakeCapture) -> None:
+    found = compared(workers, make_capture)
+    if found.verdict != "consistent":
+        return
+    rows = [(tensor.stage, row.status) for tensor in found.tensors for row in tensor.rows]
+    judged = {stage for stage, status in rows if status in COMPARED}
+    assert judged
+    text = sentence(found).partition(";")[0]
+    assert {stage.value for stage in Stage if f" {stage.value}" in f" {text}"} <= judged, text
