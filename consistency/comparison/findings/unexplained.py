@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
+from consistency.case.stages import Stage
 from consistency.comparison.result import BAD, Finding, TensorComparison
 
 UNEXPLAINED = "unexplained"
@@ -18,6 +19,7 @@ def find_unexplained(tensors: Iterable[TensorComparison], found: Sequence[Findin
     """Report tensors that are outside, missing or unexpected on workers for which no finding names them.
 
     An error names them, or on an alternative load path a warning: what all devices alike make of a file is software.
+    Of a copy over several hops it names the devices of the hop that is to blame.
     """
     errors = _named(finding for finding in found if finding.severity == "error")
     all_named = _named(finding for finding in found if finding.severity in ("error", "warning"))
@@ -25,7 +27,7 @@ def find_unexplained(tensors: Iterable[TensorComparison], found: Sequence[Findin
     for tensor in tensors:
         named = (all_named if is_alternative(tensor.load_path) else errors).get(tensor.name, frozenset())
         for row, workers in tensor.groups if tensor.is_wrong else ():
-            if row.status in BAD and "" not in named:
+            if row.status in BAD and "" not in named and not (named and tensor.stage == Stage.TRANSFER):
                 left = [worker for worker in workers if worker not in named]
                 by_stage.setdefault(tensor.stage, {}).setdefault(tensor.name, {}).update(dict.fromkeys(left))
     for stage, of_stage in by_stage.items():
