@@ -17,14 +17,17 @@ import msgspec
 from consistency.capture.claim import scratch_folder
 from consistency.capture.folder import Capture
 from consistency.capture.reader import read_capture
+from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
+from consistency.case.options import Options
+from consistency.case.received import received
 from consistency.case.stages import Stage
 from consistency.comparison.records import Key
 from consistency.comparison.result import BAD, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
 from consistency.devices.cores import available_cores
 from consistency.devices.discovery import select
-from consistency.errors import UsageError
+from consistency.errors import InputError, UsageError
 from consistency.launch.change import Change
 from consistency.launch.engine import CaseTask, Limits, Watcher, capture_case
 from consistency.launch.local import LocalEngine
@@ -37,11 +40,12 @@ NOT_SEEN = "the tensor was not recorded"
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a set of changes: whether the difference is `gone` with them."""
+    """The outcome of a set of changes: whether the difference is `gone` with them, or the worker was `lost`."""
 
     changes: tuple[str, ...]
     gone: bool
     detail: str
+    lost: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +96,7 @@ def bisect(
     watch: Callable[[Trial, int], None] = lambda _trial, _most: None,
     progress: Watcher = lambda _trial, _event: None,
     faults: Mapping[str, str] | None = None,
+    given: Options | None = None,
 ) -> Answer:
     """Find the smallest set of settings that removes a difference.
 
@@ -109,13 +114,22 @@ def bisect(
         Called with what a trial changes, and each event of its worker.
     faults : mapping of str to str, optional
         Faults that were planted, by device, and are planted again.
+    given : Options, optional
+        Base, adapter, and what may run code: what a report asks for beyond its own folder is not given to it.
+
+    Raises
+    ------
+    InputError
+        The report asks for what is not `given`, or no trial could be run.
     """
     with scratch_folder("bisect") as scratch:
         subject = _subject(report, number, tensor, worker, scratch)
         name = tensor_name(*subject.key)
         changes = candidates(subject.participant, subject.reference, subject.key[0])
         most = 1 + len(changes) + (1 + len(changes) if len(changes) > 1 else 0)  # unchanged, alone, all but one
-        run = _Runner(subject, scratch, faults or {}, progress)
+        folder = report if report.is_dir() else report.parent
+        case = received(_case_of(subject), given or Options(), folder=folder)
+        run = _Runner(subject, case, scratch, faults or {}, progress)
         trials: list[Trial] = []
 
         def gone(chosen: Sequence[Sequence[Change]]) -> list[bool]:
@@ -128,6 +142,9 @@ def bisect(
         repeats = not gone([()])[0]
         if trials[0].detail == NOT_SEEN:
             raise UsageError("the tensor is not recorded when its layer is run alone", where=name)
+        if trials[0].lost:
+            raise InputError("nothing was tested: the run without a change ended early", where=name,
+                             got=trials[0].detail)  # fmt: skip
         explained = smallest(changes, gone) if repeats else ()
     return Answer(
         tensor=name,
@@ -159,17 +176,25 @@ def _subject(report: Path, number: int | None, tensor: str | None, worker: str |
     return Subject(participant=participant, reference=reference, key=key, bad=bad)
 
 
+def _case_of(subject: Subject) -> Case:
+    """Return the case of one layer of one stage."""
+    stage, layer, _ = subject.key
+    return msgspec.structs.replace(
+        subject.participant.case, stages=(Stage(stage),), only=(f"{stage}::{layer}",), repeat=1
+    )
+
+
 class _Runner:
     """Run the worker of a subject with changes, a few at a time, and report whether the difference is gone."""
 
-    def __init__(self, subject: Subject, scratch: Path, faults: Mapping[str, str], progress: Watcher) -> None:
+    def __init__(
+        self, subject: Subject, case: Case, scratch: Path, faults: Mapping[str, str], progress: Watcher
+    ) -> None:
         self._subject = subject
+        self._case = case
         self._progress = progress
         self._targets = (scratch / f"trial-{number}" for number in itertools.count())
         self._faults = faults
-        stage, layer, _ = subject.key
-        case = subject.participant.case
-        self._case = msgspec.structs.replace(case, stages=(Stage(stage),), only=(f"{stage}::{layer}",), repeat=1)
         names = (subject.reference.info.name, subject.participant.info.name)
         self._devices = {info.spec.name: info for info in select(names)}
         self._reference = self._capture(subject.reference, Change(), next(self._targets))
@@ -184,7 +209,8 @@ class _Runner:
         change = Change.together(changes)
         found = self._capture(self._subject.participant, change, target)
         gone, detail = self._judged(found, change.load_path or LoadPath(self._subject.participant.load_path))
-        return Trial(changes=tuple(change.name for change in changes), gone=gone, detail=detail)
+        lost = any(worker.info.status != "ok" for worker in found.workers)
+        return Trial(changes=tuple(change.name for change in changes), gone=gone, detail=detail, lost=lost)
 
     def _judged(self, found: Capture, load_path: LoadPath) -> tuple[bool, str]:
         """Return whether the difference is gone from a trial's capture, and in words what is there."""

@@ -7,10 +7,16 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+from consistency.case.options import Edge, add_options
+from consistency.cli.commands.run import read_case
 from consistency.cli.output import add_quiet_option, print_json
+
+_OPTIONS = ("base", "adapter", "inputs", "wrapper", "allow_pickle", "trust_remote_code")
+"""What a report may name elsewhere, or may not do unasked."""
 
 EXAMPLES = (
     ("the setting that explains the first finding", "consistency bisect run-1 --finding 1"),
+    ("the same for a case of your own", "consistency bisect run-1 --finding 1 --base ./llama --adapter ./my-lora"),
     (
         "one tensor of one worker",
         "consistency bisect run-1 --tensor merged::model.layers.0.self_attn.q_proj.weight --worker cuda:0",
@@ -27,6 +33,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
                         "where there is one")  # fmt: skip
     parser.add_argument("--tensor", metavar="NAME", help="instead of a finding: a tensor (stage::layer.tensor)")
     parser.add_argument("--worker", metavar="NAME", help="the worker on which that tensor differs")
+    add_options(parser.add_argument, Edge.COMMAND_LINE, only=_OPTIONS, one_case=True)
     parser.add_argument("--json", action="store_true", help="print every trial as JSON")
     add_quiet_option(parser)
 
@@ -45,7 +52,7 @@ def _bisect(parsed: argparse.Namespace) -> int:
 
         found = bisect(
             parsed.report, number=parsed.finding, tensor=parsed.tensor, worker=parsed.worker, watch=watch,
-            progress=display,
+            progress=display, given=read_case(parsed),
         )  # fmt: skip
     if parsed.json:
         print_json({"sentence": found.sentence, "answer": found})

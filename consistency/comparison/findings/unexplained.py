@@ -37,8 +37,8 @@ def find_unexplained(tensors: Iterable[TensorComparison], found: Sequence[Findin
             yield Finding(
                 kind=UNEXPLAINED,
                 severity="error",
-                message=f"{stage} · {some(list(affected))} · {counted(len(names), 'tensor')} with a mismatch of no known "
-                "cause",
+                message=f"{stage} · {some(list(affected))} · {counted(len(names), 'tensor')} with a mismatch of no "
+                "known cause",
                 workers=affected,
                 tensors=tuple(names),
                 detail=tuple(name.partition("::")[2] for name in names[:_MOST_DETAILS]),

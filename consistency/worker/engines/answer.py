@@ -18,6 +18,8 @@ from consistency.case.case import Case
 from consistency.case.inference.identity import adapter_digest, base_digest
 from consistency.case.inference.outputs import About, batch_name
 from consistency.case.inference.request import METADATA, Mode, Request
+from consistency.case.options import Options
+from consistency.case.received import check_received
 from consistency.errors import InputError, first_line
 from consistency.worker.engines.engine import Compiled, Engine, LogitsOf
 from consistency.worker.model.loading import load_model
@@ -34,6 +36,7 @@ def answer(source: Path, target: Path, engine: Engine, *, base: str | None = Non
         The request cannot be read, is of other files, or the engine cannot compile or run the model.
     """
     request, inputs = read_request(source)
+    check_request(request, source, base=base, adapter=adapter)
     case = case_of(request, base=base, adapter=adapter)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -50,6 +53,12 @@ def read_request(path: Path) -> tuple[Request, Tensors]:
     except (SafetensorError, OSError, msgspec.DecodeError) as error:
         raise InputError("no request to an engine", where=path, got=first_line(error),
                          hint="`consistency inputs` writes one") from error  # fmt: skip
+
+
+def check_request(request: Request, source: Path, *, base: str | None = None, adapter: str | None = None) -> None:
+    """Raise InputError where a request asks for what only the person here can allow: it may be a stranger's."""
+    asking = Case(name=request.case.name, base=request.base, adapter=request.adapter)
+    check_received(asking, Options(base=base, adapter=adapter), folder=source.absolute().parent)
 
 
 def case_of(request: Request, *, base: str | None = None, adapter: str | None = None) -> Case:

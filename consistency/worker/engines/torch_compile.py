@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
 import torch
 
 from consistency.worker.engines.engine import Compiled, LogitsOf
+
+_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+
+
+def _use_private_cache() -> None:
+    """Let compiled code lie in a new folder of this process alone.
+
+    Torch's default is a folder of a known name in the folder for temporary files: whoever makes it first owns what is
+    loaded from it.
+    """
+    missing = [name for name in _CACHES if name not in os.environ]
+    if missing:
+        folder = Path(tempfile.mkdtemp(prefix="consistency-compiled-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ.update({name: str(folder / _CACHES[name]) for name in missing})
 
 
 class TorchCompile:
@@ -13,6 +34,7 @@ class TorchCompile:
     name = "torch.compile"
 
     def __init__(self, device: str) -> None:
+        _use_private_cache()
         self.version = str(torch.__version__)
         self.device = device
         # one program for all numbers of rows but one, instead of one for each until torch gives up

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.inference.outputs import read_outputs
+from consistency.case.inference.request import METADATA
 from consistency.errors import InputError
 from consistency.worker.engines.answer import answer, case_of, read_request
 from consistency.worker.engines.engine import Compiled, LogitsOf, make_engine
@@ -101,3 +105,21 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(InputError, match=r"onnx[\s\S]*pip install '\.\[onnx\]'"):
         make_engine("onnxruntime", "cpu")
+
+
+def test_a_request_runs_no_function_that_it_names(inputs: Path, tmp_path: Path) -> None:
+    request, tensors = read_request(inputs)
+    path = tmp_path / "inputs.safetensors"
+    asking = msgspec.structs.replace(request, base="python:os:abort")
+    save_file(tensors, path, {METADATA: msgspec.json.encode(asking).decode()})
+    with pytest.raises(InputError, match="a function makes the base"):
+        answer(path, tmp_path / "outputs.safetensors", Eager())
+
+
+def test_compiled_code_is_in_a_folder_of_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    make_engine("torch-compile", "cpu")
+    folder = Path(os.environ.pop("TORCHINDUCTOR_CACHE_DIR")).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert os.environ["TRITON_CACHE_DIR"] == "/mine"
