@@ -10,7 +10,9 @@ import errno
 import fcntl
 import os
 import platform
+import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,16 +28,20 @@ PARTIAL = ".partial"
 """How the name of a hidden folder ends, in which is made what will appear as a whole beside it."""
 
 _PREFIX = "consistency-"
+_NEW_CLAIM = f"{CLAIM}-new"
+_SCRATCH = re.compile(_PREFIX + r"[a-z]+-[a-z0-9_]{8}")  # as `tempfile.mkdtemp` names it
+_CLAIMED_WITHIN_S = 3600.0  # a scratch folder is claimed milliseconds after it is made
 _HELD = (errno.EACCES, errno.EAGAIN)
 _LOOK_S = 0.2  # whoever only looks whether a claim is held (`is_abandoned`) holds it for a moment
 _MOST_TEXT = 300  # bytes of a claim
 
 
 @contextmanager
-def claimed(claim: Path) -> Iterator[None]:
+def claimed(claim: Path, *, wait_s: float = 0.0) -> Iterator[None]:
     """Hold a claim, and remove it afterwards; its folder may be gone by then.
 
     Where the file system has no locks there is none: two processes at the same time are then not told apart.
+    With `wait_s`, another process that holds it is waited for: for work that takes moments.
 
     Raises
     ------
@@ -43,13 +49,13 @@ def claimed(claim: Path) -> Iterator[None]:
         Another process holds it, or it cannot be written.
     """
     try:
-        held = _take(claim)
+        held = taken(claim, wait_s=wait_s)
     except OSError as error:
-        raise CaptureError("cannot write into the output folder", where=claim.parent, got=error) from None
+        raise CaptureError("cannot write into this folder", where=claim.parent, got=error) from None
     if held is None:
         raise CaptureError(
             "another process writes to the same place", where=claim.parent, got=_holder(claim),
-            hint="wait for it, or choose another --out",
+            hint="wait for it, or choose another place",
         )  # fmt: skip
     try:
         os.ftruncate(held, 0)
@@ -90,18 +96,34 @@ def is_held(claim: Path) -> bool | None:
         os.close(held)
 
 
+def remove_abandoned(path: Path) -> None:
+    """Remove a file that a process of this user held locked and holds no more; one that has never been locked too.
+
+    It is locked while it is removed: a process that has just made it, and locks it next, finds it gone (`taken`).
+    """
+    with suppress(OSError):
+        if path.lstat().st_uid != os.getuid():
+            return
+        held = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if _lock(held):
+                path.unlink()
+        finally:
+            os.close(held)
+
+
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
     """Yield a new folder for what is needed while this process works; remove those that killed processes left."""
     with suppress(OSError):
         for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-            if is_abandoned(folder):
+            if is_abandoned(folder) or _never_claimed(folder):
                 shutil.rmtree(folder, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-"))
     held = None
     try:
-        held = _take(folder / f"{CLAIM}-new")
-        os.replace(folder / f"{CLAIM}-new", folder / CLAIM)  # it appears locked
+        held = taken(folder / _NEW_CLAIM)
+        os.replace(folder / _NEW_CLAIM, folder / CLAIM)  # it appears locked
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -109,19 +131,32 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
             os.close(held)
 
 
-def _take(claim: Path) -> int | None:
-    """Return the open, locked file of a claim; None where another process holds it."""
-    until = time.monotonic() + _LOOK_S
+def _never_claimed(folder: Path) -> bool:
+    """Tell whether the process that made a scratch folder was killed before it could claim it: an hour ago, or more."""
+    if not _SCRATCH.fullmatch(folder.name) or (folder / CLAIM).exists():
+        return False
+    try:
+        facts = folder.lstat()
+        is_empty = {one.name for one in folder.iterdir()} <= {_NEW_CLAIM}
+    except OSError:
+        return False
+    old = time.time() - facts.st_mtime > _CLAIMED_WITHIN_S
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and is_empty and old
+
+
+def taken(claim: Path, *, wait_s: float = 0.0) -> int | None:
+    """Return the open, locked file of a claim, made if it is not there; None where another process holds it."""
+    until = time.monotonic() + max(wait_s, _LOOK_S)
     while True:
-        held = os.open(claim, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        taken = _lock(held)
-        if taken is None:
+        held = os.open(claim, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        is_ours = _lock(held)
+        if is_ours is None:
             return held
         with suppress(OSError):
-            if taken and os.path.samestat(os.fstat(held), claim.stat()):
+            if is_ours and os.path.samestat(os.fstat(held), claim.stat()):
                 return held
         os.close(held)  # held by another, or removed by the one who held it before
-        if not taken:
+        if not is_ours:
             if time.monotonic() > until:
                 return None
             time.sleep(_LOOK_S / 10)

@@ -5,7 +5,6 @@ One file is seen whole or not at all under its name, whoever looks for it and wh
 
 from __future__ import annotations
 
-import os
 import re
 import uuid
 import zipfile
@@ -17,6 +16,7 @@ from typing import Any
 from consistency.capture.archive import is_member, unpack
 from consistency.capture.folder import MANIFEST
 from consistency.capture.reader import NoCaptureError
+from consistency.capture.whole_file import WholeFile, remove_leftovers
 from consistency.capture.writer import cannot_write, in_the_way
 from consistency.errors import CaptureError
 
@@ -178,20 +178,18 @@ def _files(folder: Path) -> list[Path]:
 
 def pack(folder: Path, target: Path) -> None:
     """Write a ZIP file of what is in a folder, whole or not at all."""
-    partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(partial, "w") as archive:
-            for file in _files(folder):
-                # tensors hardly compress, and it takes long to find that out
-                kind = zipfile.ZIP_STORED if file.suffix == ".safetensors" else zipfile.ZIP_DEFLATED
-                archive.write(file, file.relative_to(folder).as_posix(), compress_type=kind)
-        os.replace(partial, target)
+        remove_leftovers(target.parent)
+        with WholeFile(target) as made:
+            with zipfile.ZipFile(made.file, "w") as archive:
+                for file in _files(folder):
+                    # tensors hardly compress, and it takes long to find that out
+                    kind = zipfile.ZIP_STORED if file.suffix == ".safetensors" else zipfile.ZIP_DEFLATED
+                    archive.write(file, file.relative_to(folder).as_posix(), compress_type=kind)
+            made.commit()
     except OSError as error:
         raise cannot_write(target, error) from None
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 def _new_folder(scratch: Path) -> Path:

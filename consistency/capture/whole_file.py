@@ -1,23 +1,122 @@
-"""Write a file whole or not at all: under another name in the same folder, then renamed. Standard library alone."""
+"""Write a file or a folder whole or not at all: under another name beside it, then renamed. Standard library alone.
+
+Several processes may write the same file at a time: each has its own temporary one, locked while it writes, and the
+last to rename wins. A temporary file that nobody holds locked is left by a killed process, and removed by the next run.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO, Self
 
+from consistency.capture.claim import remove_abandoned, taken
 from consistency.errors import CaptureError
+
+_PREFIX, _SUFFIX = ".consistency-", ".tmp"
+
+
+class WholeFile:
+    """A file in the making; use as a context manager: what is not committed is removed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._partial, descriptor = _new_partial(path.parent)
+        except OSError as error:
+            raise _cannot_write(path, error) from None
+        self.file: BinaryIO = os.fdopen(descriptor, "w+b")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._partial.unlink(missing_ok=True)  # before the lock is dropped
+        with suppress(OSError):
+            self.file.close()
+
+    def write(self, parts: Iterable[bytes]) -> None:
+        """Write all of it, which is not seen yet."""
+        try:
+            self.file.writelines(parts)
+            self.file.flush()
+        except OSError as error:
+            raise _cannot_write(self.path, error) from None
+
+    def commit(self) -> None:
+        """Let the file appear under its name, in the place of an earlier one."""
+        try:
+            self.file.flush()
+            os.replace(self._partial, self.path)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from None
 
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file part by part, whole or not at all."""
-    partial = path.with_name(path.name + ".tmp")
+    with WholeFile(path) as made:
+        made.write(parts)
+        made.commit()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove temporary files that killed processes left in a folder."""
+    with suppress(OSError):
+        for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+            remove_abandoned(path)
+
+
+def put_in_place(made: Path, target: Path) -> None:
+    """Rename a file or folder, made beside its place, to it; what is there is removed after that.
+
+    Whoever is killed in between leaves what was there under another name, for `restore`.
+    """
+    aside = _aside(target)
+    _remove(aside)
+    is_folder = target.is_dir() and not target.is_symlink()
+    if is_folder or (made.is_dir() and os.path.lexists(target)):  # a file takes the place of another in one rename
+        os.replace(target, aside)
     try:
-        with partial.open("wb") as file:
-            file.writelines(parts)
-        os.replace(partial, path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise CaptureError("cannot write", where=path, got=error) from None
+        os.replace(made, target)
+    except OSError:
+        restore(target)
+        raise
+    _remove(aside)
+
+
+def restore(target: Path) -> None:
+    """Put back what a process had moved aside that was killed before its own was in place."""
+    aside = _aside(target)
+    if os.path.lexists(aside) and not os.path.lexists(target):
+        os.replace(aside, target)
+    else:
+        _remove(aside)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.earlier")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _new_partial(folder: Path) -> tuple[Path, int]:
+    """Return a new temporary file of a folder, open and locked."""
+    while True:
+        path = folder / f"{_PREFIX}{uuid.uuid4().hex}{_SUFFIX}"
+        descriptor = taken(path)
+        if descriptor is not None:
+            return path, descriptor
+
+
+def _cannot_write(path: Path, error: OSError) -> CaptureError:
+    return CaptureError("cannot write", where=path, got=error)

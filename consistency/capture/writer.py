@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from consistency.capture.folder import MANIFEST, CaptureManifest
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import WorkerInfo
 from consistency.capture.seal import files_of, sealed
-from consistency.capture.whole_file import write_whole
+from consistency.capture.whole_file import put_in_place, restore, write_whole
 from consistency.errors import CaptureError
 
 
@@ -38,6 +37,7 @@ class CaptureWriter:
                 stack.enter_context(claimed(claim_of(target)))
                 stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
                 shutil.rmtree(self.folder, ignore_errors=True)
+                restore(target)
                 (self.folder / "workers").mkdir(parents=True)
                 self.blobs.mkdir()
             except OSError as error:
@@ -82,9 +82,7 @@ class CaptureWriter:
             files = {slug: files_of(self.folder / "workers" / slug) for slug in manifest.workers}
             write_whole(self.folder / MANIFEST, [sealed(msgspec.structs.replace(manifest, files=files, sha256=""))])
             self._check_place()
-            if self.target.exists():
-                shutil.rmtree(self.target)
-            os.replace(self.folder, self.target)
+            put_in_place(self.folder, self.target)
         except OSError as error:
             raise cannot_write(self.target, error) from None
         return self.target

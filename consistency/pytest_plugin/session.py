@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from consistency.capture import origin
+from consistency.capture.claim import scratch_folder
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.wording import counted
 from consistency.case.options import Edge
@@ -84,6 +85,7 @@ class Session:
     arguments: tuple[str, ...] = ()
     alone: bool = False
     selected: Mapping[SessionCase, Sequence[tuple[Place, WorkerPlan]]] = field(default_factory=dict)
+    _scratch: ExitStack = field(default_factory=ExitStack, repr=False)
     _last: _Read | None = field(default=None, repr=False)
     _failures: dict[SessionCase, ConsistencyError] = field(default_factory=dict)
 
@@ -102,8 +104,9 @@ class Session:
             cases = [SessionCase.of(0, pipeline.prepare(own))]
         else:
             cases = [SessionCase.of_suite(number, one) for number, one in enumerate(planned.cases)]
+        scratch = ExitStack()
         if folder is None:
-            folder = Path(worker["folder"]) if worker else Path(tempfile.mkdtemp(prefix="consistency-pytest-"))
+            folder = Path(worker["folder"]) if worker else scratch.enter_context(scratch_folder("pytest"))
         return cls(
             name=cases[0].name if planned is None else planned.name,
             cases=tuple(cases),
@@ -114,6 +117,7 @@ class Session:
             is_controller=worker is None,
             arguments=tuple(worker["arguments"]) if worker else (),
             alone=worker is not None and worker["alone"],
+            _scratch=scratch,
         )
 
     @property
@@ -222,6 +226,7 @@ class Session:
         """Remove the folder that the session's processes share."""
         if self.is_controller:
             shutil.rmtree(self.folder, ignore_errors=True)
+        self._scratch.close()
 
     def _reading(self, case: SessionCase) -> _Read:
         if case in self._failures:

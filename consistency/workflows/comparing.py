@@ -44,17 +44,15 @@ def compare_folders(
     added to, a history.
     """
     started = time.monotonic()
-    with scratch_folder("compare") as scratch:
+    folders = [one.folder if isinstance(one, Capture) else Path(one) for one in given if _is_local(one)]
+    with output(out, replace=replace, reads=folders), scratch_folder("compare") as scratch:
         captures, unread = read_captures(given, scratch)
         if engines:
             captures.append(_engines(captures[0], engines, scratch, watch))
         comparison = _compared(captures, unread, given, groups)
         comparison = judged(captures, comparison, out, history=history, baseline=baseline)
         comparison = made(comparison, time.monotonic() - started)
-        folders = [one.folder if isinstance(one, Capture) else Path(one) for one in given if _is_local(one)]
-        with output(out, replace=replace, reads=folders):
-            comparison = write_reports(comparison, out, schema=schema)
-    return comparison
+        return write_reports(comparison, out, schema=schema)
 
 
 def compare_read(folders: Sequence[Path], groups: SiteGroups = NO_GROUPS) -> tuple[list[Capture], Comparison]:

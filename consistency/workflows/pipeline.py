@@ -26,7 +26,14 @@ from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Watcher
 from consistency.launch.plan import plan_waves
 from consistency.workflows.judging import compare_captures, judged, read_captures
 from consistency.workflows.planning import budget_of
-from consistency.workflows.report_folder import CAPTURES, folders_of, output, refuse_among_weights, write_reports
+from consistency.workflows.report_folder import (
+    CAPTURES,
+    folders_of,
+    output,
+    refuse_among_weights,
+    remove_reports,
+    write_reports,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +185,7 @@ def run(
     report = "" if out is None else str(out.resolve())
     with output(out, replace=replace) as folder, noted(history, plan.case.name, report=report):
         left = capture(plan, folder / CAPTURES, watch=watch, replace=replace)
+        remove_reports(folder)
         captures, unread = read_captures(left.captures)
         comparison = compare_captures(captures, unread=[*left.lost, *unread])
         comparison = judged(captures, comparison, out, history=history, baseline=baseline)

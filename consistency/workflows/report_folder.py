@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from consistency.capture.claim import CLAIM, claimed, scratch_folder
 from consistency.capture.reader import brief
 from consistency.capture.transport import ARCHIVE
-from consistency.capture.whole_file import write_whole
+from consistency.capture.whole_file import WholeFile, remove_leftovers
 from consistency.case.case import Case
 from consistency.comparison.result import Comparison, with_unwritten
 from consistency.comparison.suite import SuiteResult
 from consistency.errors import CaptureError, UsageError
-from consistency.report.formats import Chosen, Format, View, formats
+from consistency.report.formats import Chosen, Format, Subject, View, formats
 from consistency.report.summary import all_groups
 
 CAPTURES = "captures"
@@ -33,14 +33,39 @@ def write_reports(comparison: Comparison, out: Path | None, *, schema: int | Non
 
 
 def write_all(out: Path, rows: Iterable[Format], found: Comparison | SuiteResult, view: View) -> list[str]:
-    """Write as many files as can be written; return a text for each of the others."""
-    texts: list[str] = []
-    for row in rows:
-        try:
-            write_whole(out / row.name, row.render(found, view))
-        except CaptureError as error:
-            texts.append(f"{row.name}: {brief(error)}")
-    return texts
+    """Write as many files as can be written; return a text for each of the others.
+
+    All are written before the first appears, so that whoever reads them, or ends this process, finds files that agree.
+    """
+    unwritten: dict[str, str] = {}
+    written: list[WholeFile] = []
+    with ExitStack() as stack:
+        for row in rows:
+            try:
+                written.append(stack.enter_context(WholeFile(out / row.name)))
+                written[-1].write(row.render(found, view))
+            except CaptureError as error:
+                unwritten[row.name] = brief(error)
+        complete = [file for file in written if file.path.name not in unwritten]
+        for file in complete:
+            try:
+                file.commit()
+            except CaptureError as error:
+                unwritten[file.path.name] = brief(error)
+    if any(file.path.name not in unwritten for file in complete):
+        _remove(out, unwritten)  # those of an earlier run say something else
+    return [f"{name}: {text}" for name, text in unwritten.items()]
+
+
+def remove_reports(out: Path, subject: Subject = Subject.RUN) -> None:
+    """Remove the report of an earlier run whose captures are replaced: it says nothing of the new ones."""
+    _remove(out, [row.name for row in formats(Chosen.OUT, subject)])
+
+
+def _remove(out: Path, names: Iterable[str]) -> None:
+    for name in names:
+        with suppress(OSError):  # of a folder in the way, the writing says so
+            (out / name).unlink()
 
 
 @contextmanager
@@ -81,6 +106,7 @@ def output(
         raise CaptureError("cannot make the output folder", where=out, got=error) from None
     with claimed(out / CLAIM):
         _refuse_earlier(out, names, replace=replace)  # of a run that ended since
+        remove_leftovers(out)
         try:
             yield out
         except BaseException:

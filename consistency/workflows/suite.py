@@ -283,5 +283,6 @@ def suite_output(out: Path | None, *, replace: bool, reads: Sequence[Path] = ())
 
     writes = (*(row.name for row in formats(Chosen.OUT, Subject.SUITE)), CASES)
     with report_folder.output(out, replace=replace, reads=reads, writes=writes, keeps=has_complete_cases) as folder:
+        report_folder.remove_reports(folder, Subject.SUITE)  # first: it states the verdict of cases that are removed
         shutil.rmtree(folder / CASES, ignore_errors=True)
         yield folder

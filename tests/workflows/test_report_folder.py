@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import shutil
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from consistency.capture.claim import CLAIM
+from consistency.capture.whole_file import WholeFile
+from consistency.comparison.history.store import History
 from consistency.errors import CaptureError
 from consistency.report.formats import View
 from consistency.report.suite import terminal
-from consistency.workflows.report_folder import output
+from consistency.workflows.comparing import compare_folders
+from consistency.workflows.report_folder import output, write_reports
 from consistency.workflows.suite import write_suite
 from tests.comparison.made_records import moved
 from tests.conftest import Cli, MakeCapture
@@ -64,6 +68,74 @@ def test_verdict_is_printed_where_files_cannot_be_written(
     assert found.returncode == 0
     assert "CONSISTENT" in found.stdout
     assert {one.name for one in out.iterdir() if one.is_file()} == {"report.json", "report.md", "status.json"}
+
+
+def test_files_of_an_earlier_run_do_not_stay_beside_new_ones(
+    tmp_path: Path, make_capture: MakeCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would state another verdict; where nothing new can be written, the earlier report stays whole."""
+    captures = [make_capture(name, {"cpu": [moved()]}) for name in "ab"]
+    out = tmp_path / "out"
+    comparison = compare_folders(captures, out)
+    old = {one.name: one.stat().st_ino for one in out.iterdir()}
+    write = WholeFile.write
+
+    def failing(self: WholeFile, parts: Iterable[bytes]) -> None:
+        if self.path.suffix in failures:
+            raise CaptureError("cannot write", got="no space")
+        write(self, parts)
+
+    monkeypatch.setattr(WholeFile, "write", failing)
+    failures = {".json", ".html", ".md"}
+    write_reports(comparison, out)
+    assert {one.name: one.stat().st_ino for one in out.iterdir()} == old
+    failures = {".html"}
+    write_reports(comparison, out)
+    assert {one.name for one in out.iterdir()} == {*old} - {"report.html"}
+
+
+def test_a_report_appears_when_all_of_its_files_are_written(
+    tmp_path: Path, make_capture: MakeCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures = [make_capture(name, {"cpu": [moved()]}) for name in "ab"]
+    out = tmp_path / "out"
+    seen: list[set[str]] = []
+    write = WholeFile.write
+
+    def watched(self: WholeFile, parts: Iterable[bytes]) -> None:
+        write(self, parts)
+        seen.append({one.name for one in out.iterdir() if not one.name.startswith(".")})
+
+    monkeypatch.setattr(WholeFile, "write", watched)
+    compare_folders(captures, out)
+    assert seen == [set()] * len(seen)
+    assert len(seen) == len([*out.iterdir()])
+
+
+def test_place_of_a_comparison_is_claimed_before_its_work(tmp_path: Path, make_capture: MakeCapture) -> None:
+    """Whoever comes second adds no run to a history either."""
+    captures = [make_capture(name, {"cpu": [moved()]}) for name in "ab"]
+    history = History(str(tmp_path / "history"))
+    with output(tmp_path / "out", replace=False), pytest.raises(CaptureError, match="another process writes"):
+        compare_folders(captures, tmp_path / "out", history=history, replace=True)
+    assert history.names() == []
+
+
+def test_a_run_that_ends_after_its_captures_leaves_no_earlier_report(
+    tmp_path: Path, cli_here: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    words = ("run", "--devices", "cpu", "--stages", "adapter", "--out", out)
+    assert cli_here(*words).returncode == 0
+    created = (out / "captures" / "capture.json").read_bytes()
+
+    def ended(*_: object, **__: object) -> None:
+        raise CaptureError("as if it were killed")
+
+    monkeypatch.setattr("consistency.workflows.pipeline.compare_captures", ended)
+    assert cli_here(*words, "--force").returncode == 2
+    assert (out / "captures" / "capture.json").read_bytes() != created
+    assert [one.name for one in out.iterdir()] == ["captures"]
 
 
 def test_suite_says_what_of_it_cannot_be_written(tmp_path: Path) -> None:

@@ -9,12 +9,15 @@ file.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
+from consistency.capture.claim import claim_of, claimed
 from consistency.capture.json_codec import decode_json
+from consistency.capture.whole_file import remove_leftovers
 from consistency.capture.writer import write_json
 from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
 from consistency.comparison.result import LOST_NODE, Comparison, Finding, WorkerSummary, with_findings
@@ -24,6 +27,8 @@ SCHEMA = "consistency.baseline/1"
 
 STALE = "stale-baseline"
 """Kind of the finding that an accepted one no longer occurs."""
+
+_WAIT_S = 60.0  # for others that change the same baseline: each takes moments
 
 UNSEEN = frozenset({"lost-worker", "failed-worker", "damaged-capture", LOST_NODE, NOTHING_COMPARED})
 """Kinds of findings that report a part that could not be checked."""
@@ -91,9 +96,10 @@ def init_baseline(path: Path) -> None:
     UsageError
         There is a file: its entries may be needed.
     """
-    if path.exists():
-        raise UsageError("the baseline exists already", where=path)
-    write_json(path, Baseline(schema=SCHEMA))
+    with _changing(path):
+        if path.exists():
+            raise UsageError("the baseline exists already", where=path)
+        write_json(path, Baseline(schema=SCHEMA))
 
 
 def accept(
@@ -134,7 +140,6 @@ def accept(
             )  # fmt: skip
     if not chosen:
         raise UsageError("the report has no error to accept", got=f"{len(findings)} notes and warnings")
-    known = read_baseline(path).accepted
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     devices = _devices(workers)
     new = tuple(
@@ -149,8 +154,17 @@ def accept(
         )
         for finding in chosen
     )
-    write_json(path, Baseline(schema=SCHEMA, accepted=(*known, *new)))
+    with _changing(path):
+        write_json(path, Baseline(schema=SCHEMA, accepted=(*read_baseline(path).accepted, *new)))
     return new
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[None]:
+    """Keep other processes from changing a baseline meanwhile: none of them loses what another one adds."""
+    with claimed(claim_of(path), wait_s=_WAIT_S):
+        remove_leftovers(path.parent)
+        yield
 
 
 def apply(baseline: Baseline, comparison: Comparison) -> Comparison:

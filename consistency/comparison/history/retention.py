@@ -19,7 +19,7 @@ import msgspec
 from consistency.comparison.history.drift import compared_with
 from consistency.comparison.history.records import RunRecord
 from consistency.comparison.history.store import RUNS, TABLES, WORKERS, History
-from consistency.comparison.history.unfinished import unfinished
+from consistency.comparison.history.unfinished import remove_claims, unfinished
 from consistency.errors import UsageError
 
 _GRACE_S = 86_400.0
@@ -60,6 +60,11 @@ def remove_old(
     """
     if (keep_runs is None or keep_runs < 1) and (keep_days is None or keep_days <= 0):
         raise UsageError("what is to be kept?", where="--keep-runs or --keep-days", wanted="more than 0")
+    with history.alone():
+        return _remove_old(history, keep_runs, keep_days, dry_run=dry_run)
+
+
+def _remove_old(history: History, keep_runs: int | None, keep_days: float | None, *, dry_run: bool) -> Removal:
     places = history.names()
     runs = list(history.runs(places))
     if history.damage or len(runs) != len(places):
@@ -83,6 +88,7 @@ def remove_old(
             history.remove(place)
         for place in unused:
             history.remove(place)
+        remove_claims(history)
     return Removal(
         runs=tuple(run for _, run in reversed(old)),
         kept_for_drift=tuple(reversed(list(itertools.compress(runs, needed)))),

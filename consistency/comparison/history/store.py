@@ -15,18 +15,18 @@ written first. Each run writes them anew even where they exist: `retention.py` r
 from __future__ import annotations
 
 import hashlib
-import os
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from consistency.capture.claim import scratch_folder
+from consistency.capture.claim import CLAIM, claimed, scratch_folder
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.transport import open_store, remote_errors
+from consistency.capture.whole_file import remove_leftovers, write_whole
 from consistency.capture.wording import when
 from consistency.comparison.history.parquet import WorkerFiles
 from consistency.comparison.history.records import (
@@ -40,13 +40,14 @@ from consistency.comparison.history.records import (
     device_count,
     state_of,
 )
-from consistency.errors import UsageError
+from consistency.errors import CaptureError, UsageError
 
 RUNS, TABLES, WORKERS, STARTED = "nights", "tables", "workers", "started"
 
 MOST_IN_RECORD = 64
 """Devices of a run whose workers are in its own record: more than any one host has."""
 
+_WAIT_S = 600.0  # for another process that removes old runs: of thousands, that takes minutes
 _MOST_NAMES = 16  # of workers that drifted, in a list of runs
 _MOST_FINDINGS = 64  # of a fleet, in its record: its report has all
 
@@ -181,6 +182,9 @@ class History:
         UsageError
             It has more devices than a record holds, and DuckDB is not installed.
         """
+        if self._is_local:
+            for folder in (RUNS, TABLES, WORKERS, STARTED):
+                remove_leftovers(Path(self._root, folder))
         self.put_tables(tables)
         if device_count(run) > MOST_IN_RECORD:
             run = self._with_workers_apart(run)
@@ -193,6 +197,15 @@ class History:
         name = name or f"{stamp}-{uuid.uuid4().hex[:8]}.json"
         self._put(folder, name, encode_json(run) + b"\n")
         return f"{self._root}/{folder}/{name}"
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes of this host from removing runs meanwhile."""
+        if not self._is_local:
+            yield
+            return
+        with claimed(Path(self._root, CLAIM), wait_s=_WAIT_S):
+            yield
 
     def local(self, place: str) -> Path | None:
         """Return a file of the history as a path of this host; None where it is elsewhere."""
@@ -286,9 +299,7 @@ class History:
             if not self._is_local:
                 self._fs.pipe_file(place, raw)
                 return
-            partial = Path(f"{place}.{uuid.uuid4().hex[:8]}.tmp")
-            try:
-                partial.write_bytes(raw)
-                os.replace(partial, place)
-            finally:
-                partial.unlink(missing_ok=True)
+        try:
+            write_whole(Path(place), [raw])
+        except CaptureError as error:
+            raise CaptureError("cannot write the history", where=place, got=error.got) from None

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 import msgspec
 
 from consistency.capture import origin
-from consistency.capture.claim import claim_of, claimed, is_held
+from consistency.capture.claim import CLAIM, claim_of, claimed, is_held, remove_abandoned
 from consistency.capture.version import __version__
 from consistency.comparison.history.records import SCHEMA, RunRecord
 from consistency.comparison.history.store import STARTED, History
@@ -55,6 +55,16 @@ def noted(history: History | None, case: str, *, report: str = "") -> Iterator[N
             raise
         with suppress(CaptureError):  # the verdict is more than its note
             history.remove(place)
+
+
+def remove_claims(history: History) -> None:
+    """Remove what killed processes left of the claims of notes that are gone."""
+    for place in history.files_of(STARTED):
+        path = history.local(place)
+        if path is not None and path.name.endswith(CLAIM):
+            note = path.with_name(path.name.removeprefix(".").removesuffix(CLAIM))
+            if not note.exists():
+                remove_abandoned(path)
 
 
 def unfinished(history: History) -> Iterator[tuple[str, RunRecord]]:

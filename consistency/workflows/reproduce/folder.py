@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
-import uuid
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from consistency.capture.claim import scratch_folder
+from consistency.capture.claim import PARTIAL, claim_of, claimed, scratch_folder
 from consistency.capture.transport import ARCHIVE
+from consistency.capture.whole_file import put_in_place, restore
 from consistency.capture.writer import write_json
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.devices.backends import kernel_variables
@@ -62,25 +63,35 @@ def reproduce(
     with scratch_folder("reproduce") as scratch:
         evidence = find_evidence(report, number, scratch)
         parts = parts_of(evidence)
-    partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
     try:
-        partial.mkdir(parents=True)
-        _write(partial, evidence, parts)
-        found = try_script(partial, parts.script_name, computes=parts.computes)
-        (partial / "transcript.txt").write_text(found.output, encoding="utf-8")
-        if redact:
-            _redact(partial, report)
-            found = dataclasses.replace(found, output=(partial / "transcript.txt").read_text(encoding="utf-8"))
-        made = _packed(partial, out.stem) if out.suffix == ARCHIVE else partial
-        if out.exists():
-            shutil.rmtree(out) if out.is_dir() else out.unlink()
-        os.replace(made, out)
+        with _beside(out) as home:
+            made = home / out.stem
+            made.mkdir()
+            _write(made, evidence, parts)
+            found = try_script(made, parts.script_name, computes=parts.computes)
+            (made / "transcript.txt").write_text(found.output, encoding="utf-8")
+            if redact:
+                _redact(made, report)
+                found = dataclasses.replace(found, output=(made / "transcript.txt").read_text(encoding="utf-8"))
+            put_in_place(_packed(made) if out.suffix == ARCHIVE else made, out)
     except OSError as error:
         raise CaptureError("cannot write the reproducer", where=out, got=error) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.with_suffix(ARCHIVE).unlink(missing_ok=True)
     return dataclasses.replace(found, folder=out)
+
+
+@contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+    """Yield a new folder beside a place, which is claimed meanwhile; what a killed process left of both is removed."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with claimed(claim_of(out)):
+        home = out.parent / f".{out.name}{PARTIAL}"
+        shutil.rmtree(home, ignore_errors=True)
+        restore(out)
+        try:
+            home.mkdir()
+            yield home
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
 
 
 def _redact(folder: Path, report: Path) -> None:
@@ -94,16 +105,17 @@ def _redact(folder: Path, report: Path) -> None:
             file.write_text(redaction.text(text), encoding="utf-8")
 
 
-def _packed(folder: Path, name: str) -> Path:
-    """Return a ZIP of a folder, in which the folder has this name."""
-    made = folder.with_suffix(ARCHIVE)
+def _packed(folder: Path) -> Path:
+    """Return a ZIP of a folder, beside it."""
+    made = folder.with_name(f"{folder.name}{ARCHIVE}")
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in sorted(folder.iterdir()):
-            archive.write(file, f"{name}/{file.name}")
+            archive.write(file, f"{folder.name}/{file.name}")
     return made
 
 
 def _write(folder: Path, evidence: Evidence, parts: Parts) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from consistency.numerics.digest import as_bytes
@@ -146,7 +158,10 @@ def _write(folder: Path, evidence: Evidence, parts: Parts) -> None:
             **{"class": info.environment.get("model_class")},
             load_arguments=load_arguments(evidence),
         )
-    save_file(dict(parts.tensors), folder / "tensors.safetensors")
+    try:
+        save_file(dict(parts.tensors), folder / "tensors.safetensors")
+    except SafetensorError as error:
+        raise CaptureError("cannot write the reproducer", where=folder, got=error) from None
     write_json(folder / "finding.json", facts)
     environment = {"architecture": info.architecture, "model": info.model, "driver": info.driver, **info.environment}
     write_json(folder / "environment.json", {**environment, "simulated": info.simulated})
