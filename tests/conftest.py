@@ -78,9 +78,10 @@ def cli_here() -> Cli:
     def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         out, err = _Output(), _Output()
         words = [str(argument) for argument in arguments]
-        handler = signal.getsignal(signal.SIGTERM)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
         with contextlib.ExitStack() as stack:
-            stack.callback(signal.signal, signal.SIGTERM, handler)  # the command line takes it for itself
+            for number, handler in handlers.items():
+                stack.callback(signal.signal, number, handler)  # the command line takes them for itself
             stack.enter_context(in_this_process())
             stack.enter_context(contextlib.redirect_stdout(out))
             stack.enter_context(contextlib.redirect_stderr(err))

@@ -13,7 +13,14 @@ VERDICT = {0: "consistent", 1: "inconsistent", **BAD_USE, 3: "incomplete (a work
 CLOSED_PIPE = 141
 """The reader of the output closed it: 128 and the number of SIGPIPE, as a shell counts; 130 is SIGINT's."""
 
-OF_EVERY_COMMAND = {130: "stopped by Ctrl-C or SIGTERM", CLOSED_PIPE: "the reader of the output closed it"}
+OUR_MISTAKE = 70
+"""An error that this tool should not have raised, and so no verdict: EX_SOFTWARE of sysexits(3)."""
+
+OF_EVERY_COMMAND = {
+    OUR_MISTAKE: "a mistake of this tool, and no verdict",
+    130: "stopped by Ctrl-C, SIGTERM, SIGHUP or SIGQUIT",
+    CLOSED_PIPE: "the reader of the output closed it",
+}
 
 EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
     "run": VERDICT,

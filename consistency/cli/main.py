@@ -7,15 +7,17 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from consistency.capture.origin import running
 from consistency.capture.version import __version__
-from consistency.cli.exit_status import CLOSED_PIPE, OF_EVERY_COMMAND, VERDICT
+from consistency.cli.exit_status import CLOSED_PIPE, OF_EVERY_COMMAND, OUR_MISTAKE, VERDICT
 from consistency.cli.parser import Parser, adder, layout
-from consistency.errors import ConsistencyError, InterruptedRunError
+from consistency.errors import ConsistencyError, InterruptedRunError, first_line
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "capture"),
@@ -45,23 +47,32 @@ EXAMPLES = (
     ("one command's options and examples", "consistency run --help"),
 )
 
+TRACEBACK = "CONSISTENCY_TRACEBACK"
+"""Variable of the environment: not empty, it shows the stack of an error that this tool should not have raised."""
+
+_MOST_TEXT = 500  # characters of such an error
+_STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LIBRARIES = ("torch", "transformers", "peft")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    signal.signal(signal.SIGTERM, _terminate)
+    _open_streams()
+    for number in _STOPPING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
+            signal.signal(number, _terminate)
     try:
         try:
             return _answer(sys.argv[1:] if arguments is None else arguments)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # the reader has seen enough; what is left in the buffers must not fail once more when Python flushes them
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(nowhere, stream.fileno())
+        _discard(sys.stdout, sys.stderr)  # the reader has seen enough
         return CLOSED_PIPE
+    except OSError as error:
+        _discard(sys.stdout)
+        _complain(f"cannot write the output\n  got:    {error}")
+        return 2
 
 
 def _answer(arguments: Sequence[str]) -> int:
@@ -78,6 +89,9 @@ def _answer(arguments: Sequence[str]) -> int:
     except ConsistencyError as error:
         _complain(str(error))
         return error.exit_status
+    except MemoryError as error:
+        _complain(f"this host has no memory left: {first_line(error)}")
+        return 2
     except KeyboardInterrupt:
         stopped = InterruptedRunError("stopped: no worker is left, and no half-written capture")
         _complain(str(stopped))
@@ -87,6 +101,11 @@ def _answer(arguments: Sequence[str]) -> int:
     except OSError as error:
         _complain(f"{error.strerror or error}\n  where:  {error.filename or 'this host'}")
         return 2
+    except Exception as error:
+        if os.environ.get(TRACEBACK):
+            traceback.print_exc()
+        _complain(str(_mistake(error)))
+        return OUR_MISTAKE
 
 
 def build_parser(named: str | None = None) -> argparse.ArgumentParser:
@@ -123,6 +142,35 @@ class _Version(argparse.Action):
                 print(f"{name} is not installed")
         print(f"Python {sys.version.split()[0]}")
         parser.exit()
+
+
+def _mistake(error: Exception) -> ConsistencyError:
+    """Return what a user is told of an error that this tool should not have raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{'/'.join(Path(frames[-1].filename).parts[-3:])}:{frames[-1].lineno}" if frames else None
+    return ConsistencyError(
+        "a mistake of this tool, and no verdict", where=place,
+        got=traceback.format_exception_only(error)[-1].strip()[:_MOST_TEXT],
+        hint=f"please report it to the project, with what {TRACEBACK}=1 in the environment prints",
+    )  # fmt: skip
+
+
+def _discard(*streams: TextIO) -> None:
+    """Drop what is left in buffers: it must not fail once more when Python flushes them."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream.fileno())
+
+
+def _open_streams() -> None:
+    """Let standard streams that are closed (`>&-`) lead nowhere: files that are opened would take their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def _complain(text: str) -> None:

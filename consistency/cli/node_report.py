@@ -88,7 +88,7 @@ class NodeReport:
             yield self
             last = {"phase": "delivered"}
         except KeyboardInterrupt:
-            last = {"phase": "failed", "reason": "it was told to stop (SIGTERM or Ctrl-C)"}
+            last = {"phase": "failed", "reason": "it was told to stop (by a signal, or Ctrl-C)"}
             raise
         except ConsistencyError as error:
             parts = [f"{name}: {part}" for name, part in error.parts.items() if part and name not in ("what", "hint")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,11 +52,16 @@ def test_each_help_has_the_line_of_its_command() -> None:
     assert {name for name, _ in found} == set(EXIT_STATUS)
     for name, text in found:
         assert [line for line in text.splitlines() if line.startswith("exit status")] == [f"exit status: {LINES[name]}"]
-    assert f"exit status: {VERDICT}; 130 stopped by Ctrl-C or SIGTERM; 141 the" in build_parser().format_help()
+    assert (
+        f"exit status: {VERDICT}; 70 a mistake of this tool, and no verdict; 130 stopped"
+        in build_parser().format_help()
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, statuses in EXIT_STATUS.items() if 1 not in statuses])
-def test_a_status_that_the_help_does_not_have_is_an_error_of_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_that_the_help_does_not_have_is_an_error_of_ours(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = command_line.build_parser(name)
 
     def parsed(_arguments: object) -> argparse.Namespace:
@@ -64,8 +70,14 @@ def test_a_status_that_the_help_does_not_have_is_an_error_of_ours(name: str, mon
 
     monkeypatch.setattr(made, "parse_args", parsed)
     monkeypatch.setattr(command_line, "build_parser", lambda _named: made)
-    with pytest.raises(AssertionError, match=f"consistency {name}.* has no exit status 1"):
-        main([name])
+    assert main([name]) == 70
+    told = capsys.readouterr().err
+    assert re.search(f"AssertionError: consistency {name}.* has no exit status 1", told)
+    assert "CONSISTENCY_TRACEBACK=1" in told
+    assert "Traceback" not in told
+    monkeypatch.setenv("CONSISTENCY_TRACEBACK", "1")
+    assert main([name]) == 70
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("passed", "status"), [(True, 0), (False, 1)])

@@ -380,21 +380,21 @@ def test_devices_lists_the_cpu_without_torch(cli: Cli) -> None:
     assert "architecture" in cli("devices").stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_stopping_leaves_no_process_and_no_half_written_capture(
     tmp_path: Path, number: signal.Signals, worker_commands: Callable[[], list[str]]
 ) -> None:
     out = tmp_path / "out"
-    # A background job of a script inherits an ignored SIGINT, which the tool rightly keeps ignoring. A signal that this
+    # A background job of a script inherits an ignored signal, which the tool rightly keeps ignoring. A signal that this
     # process handles is reset to its default in the child.
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    inherited = signal.signal(number, signal.default_int_handler)
     try:
         process = subprocess.Popen(
             command("run", "--out", out, "--devices", "cpu,cpu@baseline", "--stages", "base,adapter,merged"),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
     finally:
-        signal.signal(signal.SIGINT, inherited)
+        signal.signal(number, inherited)
     assert process.stderr is not None
     started = process.stderr.readline()
     assert ": import" in started
@@ -473,6 +473,27 @@ def test_output_that_nobody_reads(words: str, finished_run: FinishedRun) -> None
     assert done.returncode == 141
     assert b"Traceback" not in told.stderr
     assert b"Exception ignored" not in told.stderr
+
+
+@pytest.mark.parametrize("words", [("show",), ("show", "--json"), ("compare",)])
+def test_output_that_is_closed(words: tuple[str, ...], finished_run: FinishedRun) -> None:
+    """As in `consistency show run-1 >&-`."""
+    line = command(*words, finished_run.folder)
+    for closed in (">&-", ">&- 2>&- <&-"):
+        done = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *line], capture_output=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+@pytest.mark.parametrize("word", ["show", "status"])
+def test_output_that_cannot_be_written(word: str, finished_run: FinishedRun) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command(word, finished_run.folder), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 def test_a_run_whose_progress_nobody_reads(tmp_path: Path, worker_commands: Callable[[], list[str]]) -> None:
