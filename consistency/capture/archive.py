@@ -10,8 +10,17 @@ import re
 import shutil
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from consistency.capture.bounded import (
+    MOST_CAPTURE_BYTES,
+    MOST_TENSOR_BYTES,
+    ArchiveFile,
+    check_count,
+    check_unpacked,
+)
 from consistency.errors import CaptureError
 
 _RECORDS = re.compile(
@@ -40,14 +49,16 @@ def unpack(path: Path, home: Path, *, tensors: bool) -> None:
     """
     try:
         home.mkdir()
-        with zipfile.ZipFile(path) as archive:
-            members = [
-                member for member in archive.infolist()
-                if _RECORDS.match(member.filename) or (tensors and _TENSOR.match(member.filename))
-            ]  # fmt: skip
-            _check_room(path, home, sum(member.file_size for member in members))
+        with _opened(path) as archive:
+            stored = [one for one in archive.infolist() if _TENSOR.match(one.filename)] if tensors else []
+            records = [one for one in archive.infolist() if _RECORDS.match(one.filename)]
+            packed = path.stat().st_size
+            check_unpacked(packed, sum(one.file_size for one in records), MOST_CAPTURE_BYTES)
+            check_unpacked(packed, sum(one.file_size for one in stored), len(stored) * MOST_TENSOR_BYTES)
+            members = [*records, *stored]
+            _check_room(path, home, sum(one.file_size for one in members))
             for member in members:
-                archive.extract(member, home)
+                archive.extract(member, home)  # never more than its file_size
     except _DAMAGE as error:
         raise CaptureError("cannot unpack the capture", where=path, got=error) from None
 
@@ -55,18 +66,27 @@ def unpack(path: Path, home: Path, *, tensors: bool) -> None:
 def take_out(path: Path, tensor: Path) -> None:
     """Unpack one tensor to a file that is named as in the archive; without such a tensor there is no file then."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with _opened(path) as archive:
             own = f"{tensor.parent.name}/{tensor.name}"
             name = next((name for name in (own, f"captures/{own}") if name in archive.NameToInfo), None)
             if name is None or not _TENSOR.match(name):
                 return
             tensor.parent.mkdir(parents=True, exist_ok=True)
-            _check_room(path, tensor.parent, archive.getinfo(name).file_size)
+            size = archive.getinfo(name).file_size
+            check_unpacked(path.stat().st_size, size, MOST_TENSOR_BYTES)
+            _check_room(path, tensor.parent, size)
             with archive.open(name) as source, tensor.open("wb") as target:
                 shutil.copyfileobj(source, target)
     except _DAMAGE as error:
         tensor.unlink(missing_ok=True)
         raise CaptureError("cannot unpack a stored tensor", where=path, got=error) from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    with ArchiveFile(path) as file, zipfile.ZipFile(file) as archive:
+        check_count(len(archive.infolist()))
+        yield archive
 
 
 def _check_room(path: Path, folder: Path, size: int) -> None:

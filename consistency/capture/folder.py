@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from consistency.capture.archive import take_out
+from consistency.capture.bounded import MOST_TENSOR_BYTES, check_regular
 from consistency.capture.merge_effect import MergeEffect
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.case.case import Case
@@ -121,6 +122,12 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
         path = self.folder / "blobs" / f"{blob_name(name)}.safetensors"
         if self.archive is not None and not path.exists():
             take_out(self.archive, path)
+        try:
+            check_regular(path, self.folder, most_bytes=MOST_TENSOR_BYTES)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise CaptureError("a stored tensor cannot be read", where=path, got=error) from None
         return path
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from consistency.capture.bounded import read_regular
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.transport import is_remote, read_bytes, write_bytes
 from consistency.errors import CaptureError
@@ -95,7 +96,7 @@ def write_status(target: str, status: NodeStatus) -> None:
 def read_status(target: str) -> NodeStatus | None:
     """Return a status; None where there is none that can be read now."""
     try:
-        raw = read_bytes(target) if is_remote(target) else Path(target).read_bytes()
+        raw = read_bytes(target) if is_remote(target) else read_regular(Path(target))
         return decode_json(raw, NodeStatus)
     except (OSError, CaptureError, msgspec.MsgspecError):
         return None

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from consistency.capture.bounded import MOST_CAPTURE_BYTES, BoundedReader
 from consistency.capture.folder import (
     MANIFEST,
     SCHEMA,
@@ -109,7 +110,8 @@ def read_capture(folder: Path, pool: RecordPool | None = None) -> Capture:
     if not (root / MANIFEST).exists():
         kind = CaptureError if holds_capture(folder) else NoCaptureError
         raise kind("no capture here", where=folder, wanted=f"a folder with {MANIFEST}, or the --out folder of a run")
-    manifest = _read_manifest(root / MANIFEST)
+    reader = BoundedReader(folder, MOST_CAPTURE_BYTES)
+    manifest = _read_manifest(root / MANIFEST, reader)
     pool = pool or RecordPool()
     workers: list[WorkerCapture] = []
     damage: list[str] = []
@@ -120,8 +122,8 @@ def read_capture(folder: Path, pool: RecordPool | None = None) -> Capture:
             home, files = root / "workers" / slug, manifest.files.get(slug)
             if files is None:
                 raise CaptureError(f"{MANIFEST} has no sums of its files", where=root / MANIFEST)
-            info = _read_info(home / "worker.json", files)
-            parts = tuple(read_parts(home / "records.jsonl", pool, files, whole=info.status == "ok"))
+            info = _read_info(home / "worker.json", files, reader)
+            parts = tuple(read_parts(home / "records.jsonl", pool, reader, files, whole=info.status == "ok"))
             if not pool.names_no_tensor_twice(parts):
                 _refuse_doubles(parts, home / "records.jsonl")
             workers.append(WorkerCapture(info=info, parts=parts))
@@ -154,12 +156,12 @@ def brief(error: CaptureError) -> str:
 
 def read_records(path: Path) -> Iterator[TensorRecord]:
     """Yield the records of a worker."""
-    for part in read_parts(path, RecordPool()):
+    for part in read_parts(path, RecordPool(), BoundedReader(None)):
         yield from part
 
 
 def read_parts(
-    path: Path, pool: RecordPool, files: WorkerFiles | None = None, *, whole: bool = False
+    path: Path, pool: RecordPool, reader: BoundedReader, files: WorkerFiles | None = None, *, whole: bool = False
 ) -> Iterator[tuple[TensorRecord, ...]]:
     """Yield the records of a worker, cut where the stage changes.
 
@@ -167,7 +169,7 @@ def read_parts(
     sums of its `files` it has to be what was written.
     """
     try:
-        raw = path.read_bytes()
+        raw = reader.read(path)
     except FileNotFoundError:
         if whole or (files is not None and files.lines):
             raise CaptureError(f"{path.name} is missing", where=path) from None
@@ -205,8 +207,8 @@ def _refuse_doubles(parts: Sequence[tuple[TensorRecord, ...]], path: Path) -> No
             raise CaptureError(f"line {number} names the same tensor as line {first}", where=path, got=got)
 
 
-def _read_manifest(path: Path) -> CaptureManifest:
-    raw = _raw(path)
+def _read_manifest(path: Path, reader: BoundedReader) -> CaptureManifest:
+    raw = _raw(path, reader)
     found = _decoded(path, raw, dict[str, Any]).get("schema")
     if found != SCHEMA:
         raise CaptureError("a capture of another schema", where=path, got=found, wanted=SCHEMA)
@@ -215,16 +217,16 @@ def _read_manifest(path: Path) -> CaptureManifest:
     return manifest
 
 
-def _read_info(path: Path, files: WorkerFiles) -> WorkerInfo:
-    raw = _raw(path)
+def _read_info(path: Path, files: WorkerFiles, reader: BoundedReader) -> WorkerInfo:
+    raw = _raw(path, reader)
     info = _decoded(path, raw, WorkerInfo)
     check_files(path.name, raw, files, path)
     return info
 
 
-def _raw(path: Path) -> bytes:
+def _raw(path: Path, reader: BoundedReader) -> bytes:
     try:
-        return path.read_bytes()
+        return reader.read(path)
     except FileNotFoundError:
         raise CaptureError(f"{path.name} is missing", where=path) from None
     except OSError as error:

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from consistency.capture.archive import is_member, unpack
+from consistency.capture.bounded import check_count
 from consistency.capture.folder import MANIFEST
 from consistency.capture.reader import NoCaptureError
 from consistency.capture.whole_file import WholeFile, remove_leftovers
@@ -71,7 +72,9 @@ def bring(text: str, scratch: Path) -> Path:
         if home.name.endswith(ARCHIVE):
             fs.get_file(place, str(home))
         else:
-            for file in fs.find(place):
+            files = fs.find(place)
+            check_count(len(files))
+            for file in files:
                 relative = PurePosixPath(file).relative_to(PurePosixPath(place)).as_posix()
                 if is_member(relative):
                     (home / relative).parent.mkdir(parents=True, exist_ok=True)

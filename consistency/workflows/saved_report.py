@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from consistency.capture.bounded import read_regular
 from consistency.capture.folder import CASES
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.wording import some
@@ -77,7 +78,7 @@ def read_suite(path: Path) -> tuple[SuiteResult, Path] | None:
     file = latest_run(path) / SUITE if path.is_dir() else path
     if file.name != SUITE or (file.parent / REPORT).exists() or not file.exists():
         return None
-    return _decoded(_bytes(file), SuiteResult, file), file.parent
+    return _decoded(_bytes(file, path), SuiteResult, file), file.parent
 
 
 def read_redacted(path: Path) -> tuple[Comparison, Redaction]:
@@ -108,7 +109,7 @@ def redaction_for(path: Path, texts: Iterable[str]) -> Redaction:
 def _content(path: Path) -> tuple[bytes, Path]:
     file = latest_run(path) / REPORT if path.is_dir() else path
     if file.exists():
-        return _bytes(file), file
+        return _bytes(file, path), file
     hint = None
     if (file.parent / SUITE).exists():
         hint = f"this is a suite: give the folder of a case, {file.parent / CASES / 'NAME'}"
@@ -117,9 +118,9 @@ def _content(path: Path) -> tuple[bytes, Path]:
     raise UsageError("no report here", where=path, wanted=f"{REPORT}, or the --out folder of a run", hint=hint)
 
 
-def _bytes(file: Path) -> bytes:
+def _bytes(file: Path, given: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_regular(file, given if given.is_dir() else None)
     except OSError as error:
         raise UsageError("cannot read the report", where=file, got=error) from None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from consistency.capture import origin
+from consistency.capture.bounded import read_regular
 from consistency.capture.folder import CASES, holds_capture
 from consistency.capture.transport import travels
 from consistency.capture.wording import some
@@ -167,7 +168,7 @@ def _listed(folder: Path) -> dict[str, _ListedCase]:
     """Return the cases that a suite lists, by folder; a file from elsewhere must not name any other path."""
     path = folder / _SUITE_FILE
     try:
-        cases = msgspec.json.decode(path.read_bytes(), type=_Listed).cases
+        cases = msgspec.json.decode(read_regular(path, folder), type=_Listed).cases
     except FileNotFoundError:
         return {}  # of captures alone
     except OSError as error:

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 import msgspec
 
+from consistency.capture.bounded import NotReadError, read_regular
 from consistency.capture.claim import CLAIM, claimed, scratch_folder
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.transport import open_store, remote_errors
@@ -102,9 +103,12 @@ class History:
         for name in self.names() if names is None else names:
             with remote_errors("cannot read the history", name):
                 try:
-                    raw = self._fs.cat_file(name)
+                    raw = self._content(name)
                 except FileNotFoundError:
                     continue  # removed since it was listed
+                except NotReadError as error:
+                    self.damage.append(f"{Path(name).name}: {error}")
+                    continue
             try:
                 run = decode_json(raw, RunRecord)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -165,7 +169,7 @@ class History:
     def table(self, name: str) -> Table | None:
         """Return a table by its name, None if it is gone or damaged."""
         try:
-            raw = self._fs.cat_file(f"{self._root}/{TABLES}/{name}.json")
+            raw = self._content(f"{self._root}/{TABLES}/{name}.json")
         except Exception:  # a remote store may raise anything; without the table it is still known that bits differ
             return None
         if hashlib.sha256(raw).hexdigest() != name:
@@ -227,6 +231,9 @@ class History:
         with remote_errors("cannot remove a run of the history", place), suppress(FileNotFoundError):
             self._fs.rm_file(place)
 
+    def _content(self, place: str) -> bytes:
+        return read_regular(Path(place)) if self._is_local else bytes(self._fs.cat_file(place))
+
     def _parquet(self) -> WorkerFiles:
         if self._worker_files is None:
             self._worker_files = WorkerFiles(self.url)
@@ -272,7 +279,7 @@ class History:
         name = "" if run.fleet is None else run.fleet.file
         place = f"{self._root}/{WORKERS}/{name}.parquet"
         try:
-            raw = self._fs.cat_file(place)
+            raw = self._content(place)
         except Exception as error:  # the stores of fsspec raise kinds of their own
             self._leave_out(run, error)
             return None

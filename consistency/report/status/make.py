@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from consistency.capture import origin
+from consistency.capture.bounded import read_regular
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
 from consistency.comparison.by_worker import verdicts, worse, worst_ratios
@@ -85,16 +86,16 @@ def of_suite(suite: SuiteResult, *, tool: str = __version__) -> Status:
     )  # fmt: skip
 
 
-def of_report_file(path: Path) -> Status:
+def of_report_file(path: Path, root: Path | None = None) -> Status:
     """Return the status of `report.json`; raise what decoding it raises."""
-    raw = path.read_bytes()
+    raw = read_regular(path, root)
     head = decode_json(raw, _Head)
     return of_comparison(read_report(raw), created=_written(path), tool=head.tool)
 
 
-def of_suite_file(path: Path) -> Status:
+def of_suite_file(path: Path, root: Path | None = None) -> Status:
     """Return the status of `suite.json`; raise what decoding it raises."""
-    raw = path.read_bytes()
+    raw = read_regular(path, root)
     return of_suite(decode_json(raw, SuiteResult), tool=decode_json(raw, _Head).tool)
 
 

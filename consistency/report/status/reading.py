@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from consistency.capture.bounded import read_regular
 from consistency.capture.json_codec import decode_json
 from consistency.errors import UsageError
 from consistency.report.runs import REPORT, RUN_STATUS, SUITE, SUITE_STATUS, latest_run
@@ -28,7 +29,8 @@ def read_status(path: Path) -> Status:
     UsageError
         There is no result, or it cannot be read.
     """
-    folder = latest_run(path) if path.is_dir() else path.parent
+    root = path if path.is_dir() else None
+    folder = path.parent if root is None else latest_run(path)
     reports = [folder / name for name in _OF_REPORT if (folder / name).exists()]
     if not reports:
         raise UsageError(f"no result at {path}", wanted=f"the --out folder of a run, or {REPORT}")
@@ -36,14 +38,14 @@ def read_status(path: Path) -> Status:
     small = report.with_name(_OF_REPORT[report.name])
     if small.exists() and _written_ns(small) >= _written_ns(report):  # or else a run was killed between the two
         with suppress(OSError, ValueError, RecursionError, msgspec.DecodeError):  # the report says the same
-            found = decode_json(small.read_bytes(), Status)
+            found = decode_json(read_regular(small, root), Status)
             if found.schema == SCHEMA:
                 return found
     from consistency.report.status import make
 
-    read: Callable[[Path], Status] = make.of_report_file if report.name == REPORT else make.of_suite_file
+    read: Callable[[Path, Path | None], Status] = make.of_report_file if report.name == REPORT else make.of_suite_file
     try:
-        return read(report)
+        return read(report, root)
     except OSError as error:
         raise UsageError(f"cannot read {report}", got=error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from consistency.capture.bounded import read_regular
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.node_status import NodeStatus, read_status, write_status
 from consistency.capture.transport import is_remote, open_store, remote_errors, write_bytes
@@ -144,7 +145,7 @@ class FleetFolder:
     def _earlier(self) -> FleetRecord:
         path = self.out / PLAN
         try:
-            return decode_json(path.read_bytes(), FleetRecord)
+            return decode_json(read_regular(path), FleetRecord)
         except FileNotFoundError:
             raise UsageError("there is nothing to resume", where=path) from None
         except (OSError, msgspec.MsgspecError) as error:
