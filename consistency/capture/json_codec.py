@@ -6,14 +6,18 @@ JSON has no NaN. Encoders write `null`, which is how a NaN that was the worst nu
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
+from consistency.errors import CaptureError
 from consistency.numerics.real import Real
 
 T = TypeVar("T")
+
+_MOST_TEXT = 300  # characters of one that cannot be written
 
 
 def json_number(value: float) -> float | str:
@@ -24,8 +28,21 @@ def json_number(value: float) -> float | str:
 
 
 def encode_json(value: object, *, indent: int = 0) -> bytes:
-    """Encode dataclasses, structs and containers of them as JSON."""
-    raw = msgspec.json.encode(value, enc_hook=_encode_hook)
+    """Encode dataclasses, structs and containers of them as JSON.
+
+    Raises
+    ------
+    CaptureError
+        A text, such as the path of a folder above, is not UTF-8.
+    """
+    try:
+        raw = msgspec.json.encode(value, enc_hook=_encode_hook)
+    except UnicodeEncodeError as error:
+        raise CaptureError(
+            "a text that is not UTF-8 cannot be written as JSON",
+            got=os.fsencode(error.object).decode(errors="backslashreplace")[:_MOST_TEXT],
+            hint="rename the file or folder, or set TMPDIR to another one",
+        ) from None
     return msgspec.json.format(raw, indent=indent) if indent else raw
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 
 MOST_NAMES = 6
@@ -46,6 +47,15 @@ def size(count: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"
+
+
+def time_of(text: str) -> datetime.datetime | None:
+    """Return a time that a file states, in UTC; one without a zone is taken as UTC, and None is for no time."""
+    try:
+        time = datetime.datetime.fromisoformat(text)
+        return time.replace(tzinfo=time.tzinfo or datetime.UTC).astimezone(datetime.UTC)
+    except (ValueError, OverflowError):
+        return None
 
 
 def when(at: str) -> str:

@@ -44,7 +44,7 @@ def read_json(path: Path, *, needed: tuple[str, ...] = ()) -> dict[str, Any]:
         raise InputError(f"no {path.name} in the folder", where=path.parent, got=_listing(path.parent)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path.name}", where=path, got=error) from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no JSONDecodeError
         refuse_lfs_pointer(path)
         raise InputError(f"{path.name} is not JSON", where=path, got=error) from None
     if not isinstance(table, dict):

@@ -81,7 +81,7 @@ def read_table(path: Path) -> dict[str, Any]:
         raise UsageError("no such configuration file", where=path) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError("cannot read the configuration file", where=path, got=error) from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
         raise UsageError("the configuration is not TOML", where=path, got=error) from None
 
 
@@ -120,7 +120,19 @@ def unknown_option(name: str, where: str) -> UsageError:
     return UsageError(f"unknown option: {name}", where=where, wanted=", ".join(known), hint=meant(name, known))
 
 
+def _refuse_nul(option: Option, given: object, where: str) -> None:
+    """Raise UsageError where a text holds a character that no path, and no argument of a program, can hold."""
+    if isinstance(given, str) and "\0" in given:
+        raise UsageError(f"{option.name} holds a NUL character", where=where, got=repr(given))
+    if isinstance(given, Mapping):
+        given = [*given, *given.values()]
+    if isinstance(given, (list, tuple)):
+        for one in given:
+            _refuse_nul(option, one, where)
+
+
 def _value(option: Option, given: object, where: str) -> object:
+    _refuse_nul(option, given, where)
     match option.name:
         case "tolerance":
             return as_overrides(given, where=where)

@@ -17,7 +17,7 @@ from consistency.capture.origin import running
 from consistency.capture.version import __version__
 from consistency.cli.exit_status import CLOSED_PIPE, OF_EVERY_COMMAND, OUR_MISTAKE, VERDICT
 from consistency.cli.parser import Parser, adder, layout
-from consistency.errors import ConsistencyError, InterruptedRunError, first_line
+from consistency.errors import ConsistencyError, InterruptedRunError, UsageError, first_line
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "capture"),
@@ -51,6 +51,7 @@ TRACEBACK = "CONSISTENCY_TRACEBACK"
 """Variable of the environment: not empty, it shows the stack of an error that this tool should not have raised."""
 
 _MOST_TEXT = 500  # characters of such an error
+_NO_THREAD = "can't start new thread"  # of a RuntimeError, as CPython says it
 _STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LIBRARIES = ("torch", "transformers", "peft")
 
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _answer(arguments: Sequence[str]) -> int:
     try:
+        _refuse_bytes(arguments)
         parser = build_parser(arguments[0] if arguments else None)
         if not arguments:
             parser.print_help(sys.stderr)
@@ -102,10 +104,25 @@ def _answer(arguments: Sequence[str]) -> int:
         _complain(f"{error.strerror or error}\n  where:  {error.filename or 'this host'}")
         return 2
     except Exception as error:
+        if _NO_THREAD in str(error):
+            _complain(f"this host has no room for another thread\n  got:    {first_line(error)}\n  hint:   ulimit -u")
+            return 2
         if os.environ.get(TRACEBACK):
             traceback.print_exc()
         _complain(str(_mistake(error)))
         return OUR_MISTAKE
+
+
+def _refuse_bytes(arguments: Sequence[str]) -> None:
+    """Raise UsageError where a word is no text: it could not be written into a report, nor told to a worker."""
+    for word in arguments:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                "an argument that is not UTF-8", got=os.fsencode(word).decode(errors="backslashreplace"),
+                hint="rename the file or folder: reports and captures are UTF-8",
+            ) from None  # fmt: skip
 
 
 def build_parser(named: str | None = None) -> argparse.ArgumentParser:

@@ -226,7 +226,7 @@ def trend(ratios: Sequence[float | None]) -> Trend:
 
 
 def _is_same_night(earlier: RunRecord, night: Sequence[RunRecord]) -> bool:
-    first, latest = (datetime.datetime.fromisoformat(run.at) for run in (earlier, night[0]))
+    first, latest = earlier.time, night[0].time
     others = {(run.host, run.case) for run in night}
     return (earlier.host, earlier.case) not in others and latest - first <= _NIGHT
 

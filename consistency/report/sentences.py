@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import shlex
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from consistency.capture.version import __version__
-from consistency.capture.wording import counted, listed, some
+from consistency.capture.wording import counted, listed, some, time_of
 from consistency.case.duration import duration_text
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS, Stage
@@ -139,11 +138,8 @@ def versions_text(versions: Mapping[str, str]) -> str:
 
 def time_text(created: str) -> str:
     """Write a time of a report: `2026-11-22 09:02 UTC`; one that a stranger wrote differently stays as it is."""
-    try:
-        time = datetime.datetime.fromisoformat(created).astimezone(datetime.UTC)
-    except ValueError:
-        return created
-    return f"{time:%Y-%m-%d %H:%M} UTC"
+    time = time_of(created)
+    return created if time is None else f"{time:%Y-%m-%d %H:%M} UTC"
 
 
 def command_text(command: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consistency.capture.json_codec import decode_json, encode_json, json_number
+from consistency.errors import CaptureError
 from consistency.numerics.real import Real
 
 
@@ -94,3 +95,10 @@ def test_other_objects_are_refused_by_name() -> None:
         encode_json({"x": object()})
     with pytest.raises(NotImplementedError, match="cannot read a complex"):
         decode_json("1", complex)
+
+
+def test_text_that_is_not_utf8_gets_one_sentence() -> None:
+    """Such as the path of a folder, which Python holds with surrogates."""
+    with pytest.raises(CaptureError, match="not UTF-8") as caught:
+        encode_json({"out": ["/data/\udcff/run"]}, indent=1)
+    assert caught.value.got == r"/data/\xff/run"

@@ -314,6 +314,7 @@ def test_a_field_that_is_missing_or_empty_is_named(text: str, tmp_path: Path) ->
         (b"", "is not JSON"),
         (b"{", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
+        (b'{"r": ' + b"9" * 5000 + b"}", "is not JSON"),
         (b"[1, 2]", "is not a JSON object"),
         (b"null", "is not a JSON object"),
         (b"\xff\xfe", "cannot read"),

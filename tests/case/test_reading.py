@@ -201,3 +201,21 @@ def test_options_given_on_a_command_line_win_over_those_of_the_file(tmp_path: Pa
 def test_options_in_python_complete_those_of_an_object() -> None:
     base = Options(name="x", devices=("cpu",))
     assert make_options({"stages": "base"}, base) == Options(name="x", devices=("cpu",), stages=(Stage.BASE,))
+
+
+@pytest.mark.parametrize("text", [f"timeout = {'9' * 5000}", f"stages = {'[' * 2000}{']' * 2000}"])
+def test_what_the_parser_cannot_hold_is_no_configuration(text: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not TOML"):
+        read_options(toml(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r'base = "a\u0000b"', r'adapter = "a\u0000b"', r'inputs = "a\u0000.safetensors"', r'wrapper = "a\u0000:b"',
+        r'devices = ["cpu\u0000"]', r'adapters = {one = "a\u0000"}', r'name = "\u0000"',
+    ],
+)  # fmt: skip
+def test_no_text_holds_a_nul(text: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds a NUL character"):
+        read_options(toml(tmp_path, text))

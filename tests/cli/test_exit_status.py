@@ -80,6 +80,18 @@ def test_a_status_that_the_help_does_not_have_is_an_error_of_ours(
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("error", [MemoryError("8 GiB"), RuntimeError("can't start new thread"), OSError("disk")])
+def test_what_a_host_lacks_is_no_mistake_of_ours(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(folder, "reproduce", fail)
+    assert main(["reproduce", "run-1", "--out", "repro"]) == 2
+    assert str(error) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("passed", "status"), [(True, 0), (False, 1)])
 def test_drill(passed: bool, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     row = SimpleNamespace(

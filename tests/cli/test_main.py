@@ -608,3 +608,22 @@ def test_a_plan_of_a_suite_is_refused_where_no_case_can_be_checked(cli_here: Cli
     done = cli_here("run", config, "--plan", "--case", "bad", "--json")
     assert done.returncode == 2
     assert json.loads(done.stdout)["cases"]["bad"]["refusal"]["what"] == "not a wrapper"
+
+
+@pytest.mark.parametrize("words", [("run", "--out"), ("show",), ("compare",), ("baseline", "init")])
+def test_an_argument_that_is_not_utf8(words: tuple[str, ...], cli: Cli) -> None:
+    done = cli(*words, os.fsdecode(b"bad\xff"))
+    assert done.returncode == 2
+    assert "an argument that is not UTF-8\n  got:    bad\\xff" in done.stderr
+
+
+def test_a_folder_above_that_is_not_utf8(tmp_path: Path, finished_run: FinishedRun) -> None:
+    """Only what is named relatively can be worked with there."""
+    home = tmp_path / os.fsdecode(b"bad\xff")
+    home.mkdir()
+    done = subprocess.run(
+        command("compare", finished_run.folder, "--out", "out", "--history", "history"),
+        cwd=home, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode in (0, 2), done.stderr
+    assert "mistake of this tool" not in done.stderr

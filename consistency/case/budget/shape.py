@@ -250,10 +250,16 @@ def _matrix_elements(tensors: Mapping[str, TensorHeader], *, tied: bool) -> int:
 
 def _is_tied(tensors: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> bool:
     """Report whether a head of words reuses the embeddings: the class has one, and no file holds it."""
-    classes = config.get("architectures") or []
-    has_head = any(str(name).endswith(("LMHeadModel", "ForCausalLM", "ForConditionalGeneration", "ForMaskedLM"))
-                   for name in classes if isinstance(classes, list))  # fmt: skip
+    classes = _names_in(config, "architectures")
+    has_head = any(name.endswith(("LMHeadModel", "ForCausalLM", "ForConditionalGeneration", "ForMaskedLM"))
+                   for name in classes)  # fmt: skip
     return has_head and not any("lm_head" in name or "decoder.weight" in name for name in tensors)
+
+
+def _names_in(config: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """Return the texts of a list; a field of another type is refused where the model is made."""
+    given = config.get(field)
+    return tuple(name for name in given if isinstance(name, str)) if isinstance(given, list) else ()
 
 
 def _dtype(case: Case, config: Mapping[str, Any], text: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> str:
@@ -278,7 +284,7 @@ def _adapter(case: Case, base: Mapping[str, TensorHeader], unknown: list[str]) -
         size = sum(file.stat().st_size for file in Path(case.adapter).glob("adapter_model*"))
         return {"adapter_bytes": size, "method": str(config["peft_type"])}
     layers: dict[str, Layer] = {}
-    whole = tuple(config.get("modules_to_save") or ())
+    whole = _names_in(config, "modules_to_save")
     factors = config["peft_type"] == "LORA"
     for header in tensors.values():
         layer = _adapted(header, base)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -46,7 +47,7 @@ class CaseKey(msgspec.Struct, frozen=True, kw_only=True):
     inputs: str
     base: str
     adapter: str
-    dtype: str
+    dtype: Annotated[str, msgspec.Meta(pattern="^(auto|float64|float32|bfloat16|float16)$")]
 
 
 def base_digest(case: Case) -> str:

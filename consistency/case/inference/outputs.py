@@ -5,6 +5,7 @@ Shapes that only the model knows are checked where the outputs are judged.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
@@ -25,6 +26,7 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 _INTEGERS = ("I64", "I32")
 _FLAGS = ("BOOL", "U8")
 
+_BATCH = re.compile(r"[0-9]{1,9}")  # rows: int() takes no more than 4300 digits
 _HINT = "docs/engines/README.md describes the file"
 
 
@@ -190,7 +192,7 @@ def _is_batch(name: str) -> bool:
     if parts == ["batch", "1"]:
         return True
     return (
-        len(parts) == 3 and parts[0] == "batch" and parts[1].isdecimal() and int(parts[1]) > 1
+        len(parts) == 3 and parts[0] == "batch" and _BATCH.fullmatch(parts[1]) is not None and int(parts[1]) > 1
         and parts[2] in ("first", "last")
     )  # fmt: skip
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 from typing import Any
 
 import msgspec
 
 from consistency.capture.json_codec import encode_json
+from consistency.capture.wording import time_of
 from consistency.numerics.real import Real
 
 SCHEMA = "consistency.history/1"
@@ -138,6 +140,17 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fleet: FleetWorkers | None = None
     auto: dict[str, dict[str, str]] = {}
     gone: tuple[GoneDevice, ...] = ()
+
+    def __post_init__(self) -> None:
+        if time_of(self.at) is None:
+            raise ValueError(f"at is no time: {self.at!r}")
+
+    @property
+    def time(self) -> datetime.datetime:
+        """Return when it ended, in UTC."""
+        found = time_of(self.at)
+        assert found is not None  # or there would be no record
+        return found
 
 
 Table = dict[str, str]

@@ -105,7 +105,7 @@ def _kept(runs: Sequence[RunRecord], keep_runs: int | None, keep_days: float | N
     for run in runs:
         series = (run.host, run.case)
         counts[series] = counts.get(series, 0) + 1
-        age = now - datetime.datetime.fromisoformat(run.at)
+        age = now - run.time
         is_new = keep_days is not None and age <= datetime.timedelta(days=keep_days)
         kept.append(is_new or (keep_runs is not None and counts[series] <= keep_runs))
     return kept

@@ -100,8 +100,8 @@ class _Writer:
         tensor, layers = found
         classes, left_out = self._classes(tensor.classes)
         return TensorOfGroups(
-            **{**_fields(tensor), "classes": classes, "rows": tuple(self._rows(tensor))},
-            **_several(layers), classes_left_out=left_out,
+            **{**_fields(tensor), "classes": classes, "rows": tuple(self._rows(tensor)), **_several(layers)},
+            classes_left_out=left_out,
         )  # fmt: skip
 
     def layer(self, found: tuple[LayerComparison, Sequence[str]]) -> object:
@@ -214,4 +214,4 @@ def _fields(one: msgspec.Struct) -> dict[str, Any]:
 
 
 def _several(layers: Sequence[str]) -> Mapping[str, Any]:
-    return {"count": len(layers), "layers": tuple(layers)} if len(layers) > 1 else {}
+    return {"count": len(layers), "layers": tuple(layers)} if len(layers) > 1 else {"count": 1, "layers": ()}

@@ -15,6 +15,7 @@ from consistency.capture import origin
 from consistency.capture.bounded import read_regular
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
+from consistency.capture.wording import time_of
 from consistency.comparison.by_worker import verdicts, worse, worst_ratios
 from consistency.comparison.result import PLANTED, Comparison, Finding, Verdict, WorkerSummary
 from consistency.comparison.suite import CaseFinding, CaseResult, CaseWorker, SuiteFinding, SuiteResult, common_findings
@@ -22,7 +23,7 @@ from consistency.numerics.real import Real
 from consistency.report.formats import View
 from consistency.report.json import read as read_report
 from consistency.report.sentences import sentence
-from consistency.report.status.record import SCHEMA, DeviceClass, DeviceStatus, Status
+from consistency.report.status.record import SCHEMA, DeviceClass, DeviceStatus, Status, StatusVerdict
 
 _SEVERITIES = ("error", "warning", "note")
 
@@ -63,8 +64,8 @@ def of_comparison(found: Comparison, *, created: datetime.datetime | None = None
     )  # fmt: skip
 
 
-def of_suite(suite: SuiteResult, *, tool: str = __version__) -> Status:
-    """Return the status of a suite; a device's is that of its worst case."""
+def of_suite(suite: SuiteResult, *, created: datetime.datetime | None = None, tool: str = __version__) -> Status:
+    """Return the status of a suite; a device's is that of its worst case, and `created` as of a run."""
     findings = common_findings(suite.cases)
     workers = [worker for case in suite.cases for worker in case.workers]
     ratios: dict[str, float] = {}
@@ -76,7 +77,7 @@ def of_suite(suite: SuiteResult, *, tool: str = __version__) -> Status:
             found[name] = min(verdict, found.get(name, verdict), key=_WORST_FIRST.index)
     first = suite.cases[0] if suite.cases else None
     return Status(
-        schema=SCHEMA, tool=tool, created=datetime.datetime.fromisoformat(suite.created), host=_host(workers),
+        schema=SCHEMA, tool=tool, created=time_of(suite.created) or created or _now(), host=_host(workers),
         case=suite.name, verdict=suite.verdict, exit_status=suite.exit_status, sentence=suite.sentence,
         reason=_reason(findings), marks=tuple(_marks(suite.simulated, findings)),
         profile=first.profile if first else "", settings=first.settings if first else (), elapsed_s=suite.elapsed_s,
@@ -96,7 +97,7 @@ def of_report_file(path: Path, root: Path | None = None) -> Status:
 def of_suite_file(path: Path, root: Path | None = None) -> Status:
     """Return the status of `suite.json`; raise what decoding it raises."""
     raw = read_regular(path, root)
-    return of_suite(decode_json(raw, SuiteResult), tool=decode_json(raw, _Head).tool)
+    return of_suite(decode_json(raw, SuiteResult), created=_written(path), tool=decode_json(raw, _Head).tool)
 
 
 def _devices(
@@ -123,7 +124,7 @@ def _devices(
 
 
 def _classes(devices: Iterable[DeviceStatus]) -> Iterator[DeviceClass]:
-    of_kinds: dict[tuple[str, str, str], list[DeviceStatus]] = {}
+    of_kinds: dict[tuple[str, str, StatusVerdict], list[DeviceStatus]] = {}
     for one in devices:
         of_kinds.setdefault((one.architecture, one.model, one.verdict), []).append(one)
     for (architecture, model, verdict), same in of_kinds.items():
@@ -171,7 +172,7 @@ def _created(found: Comparison) -> datetime.datetime | None:
     """Return when a result was made: of captures that were made apart, when the oldest of them was."""
     times = [source.created for source in found.sources] if found.captures else []
     times = times or ([found.created] if found.created is not None else [])
-    return min(map(datetime.datetime.fromisoformat, times), default=None)
+    return min(filter(None, map(time_of, times)), default=None)
 
 
 def _now() -> datetime.datetime:

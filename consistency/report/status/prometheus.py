@@ -10,10 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from consistency.report.status.record import DeviceStatus, Status
-
-VERDICTS = {"consistent": 0, "inconsistent": 1, "unchecked": 2, "incomplete": 3}
-"""The exit status of a run with this verdict."""
+from consistency.report.status.record import EXIT_STATUS, DeviceStatus, Status
 
 Sample = tuple[dict[str, str], float]
 
@@ -36,12 +33,12 @@ def _families(status: Status, stale: bool | None) -> Iterator[tuple[str, str, It
     yield (
         "consistency_verdict",
         "Verdict of the last run: 0 consistent, 1 inconsistent, 2 not checked, 3 incomplete.",
-        [(run, VERDICTS[status.verdict])],
+        [(run, EXIT_STATUS[status.verdict])],
     )
     yield (
         "consistency_device_verdict",
         "Verdict of the last run on a device: 0 consistent, 1 inconsistent, 3 its worker was lost.",
-        [(labels, VERDICTS[device.verdict]) for labels, device in devices],
+        [(labels, EXIT_STATUS[device.verdict]) for labels, device in devices],
     )
     yield (
         "consistency_devices",
@@ -63,7 +60,7 @@ def _families(status: Status, stale: bool | None) -> Iterator[tuple[str, str, It
     yield (
         "consistency_case_verdict",
         "Verdict of a case of the last suite, as consistency_verdict.",
-        [({**run, "case": name}, VERDICTS[verdict]) for name, verdict in status.cases.items()],
+        [({**run, "case": name}, EXIT_STATUS[verdict]) for name, verdict in status.cases.items()],
     )
     yield (
         "consistency_findings",

@@ -48,7 +48,7 @@ def read_status(path: Path) -> Status:
         return read(report, root)
     except OSError as error:
         raise UsageError(f"cannot read {report}", got=error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"not a report: {report}", got=error) from None
 
 

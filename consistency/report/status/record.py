@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 import msgspec
 
 from consistency.numerics.real import Real
 
 SCHEMA = "consistency.status/1"
+
+StatusVerdict = Literal["consistent", "inconsistent", "unchecked", "incomplete"]
+
+EXIT_STATUS: Mapping[StatusVerdict, int] = {"consistent": 0, "inconsistent": 1, "unchecked": 2, "incomplete": 3}
+"""Of a run with this verdict; `unchecked` is that of a suite none of whose cases could be checked."""
 
 CLOCK_SKEW_S = 300.0
 """A result may be this far in the future: clocks of hosts that synchronise at all differ by less."""
@@ -30,7 +37,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     model: str
     uuid: str | None
-    verdict: str
+    verdict: StatusVerdict
     bound_ratio: Real | None = None
     simulated: bool = False
 
@@ -48,7 +55,7 @@ class DeviceClass(msgspec.Struct, frozen=True, kw_only=True):
 
     architecture: str
     model: str
-    verdict: str
+    verdict: StatusVerdict
     count: int
     bound_ratio: Real | None = None
     simulated: bool = False
@@ -89,10 +96,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     schema: str
     tool: str
-    created: datetime.datetime
+    created: Annotated[datetime.datetime, msgspec.Meta(tz=True)]
     host: str
     case: str
-    verdict: str
+    verdict: StatusVerdict
     exit_status: int
     sentence: str
     reason: str
@@ -107,8 +114,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceStatus, ...]
     device_classes: tuple[DeviceClass, ...] = ()
     devices_left_out: int = 0
-    cases: dict[str, str] = {}
+    cases: dict[str, StatusVerdict] = {}
     command: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.exit_status != EXIT_STATUS[self.verdict]:
+            raise ValueError(f"{self.verdict} with the exit status {self.exit_status}")
 
     def age_s(self, now: datetime.datetime) -> float:
         """Return the time since it ended; negative where the clock that wrote it was ahead."""

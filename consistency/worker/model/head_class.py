@@ -58,7 +58,8 @@ def auto_class(config: Any, case: Case) -> Any:
     found = _that_makes(trained_on, config) if trained_on else None
     if found is None and task in _HEADED and _classes(getattr(modeling_auto, _HEADED[task]), config):
         found = getattr(modeling_auto, _HEADED[task])
-    for architecture in getattr(config, "architectures", None) or ():
+    named = getattr(config, "architectures", None)
+    for architecture in named if isinstance(named, list) else ():
         found = found or _that_makes(architecture, config)
     return found or getattr(modeling_auto, _GENERATING.get(task, "AutoModel"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,19 @@ def test_a_quantized_base_has_the_elements_of_its_weights_and_the_bytes_of_its_f
 
 def test_a_case_without_a_model_has_no_size() -> None:
     assert read_shape(Case(name="x", base="")) == Shape()
+
+
+def test_fields_of_another_type_are_as_if_they_were_not_there(tmp_path: Path) -> None:
+    """Who makes the model refuses them; the estimate must not end the command before."""
+    folder = builtin_folder("llama")
+    for part in ("base", "adapter"):
+        shutil.copytree(folder / part, tmp_path / part)
+    case = Case(name="x", base=str(tmp_path / "base"), adapter=str(tmp_path / "adapter"))
+    expected = read_shape(case)
+    for path, field in ((tmp_path / "adapter/adapter_config.json", "modules_to_save"),
+                        (tmp_path / "base/config.json", "architectures")):  # fmt: skip
+        table = json.loads(path.read_text())
+        for value in (5, True, "text", {"a": 1}, [5, None]):
+            path.write_text(json.dumps({**table, field: value}))
+            assert read_shape(case).adapter_bytes == expected.adapter_bytes
+            assert read_shape(case).elements == expected.elements

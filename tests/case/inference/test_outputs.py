@@ -55,6 +55,8 @@ RUBBISH: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another schema": ({"adapter_on": ON}, {"schema": "consistency.outputs/9"}, "at `$.schema`"),
     "a misspelled field": ({"adapter_on": ON}, {"topk": 2}, "unknown field `topk`"),
     "no engine": ({"adapter_on": ON}, {"engine": ""}, "at `$.engine`"),
+    "a batch of very many rows": ({"adapter_on": ON, f"batch.{'9' * 5000}.first": ON[0]}, {}, "batch."),
+    "a case of another dtype": ({"adapter_on": ON}, {"case": {**KEY, "dtype": "float64x"}}, "at `$.case.dtype`"),
     "another case's form": ({"adapter_on": ON}, {"case": {"name": "a"}}, "missing required field"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import time
 from pathlib import Path
@@ -108,3 +109,26 @@ def test_the_command_says_what_it_removes(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == f"removed{text}"
     assert main(["history", str(tmp_path), "--keep-runs", "0"]) == 2
     assert main(["history", str(tmp_path), "--dry-run"]) == 2
+
+
+@pytest.mark.parametrize("at", ["yesterday", "", "0001-01-01T00:00:00+14:00"])
+def test_a_run_without_a_time_is_left_out(at: str, tmp_path: Path) -> None:
+    history = fleet_history(tmp_path, 1, 2)
+    (first, _) = sorted((tmp_path / "nights").iterdir())
+    first.write_text(json.dumps({**json.loads(first.read_text()), "at": at}))
+    assert len(list(history.runs())) == 1
+    assert history.damage == [f"{first.name}: at is no time: {at!r}"]
+    with pytest.raises(UsageError, match="no run is removed from a damaged history"):
+        remove_old(History(str(tmp_path)), keep_days=1)
+
+
+def test_a_time_without_a_zone_is_utc(tmp_path: Path) -> None:
+    history = fleet_history(tmp_path, 1, 2)
+    (first, _) = sorted((tmp_path / "nights").iterdir())
+    first.write_text(json.dumps({**json.loads(first.read_text()), "at": "2026-01-01T00:00:00"}))
+    (_, run) = history.runs()
+    assert run.time.isoformat() == "2026-01-01T00:00:00+00:00"
+    page = tmp_path / "page.html"
+    assert main(["history", str(tmp_path), "--html", str(page)]) == 0
+    assert page.exists()
+    assert len(remove_old(history, keep_days=1).runs) == 2

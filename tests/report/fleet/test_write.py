@@ -98,3 +98,19 @@ def test_renamed_fields() -> None:
     assert not {"roads", "boxes", "not_looked_at"} & table.keys()
     assert "load_path" in table["tensors"][0]
     assert "load_paths" in table["findings"][0]
+
+
+def test_a_report_of_one_schema_is_written_in_the_other() -> None:
+    """What was folded when it was written is read as one entry for each tensor, and folded again."""
+    found = many(2, 40)
+    first = b"".join(report_json.render(found, View(schema=1)))
+    second = b"".join(report_json.render(found, View(schema=2)))
+    assert any(tensor.get("count", 1) > 1 for tensor in json.loads(second)["tensors"])
+    wanted = [_folded(tensor) for tensor in json.loads(second)["tensors"]]
+    for raw in (first, second):
+        again = json.loads(b"".join(report_json.render(report_json.read(raw), View(schema=2))))
+        assert [_folded(tensor) for tensor in again["tensors"]] == wanted
+
+
+def _folded(tensor: dict[str, Any]) -> tuple[object, ...]:
+    return tuple(tensor.get(field) for field in ("stage", "layer", "tensor", "count", "layers"))

@@ -90,7 +90,7 @@ def test_a_result_from_the_future_is_stale() -> None:
 
 
 def test_an_unchecked_suite_says_nothing_of_the_devices() -> None:
-    assert state(status(good(), verdict="unchecked"), stale=False) == "UNKNOWN"
+    assert state(status(good(), verdict="unchecked", exit_status=2), stale=False) == "UNKNOWN"
 
 
 def test_planted_faults_and_simulated_devices_are_said_first() -> None:

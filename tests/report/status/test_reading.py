@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from consistency.capture.json_codec import encode_json
@@ -16,7 +19,7 @@ from consistency.report.status import make
 from consistency.report.status.reading import read_status
 from tests.report.made_comparisons import comparison, faulty
 from tests.report.status.made_statuses import status
-from tests.report.suite.made_suites import good
+from tests.report.suite.made_suites import good, suite
 
 
 def leave(folder: Path, *, case: str = "llama", small: bool = True) -> Path:
@@ -60,6 +63,37 @@ def test_a_small_file_that_cannot_be_read_is_passed_over(tmp_path: Path, text: s
     leave(tmp_path)
     (tmp_path / "status.json").write_text(text, encoding="latin-1")
     assert read_status(tmp_path).verdict == "consistent"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("created", "2026-01-01T00:00:00"), ("created", "yesterday"), ("verdict", "fine"), ("exit_status", 256),
+        ("verdict", "inconsistent"), ("cases", {"a": "fine"}),
+    ],
+)  # fmt: skip
+def test_a_small_file_that_contradicts_itself_is_passed_over(tmp_path: Path, field: str, value: object) -> None:
+    leave(tmp_path)
+    small = tmp_path / "status.json"
+    small.write_text(json.dumps({**json.loads(small.read_text()), field: value}))
+    found = read_status(tmp_path)
+    assert (found.verdict, found.exit_status) == ("consistent", 0)
+    assert found.created.tzinfo is not None
+
+
+@pytest.mark.parametrize("created", ["yesterday", "2026-01-01T00:00:00", "0001-01-01T00:00:00+14:00"])
+def test_a_report_without_a_time_zone(tmp_path: Path, created: str) -> None:
+    """It counts as UTC; what is no time at all is that of the file."""
+    leave(tmp_path, small=False)
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({**json.loads(report.read_text()), "created": created}))
+    night = tmp_path / "night"
+    night.mkdir()
+    (night / "suite.json").write_bytes(encode_json(msgspec.structs.replace(suite(), created=created, elapsed_s=1.0)))
+    for folder in (tmp_path, night):
+        made = read_status(folder).created
+        assert made.utcoffset() == datetime.timedelta()
+        assert (made.isoformat() == "2026-01-01T00:00:00+00:00") == (created == "2026-01-01T00:00:00")
 
 
 def test_a_report_that_cannot_be_read(tmp_path: Path) -> None:
