@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import resource
 import shlex
 import shutil
 import subprocess
@@ -330,3 +331,28 @@ def test_bits_that_changed_in_a_soak_are_shown_as_they_were_stored(
     tensors = load_file(found.folder / "tensors.safetensors")
     assert torch.equal(tensors["actual"], wrong)
     assert torch.equal(tensors["expected"], right)
+
+
+def test_a_full_disk_leaves_nothing(report: Path, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+    try:
+        with pytest.raises(CaptureError, match="cannot write the reproducer"):
+            reproduce(report, number_of(report, Stage.ADAPTER), tmp_path / "repro")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_earlier_one_stays_until_the_new_one_is_made(report: Path, tmp_path: Path) -> None:
+    """Whoever is killed in between leaves the earlier one aside, which the next one puts back before its work."""
+    for out in (tmp_path / "repro", tmp_path / "repro.zip"):
+        reproduce(report, number_of(report, Stage.ADAPTER), out)
+        with pytest.raises(UsageError):
+            reproduce(report, 99, out, replace=True)
+        reproduce(report, number_of(report, Stage.ADAPTER), out, replace=True)
+    (tmp_path / ".repro.partial").mkdir()
+    (tmp_path / ".repro.partial" / "left").touch()
+    (tmp_path / "repro").rename(tmp_path / ".repro.earlier")
+    reproduce(report, number_of(report, Stage.ADAPTER), tmp_path / "repro", replace=True)
+    assert {one.name for one in tmp_path.iterdir()} == {"repro", "repro.zip"}
