@@ -486,9 +486,10 @@ def test_output_that_is_closed(words: tuple[str, ...], finished_run: FinishedRun
 
 @pytest.mark.parametrize("word", ["show", "status"])
 def test_output_that_cannot_be_written(word: str, finished_run: FinishedRun) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # it fails when flushed
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            command(word, finished_run.folder), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            command(word, finished_run.folder), stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=env
         )
     assert done.returncode == 2
     assert "No space left on device" in done.stderr
