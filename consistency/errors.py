@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from consistency.text import clean, one_line, without_credentials
+
 
 class ConsistencyError(Exception):
     """An error that a user can act on: what is wrong, where, what was found and expected, and what to do.
@@ -51,8 +53,12 @@ class ConsistencyError(Exception):
         )
 
     def __str__(self) -> str:
-        named = {f"{label}:": value for label, value in self.parts.items() if label != "what" and value is not None}
-        return "\n".join([self.what, *(f"  {label:<8}{value}" for label, value in named.items())])
+        named = {f"{label}:": one_line(value) for label, value in self.parts.items() if value is not None}
+        named.pop("what:")
+        if self.hint is not None:
+            named["hint:"] = clean(self.hint)  # written here, on several lines where need be
+        lines = [one_line(self.what), *(f"  {label:<8}{value}" for label, value in named.items())]
+        return without_credentials("\n".join(lines))
 
 
 class UsageError(ConsistencyError):

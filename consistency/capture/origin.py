@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
+from consistency.text import without_credentials
+
 _GIVEN: ContextVar[tuple[str, ...]] = ContextVar("command", default=())
 
 
@@ -24,7 +26,14 @@ def running(command: Sequence[str]) -> Iterator[None]:
 
 
 def command() -> tuple[str, ...]:
-    """Return the command line, word by word: the one that is `running`, else that of this process."""
+    """Return the command line, word by word: the one that is `running`, else that of this process.
+
+    URLs in it are without user, password and query.
+    """
+    return tuple(map(without_credentials, _words()))
+
+
+def _words() -> tuple[str, ...]:
     if given := _GIVEN.get():
         return given
     words = [word for word in sys.argv if word]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,10 +141,12 @@ def refuse_pickle(path: Path, *, wanted: str, allow_pickle: bool) -> None:
         where=path,
         wanted=wanted,
         hint=(
-            'convert it: python -c "import torch, safetensors.torch as s; '
-            f"s.save_file({{k: v.contiguous().clone() for k, v in torch.load('{path.name}', "
-            f"weights_only=True, map_location='cpu').items()}}, '{wanted}', "
-            "metadata={'format': 'pt'})\"; or allow it with --allow-pickle, which reads with weights_only=True"
+            'convert it: python -c "import sys, torch, safetensors.torch as s; '
+            "s.save_file({k: v.contiguous().clone() for k, v in torch.load(sys.argv[1], "
+            "weights_only=True, map_location='cpu').items()}, sys.argv[2], "
+            "metadata={'format': 'pt'})\" "
+            f"{shlex.quote(path.name)} {shlex.quote(wanted)}; or allow it with --allow-pickle, which reads with "
+            "weights_only=True"
         ),
     )
 

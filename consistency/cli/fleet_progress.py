@@ -16,7 +16,7 @@ from rich.text import Text
 from consistency.capture.wording import and_more
 from consistency.cli.progress import SILENT_S
 from consistency.report.console import make_console, plain_cells
-from consistency.report.text import clean
+from consistency.text import clean
 from consistency.workflows.fleet.following import NodeState, NodeWatcher, Progress
 
 _MOST_ROWS = 16

@@ -191,7 +191,7 @@ def _open_streams() -> None:
 
 
 def _complain(text: str) -> None:
-    from consistency.report.text import clean
+    from consistency.text import clean
 
     print(f"consistency: {clean(text)}", file=sys.stderr)  # quotes paths and headers, which may be a stranger's
 

@@ -16,7 +16,7 @@ from consistency.capture.node_status import BEAT_S, NodeStatus, write_status
 from consistency.capture.version import __version__
 from consistency.cli.outlook import Expected, Outlook
 from consistency.errors import CaptureError, ConsistencyError, first_line
-from consistency.report.text import one_line
+from consistency.text import one_line
 
 if TYPE_CHECKING:
     from consistency.devices.spec import DeviceInfo

@@ -120,7 +120,7 @@ def show(
     `out` is the folder that holds its report.
     """
     from consistency.capture.whole_file import write_whole
-    from consistency.report.text import clean
+    from consistency.text import clean
 
     folder = None if out is None else str(out)
     schema = getattr(parsed, "schema", None)  # not every command that prints a comparison has the choice

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from consistency.cli.outlook import Expected, Outlook, left_text
 from consistency.report.console import make_console
-from consistency.report.text import clean
+from consistency.text import clean
 from consistency.worker.protocol import Event
 
 SILENT_S = 10.0

@@ -12,7 +12,7 @@ import pytest
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.whole_file import write_whole
 from consistency.errors import ConsistencyError, first_line
-from consistency.report.text import clean
+from consistency.text import clean
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from consistency.pytest_plugin.item_names import Place, own_place
 from consistency.pytest_plugin.session import LostWorkerError, Session
 from consistency.pytest_plugin.session_case import SessionCase
 from consistency.report.summary import class_text
-from consistency.report.text import clean
+from consistency.text import clean
 
 _ROOT = "consistency"
 _RUN_KINDS = frozenset({DRIFT, "not-repeatable", "same-model", "inputs", "damaged-capture"})

@@ -20,7 +20,7 @@ from consistency.capture.wording import and_more
 from consistency.comparison.result import Finding, Severity
 from consistency.comparison.suite import SuiteVerdict
 from consistency.report.findings import AGAIN, is_command
-from consistency.report.text import clean, one_line
+from consistency.text import one_line
 
 PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
 
@@ -99,7 +99,7 @@ def print_rows(console: Console, titles: Sequence[str], rows: Sequence[Sequence[
 
 def plain_cells(*cells: object) -> list[Text]:
     """Return the cells of a row, without the control characters of a stranger's names."""
-    return [Text(clean("" if cell is None else str(cell))) for cell in cells]
+    return [Text(one_line("" if cell is None else cell)) for cell in cells]
 
 
 class Writer:
@@ -112,7 +112,7 @@ class Writer:
 
     def text(self, text: str, style: str = "") -> Text:
         """Return what this console can show of a text."""
-        text = clean(text)
+        text = one_line(text)
         if self._encoding is not None:
             text = text.translate(_PLAIN).encode(self._encoding, "replace").decode(self._encoding)
         return Text(text, style=style)

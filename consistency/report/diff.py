@@ -12,7 +12,7 @@ from consistency.comparison.result import Comparison, Finding, Row, TensorCompar
 from consistency.report.console import Writer, without_trailing_blanks
 from consistency.report.sentences import sentence
 from consistency.report.terminal import origin_lines
-from consistency.report.text import one_line
+from consistency.text import one_line
 
 _MOST_TENSORS = 20
 

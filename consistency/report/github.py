@@ -15,7 +15,7 @@ from consistency.report import terminal
 from consistency.report.findings import findings_of
 from consistency.report.formats import View
 from consistency.report.markdown import as_markdown
-from consistency.report.text import clean
+from consistency.text import clean
 
 _LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 _MOST = 10  # GitHub shows ten annotations of a level per step and silently drops the others

@@ -14,7 +14,7 @@ from consistency.comparison.history.store import History
 from consistency.comparison.history.unfinished import unfinished
 from consistency.errors import UsageError
 from consistency.report.console import plain_cells, print_rows, without_trailing_blanks
-from consistency.report.text import clean
+from consistency.text import clean
 
 _MOST_FINDING = 100  # characters of a finding in a line
 _MOST_DRIFTED = 6  # names in a line

@@ -45,7 +45,7 @@ from consistency.report.sentences import (
     source_texts,
 )
 from consistency.report.summary import Group, Line, all_groups, stages
-from consistency.report.text import one_line
+from consistency.text import one_line
 
 _MOST_FINDINGS = 100  # more than a person reads; `report.json` holds all
 _MOST_TENSORS = 200  # names of tensors below a finding

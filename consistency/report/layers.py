@@ -26,7 +26,7 @@ from consistency.comparison.layers import (
 from consistency.comparison.result import BAD, Comparison
 from consistency.numerics.real import Real
 from consistency.report.console import Writer, make_console, stripped
-from consistency.report.text import one_line
+from consistency.text import one_line
 
 MOST_ROWS = 8
 """Rows of a stage beside others; of a stage alone `MOST_ROWS_OF_ONE`."""

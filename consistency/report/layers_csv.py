@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from consistency.comparison.layers import LayerComparison
 from consistency.numerics.real import Real
-from consistency.report.text import one_line
+from consistency.text import one_line
 
 COLUMNS = (
     "stage", "load_path", "layer", "tensor", "architecture", "workers", "status", "max_abs", "allowed", "ratio",

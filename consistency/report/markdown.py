@@ -33,7 +33,7 @@ from consistency.report.sentences import (
     source_texts,
 )
 from consistency.report.summary import Groups, all_groups, stages
-from consistency.report.text import one_line
+from consistency.text import one_line
 
 MOST_LINES = 40
 """Visible ones: readers of an issue skip more than a screen; the parts below add up to no more than this."""

@@ -7,7 +7,7 @@ from consistency.capture.wording import some
 from consistency.comparison.result import Comparison, Finding
 from consistency.report.markdown import escaped, fence
 from consistency.report.sentences import facts
-from consistency.report.text import one_line
+from consistency.text import one_line
 
 MOST_LINES = 20
 """Lines of evidence: a stack has about as many, and `report.json` holds all."""

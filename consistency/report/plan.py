@@ -16,7 +16,7 @@ from consistency.case.budget.fit import ON_DISK, Budget
 from consistency.case.budget.shape import Shape
 from consistency.case.duration import duration_text
 from consistency.errors import ConsistencyError
-from consistency.report.text import clean, one_line
+from consistency.text import clean, one_line
 
 SCHEMA = "consistency.plan/1"
 SUITE_SCHEMA = "consistency.plan-suite/1"

@@ -8,7 +8,7 @@ from consistency.comparison.result import Comparison
 from consistency.comparison.suite import SuiteResult
 from consistency.report.findings import findings_of
 from consistency.report.sentences import sentence
-from consistency.report.text import clean
+from consistency.text import one_line
 
 _MOST_FINDINGS = 10  # a screen; the report has the rest
 _MOST_TENSORS = 5
@@ -17,20 +17,20 @@ _MOST_TENSORS = 5
 def problems(found: Comparison | SuiteResult) -> Iterator[str]:
     """Yield why a result is not consistent: the verdict in a sentence, then each error with its tensors and devices."""
     if isinstance(found, SuiteResult):
-        yield clean(f"{found.verdict}: {found.sentence}")
+        yield one_line(f"{found.verdict}: {found.sentence}")
         for case in found.cases:
             if case.verdict != "consistent":
-                yield clean(f"  {case.name}: {case.verdict}: {case.headline}")
+                yield one_line(f"  {case.name}: {case.verdict}: {case.headline}")
         return
-    yield clean(f"{found.verdict}: {sentence(found)}")
+    yield one_line(f"{found.verdict}: {sentence(found)}")
     errors = [finding for finding in findings_of(found) if finding.severity == "error"]
     for number, finding in enumerate(errors[:_MOST_FINDINGS], start=1):
         if len(errors) > 1:  # otherwise the verdict has said it
-            yield clean(f"  {number}  {finding.message}")
-        yield from (clean(f"     {line}") for line in finding.detail)
+            yield one_line(f"  {number}  {finding.message}")
+        yield from (one_line(f"     {line}") for line in finding.detail)
         if not finding.detail:
-            yield from (clean(f"     {name}") for name in finding.tensors[:_MOST_TENSORS])
+            yield from (one_line(f"     {name}") for name in finding.tensors[:_MOST_TENSORS])
         if finding.next:
-            yield clean(f"     next: {finding.next}")
+            yield one_line(f"     next: {finding.next}")
     if len(errors) > _MOST_FINDINGS:
         yield f"  and {len(errors) - _MOST_FINDINGS} more"

@@ -20,7 +20,7 @@ from consistency.comparison.suite import CaseResult
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
 from consistency.report.fleet.ranges import folded
 from consistency.report.summary import MOST_COLUMNS, Cell, Groups, divergences
-from consistency.report.text import one_line
+from consistency.text import one_line
 
 LEGEND = (
     ("equal", "=", "bitwise equal"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import shlex
 import struct
 from pathlib import Path
 
@@ -158,10 +159,23 @@ def test_the_refusal_of_a_pickle_says_why_and_what_to_do(tmp_path: Path) -> None
     hint = error.hint or ""
     assert "weights_only=True" in hint
     assert "--allow-pickle" in hint
-    command = hint[hint.index('python -c "') + len('python -c "') : hint.index('"; or')]
-    compile(command, "hint", "exec")  # what is to be pasted is Python
-    assert "'pytorch_model.bin'" in command
-    assert "'model.safetensors'" in command
+    words = shlex.split(hint.partition("convert it: ")[2].partition("; or allow")[0])
+    assert words[:2] == ["python", "-c"]
+    compile(words[2], "hint", "exec")  # what is to be pasted is Python
+    assert words[3:] == ["pytorch_model.bin", "model.safetensors"]
+
+
+def test_a_name_in_a_command_to_paste_stays_a_name(tmp_path: Path) -> None:
+    name = '$(touch PWNED)"; x.bin'
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    (tmp_path / name).write_bytes(b"\x80\x04.")
+    with pytest.raises(InputError) as caught:
+        read(tmp_path)
+    hint = caught.value.hint or ""
+    words = shlex.split(hint.partition("convert it: ")[2].partition("; or allow")[0])
+    assert "touch" not in words[2]
+    assert words[3:] in ([name, "model.safetensors"], [index.name, "model.safetensors"])
 
 
 def test_a_sharded_pickle_is_refused_by_its_index(tmp_path: Path) -> None:

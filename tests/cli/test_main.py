@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -106,8 +107,9 @@ def test_pickled_adapter_is_refused_with_the_way_out(cli_here: Cli, copies: tupl
 
     allowed = cli_here(*run, "--allow-pickle")
     assert allowed.returncode == 0, allowed.stderr
-    script = next(line for line in done.stderr.splitlines() if "python -c" in line).split('"')[1]
-    subprocess.run([sys.executable, "-c", script], cwd=adapter, check=True)
+    line = next(line for line in done.stderr.splitlines() if "python -c" in line)
+    words = shlex.split(line.partition("convert it: ")[2].partition("; or allow")[0])
+    subprocess.run([sys.executable, *words[1:]], cwd=adapter, check=True)
     converted = load_file(adapter / "adapter_model.safetensors")
     assert converted.keys() == weights.keys()
     assert all(torch.equal(converted[name], weights[name]) for name in weights)

@@ -21,7 +21,7 @@ from consistency.report.console import PIPE_WIDTH, make_console
 from consistency.report.html import as_html
 from consistency.report.markdown import as_markdown
 from consistency.report.sentences import sentence
-from consistency.report.text import clean
+from consistency.text import clean
 from tests.report.made_comparisons import ALL, comparison, faulty, tensor, worker
 from tests.report.printed import printed
 

@@ -46,7 +46,7 @@ def _init(parsed: argparse.Namespace) -> int:
 
 def _accept(parsed: argparse.Namespace) -> int:
     from consistency.comparison.history.baseline import accept
-    from consistency.report.text import clean
+    from consistency.text import clean
     from consistency.workflows.saved_report import read_report
 
     head, _ = read_report(parsed.report)

@@ -40,7 +40,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _bisect(parsed: argparse.Namespace) -> int:
     from consistency.cli.progress import progress
-    from consistency.report.text import clean
+    from consistency.text import clean
     from consistency.workflows.bisect import Trial, bisect
 
     tried = itertools.count(1)

@@ -35,7 +35,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _inputs(parsed: argparse.Namespace) -> int:
     from consistency.case.reading import gather_options
-    from consistency.report.text import clean
+    from consistency.text import clean
     from consistency.workflows.engine_inputs import write_inputs
 
     given = {option.name: getattr(parsed, option.name, None) for option in OPTIONS}

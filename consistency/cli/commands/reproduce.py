@@ -27,7 +27,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _reproduce(parsed: argparse.Namespace) -> int:
-    from consistency.report.text import clean
+    from consistency.text import clean
     from consistency.workflows.reproduce.folder import reproduce
 
     found = reproduce(parsed.report, parsed.finding, parsed.out, replace=parsed.force, redact=parsed.redact)

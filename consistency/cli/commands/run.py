@@ -24,7 +24,7 @@ from consistency.cli.output import (
 from consistency.errors import ConsistencyError, UsageError
 from consistency.report.formats import Subject
 from consistency.report.runs import dated
-from consistency.report.text import clean
+from consistency.text import clean
 
 if TYPE_CHECKING:
     from consistency.capture.folder import WorkerCapture

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from consistency.cli.output import add_output_options, add_schema_option, print_json
-from consistency.report.text import clean
+from consistency.text import clean
 
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison

@@ -31,7 +31,7 @@ from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.page.labels import KEY, digits
 from consistency.report.summary import MOST_COLUMNS, Group, badness, stage_order
-from consistency.report.text import one_line
+from consistency.text import one_line
 
 MOST_VARIANTS = 132_000
 """2000 tensors on 64 devices of which no two agree, and on two architectures: at some 36 bytes each below 5 MB."""

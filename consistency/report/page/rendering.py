@@ -8,7 +8,7 @@ import jinja2
 from markupsafe import Markup
 
 from consistency.capture.wording import and_more
-from consistency.report.text import one_line
+from consistency.text import one_line
 
 VERDICT_MARKS = {"consistent": "✓", "inconsistent": "✗", "incomplete": "!", "unchecked": "!"}
 """Sign of a verdict."""

@@ -10,7 +10,7 @@ import math
 
 from consistency.case.duration import duration_text
 from consistency.report.status.record import CLOCK_SKEW_S, Status
-from consistency.report.text import one_line
+from consistency.text import one_line
 
 MOST_BYTES = 80
 

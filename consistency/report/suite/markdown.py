@@ -13,7 +13,7 @@ from consistency.report.merging import MERGING
 from consistency.report.sentences import cell_text
 from consistency.report.suite.findings import findings_of
 from consistency.report.suite.table import case_lines, columns, seconds, suite_facts, suite_origin
-from consistency.report.text import one_line
+from consistency.text import one_line
 
 _CASES, _FINDINGS = 20, 6
 

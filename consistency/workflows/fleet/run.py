@@ -27,7 +27,7 @@ from consistency.devices.interpreter import python_command
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.fleet.engine import EngineError, FleetEngine, NodeTask, fleet_engine
 from consistency.launch.fleet.options import FleetOptions
-from consistency.report.text import one_line
+from consistency.text import one_line
 from consistency.workflows import judging, report_folder
 from consistency.workflows.fleet.folder import PLAN, FleetFolder, FleetRecord, NodeOutcome
 from consistency.workflows.fleet.following import (

@@ -20,6 +20,7 @@ from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.devices.backends import kernel_variables
 from consistency.devices.settings import UNREADABLE
 from consistency.errors import CaptureError, UsageError
+from consistency.text import one_line
 from consistency.workflows.reproduce.evidence import Evidence, find_evidence
 from consistency.workflows.reproduce.parts import Parts, device_of, load_arguments, parts_of
 from consistency.workflows.reproduce.readme import readme
@@ -147,6 +148,8 @@ def _write(folder: Path, evidence: Evidence, parts: Parts) -> None:
         },
         **parts.facts,
     }
+    # the scripts print these, and a terminal obeys what a stranger's capture may have in them
+    facts = {name: one_line(value) if isinstance(value, str) else value for name, value in facts.items()}
     scripts = {parts.script_name: parts.script}
     case = evidence.participant.case
     if case.adapter is not None and case.factory is None and evidence.record.stage in _OF_MODEL:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from consistency.report.text import clean
+from consistency.text import one_line
 from consistency.workflows.reproduce.evidence import Evidence
 from consistency.workflows.reproduce.parts import Parts
 
@@ -13,16 +13,17 @@ from consistency.workflows.reproduce.parts import Parts
 def readme(evidence: Evidence, parts: Parts, scripts: Mapping[str, str]) -> str:
     """Return the text of the README."""
     info = evidence.participant.info
-    name = clean(evidence.name).replace("`", "'")
+    kind = "".join(c for c in evidence.finding.kind if c.isalnum() or c in "- ")
+    torch = _code(info.environment.get("torch"))
     lines = [
-        f"# {evidence.finding.kind}: `{name}`{'' if parts.computes else ' (does not recompute)'}",
+        f"# {kind}: {_code(evidence.name)}{'' if parts.computes else ' (does not recompute)'}",
         "",
-        "    " + clean(evidence.finding.message),
+        "    " + one_line(evidence.finding.message),
         "",
-        *(f"    {clean(line)}" for line in evidence.finding.detail[:3]),
+        *(f"    {one_line(line)}" for line in evidence.finding.detail[:3]),
         "",
-        f"Found on `{evidence.participant.label}` ({info.architecture}, {info.model}), torch "
-        f"{info.environment.get('torch')}. This folder has one of {1 + len(evidence.others)} tensors, {parts.window}.",
+        f"Found on {_code(evidence.participant.label)} ({_code(info.architecture)}, {_code(info.model)}), torch "
+        f"{torch}. This folder has one of {1 + len(evidence.others)} tensors, {parts.window}.",
         "",
         *_made_by(evidence),
         "```",
@@ -42,7 +43,7 @@ def readme(evidence: Evidence, parts: Parts, scripts: Mapping[str, str]) -> str:
         lines.append("python load_with_peft.py --base FOLDER --adapter FOLDER   # needs transformers and peft")
     lines += ["```", ""]
     if info.planted is not None:
-        lines += [f"**The fault was planted on purpose** (`{info.planted}`): it is not a fault of the device.", ""]
+        lines += [f"**The fault was planted on purpose** ({_code(info.planted)}): it is not a fault of the device.", ""]
     if info.simulated:
         lines += ["**The device was simulated in software.**", ""]
     lines += [
@@ -56,6 +57,10 @@ def _made_by(evidence: Evidence) -> list[str]:
     """Return the lines that state which command found it; reports of earlier versions do not."""
     if not evidence.command:
         return []
-    host = clean(evidence.host).replace("`", "'")  # as code: a redacted name looks like markup
-    when = clean(str(evidence.created))
-    return [f"The report was made on `{host}`, {when}, by:", "", f"    {clean(shlex.join(evidence.command))}", ""]
+    host, when = _code(evidence.host), _code(evidence.created)
+    return [f"The report was made on {host}, {when}, by:", "", f"    {one_line(shlex.join(evidence.command))}", ""]
+
+
+def _code(text: object) -> str:
+    """Return a name as code, in which nothing is markup: neither a stranger's nor a redacted one."""
+    return f"`{one_line(text).replace('`', chr(39))}`"

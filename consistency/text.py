@@ -1,0 +1,30 @@
+"""Text from strangers made fit to be shown: names in models, adapters, captures and reports can be anybody's.
+
+On a terminal a control character moves the cursor, and a line feed forges a line of its own. GitHub's log obeys lines
+that begin with `::`, after blanks too, and `##[` anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+
+_COMMAND = re.compile(r"^(\s*):(?=:)", re.MULTILINE)
+_URL = re.compile(
+    r"([A-Za-z][A-Za-z0-9+.-]*://)(?:[^\s?#'\"]*?:[^\s?#'\"]*@|[^\s/?#@'\"]*@)?([^\s?#'\"]*)(?:[?#][^\s'\"]*)?"
+)
+
+
+def clean(text: str) -> str:
+    """Escape control characters, and what a log takes for a command; line feeds stay."""
+    shown = "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
+    return _COMMAND.sub(r"\1\\x3a", shown).replace("##[", "#\\x23[")
+
+
+def one_line(text: object) -> str:
+    """Return a text on one line: line feeds are escaped too."""
+    return clean(str(text).replace("\n", "\\x0a"))
+
+
+def without_credentials(text: str) -> str:
+    """Return a text with URLs that have no user, no password, no query and no fragment: those hold keys and tokens."""
+    return _URL.sub(r"\1\2", text) if "://" in text else text

@@ -1,0 +1,63 @@
+"""What a foreign name may contain where it is shown: no control, no line of its own, no command, no credential."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from consistency.capture import origin
+from consistency.errors import InputError
+from consistency.text import clean, one_line, without_credentials
+from tests.conftest import Cli
+
+NASTY = "x\n  CONSISTENT   all is well\n::error file=x::pwn\n  ::stop-commands::y\x1b[31m##[error]z"
+
+
+def test_a_name_makes_no_line_and_no_command_of_a_log() -> None:
+    shown = one_line(NASTY)
+    assert "\n" not in shown
+    assert "\x1b" not in shown
+    assert "##[" not in shown
+    assert one_line("::error::x").startswith("\\x3a:")
+    assert one_line("  ::error::x").lstrip().startswith("\\x3a:")
+    assert one_line("adapter::model.layers.0") == "adapter::model.layers.0"
+
+
+def test_a_text_of_ours_keeps_its_lines_and_obeys_nothing() -> None:
+    assert clean("a\nb") == "a\nb"
+    assert not any(line.lstrip().startswith("::") for line in clean(NASTY).splitlines())
+
+
+def test_an_error_is_no_place_for_lines_of_a_name() -> None:
+    lines = str(InputError(NASTY, where=NASTY, got=NASTY)).splitlines()
+    assert len(lines) == 3
+    assert [line.split()[0] for line in lines[1:]] == ["where:", "got:"]
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("memory://AKIA:SECRETTOK@bucket/h", "memory://bucket/h"),
+        ("--history=s3://AKIA:SEC/RET+=@bucket/h?token=t", "--history=s3://bucket/h"),
+        ("https://user@host/x#secret", "https://host/x"),
+        ("cannot read https://a:b@c/d?e: no", "cannot read https://c/d no"),
+        ("s3://bucket/run/1", "s3://bucket/run/1"),
+        ("/home/me/x?y", "/home/me/x?y"),
+        ("python:module:function", "python:module:function"),
+    ],
+)
+def test_urls_are_shown_without_credentials(given: str, shown: str) -> None:
+    assert without_credentials(given) == shown
+
+
+def test_a_command_is_recorded_without_credentials(cli_here: Cli, tmp_path: Path) -> None:
+    url = "memory://AKIA:SECRETTOK@bucket/h?key=SECRETTOK"
+    with origin.running(["consistency", "run", "--history", url]):
+        assert origin.command() == ("consistency", "run", "--history", "memory://bucket/h")
+    run = ("run", "--devices", "cpu", "--stages", "base", "--history", url, "--out", tmp_path / "out")
+    done = cli_here(*run)
+    assert done.returncode == 0, done.stderr
+    texts = [file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    assert not any(b"SECRETTOK" in text for text in texts)
+    assert "SECRETTOK" not in done.stdout + done.stderr
