@@ -26,6 +26,7 @@ from consistency.case.stages import Level, Stage
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.report.replacing import Replacements
+from consistency.text import without_credentials
 
 _HOME = re.compile(r"(?:/(?:export/)?(?:home|Users)/|[A-Za-z]:\\Users\\)([^\s/\\:'\"<>|,;)]+)")
 
@@ -35,6 +36,16 @@ _PATH = re.compile(
 """A path from the root or the home folder; one with spaces only where it is quoted."""
 
 _UUID = re.compile(r"(?i)(?<![0-9a-z])(?:(GPU|MIG)-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![0-9a-f])")
+
+_ADDRESS = re.compile(
+    r"(?i)(?<![\w.:-])(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]\d)(?:\.(?:25[0-5]|2[0-4]\d|1?\d?\d)){3}(?![\w.]\w|\w)"
+    r"|(?<![\w:])(?:[0-9a-f]{2}[:-]){5}[0-9a-f]{2}(?![\w:])|(?<![\w:])(?:[0-9a-f]{1,4}:){7}[0-9a-f]{1,4}(?![\w:])"
+    r"|(?<![\w:])fe80::[0-9a-f:]+"
+)
+"""An IPv4 address from 10.0.0.0 on (below are versions of libraries), a MAC address, an IPv6 address."""
+
+_UNC = re.compile(r"(?<!\\)\\\\[^\s\\]+(?:\\[^\s\\'\"]+)+")
+_FUNCTION = re.compile(r"(?<![\w.:-])python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 _SYSTEM = re.compile(r"/(?:usr|lib|lib32|lib64|bin|sbin|proc|sys|dev|etc)(?:/|\Z)")
 
@@ -120,7 +131,8 @@ class Redaction:
         return done
 
     def _redacted(self, text: str) -> str:
-        text = self._folders(self._exact(text))
+        text = self._folders(self._exact(without_credentials(text)))
+        text = _FUNCTION.sub("python:<function>", _UNC.sub("<path>", _ADDRESS.sub("<address>", text)))
         if " " in text:  # a word alone may be one of the report's own
             text = self._given(text)
         for home in self.homes:

@@ -213,3 +213,21 @@ def test_a_host_called_like_a_word_of_the_report_does_not_garble_it() -> None:
     assert (redacted["host"], redacted["workers"][0]["host"]) == ("<host>", "<host>")
     redacted["host"], redacted["workers"][0]["host"] = "cuda", "a"
     assert redacted == table
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        ("connect to 10.1.2.3:29500 failed", "connect to <address>:29500 failed"),
+        ("at 192.168.0.17.", "at <address>."),
+        ("link aa:bb:cc:dd:ee:ff is down", "link <address> is down"),
+        ("fe80::1ff:fe23:4567:890a", "<address>"),
+        (r"\\server\share\models\x", "<path>"),
+        ("--base python:acme.secret:factory", "--base python:<function>"),
+        ("memory://AKIA:KEY@bucket/h?token=t", "memory://bucket/h"),
+        ("cudnn 9.1.0.70, driver 580.126.16.99, 0000:16:01.0", "cudnn 9.1.0.70, driver 580.126.16.99, 0000:16:01.0"),
+        ("adapter::model.layers.0.q_proj", "adapter::model.layers.0.q_proj"),
+    ],
+)
+def test_addresses_functions_and_credentials_are_taken_out(text: str, redacted: str) -> None:
+    assert Redaction().text(text) == redacted
