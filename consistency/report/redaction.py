@@ -213,6 +213,8 @@ def redaction_of(report: Mapping[str, Any], *, more: Iterable[str] = ()) -> Reda
             table = folders if "/" in word else given
             table[word] = by_name.setdefault(Path(word).name, f"<given-{len(folders) + len(given) + 1}>")
     case = _case(report)
+    # a capture is called as its folder, and so are the workers of several
+    case |= {name: by_name[name] for name in _values(report, ("sources",), "name") if name in by_name}
     given = {name: instead for name, instead in case.items() if instead == _CASE} | given
     texts = [*_texts(report), *more, str(Path.home())]
     found = [match for text in texts for match in _HOME.finditer(text)]

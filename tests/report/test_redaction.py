@@ -231,3 +231,12 @@ def test_a_host_called_like_a_word_of_the_report_does_not_garble_it() -> None:
 )
 def test_addresses_functions_and_credentials_are_taken_out(text: str, redacted: str) -> None:
     assert Redaction().text(text) == redacted
+
+
+def test_the_folder_that_a_run_is_written_to_is_no_name_of_it() -> None:
+    report = {
+        "command": ["consistency", "run", "--out", "falcon"],
+        "sources": [{"name": "falcon", "command": ["consistency", "run", "--out", "falcon"]}],
+        "workers": [{"name": "falcon:cpu"}],
+    }
+    assert "falcon" not in json.dumps(redaction_of(report).value(report))
