@@ -120,3 +120,8 @@ def _new_partial(folder: Path) -> tuple[Path, int]:
 
 def _cannot_write(path: Path, error: OSError) -> CaptureError:
     return CaptureError("cannot write", where=path, got=error)
+
+
+def as_readable_as_its_folder(path: Path) -> None:
+    """Let whoever may read a file's folder read the file: safetensors makes files for their owner alone."""
+    path.chmod(path.parent.stat().st_mode & 0o666)

@@ -190,7 +190,10 @@ class EventLog:
 
 
 class EventReader:
-    """Read the events that a worker has written since the last call."""
+    """Read the events that a worker has written since the last call.
+
+    A line that is no event is passed over: whoever wrote it loses no more than what it says, and no other worker.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -205,10 +208,17 @@ class EventReader:
             return []
         whole = raw[: raw.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [decode_json(line, Event) for line in whole.splitlines()]
+        return [event for line in whole.split(b"\n") if (event := _event(line)) is not None]
 
     def drop(self, *kinds: EventKind) -> None:
         """Remove the events of these kinds from the file, once its writer has ended."""
         with suppress(OSError, msgspec.MsgspecError, CaptureError):  # the longer file does no harm
             lines = self._path.read_bytes().splitlines(keepends=True)
             write_whole(self._path, [line for line in lines if decode_json(line, Event).kind not in kinds])
+
+
+def _event(line: bytes) -> Event | None:
+    try:
+        return decode_json(line, Event)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from consistency.capture.folder import blob_key
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import IN_EVIDENCE, TensorRecord
+from consistency.capture.whole_file import as_readable_as_its_folder
 from consistency.case.load_path import LoadPath
 from consistency.errors import CaptureError
 from consistency.numerics.digest import as_bytes
@@ -107,6 +108,7 @@ class RecordStore:
             partial = self._blobs / f"{name}.{os.getpid()}.tmp"
             try:
                 save_file({"tensor": host.clone() if host.untyped_storage().nbytes() != host.nbytes else host}, partial)
+                as_readable_as_its_folder(partial)
                 os.replace(partial, path)
             except (OSError, SafetensorError) as error:
                 partial.unlink(missing_ok=True)

@@ -41,3 +41,12 @@ def test_what_cannot_be_read_is_left_as_it_is(tmp_path: Path, damage: bytes) -> 
     reader.drop("step")
     assert path.read_bytes() == before
     EventReader(tmp_path / "none.jsonl").drop("step")
+
+
+@pytest.mark.parametrize("damage", [b"garbage", b'{"at": 1, "kind": "news"}', b"\xff\xfe", b'{"at": "x"', b"[" * 5000])
+def test_a_line_that_is_no_event_costs_no_other(damage: bytes, tmp_path: Path) -> None:
+    reader = written(tmp_path / "events.jsonl")
+    before = len(written(tmp_path / "others.jsonl").new())
+    raw = (tmp_path / "events.jsonl").read_bytes()
+    (tmp_path / "events.jsonl").write_bytes(damage + b"\n" + raw)
+    assert len(reader.new()) == before > 0

@@ -67,7 +67,8 @@ def _bars(entry: StageMemory | None, largest: dict[str, int]) -> Iterable[Bar]:
         whole = largest[kind]
         if (held is None and most is None) or not whole:
             continue
-        text = " · ".join(part for part in (size(held), f"peak {size(most)}" if most is not None else "") if part)
+        parts = ("" if held is None else size(held), "" if most is None else f"peak {size(most)}")
+        text = " · ".join(part for part in parts if part)
         yield Bar(kind=kind, text=text, resident=(held or 0) / whole, peak=(most or held or 0) / whole)
 
 

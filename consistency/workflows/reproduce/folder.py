@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from consistency.capture.claim import PARTIAL, claim_of, claimed, scratch_folder
 from consistency.capture.transport import ARCHIVE
-from consistency.capture.whole_file import put_in_place, restore
+from consistency.capture.whole_file import as_readable_as_its_folder, put_in_place, restore
 from consistency.capture.writer import write_json
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.devices.backends import kernel_variables
@@ -163,6 +163,7 @@ def _write(folder: Path, evidence: Evidence, parts: Parts) -> None:
         )
     try:
         save_file(dict(parts.tensors), folder / "tensors.safetensors")
+        as_readable_as_its_folder(folder / "tensors.safetensors")
     except SafetensorError as error:
         raise CaptureError("cannot write the reproducer", where=folder, got=error) from None
     write_json(folder / "finding.json", facts)
