@@ -18,6 +18,8 @@ from consistency.numerics.words import Word
 RecordStatus = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked", "measured"]
 Effect = Literal["", "layers", "no-layer", "zero-scaling", "zero-weights", "zero-delta", "some-tokens"]
 WorkerStatus = Literal["ok", "lost", "failed"]
+Name = Annotated[str, msgspec.Meta(max_length=2**12)]
+"""Of a layer or a tensor: a report repeats it hundreds of times."""
 
 
 class TensorRecord(
@@ -91,9 +93,9 @@ class TensorRecord(
         others each time, on the same device too. Empty for bytes that were moved.
     """
 
-    stage: str
-    layer: str
-    tensor: str
+    stage: Name
+    layer: Name
+    tensor: Name
     shape: tuple[int, ...] = ()
     dtype: str = ""
     rule: Annotated[str, msgspec.Meta(pattern=rf"\A({'|'.join(Rule)})\Z")]

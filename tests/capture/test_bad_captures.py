@@ -179,6 +179,7 @@ CASES: dict[str, tuple[Damage, set[str], str]] = {
     "null as a number": (
         edited_record(**with_measure(max_abs=None)), B_ALONE, "b: worker cuda_0.isolated: line 3 is damaged"
     ),
+    "a name of a megabyte": (edited_record(layer="x" * 2**20), B_ALONE, "b: worker cuda_0.isolated: line 3 is damaged"),
     "a rule that there is not": (
         edited_record(rule="lenient"), B_ALONE, "b: worker cuda_0.isolated: line 3 is damaged"
     ),
