@@ -27,7 +27,7 @@ DEVICES = ("--devices", "cpu,cpu@baseline")
 METHODS = (
     "LORA", "ADALORA", "BOFT", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "OFT", "VERA", "PREFIX_TUNING",
 )  # fmt: skip
-_OF_A_ROW = ("worker", "status", "diagnosis", "max_abs", "max_ulp", "bound_ratio", "allowed", "mismatched", "reason")
+_OF_A_ROW = ("status", "diagnosis", "max_abs", "max_ulp", "bound_ratio", "allowed", "mismatched", "reason")
 _RECORDED = "recorded.json"
 
 Inputs = Callable[[Path], Iterator[tuple[str, Sequence[object]]]]
@@ -128,7 +128,7 @@ def _kept(comparison: Any) -> Any:
             f"{one.load_path} {one.name}": {
                 "rule": one.rule,
                 "classes": [list(workers) for workers in one.classes],
-                "rows": [[str(getattr(row, name)) for name in _OF_A_ROW] for row in one.rows],
+                "rows": {row.worker: {name: str(getattr(row, name)) for name in _OF_A_ROW} for row in one.rows},
             }
             for one in comparison.tensors
         },
