@@ -482,3 +482,13 @@ def test_what_each_worker_computes_from_its_own_file_is_recomputed_not_another_f
     row = only_row(found, "cpu@baseline")
     assert (row.status, row.diagnosis) == ("outside", "recomputed")
     assert "files differ" not in errors(found)[0].message
+
+
+def test_no_more_tensors_are_missing_than_there_are(make_capture: MakeCapture) -> None:
+    """A row of the whole model is missing too, and is no tensor."""
+    names = ("lora_A", "lora_B")
+    whole = [*(moved(tensor=name) for name in names), loaded_again()]
+    found = compared(make_capture("a", {"cpu": whole, "cuda:0": []}))
+    (finding,) = errors(found)
+    assert finding.kind == "missing"
+    assert "2 of 2 tensors missing" in finding.message

@@ -90,6 +90,10 @@ class _Group:
 _ByLoadPath = Mapping[str, TensorComparison]
 
 
+_NO_LAYERS = frozenset({SETTINGS_LAYER, WHOLE_MODEL})
+"""What stands for no tensor of the model."""
+
+
 def find_causes(
     tensors: Sequence[TensorComparison],
     *,
@@ -240,7 +244,7 @@ def _totals(tensors: Sequence[TensorComparison]) -> dict[tuple[str, str], Counte
     """Count the tensors of each name by stage and load path."""
     totals: dict[tuple[str, str], Counter[str]] = {}
     for tensor in tensors:
-        if tensor.layer not in (SETTINGS_LAYER, WHOLE_MODEL):  # these stand for no tensor of the model
+        if tensor.layer not in _NO_LAYERS:
             totals.setdefault((tensor.stage, tensor.load_path), Counter())[tensor.tensor] += 1
     return totals
 
@@ -316,7 +320,7 @@ def _how_many(group: _Group, totals: Counter[str]) -> str:
     if count == 1:
         return f"{first.tensor} of {first.layer}"
     if len({t.tensor for t in group.tensors}) > 1:
-        return f"{count} of {totals.total()} tensors"
+        return f"{sum(t.layer not in _NO_LAYERS for t in group.tensors) or count} of {totals.total() or count} tensors"
     if group.rule == Rule.LIMIT:
         return f"{first.tensor} of {count} of {totals[first.tensor]} layers"
     return f"{count} of {totals[first.tensor]} {first.tensor} tensors"
