@@ -77,6 +77,7 @@ PLUGIN_NEEDS = [
     "consistency.numerics.rules",
     "consistency.pytest_plugin",
     "consistency.pytest_plugin.plugin",
+    "consistency.text",
 ]
 
 

@@ -79,8 +79,7 @@ class CaseItem(pytest.Item):
         """Raise if this worker was lost."""
         for summary in comparison.workers:
             if (summary.name, summary.load_path) == (worker, load_path) and summary.status != "ok":
-                stack = f"\n\n{summary.stack}" if summary.stack else ""
-                raise LostWorkerError(f"{worker} was lost: {summary.reason}{stack}")
+                raise LostWorkerError(f"{worker} was lost: {summary.reason}", summary.stack)
 
 
 class DeviceItem(CaseItem):

@@ -49,7 +49,14 @@ _MOST_CASES = 5  # whose layers fit a screen
 
 
 class LostWorkerError(ConsistencyError):
-    """The worker of a device was lost, so there is nothing to compare."""
+    """The worker of a device was lost, so there is nothing to compare; `stack` is where it was."""
+
+    def __init__(self, what: str, stack: str | None = None) -> None:
+        super().__init__(what)
+        self.stack = stack
+
+    def __str__(self) -> str:
+        return super().__str__() + (f"\n\n{clean(self.stack)}" if self.stack else "")
 
 
 @dataclass(slots=True)

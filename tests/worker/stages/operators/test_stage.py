@@ -103,13 +103,13 @@ def test_a_dtype_that_the_device_does_not_have_is_skipped(tmp_path: Path, monkey
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("evidence", "status"), [({UNSUPPORTED: True}, "skipped"), ({}, "missing")])
+@pytest.mark.parametrize(("unsupported", "status"), [(True, "skipped"), (False, "missing")])
 def test_only_what_there_is_no_kernel_for_excuses_a_device(
-    make_capture: MakeCapture, evidence: dict[str, bool], status: str
+    make_capture: MakeCapture, unsupported: bool, status: str
 ) -> None:
     cpu = computed("a", stage="operators", layer="exp", tensor="float64 2048")
     other = TensorRecord(
-        stage="operators", layer="exp", tensor="float64 2048", rule="bound", status="skipped", evidence=evidence,
+        stage="operators", layer="exp", tensor="float64 2048", rule="bound", status="skipped", unsupported=unsupported,
         reason="no float64 on this device",
     )  # fmt: skip
     assert only_row(compared(make_capture("a", {"cpu": [cpu], "mps": [other]})), "mps").status == status
