@@ -35,9 +35,7 @@ class ConsistencyError(Exception):
     ) -> None:
         super().__init__(what)
         self.what = what
-        self.where = None if where is None else str(where)
-        self.got = None if got is None else str(got)
-        self.wanted = None if wanted is None else str(wanted)
+        self.where, self.got, self.wanted = map(_part, (where, got, wanted))
         self.hint = hint
 
     @property
@@ -59,6 +57,13 @@ class ConsistencyError(Exception):
             named["hint:"] = clean(self.hint)  # written here, on several lines where need be
         lines = [one_line(self.what), *(f"  {label:<8}{value}" for label, value in named.items())]
         return without_credentials("\n".join(lines))
+
+
+def _part(value: object) -> str | None:
+    """Return a part of an error as text; another error of this family as one line."""
+    if isinstance(value, ConsistencyError):
+        return "; ".join(line.strip() for line in str(value).splitlines())
+    return None if value is None else str(value)
 
 
 class UsageError(ConsistencyError):

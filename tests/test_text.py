@@ -61,3 +61,10 @@ def test_a_command_is_recorded_without_credentials(cli_here: Cli, tmp_path: Path
     texts = [file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()]
     assert not any(b"SECRETTOK" in text for text in texts)
     assert "SECRETTOK" not in done.stdout + done.stderr
+
+
+def test_an_error_within_an_error_is_on_one_line() -> None:
+    inner = InputError("no such folder", where="./gone", hint="check the path")
+    assert str(InputError("cannot check", got=inner)).splitlines() == [
+        "cannot check", "  got:    no such folder; where:  ./gone; hint:   check the path",
+    ]  # fmt: skip
