@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+import shlex
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
@@ -110,7 +111,7 @@ def swapped(base: Path, adapter: Path) -> None:
         raise InputError(
             "base and adapter are swapped", where="--base, --adapter",
             got=f"an adapter as base ({base}), and a base as adapter ({adapter})",
-            hint=f"--base {adapter} --adapter {base}",
+            hint=f"--base {shlex.quote(str(adapter))} --adapter {shlex.quote(str(base))}",
         )  # fmt: skip
 
 

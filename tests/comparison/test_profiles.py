@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import msgspec
@@ -92,6 +93,14 @@ def test_the_next_command_has_the_profile(make_capture: MakeCapture) -> None:
     workers = {"cpu": [computed("a")], "cuda:0": [computed("b", ratio=3.0)]}
     (error,) = [f for f in compared(make_capture("a", workers, case=case)).findings if f.severity == "error"]
     assert "--profile deployed --set cudnn_enabled=false" in str(error.next)
+
+
+def test_the_next_command_has_a_stranger_s_setting_as_one_word(make_capture: MakeCapture) -> None:
+    case: dict[str, Any] = {**DEPLOYED, "settings": (Switch(name="x;touch PWNED;", value=False),)}
+    workers = {"cpu": [computed("a")], "cuda:0": [computed("b", ratio=3.0)]}
+    (error,) = [f for f in compared(make_capture("a", workers, case=case)).findings if f.severity == "error"]
+    words = shlex.split(str(error.next))
+    assert words[words.index("--set") + 1] == "x;touch PWNED;=false"
 
 
 # --- what rounding makes, by the precision of products ---------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from consistency.capture.soak import Soak
 from consistency.capture.wording import counted, some
@@ -277,23 +277,29 @@ def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, 
     case = reference.case
     devices = dict.fromkeys([reference.info.name, *workers])
     if not case.base:
-        return f"consistency doctor --devices {','.join(devices)}"
+        return shlex.join(["consistency", "doctor", "--devices", ",".join(devices)])
     builtin = None if case.adapters else builtin_name(case.base, case.adapter)
-    parts = ["consistency run", f"--base {f'builtin:{builtin}' if builtin else shlex.quote(case.base)}"]
+    words = ["consistency", "run", "--base", f"builtin:{builtin}" if builtin else case.base]
     given = [str(one) for one in case.adapters] or ([case.adapter] if case.adapter and not builtin else [])
-    parts += [f"--adapter {shlex.quote(one)}" for one in given]
-    parts += [f"--dtype {case.dtype}"] if case.dtype != "auto" else []
-    parts += [] if case.is_pinned else [f"--profile {case.profile}"]
-    parts += [f"--set {switch}" for switch in case.settings]
-    parts += [f"--level {case.level}"] if case.level != Level.STANDARD else []
+    words += _given("--adapter", *given)
+    words += _given("--dtype", *([case.dtype] if case.dtype != "auto" else []))
+    words += _given("--profile", *([] if case.is_pinned else [case.profile]))
+    words += _given("--set", *map(str, case.settings))
+    words += _given("--level", *([case.level] if case.level != Level.STANDARD else []))
     asked = set(case.stages) != set(requested(case.level, case))
-    parts += [f"--stages {','.join(case.stages)}"] if asked else []
-    parts += [f"--wrapper {shlex.quote(case.wrapper)}"] if case.wrapper else []
-    parts += [f"--device-map {shlex.quote(str(case.device_map))}"] if case.device_map else []
-    parts += [f"--inputs {shlex.quote(case.inputs)}"] if case.inputs else []
-    parts += [f"--load-paths {','.join(case.load_paths)}"] if case.load_paths else []
-    parts += [f"--tolerance {shlex.quote(str(override))}" for override in case.tolerance]
-    return " ".join([*parts, f"--devices {','.join(devices)}"]) + REPEAT
+    words += _given("--stages", *([",".join(case.stages)] if asked else []))
+    words += _given("--wrapper", *filter(None, [case.wrapper]))
+    words += _given("--device-map", *([str(case.device_map)] if case.device_map else []))
+    words += _given("--inputs", *filter(None, [case.inputs]))
+    words += _given("--load-paths", *([",".join(case.load_paths)] if case.load_paths else []))
+    words += _given("--tolerance", *map(str, case.tolerance))
+    return shlex.join([*words, "--devices", ",".join(devices)]) + REPEAT
+
+
+def _given(option: str, *values: str) -> Iterator[str]:
+    """Yield an option with each of its values."""
+    for value in values:
+        yield from (option, value)
 
 
 def _compare_file(reference: ComparedWorker | None, stage: str) -> str | None:

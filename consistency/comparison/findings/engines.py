@@ -173,4 +173,4 @@ def _again(engine: ComparedWorker) -> str | None:
         return None
     adapter = f" --adapter {shlex.quote(case.adapter)}" if case.adapter else ""
     inputs = f"consistency inputs --base {shlex.quote(case.base)}{adapter} --out inputs.safetensors"
-    return f"{inputs}, and let the engine write {path} again"
+    return f"{inputs}, and let the engine write {shlex.quote(path)} again"
