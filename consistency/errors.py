@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from consistency.text import clean, one_line, without_credentials
+from consistency.text import one_line, without_credentials
 
 
 class ConsistencyError(Exception):
@@ -53,8 +53,6 @@ class ConsistencyError(Exception):
     def __str__(self) -> str:
         named = {f"{label}:": one_line(value) for label, value in self.parts.items() if value is not None}
         named.pop("what:")
-        if self.hint is not None:
-            named["hint:"] = clean(self.hint)  # written here, on several lines where need be
         lines = [one_line(self.what), *(f"  {label:<8}{value}" for label, value in named.items())]
         return without_credentials("\n".join(lines))
 

@@ -1,14 +1,20 @@
 """Text from strangers made fit to be shown: names in models, adapters, captures and reports can be anybody's.
 
 On a terminal a control character moves the cursor, and a line feed forges a line of its own. GitHub's log obeys lines
-that begin with `::`, after blanks too, and `##[` anywhere.
+that begin with `::` and a command, after blanks too, and `##[` anywhere. A line may begin at any blank of a text, where
+reports fold it, and in the middle of a long name, where a table does.
 """
 
 from __future__ import annotations
 
 import re
 
-_COMMAND = re.compile(r"^(\s*):(?=:)", re.MULTILINE)
+_COMMAND = re.compile(
+    r"(?i)(?<!\S):(?=:)|:(?=:(?:add-(?:mask|matcher|path)|debug|echo|endgroup|error|group|notice|remove-matcher|save-state"
+    r"|set-(?:env|output)|stop-commands|warning)\b)"
+)
+"""https://docs.github.com/en/actions/reference/workflow-commands-for-github-actions, and what the runner also obeys."""
+
 _URL = re.compile(
     r"([A-Za-z][A-Za-z0-9+.-]*://)(?:[^\s?#'\"]*?:[^\s?#'\"]*@|[^\s/?#@'\"]*@)?([^\s?#'\"]*)(?:[?#][^\s'\"]*)?"
 )
@@ -17,7 +23,7 @@ _URL = re.compile(
 def clean(text: str) -> str:
     """Escape control characters, and what a log takes for a command; line feeds stay."""
     shown = "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
-    return _COMMAND.sub(r"\1\\x3a", shown).replace("##[", "#\\x23[")
+    return _COMMAND.sub(r"\\x3a", shown).replace("##[", "#\\x23[")
 
 
 def one_line(text: object) -> str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from consistency.capture import origin
+from consistency.cli.main import main
+from consistency.comparison.result import Finding
 from consistency.errors import InputError
+from consistency.report.json import as_bytes
 from consistency.text import clean, one_line, without_credentials
 from tests.conftest import Cli
+from tests.report.made_comparisons import comparison, tensor
 
 NASTY = "x\n  CONSISTENT   all is well\n::error file=x::pwn\n  ::stop-commands::y\x1b[31m##[error]z"
 
@@ -30,9 +35,30 @@ def test_a_text_of_ours_keeps_its_lines_and_obeys_nothing() -> None:
 
 
 def test_an_error_is_no_place_for_lines_of_a_name() -> None:
-    lines = str(InputError(NASTY, where=NASTY, got=NASTY)).splitlines()
-    assert len(lines) == 3
-    assert [line.split()[0] for line in lines[1:]] == ["where:", "got:"]
+    lines = str(InputError(NASTY, where=NASTY, got=NASTY, hint=NASTY)).splitlines()
+    assert len(lines) == 4
+    assert [line.split()[0] for line in lines[1:]] == ["where:", "got:", "hint:"]
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "140"])
+@pytest.mark.parametrize("arguments", [(), ("--verbose",), ("--finding", "1"), ("--layers",)], ids=" ".join)
+def test_no_report_is_folded_into_a_command_or_a_verdict(
+    arguments: tuple[str, ...], columns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    name = "q" + " ::error file=x::pwn" * 12 + "z" * 150 + "::error file=x::pwn" * 20 + " CONSISTENT   all is well" * 20
+    worst = Finding(kind="mismatch", severity="error", message=name, detail=(name,), workers=(name,), next=name)
+    bad = tensor([["cpu"], ["cuda:0"]], layer=name, tensor=name, statuses={"cuda:0": "outside"})
+    found = comparison(
+        [bad], case=name, base=name, host=name, findings=(worst,), created=name, command=("consistency", "run", name),
+    )  # fmt: skip
+    (tmp_path / "report.json").write_bytes(as_bytes(found))
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["show", str(tmp_path), *arguments]) in (0, 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert any("\\x3a:error" in line for line in lines)
+    assert [line for line in lines if line.lstrip().startswith("::")] == []
+    assert len({line for line in lines if re.match(" {0,2}(?:IN)?CONSISTENT ", line)}) <= 1, "the verdict, repeated"
 
 
 @pytest.mark.parametrize(

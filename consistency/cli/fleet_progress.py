@@ -16,7 +16,7 @@ from rich.text import Text
 from consistency.capture.wording import and_more
 from consistency.cli.progress import SILENT_S
 from consistency.report.console import make_console, plain_cells
-from consistency.text import clean
+from consistency.text import one_line
 from consistency.workflows.fleet.following import NodeState, NodeWatcher, Progress
 
 _MOST_ROWS = 16
@@ -53,7 +53,7 @@ class _Lines:
             self._counted = time.monotonic()
 
     def _print(self, text: str) -> None:
-        self._console.print(clean(text), soft_wrap=True)
+        self._console.print(one_line(text), soft_wrap=True)
 
 
 class _Table:
@@ -66,7 +66,7 @@ class _Table:
     def __call__(self, node: str, progress: Progress) -> None:
         self._nodes[node] = progress
         if progress.state is NodeState.LOST:
-            self._live.console.print(clean(f"{node}: {progress}"), soft_wrap=True)
+            self._live.console.print(one_line(f"{node}: {progress}"), soft_wrap=True)
         running = [(name, one) for name, one in self._nodes.items() if not one.state.is_final]
         # those that run come first: the others only wait
         running.sort(key=lambda pair: pair[1].state is NodeState.WAITING)

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return CLOSED_PIPE
     except OSError as error:
         _discard(sys.stdout)
-        _complain(f"cannot write the output\n  got:    {error}")
+        _complain(str(ConsistencyError("cannot write the output", got=error)))
         return 2
 
 
@@ -101,11 +101,12 @@ def _answer(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        _complain(f"{error.strerror or error}\n  where:  {error.filename or 'this host'}")
+        _complain(str(ConsistencyError(error.strerror or str(error), where=error.filename or "this host")))
         return 2
     except Exception as error:
         if _NO_THREAD in str(error):
-            _complain(f"this host has no room for another thread\n  got:    {first_line(error)}\n  hint:   ulimit -u")
+            what = "this host has no room for another thread"
+            _complain(str(ConsistencyError(what, got=first_line(error), hint="ulimit -u")))
             return 2
         if os.environ.get(TRACEBACK):
             traceback.print_exc()

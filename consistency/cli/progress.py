@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from consistency.cli.outlook import Expected, Outlook, left_text
 from consistency.report.console import make_console
-from consistency.text import clean
+from consistency.text import one_line
 from consistency.worker.protocol import Event
 
 SILENT_S = 10.0
@@ -86,17 +86,17 @@ class _Plain:
             self._outlook.take(label, event)
             self._note(label, event)
             if event.kind == "failed" and not event.error:
-                self._print(f"{label}: {clean(event.message)}")
+                self._print(f"{label}: {one_line(event.message)}")
             elif event.kind in ("stage", "done") and self._stages and label not in self._of_several:
                 self._print(f"{label}: {event.stage or 'done'}{self._so_far(label)}")
             elif event.kind == "case":
                 self._of_several.add(label)
                 many = f" ({event.done + 1} of {event.total})" if event.total > 1 else ""
-                self._print(f"{label + ': ' if label else ''}case {clean(event.message)}{many}")
+                self._print(f"{label + ': ' if label else ''}case {one_line(event.message)}{many}")
 
     def line(self, text: str) -> None:
         with self._lock:
-            self._print(clean(text))
+            self._print(one_line(text))
 
     @contextmanager
     def speaking(self) -> Iterator[_Plain]:
@@ -131,7 +131,9 @@ class _Plain:
 
     def _still(self) -> None:
         now = time.monotonic()
-        texts = [f"{label} {clean(where)} for {now - since:.0f} s" for label, (since, where) in self._running.items()]
+        texts = [
+            f"{label} {one_line(where)} for {now - since:.0f} s" for label, (since, where) in self._running.items()
+        ]
         most = "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more workers" if len(texts) > 4 else "")
         self._print(f"still running: {most or 'no worker has reported yet'}{self._so_far('')}")
 
@@ -165,14 +167,14 @@ class _Moving:
             for task in self._tasks.values():
                 self._bars.remove_task(task)
             self._tasks.clear()
-            self._cases = {"": f"{clean(event.message)} ({event.done + 1} of {event.total})  "}
+            self._cases = {"": f"{one_line(event.message)} ({event.done + 1} of {event.total})  "}
         share, left_s = self._outlook.share, self._outlook.left_s
         if share is not None:
             text = f"{self._cases.get('', '')}{100 * share:.0f} %{'' if left_s is None else f', {left_text(left_s)}'}"
             self._bars.update(self._whole, completed=share, description=text, visible=True)
 
     def line(self, text: str) -> None:
-        self._bars.console.print(clean(text), soft_wrap=True)
+        self._bars.console.print(one_line(text), soft_wrap=True)
 
     def _of_worker(self, label: str, event: Event) -> None:
         if label not in self._tasks:
@@ -184,16 +186,16 @@ class _Moving:
         match event.kind:
             case "case":
                 many = f" ({event.done + 1} of {event.total})" if event.total > 1 else ""
-                self._cases[label] = f"{clean(event.message)}{many}  "
+                self._cases[label] = f"{one_line(event.message)}{many}  "
                 update(task, description=self._cases[label], completed=0, total=None)
             case "stage":
                 update(task, description=f"{of}{number}{event.stage}", completed=0, total=None)
             case "step":
-                text = of + number + clean(f"{event.stage}  {event.layer}")
+                text = of + number + one_line(f"{event.stage}  {event.layer}")
                 update(task, description=text, completed=event.done, total=event.total or None)
             case "wait":
                 update(task, description=f"{of}waits {event.message}")
             case "done":
                 update(task, description=f"{of}done", completed=1, total=1)
             case "failed":
-                update(task, description=of + clean(event.message or "failed"))
+                update(task, description=of + one_line(event.message or "failed"))

@@ -28,7 +28,7 @@ from consistency.pytest_plugin.item_names import Place, own_place
 from consistency.pytest_plugin.session import LostWorkerError, Session
 from consistency.pytest_plugin.session_case import SessionCase
 from consistency.report.summary import class_text
-from consistency.text import clean
+from consistency.text import clean, one_line
 
 _ROOT = "consistency"
 _RUN_KINDS = frozenset({DRIFT, "not-repeatable", "same-model", "inputs", "damaged-capture"})
@@ -71,7 +71,7 @@ class CaseItem(pytest.Item):
         if isinstance(excinfo.value, MismatchError):
             text = clean(str(excinfo.value))
             # a FAILED line has the message of the place of the crash, and little room beside a long node id
-            place = ReprFileLocation(str(self.path), 0, clean(excinfo.value.reason))
+            place = ReprFileLocation(str(self.path), 0, one_line(excinfo.value.reason))
             return ReprExceptionInfo(reprtraceback=ReprTracebackNative([text + "\n"]), reprcrash=place)
         return super().repr_failure(excinfo, style)
 
@@ -116,13 +116,13 @@ class DeviceItem(CaseItem):
         bad = [(tensor, row) for tensor, row in found if row.status in BAD]
         accepted = [self.session_of_case.accepted(self.case, tensor, row) for tensor, row in bad]
         if bad and all(accepted):
-            pytest.xfail("; ".join(dict.fromkeys(filter(None, accepted))))
+            pytest.xfail(one_line("; ".join(dict.fromkeys(filter(None, accepted)))))
         if bad:
             messages = [_message(tensor, row, simulated=self.plan.info.simulated) for tensor, row in bad[:20]]
             raise MismatchError("\n\n".join(messages), _reason(*bad[0]))
         reasons = {row.reason or "no reason given" for _, row in found if row.status == "skipped"}
         if reasons and all(row.status == "skipped" for _, row in found):
-            pytest.skip("; ".join(sorted(reasons)))
+            pytest.skip(one_line("; ".join(sorted(reasons))))
 
     def _record(self, row: Row) -> None:
         self.user_properties += [("status", row.status), ("reference", row.reference or "none")]
@@ -265,7 +265,7 @@ def _is_within(nodeid: str, wanted: str) -> bool:
 
 def _part(name: str) -> str:
     """Return a name that is safe in a node id, where `::` separates parts and control characters break reports."""
-    return clean(name).replace("::", "_").replace("\n", " ")
+    return one_line(name.replace("::", "_").replace("\n", " "))
 
 
 def _message(tensor: TensorComparison, row: Row, *, simulated: bool) -> str:
@@ -277,7 +277,7 @@ def _message(tensor: TensorComparison, row: Row, *, simulated: bool) -> str:
         lines.append(f"compared with {row.reference}; rule: {tensor.rule}")
     if tensor.classes:
         lines.append(f"bitwise equal: {class_text(tensor.classes)}")
-    return "\n".join(filter(None, lines))
+    return "\n".join(map(one_line, filter(None, lines)))
 
 
 def _diagnosis(row: Row) -> str | None:
@@ -302,4 +302,4 @@ def _is_seen(finding: Finding, seen: Set[tuple[str, str]]) -> bool:
 
 
 def _sentence(finding: Finding) -> str:
-    return "\n".join([finding.message, *finding.detail, *finding.tensors[:10]])
+    return "\n".join(map(one_line, [finding.message, *finding.detail, *finding.tensors[:10]]))

@@ -38,7 +38,7 @@ from consistency.pytest_plugin.item_names import Place, RowFinder
 from consistency.pytest_plugin.session_case import SessionCase
 from consistency.report.layers import summary_lines
 from consistency.report.suite.summarize import summarize
-from consistency.text import clean
+from consistency.text import one_line
 from consistency.worker.protocol import Event
 from consistency.workflows import pipeline, suite
 
@@ -57,6 +57,14 @@ class LostWorkerError(ConsistencyError):
 
     def __str__(self) -> str:
         return super().__str__() + (f"\n\n{clean(self.stack)}" if self.stack else "")
+
+    def __init__(self, what: str, *, stack: str | None = None) -> None:
+        super().__init__(what)
+        self.stack = stack
+
+    def __str__(self) -> str:
+        lines = [] if self.stack is None else ["", *map(one_line, self.stack.splitlines())]
+        return "\n".join([super().__str__(), *lines])
 
 
 @dataclass(slots=True)
@@ -142,7 +150,7 @@ class Session:
             case = first.case
             profile = [] if case.is_pinned else [f"profile {case.profile}"]
             what = [case.dtype, *profile, *map(str, case.settings)]
-        return clean(", ".join([self.name, *what, f"on {', '.join(self.devices) or 'no device'}"]))
+        return one_line(", ".join([self.name, *what, f"on {', '.join(self.devices) or 'no device'}"]))
 
     def take_arguments(self, config: pytest.Config, *, items_alone: bool) -> None:
         """Take `consistency::…` from the arguments.
@@ -205,10 +213,10 @@ class Session:
         if found is None:
             return
         text = found.sentence if len(self.cases) > 1 else found.cases[0].headline
-        yield clean(f"{found.verdict}: {text}")
+        yield one_line(f"{found.verdict}: {text}")
         for note in common_findings(found.cases) if len(self.cases) > 1 else found.cases[0].findings:
             if note.kind == TOLERANCE:
-                yield f"note: {clean(note.message)}"
+                yield f"note: {one_line(note.message)}"
         if self.given.baseline is not None and not self.given.baseline.exists():
             yield f"note: baseline {self.given.baseline} does not exist: no finding is accepted"
 
@@ -223,9 +231,9 @@ class Session:
         ran.sort(key=lambda case: verdicts.get(case.name) == "consistent")
         for case in ran[:_MOST_CASES]:
             if len(self.cases) > 1:
-                yield "", clean(case.name)
+                yield "", one_line(case.name)
             lines = decode_json((self._home(case) / _LAYERS).read_bytes(), list[tuple[str, str]])
-            yield from ((status, clean(text)) for status, text in lines)
+            yield from ((status, one_line(text)) for status, text in lines)
         if len(ran) > _MOST_CASES:
             yield "", f"and {counted(len(ran) - _MOST_CASES, 'more case')}"
 

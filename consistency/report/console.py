@@ -37,6 +37,8 @@ _TABLE_GAP = 3  # blanks between the columns of a table
 _LEAST_LAST = 20  # columns for the last cells of a table, which are folded between words
 _LEAST_ROOM = 20  # characters of a line, however narrow the terminal is
 
+_HANG = 2  # columns by which what follows the first line of a text is indented
+
 _GAPS = (4, 2)  # blanks between the columns of a grid: the second where the first does not fit
 
 
@@ -117,13 +119,13 @@ class Writer:
             text = text.translate(_PLAIN).encode(self._encoding, "replace").decode(self._encoding)
         return Text(text, style=style)
 
-    def line(self, text: str, *, indent: int = 2, hang: int = 0, style: str = "") -> None:
+    def line(self, text: str, *, indent: int = 2, hang: int = _HANG, style: str = "") -> None:
         self.folded(self.text(text, style), indent=indent, hang=hang)
 
-    def folded(self, text: Text, *, indent: int, hang: int = 0) -> None:
+    def folded(self, text: Text, *, indent: int, hang: int = _HANG) -> None:
         """Write a text, folded between words: a name that is longer than a line stays whole, to be searched for.
 
-        `hang` indents what follows the first line.
+        `hang` indents what follows the first line: without it, a long name could end in a verdict's line.
         """
         for line in text.split("\n", allow_blank=True):
             room = max(_LEAST_ROOM, self.console.width - indent - hang)
@@ -146,7 +148,7 @@ class Writer:
 
     def heading(self, parts: Sequence[str], *, below: Sequence[str] = ()) -> None:
         """Write a heading and the lines that belong to it, which a terminal folds: a command can be copied whole."""
-        self.folded(self.text(" · ".join(parts), "bold"), indent=0)
+        self.folded(self.text(" · ".join(parts), "bold"), indent=0, hang=2 + _HANG)
         for text in below:
             self.console.print(self.text(text, "dim"), soft_wrap=True)
         self.console.print()

@@ -15,7 +15,7 @@ from consistency.report import terminal
 from consistency.report.findings import findings_of
 from consistency.report.formats import View
 from consistency.report.markdown import as_markdown
-from consistency.text import clean
+from consistency.text import one_line
 
 _LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 _MOST = 10  # GitHub shows ten annotations of a level per step and silently drops the others
@@ -47,7 +47,9 @@ def annotate(findings: Iterable[Finding], failed: str | None) -> Iterator[str]:
         shown[finding.severity] += 1
         if shown[finding.severity] > _MOST:
             continue
-        message = clean("\n".join([finding.message, *finding.detail[:3], *([finding.next] if finding.next else [])]))
+        message = "\n".join(
+            map(one_line, [finding.message, *finding.detail[:3], *([finding.next] if finding.next else [])])
+        )
         title = _property(f"consistency: {finding.kind}")
         yield f"::{_LEVELS[finding.severity]} title={title}::{_data(message)}"
     if failed is not None and not shown["error"]:
@@ -67,4 +69,4 @@ def _data(text: str) -> str:
 
 
 def _property(text: str) -> str:
-    return _data(clean(text)).replace(":", "%3A").replace(",", "%2C")
+    return _data(one_line(text)).replace(":", "%3A").replace(",", "%2C")

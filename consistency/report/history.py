@@ -14,7 +14,7 @@ from consistency.comparison.history.store import History
 from consistency.comparison.history.unfinished import unfinished
 from consistency.errors import UsageError
 from consistency.report.console import plain_cells, print_rows, without_trailing_blanks
-from consistency.text import clean
+from consistency.text import one_line
 
 _MOST_FINDING = 100  # characters of a finding in a line
 _MOST_DRIFTED = 6  # names in a line
@@ -165,7 +165,7 @@ def print_device(rows: list[DeviceRow], device: str, console: Console) -> None:
         for row in rows
     ]  # fmt: skip
     with without_trailing_blanks(console):
-        console.print(clean(f"{device}: equal letters are bitwise equal results\n"))
+        console.print(f"{one_line(device)}: equal letters are bitwise equal results\n")
         print_rows(console, titles, cells)
 
 

@@ -46,12 +46,12 @@ def _init(parsed: argparse.Namespace) -> int:
 
 def _accept(parsed: argparse.Namespace) -> int:
     from consistency.comparison.history.baseline import accept
-    from consistency.text import clean
+    from consistency.text import one_line
     from consistency.workflows.saved_report import read_report
 
     head, _ = read_report(parsed.report)
     added = accept(parsed.baseline, head.findings, head.workers, reason=parsed.reason, numbers=parsed.finding)
     for entry in added:
-        print(clean(f"accepted: {entry.message}"))
+        print(one_line(f"accepted: {entry.message}"))
     print(f"baseline: {parsed.baseline}")
     return 0

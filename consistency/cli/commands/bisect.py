@@ -40,7 +40,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _bisect(parsed: argparse.Namespace) -> int:
     from consistency.cli.progress import progress
-    from consistency.text import clean
+    from consistency.text import one_line
     from consistency.workflows.bisect import Trial, bisect
 
     tried = itertools.count(1)
@@ -57,5 +57,5 @@ def _bisect(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print_json({"sentence": found.sentence, "answer": found})
     else:
-        print(clean(found.sentence))
+        print(one_line(found.sentence))
     return 0 if found.explained_by or not found.repeats else 1

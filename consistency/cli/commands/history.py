@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from consistency.capture.wording import counted, when
 from consistency.cli.output import print_json
 from consistency.errors import UsageError
+from consistency.text import one_line
 
 if TYPE_CHECKING:
     from consistency.comparison.history.store import History
@@ -120,4 +121,4 @@ def _page(parsed: argparse.Namespace, history: History) -> int:
 
 def _name_damage(history: History) -> None:
     for text in history.damage:
-        print(f"damaged, left out: {text}", file=sys.stderr)
+        print(one_line(f"damaged, left out: {text}"), file=sys.stderr)

@@ -35,7 +35,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _inputs(parsed: argparse.Namespace) -> int:
     from consistency.case.reading import gather_options
-    from consistency.text import clean
+    from consistency.text import one_line
     from consistency.workflows.engine_inputs import write_inputs
 
     given = {option.name: getattr(parsed, option.name, None) for option in OPTIONS}
@@ -43,7 +43,7 @@ def _inputs(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print_json(request)
     else:
-        print(f"{parsed.out}: inputs of {clean(request.case.name)}, {request.case.dtype}")
+        print(f"{parsed.out}: inputs of {one_line(request.case.name)}, {request.case.dtype}")
         print(f"wanted: {request.output} for {', '.join(request.modes)}; the first row in batches of "
               f"{', '.join(map(str, request.batches))}")  # fmt: skip
     return 0

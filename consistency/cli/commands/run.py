@@ -24,7 +24,7 @@ from consistency.cli.output import (
 from consistency.errors import ConsistencyError, UsageError
 from consistency.report.formats import Subject
 from consistency.report.runs import dated
-from consistency.text import clean
+from consistency.text import one_line
 
 if TYPE_CHECKING:
     from consistency.capture.folder import WorkerCapture
@@ -248,7 +248,7 @@ def _capture_suite(parsed: argparse.Namespace, suite: SuiteOptions) -> int:
         print_json({"capture": parsed.out, "cases": {name: (cases | errors)[name] for name in found}})
     else:
         for name, those in found.items():
-            print(f"{clean(name)}{f': {clean(str(unusable[name]))}' if name in unusable else ''}")
+            print(f"{one_line(name)}{f': {unusable[name]}' if name in unusable else ''}")
             _print_workers(_rows(() if isinstance(those, ConsistencyError) else those), indent="  ")
         print(f"captures: {parsed.out}")
     if any(worker.info.status != "ok" for those in workers.values() for worker in those):
@@ -272,4 +272,4 @@ def _rows(workers: Sequence[WorkerCapture]) -> list[dict[str, Any]]:
 def _print_workers(rows: Sequence[dict[str, Any]], *, indent: str = "") -> None:
     for row in rows:
         note = f": {row['reason']}" if row["reason"] else ""
-        print(f"{indent}{row['name']} ({row['road']}): {row['status']}, {row['tensors']} tensors{note}")
+        print(indent + one_line(f"{row['name']} ({row['road']}): {row['status']}, {row['tensors']} tensors{note}"))

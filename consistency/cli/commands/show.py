@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from consistency.cli.output import add_output_options, add_schema_option, print_json
-from consistency.text import clean
+from consistency.text import one_line
 
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
@@ -105,7 +105,7 @@ def _show_suite(parsed: argparse.Namespace, suite: SuiteResult, folder: Path) ->
     render = json.render if parsed.json else terminal.render
     sys.stdout.buffer.writelines(render(suite, View(folder=str(folder), verbose=parsed.verbose)))
     if not parsed.json:
-        sys.stdout.buffer.writelines(f"  {clean(str(folder / case.folder))}\n".encode() for case in suite.cases)
+        sys.stdout.buffer.writelines(f"  {one_line(folder / case.folder)}\n".encode() for case in suite.cases)
     return 0
 
 
