@@ -16,7 +16,9 @@ _COMMAND = re.compile(
 """https://docs.github.com/en/actions/reference/workflow-commands-for-github-actions, and what the runner also obeys."""
 
 _URL = re.compile(
-    r"([A-Za-z][A-Za-z0-9+.-]*://)(?:[^\s?#'\"]*?:[^\s?#'\"]*@|[^\s/?#@'\"]*@)?([^\s?#'\"]*)(?:[?#][^\s'\"]*)?"
+    r"([A-Za-z][A-Za-z0-9+.-]*://)"
+    r"(?:[^\s?#'\"]*?:[^\s?#'\"]*@|[^\s/@'\"]*:[^\s/'\"]*@|[^\s/?#@'\"]*@)?"  # a password may have any of /?#@
+    r"([^\s?#'\"]*)(?:[?#][^\s'\"]*)?"
 )
 
 

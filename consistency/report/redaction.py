@@ -2,8 +2,9 @@
 
 By value, wherever it occurs in any text: folders of the base, the adapter and the captures, home folders and all other
 paths, files and folders that a command line names, however they were written, the name that `--name` gave the case,
-names of hosts and users. And by form: UUIDs, which identify a device (or a boot) for its whole life. Each has
-a placeholder that is the same in the whole report, so that two paths on one host are still seen to be that.
+names of hosts and users. And by form: UUIDs, which identify a device (or a boot) for its whole life, addresses and
+shares (`private_forms.py`), and credentials in URLs. Each has a placeholder that is the same in the whole report, so
+that two paths on one host are still seen to be that.
 
 Kept are PCI bus ids, which name a slot, are the same in every machine of a model, and say which bridge or copy is at
 fault; folders of the system (`/usr`, `/proc`), the part of a path below `site-packages`; ids of models on a hub; and
@@ -25,6 +26,7 @@ from consistency.case.recognition import name_of, repository_of
 from consistency.case.stages import Level, Stage
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
+from consistency.report.private_forms import plain_paths, without_private_forms
 from consistency.report.replacing import Replacements
 from consistency.text import without_credentials
 
@@ -36,16 +38,6 @@ _PATH = re.compile(
 """A path from the root or the home folder; one with spaces only where it is quoted."""
 
 _UUID = re.compile(r"(?i)(?<![0-9a-z])(?:(GPU|MIG)-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![0-9a-f])")
-
-_ADDRESS = re.compile(
-    r"(?i)(?<![\w.:-])(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]\d)(?:\.(?:25[0-5]|2[0-4]\d|1?\d?\d)){3}(?![\w.]\w|\w)"
-    r"|(?<![\w:])(?:[0-9a-f]{2}[:-]){5}[0-9a-f]{2}(?![\w:])|(?<![\w:])(?:[0-9a-f]{1,4}:){7}[0-9a-f]{1,4}(?![\w:])"
-    r"|(?<![\w:])fe80::[0-9a-f:]+"
-)
-"""An IPv4 address from 10.0.0.0 on (below are versions of libraries), a MAC address, an IPv6 address."""
-
-_UNC = re.compile(r"(?<!\\)\\\\[^\s\\]+(?:\\[^\s\\'\"]+)+")
-_FUNCTION = re.compile(r"(?<![\w.:-])python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 _SYSTEM = re.compile(r"/(?:usr|lib|lib32|lib64|bin|sbin|proc|sys|dev|etc)(?:/|\Z)")
 
@@ -76,6 +68,9 @@ PATH_OPTIONS = frozenset({
     "--junit", "--groups", "--progress", "--require", "--store",
 })  # fmt: skip
 """Options whose value is a file or a folder, or a URL."""
+
+PRIVATE_OPTIONS = frozenset({"--wrapper", "--command", "--engine-args", "--nodes", "--partition", "--account"})
+"""Options whose value names what is somebody's own, in whatever form."""
 
 _FILE = re.compile(r".+\.(?:toml|json|csv|zip|html|xml|safetensors)\Z")
 
@@ -131,8 +126,8 @@ class Redaction:
         return done
 
     def _redacted(self, text: str) -> str:
-        text = self._folders(self._exact(without_credentials(text)))
-        text = _FUNCTION.sub("python:<function>", _UNC.sub("<path>", _ADDRESS.sub("<address>", text)))
+        text = self._folders(self._exact(plain_paths(without_credentials(text))))
+        text = without_private_forms(text)
         if " " in text:  # a word alone may be one of the report's own
             text = self._given(text)
         for home in self.homes:
@@ -207,10 +202,10 @@ def redaction_of(report: Mapping[str, Any], *, more: Iterable[str] = ()) -> Reda
     by_name: dict[str, str] = {}
     for folder, placeholder in folders.items():
         by_name.setdefault(Path(folder).name, placeholder)
-    given: dict[str, str] = {}
+    given = _called(report, folders)
     for word in relative:
-        if word not in folders:
-            table = folders if "/" in word else given
+        if word not in folders and word not in given:
+            table = folders if "/" in word and " " not in word else given
             table[word] = by_name.setdefault(Path(word).name, f"<given-{len(folders) + len(given) + 1}>")
     case = _case(report)
     # a capture is called as its folder, and so are the workers of several
@@ -236,6 +231,15 @@ def redaction_of(report: Mapping[str, Any], *, more: Iterable[str] = ()) -> Reda
         exact={name: instead for name, instead in case.items() if name.lower() not in _VOCABULARY},
         given=_longest_first(given),
     )
+
+
+def _called(report: Mapping[str, Any], folders: Mapping[str, str]) -> dict[str, str]:
+    """Return what the folders of the base and the adapter are called in sentences, and their placeholders."""
+    base, adapter = report.get("base"), report.get("adapter")
+    if isinstance(base, str) and builtin_name(base, adapter) is not None:
+        return {}
+    own = [Path(text) for text in (base, adapter) if _is_path(text) and not repository_of(Path(text))]
+    return {name: folders[str(path)] for path in own if str(path) in folders for name in (name_of(path), path.name)}
 
 
 def _case(report: Mapping[str, Any]) -> dict[str, str]:
@@ -285,15 +289,18 @@ def _options(command: Sequence[str]) -> Iterator[tuple[str, str]]:
                 option = ""
         elif not word.startswith("-"):
             yield option, word
-            option = "" if option in PATH_OPTIONS else option
+            option = "" if option in PATH_OPTIONS | PRIVATE_OPTIONS else option
 
 
 def _paths_given(command: Sequence[str], places: Sequence[Path]) -> Iterator[str]:
-    """Yield the files and folders that a command line names by relative paths.
+    """Yield the files and folders that a command line names by relative paths, and what else is somebody's own.
 
     The base and the adapter may be ids of a hub, which stay: `places`, where they were found, are then in its cache.
     """
     for option, word in _options(command):
+        if option in PRIVATE_OPTIONS:
+            yield word
+            continue
         value = word.partition("=")[2] or word if option in ("--adapter", "--engine-outputs") else word
         value = value.rstrip("/")
         if (

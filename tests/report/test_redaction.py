@@ -17,8 +17,9 @@ from consistency.case.builtin import builtin_folder
 from consistency.cli.main import build_parser, main
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host.facts import Gpu, HostFacts
+from consistency.launch.fleet.options import FLEET_OPTIONS
 from consistency.report.json import as_bytes
-from consistency.report.redaction import PATH_OPTIONS, Redaction, redaction_of
+from consistency.report.redaction import PATH_OPTIONS, PRIVATE_OPTIONS, Redaction, redaction_of
 from consistency.workflows.saved_report import read_comparison
 from tests.report.made_comparisons import comparison, faulty, tensor, worker
 
@@ -134,6 +135,16 @@ def test_each_part_of_it_is_needed(taken: str) -> None:
         ("--base", "acme-llama/", "--adapter", "mine=wonder-lora", "--adapter", "other=alice-lora"),
         ("--force", "wonder.toml", "--out", "alice-night", "--history", "acme-history"),
         ("acme-night", "--name", "acme llama"),
+        ("--wrapper", "acme.wonder:alice", "--base=x/acme", "--store", "file:///srv/acme"),
+        (
+            "--nodes",
+            "acme1,alice2",
+            "--account=acme",
+            "--engine-args=--wckey=alice --qos=wonder",
+            "--partition",
+            "acme",
+        ),
+        ("--command", "env KEY=alice acme exec", "--out", "alice"),
         ("--base", "Бо́б für 日本 🦙", "--adapter", "../wonder-lora"),
     ],
     ids=" ".join,
@@ -150,6 +161,13 @@ def test_a_word_that_leads_to_a_folder_is_taken_out_however_it_is_written(words:
     text = json.dumps(redaction_of(table).value(table), ensure_ascii=False)
     assert [name for name in ("acme", "wonder", "alice", "Бо́б", "日本") if name in text] == []
     assert '"run"' in text
+
+
+def test_every_option_of_a_fleet_that_takes_a_text_is_known() -> None:
+    named = [option.name for option in FLEET_OPTIONS if option.metavar in ("TEXT", "NAME", "LIST")]
+    texts = {f"--{name.replace('_', '-')}" for name in named}
+    assert "--nodes" in texts
+    assert texts - PRIVATE_OPTIONS == set()
 
 
 @pytest.mark.parametrize("name", ["forward", "cpu", "adapter"])
@@ -222,11 +240,21 @@ def test_a_host_called_like_a_word_of_the_report_does_not_garble_it() -> None:
         ("at 192.168.0.17.", "at <address>."),
         ("link aa:bb:cc:dd:ee:ff is down", "link <address> is down"),
         ("fe80::1ff:fe23:4567:890a", "<address>"),
+        ("to 9.8.7.6:80", "to <address>:80"),
+        ("2001:db8::1", "<address>"),
+        ("tcp://[2001:db8::7]:29500", "tcp://[<address>]:29500"),
+        ("::ffff:10.1.2.3", "<address>"),
         (r"\\server\share\models\x", "<path>"),
+        (r"in '\\server\my share\x'", "in '<path>'"),
+        (r"in '\\\\server\\share\\x'", "in '<path>'"),
+        ("//server/share/x", "<path>"),
+        (r"C:\Users\Bob Smith\x", "<path>"),
+        ("file:///srv/acme%20llama/x and file://gpu17/srv/y", "<path-1> and <path-2>"),
         ("--base python:acme.secret:factory", "--base python:<function>"),
         ("memory://AKIA:KEY@bucket/h?token=t", "memory://bucket/h"),
         ("cudnn 9.1.0.70, driver 580.126.16.99, 0000:16:01.0", "cudnn 9.1.0.70, driver 580.126.16.99, 0000:16:01.0"),
         ("adapter::model.layers.0.q_proj", "adapter::model.layers.0.q_proj"),
+        ("12:30:45, 3:1, dead::beef, a // b, x:y::z", "12:30:45, 3:1, dead::beef, a // b, x:y::z"),
     ],
 )
 def test_addresses_functions_and_credentials_are_taken_out(text: str, redacted: str) -> None:

@@ -75,3 +75,27 @@ def test_the_search_finds_what_is_planted(tmp_path: Path) -> None:
         with zipfile.ZipFile(folder / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("a.txt", b"before " + form + b" after")
         assert any(form in text for _, text in everything(folder))
+
+
+@pytest.mark.parametrize("written", [("--base", "{}", "--adapter", "{}"), ("--base={}", "--adapter={}")], ids=" ".join)
+def test_no_name_of_a_folder_is_in_a_redacted_report(
+    written: tuple[str, ...], cli: Cli, tmp_path: Path, llama_base: Path, llama_adapter: Path
+) -> None:
+    secrets = ("zanzibar-llama", "falkenstein-lora", "quuxville", "wonderful-history")
+    shutil.copytree(llama_base, tmp_path / "models" / secrets[0])
+    shutil.copytree(llama_adapter, tmp_path / secrets[1])
+    places = iter((f"models/{secrets[0]}", secrets[1]))
+    given = [word.format(next(places)) if "{}" in word else word for word in written]
+    run = cli("run", "--devices", "cpu", "--stages", "base,adapter", *given, "--out", secrets[2], cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    history = f"file://{tmp_path}/{secrets[3]}"
+    again = cli("compare", secrets[2], "--history", history, "--out", "two", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    for folder in (secrets[2], "two"):
+        shown = cli("show", folder, "--redact", "--out", f"public-{folder[0]}", cwd=tmp_path)
+        assert shown.returncode == 0, shown.stderr
+        seen = list(everything(tmp_path / f"public-{folder[0]}"))
+        assert len(seen) >= 3
+        for secret in secrets:
+            for form in forms(secret):
+                assert [name for name, text in seen if form in text] == [], (secret, form)
