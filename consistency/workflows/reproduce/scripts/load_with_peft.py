@@ -43,15 +43,15 @@ def main():
     for name, tensor in wanted.items():
         actual = found.get(name)
         if actual is None:
-            wrong.append(f"{name}: missing in the model")
+            wrong.append(f"{name!r}: missing in the model")
             continue
         expected = tensor.to(actual.dtype)
         differs = as_bytes(actual) != as_bytes(expected)
         if differs.any():
             elements = int(differs.reshape(-1, expected.element_size()).any(dim=1).sum())
-            wrong.append(f"{name}: {elements} of {expected.numel()} elements differ from the file")
+            wrong.append(f"{name!r}: {elements} of {expected.numel()} elements differ from the file")
         elif actual.dtype != tensor.dtype:
-            print(f"note: {name} is {actual.dtype}, the file has {tensor.dtype}")
+            print(f"note: {name!r} is {actual.dtype}, the file has {tensor.dtype}")
     right = len(wanted) - len(wrong)
     print(f"{right} of {len(wanted)} tensors of the adapter match the file bitwise on {options.device}")
     print("\n".join(wrong[:20]))
