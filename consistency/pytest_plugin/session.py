@@ -58,14 +58,6 @@ class LostWorkerError(ConsistencyError):
     def __str__(self) -> str:
         return super().__str__() + (f"\n\n{clean(self.stack)}" if self.stack else "")
 
-    def __init__(self, what: str, *, stack: str | None = None) -> None:
-        super().__init__(what)
-        self.stack = stack
-
-    def __str__(self) -> str:
-        lines = [] if self.stack is None else ["", *map(one_line, self.stack.splitlines())]
-        return "\n".join([super().__str__(), *lines])
-
 
 @dataclass(slots=True)
 class _Read:
