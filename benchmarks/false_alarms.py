@@ -39,7 +39,7 @@ def main() -> int:
         found = [f for f in report["findings"] if f["severity"] != "note"]
         judged = [row for tensor in report["tensors"] for row in tensor["rows"]]
         rows += len(judged)
-        largest = max([largest, *(float(row["bound_ratio"] or 0) for row in judged)])
+        largest = max([largest, *(float(row["ratio"] or 0) for row in judged)])
         if done.returncode or found:
             alarms += 1
             print(f"run {number}, {case} {dtype}: status {done.returncode}", *(f["message"] for f in found), sep="\n  ")

@@ -147,7 +147,7 @@ def _why_missed(report: Path, fault: Fault) -> str:
     tensors = json.loads(report.read_text(encoding="utf-8"))["tensors"]
     rows = [row for one in tensors if one["stage"] == fault.stages[0] and one["rule"] == "relative"
             for row in one["rows"] if row["worker"] == DEVICES[-1]]  # fmt: skip
-    shares = [float(row["bound_ratio"]) for row in rows if row["bound_ratio"] is not None]
+    shares = [float(row["ratio"]) for row in rows if row["ratio"] is not None]
     skipped = {row["reason"] for row in rows if row["status"] == "skipped" and row["reason"]}
     text = f"the error is {max(shares):.2g} of what is allowed" if shares else "nothing was judged"
     return text + "".join(f"; skipped elsewhere: {reason}" for reason in sorted(skipped))

@@ -158,8 +158,8 @@ def _told(out: Path) -> int:
         skipped: collections.Counter[str] = collections.Counter()
         for tensor in content["tensors"]:
             for row in tensor["rows"]:
-                if isinstance(row["bound_ratio"], float):
-                    worst[tensor["stage"]] = max(worst[tensor["stage"]], row["bound_ratio"])
+                if isinstance(row["ratio"], float):
+                    worst[tensor["stage"]] = max(worst[tensor["stage"]], row["ratio"])
                 if row["status"] == "skipped":
                     skipped[f"{tensor['stage']}: {row['reason']}"] += 1
         found = [finding["message"] for finding in content["findings"] if finding["severity"] != "note"]

@@ -101,7 +101,7 @@ def workers(nodes: int, gpus: int, tables: tuple[str, str]) -> list[WorkerRecord
                     name=f"gpu-{node:04}:cuda:{gpu}", load_path="isolated", device=f"GPU-{name}", status="ok",
                     architecture=f"Hopper sm_9{kind}", model="NVIDIA H100 80GB HBM3", software="a" * 16,
                     inputs="1" * 16, bits=bits, table=tables[0], verdict="consistent",
-                    bound_ratio=Real(0.25 + kind / 8), host=f"gpu-{node:04}", driver="570.133.20",
+                    ratio=Real(0.25 + kind / 8), host=f"gpu-{node:04}", driver="570.133.20",
                 )
             )  # fmt: skip
     return found

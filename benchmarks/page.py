@@ -159,7 +159,7 @@ def _row(*, computed: bool) -> dict[str, Any]:
     return {
         "status": "within", "reference": "float64", "elements": 4096 * 4096, "mismatched": random.randrange(10**7),
         "max_abs": Real(random.random() * 1e-3), "max_ulp": random.randrange(10**4),
-        "bound_ratio": Real(random.random()), "diagnosis": Word.ACCUMULATION_ORDER,
+        "ratio": Real(random.random()), "diagnosis": Word.ACCUMULATION_ORDER,
     }  # fmt: skip
 
 

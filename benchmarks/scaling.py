@@ -363,7 +363,7 @@ def _measure(error: float, *, mismatched: int, ratio: float | None) -> Measure:
         rms=Real(abs(error) / 5),
         max_rel=Real(abs(error / WORST)),
         max_ulp=1454,
-        bound_ratio=None if ratio is None else Real(ratio),
+        ratio=None if ratio is None else Real(ratio),
         worst_index=(18, 102),
         worst_actual=Real(WORST + error),
         worst_expected=Real(WORST),

@@ -64,7 +64,7 @@ def test_computed_stages_differ_in_bits_and_stay_within(finished_run: FinishedRu
     for stage in ("operators", "merged", "forward", "gradient"):
         assert {row["status"] for row in rows(report, stage)} <= {"within", "equal"}
         assert any(len(tensor["classes"]) > 1 for tensor in report["tensors"] if tensor["stage"] == stage)
-        ratios = [row["bound_ratio"] for row in rows(report, stage)]
+        ratios = [row["ratio"] for row in rows(report, stage)]
         assert 0 < max(ratios) <= 1
 
 
@@ -186,7 +186,7 @@ def test_one_flipped_bit_between_captures_made_apart(
     report = read(tmp_path / "report")
     wrong = [tensor for tensor in report["tensors"] if any(row["status"] in BAD for row in tensor["rows"])]
     assert {f"base_model.model.{t['layer']}.{t['tensor']}.weight" for t in wrong} == {key}
-    assert {t["road"] for t in wrong} == {"isolated", "isolated+low-memory"}
+    assert {t["load_path"] for t in wrong} == {"isolated", "isolated+low-memory"}
     assert [finding["kind"] for finding in report["findings"] if finding["severity"] == "error"] == ["bit-flip"]
     assert wrong[0]["classes"] == [["host-a:cpu"], ["host-b:cpu"]]
     row = next(row for row in wrong[0]["rows"] if row["status"] == "outside")
@@ -223,7 +223,7 @@ def test_pytest_says_the_same(
     expected = {
         (f"consistency.llama.{tensor['stage']}", f"{tensor['layer']}.{tensor['tensor']}[{worker}]")
         for tensor in report["tensors"]
-        if tensor["stage"] in ("base", "adapter", "merged", "forward") and "+" not in tensor["road"]
+        if tensor["stage"] in ("base", "adapter", "merged", "forward") and "+" not in tensor["load_path"]
         if not tensor["layer"].endswith("rotary_emb")  # a buffer is in no header: it is part of everything else
         for worker in workers
     }

@@ -44,9 +44,7 @@ class WorkerFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     lines: int
 
 
-class CaptureManifest(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"host_facts": "box"}
-):
+class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The commit mark of a capture.
 
     Attributes

@@ -29,7 +29,6 @@ class TensorRecord(
     omit_defaults=True,
     gc=False,  # as for `Measure`
     forbid_unknown_fields=True,
-    rename={"load_path": "road"},
 ):
     """What one worker recorded of one tensor.
 
@@ -185,7 +184,7 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     processor_s: float | None = None
 
 
-class WorkerFacts(DeviceIdentity, frozen=True, kw_only=True, rename={"load_path": "road"}):
+class WorkerFacts(DeviceIdentity, frozen=True, kw_only=True):
     """What a capture and a report both state of a worker.
 
     Attributes

@@ -17,7 +17,7 @@ CHECKED_IN = "checked in case"
 """Marks what one case leaves out because another case of its suite has it."""
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"load_paths": "roads"}):
+class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One base model and one adapter or several, and how they are checked.
 
     Attributes
@@ -136,14 +136,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return whether the adapter is loaded again over poison."""
         return self.plan.reload or self.repeat > 1
 
-    def not_looked_at(self) -> tuple[str, ...]:
+    def not_checked(self) -> tuple[str, ...]:
         """Return what this run does not check, for the report."""
         elsewhere = HOST_STAGES if self.host_checked_by else ()
         skipped = [
             f"stage {s}" for s in Stage if s not in self.stages and s not in elsewhere and s is not Stage.ADAPTERS
         ]
         skipped += [f"stage {s} ({CHECKED_IN} {self.host_checked_by})" for s in elsewhere if s not in self.stages]
-        rest = [text for text in self.plan.not_looked_at if text not in list(Stage)]
+        rest = [text for text in self.plan.not_checked if text not in list(Stage)]
         if Stage.OPERATORS not in self.stages:
             rest = [text for text in rest if "operators" not in text]
         if Stage.TRANSFER not in self.stages:

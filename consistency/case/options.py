@@ -86,8 +86,6 @@ class Option:
         The field of `Options`, and its name in Python, where `name` is a word of the language.
     type : type
         What the text of a command line is read as; `bool` is a switch that takes no value.
-    aliases : tuple of str
-        Earlier names, and those of other commands: accepted everywhere, shown nowhere.
     repeatable : bool
         Given several times on a command line, a list in TOML.
     gathers : bool
@@ -106,7 +104,6 @@ class Option:
     metavar: str | None = None
     type: Callable[[str], object] = str
     choices: tuple[str, ...] | None = None
-    aliases: tuple[str, ...] = ()
     repeatable: bool = False
     gathers: bool = False
     is_path: bool = False
@@ -171,11 +168,9 @@ class Options:
         choices=get_args(Placement),
     )
     stages: tuple[Stage, ...] | None = declare(
-        None, f"any of {', '.join(Stage)}, with commas (default: by level)", "LIST", aliases=("stage",)
+        None, f"any of {', '.join(Stage)}, with commas (default: by level)", "LIST"
     )
-    load_paths: tuple[LoadPath, ...] | None = declare(
-        None, f"{GRAMMAR} (default: by level and devices)", "LIST", aliases=("roads",)
-    )
+    load_paths: tuple[LoadPath, ...] | None = declare(None, f"{GRAMMAR} (default: by level and devices)", "LIST")
     level: Level = declare(Level.STANDARD, _levels_text(), choices=tuple(level.value for level in Level))
     inputs: str | None = declare(None, "safetensors file with the model's keyword arguments", "FILE", is_path=True)
     device_map: str | None = declare(
@@ -285,8 +280,6 @@ def add_options(
             keywords |= {"type": option.type, "metavar": option.metavar}
         text = option.help_of_one_case if one_case and option.help_of_one_case else option.help
         add(edge.spell(option.name), help=text, **keywords)
-        for alias in option.aliases:
-            add(edge.spell(alias), help=argparse.SUPPRESS, **keywords)
 
 
 def words_of(given: Mapping[str, object]) -> list[str]:

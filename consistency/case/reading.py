@@ -26,7 +26,7 @@ from consistency.errors import UsageError, meant
 E = TypeVar("E", bound=enum.StrEnum)
 
 _TYPES = get_type_hints(Options, localns={kind.__name__: kind for kind in (EngineFile, NamedAdapter, Override, Switch)})
-_BY_NAME = {name: option for option in OPTIONS for name in (option.name, option.attribute, *option.aliases)}
+_BY_NAME = {name: option for option in OPTIONS for name in (option.name, option.attribute)}
 
 
 def make_options(table: Mapping[str, object], base: Options | None = None) -> Options:

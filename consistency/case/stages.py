@@ -242,7 +242,7 @@ class LevelPlan:
     repeat: int
     float64_merges: int
     sequences_off: int
-    not_looked_at: tuple[str, ...]
+    not_checked: tuple[str, ...]
 
 
 MOST_MERGED = 1 << 28
@@ -259,7 +259,7 @@ LEVELS: dict[Level, LevelPlan] = {
         stages=stages_of(lambda spec: Level.QUICK in spec.levels),
         safe_merge=False, reload=False, sides=(), sequences=1, tokens=16, repeat=1,
         float64_merges=0, sequences_off=1,
-        not_looked_at=(
+        not_checked=(
             LARGE_COPIES, "most operators", "large operators", "safe_merge", "the adapter loaded again over NaN",
             "a second run on the same device",
         ),
@@ -271,11 +271,11 @@ LEVELS: dict[Level, LevelPlan] = {
         stages=stages_of(lambda spec: Level.STANDARD in spec.levels),
         safe_merge=True, reload=True, sides=("cpu", "low-memory"), sequences=8, tokens=16, repeat=1,
         float64_merges=_IN_SECONDS, sequences_off=4,
-        not_looked_at=(LARGE_COPIES, "large operators", "a second run on the same device"),
+        not_checked=(LARGE_COPIES, "large operators", "a second run on the same device"),
     ),
     Level.THOROUGH: LevelPlan(
         stages=stages_of(lambda spec: Level.THOROUGH in spec.levels),
         safe_merge=True, reload=True, sides=SIDES, sequences=16, tokens=64, repeat=2,
-        float64_merges=_ANY_SIZE, sequences_off=16, not_looked_at=(),
+        float64_merges=_ANY_SIZE, sequences_off=16, not_checked=(),
     ),
 }  # fmt: skip

@@ -83,9 +83,9 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: 
         tensors=tuple(tensors),
         findings=findings,
         first_divergence=_first(tensors, _bad),
-        first_other_bits=_first(tensors, functools.partial(_other_bits, reference)),
-        not_looked_at=(
-            *first.not_looked_at(),
+        first_bitwise_difference=_first(tensors, functools.partial(_other_bits, reference)),
+        not_checked=(
+            *first.not_checked(),
             *_load_paths_not_checked(first, load_paths),
             *_not_run(tensors),
             *_not_soaked(workers),

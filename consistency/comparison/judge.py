@@ -103,7 +103,7 @@ def _as_recorded(subject: ComparedWorker, record: TensorRecord) -> Row:
     beyond = record.limit_ratio is not None and not passes(float(record.limit_ratio))
     return _row(
         subject, record, reference=record.reference, status="outside" if beyond else _status(record),
-        bound_ratio=record.limit_ratio, diagnosis=record.diagnosis, reason=record.reason,
+        ratio=record.limit_ratio, diagnosis=record.diagnosis, reason=record.reason,
     )  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def _relative(
         reason = _idle(record.dtype, rounding, float(found.magnitude))
         return msgspec.structs.replace(row, diagnosis=None, reason=reason)
     row = _measured(subject, record, found, status=status, reference=truth, diagnosis=diagnosis)
-    return msgspec.structs.replace(row, bound_ratio=Real(share), allowed=Real(allowed))
+    return msgspec.structs.replace(row, ratio=Real(share), allowed=Real(allowed))
 
 
 def _is_unknown(found: Measure) -> bool:
@@ -323,6 +323,6 @@ def _status(record: TensorRecord) -> Status:
     if record.status == "measured":
         return "skipped"
     measure = record.measure
-    if measure is not None and measure.bound_ratio is not None and not passes(float(measure.bound_ratio)):
+    if measure is not None and measure.ratio is not None and not passes(float(measure.ratio)):
         return "outside"  # even where the record of a stranger states otherwise
     return record.status

@@ -27,7 +27,7 @@ class LayerCell(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ----------
     status : str
         The worst.
-    max_abs, allowed, bound_ratio : float or None
+    max_abs, allowed, ratio : float or None
         The worst difference from the reference, what is allowed of it, both in the tensor's own unit, and the one over
         the other. Where each element has its own tolerance, the worst difference is the one of the largest ratio, which
         need not be the largest one. Of a bitwise rule `allowed` is 0, and there is no ratio. NaN is worse than any
@@ -42,14 +42,14 @@ class LayerCell(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     status: Status
     max_abs: Real | None
     allowed: Real | None
-    bound_ratio: Real | None
+    ratio: Real | None
     max_ulp: int | None
     classes: tuple[tuple[str, ...], ...]
 
     @property
     def share(self) -> float | None:
         """Return error/tolerance where it says something, as `share_of` does."""
-        return share_of(self.status, self.bound_ratio, self.max_ulp)
+        return share_of(self.status, self.ratio, self.max_ulp)
 
     @property
     def badness(self) -> tuple[int, float]:
@@ -57,7 +57,7 @@ class LayerCell(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return _badness(self)
 
 
-class LayerComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
+class LayerComparison(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor on one load path, by architecture."""
 
     stage: str
@@ -244,7 +244,7 @@ def _cell(
         status=worst.status,
         max_abs=difference,
         allowed=allowed,
-        bound_ratio=worst.bound_ratio,
+        ratio=worst.ratio,
         max_ulp=max((row.max_ulp for row in rows if row.max_ulp is not None), default=None),
         classes=tuple(classes),
     )
@@ -252,11 +252,11 @@ def _cell(
 
 def difference_of(rule: str, row: Row) -> tuple[Real | None, Real | None]:
     """Return the difference of the worst element of a row with a tolerance, and what is allowed of it."""
-    if row.allowed is msgspec.UNSET or row.bound_ratio is None:
+    if row.allowed is msgspec.UNSET or row.ratio is None:
         return row.max_abs, None
     if rule == Rule.RELATIVE or not row.allowed:  # one tolerance for all elements; nothing is allowed
         return row.max_abs, row.allowed
-    return Real(row.bound_ratio * row.allowed), row.allowed
+    return Real(row.ratio * row.allowed), row.allowed
 
 
 def _worst_bits(rows: Sequence[Row]) -> tuple[Real | None, Real | None]:

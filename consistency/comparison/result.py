@@ -46,7 +46,7 @@ BAD: frozenset[str] = frozenset({"outside", "missing", "unexpected"})
 """Statuses that make a run inconsistent."""
 
 
-class TensorComparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
+class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor on all workers of a load path.
 
     Attributes
@@ -114,7 +114,7 @@ class ArchitectureGroup(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[str, ...]
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths": "roads"}):
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Something to act on.
 
     Attributes
@@ -164,7 +164,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
 
 
-class Divergence(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     """The first tensor, in the model's order, at which a worker diverges; `within` where only the bits differ."""
 
     worker: str
@@ -175,16 +175,16 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path":
     status: Status
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths": "roads", "hosts": "boxes"}):
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a comparison of captures found.
 
     Attributes
     ----------
     first_divergence : tuple of Divergence
         Per worker, its first mismatch.
-    first_other_bits : tuple of Divergence
+    first_bitwise_difference : tuple of Divergence
         Per worker, where it first differs bitwise from the reference worker, within tolerance or not.
-    not_looked_at : tuple of str
+    not_checked : tuple of str
         What the level and the options excluded.
     profile : str
         `pinned` or `deployed`; several of compared captures are joined by `and`.
@@ -221,8 +221,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, rename={"load_paths"
     tensors: tuple[TensorComparison, ...]
     findings: tuple[Finding, ...]
     first_divergence: tuple[Divergence, ...] = ()
-    first_other_bits: tuple[Divergence, ...] = ()
-    not_looked_at: tuple[str, ...] = ()
+    first_bitwise_difference: tuple[Divergence, ...] = ()
+    not_checked: tuple[str, ...] = ()
     base: str = ""
     adapter: str | None = None
     profile: str = ""

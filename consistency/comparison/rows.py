@@ -17,7 +17,7 @@ Workers = tuple[str, ...]
 """Names of workers, in the order of the comparison. Equal ones are one object, whatever the number of tensors."""
 
 _MEASURED = (
-    "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp", "bound_ratio", "worst_index"
+    "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp", "ratio", "worst_index"
 )  # fmt: skip
 
 NO_DIFFERENCE: dict[str, Any] = {
@@ -39,7 +39,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many where de
         Of the difference from the reference, in the tensor's own unit.
     max_ulp : int or None
         In units in the last place of the dtype.
-    bound_ratio : float or None
+    ratio : float or None
         Worst difference over what is allowed; None for a bitwise rule.
     allowed : float, optional
         What is allowed for the element of that difference, in the tensor's own unit.
@@ -67,7 +67,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many where de
     max_rel: Real | None = None
     rms: Real | None = None
     max_ulp: int | None = None
-    bound_ratio: Real | None = None
+    ratio: Real | None = None
     allowed: Real | msgspec.UnsetType = msgspec.UNSET
     worst_index: tuple[int, ...] | None = None
     diagnosis: Word | None = None
@@ -87,7 +87,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many where de
     @property
     def share(self) -> float | None:
         """Return error/tolerance where it says something, as `share_of` does."""
-        return share_of(self.status, self.bound_ratio, self.max_ulp)
+        return share_of(self.status, self.ratio, self.max_ulp)
 
     def of(self, worker: str) -> Row:
         """Return this row for a worker."""

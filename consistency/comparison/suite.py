@@ -98,7 +98,7 @@ class CaseStage(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: dict[str, float] = {}
 
 
-class CaseWorker(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
+class CaseWorker(msgspec.Struct, frozen=True, kw_only=True):
     """One worker of a case."""
 
     name: str
@@ -125,7 +125,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         As in `Comparison`.
     error : str or None
         Why the case could not be checked: its input cannot be used.
-    bound_ratios : dict of str to float
+    ratios : dict of str to float
         Worst error/tolerance by worker.
     accepted : int
         Findings that the baseline accepts.
@@ -148,8 +148,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[CaseFinding, ...] = ()
     stages: tuple[CaseStage, ...] = ()
     workers: tuple[CaseWorker, ...] = ()
-    not_looked_at: tuple[str, ...] = ()
-    bound_ratios: dict[str, Real] = {}
+    not_checked: tuple[str, ...] = ()
+    ratios: dict[str, Real] = {}
     accepted: int = 0
     merging: tuple[Merging, ...] = ()
     versions: dict[str, str] = {}
@@ -256,9 +256,9 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(worker.name for case in self.cases for worker in case.workers))
 
     @property
-    def not_looked_at(self) -> tuple[str, ...]:
+    def not_checked(self) -> tuple[str, ...]:
         """Return what was left out in any case, but for the stages that were left to a case which has them."""
-        texts = dict.fromkeys(text for case in self.cases for text in case.not_looked_at)
+        texts = dict.fromkeys(text for case in self.cases for text in case.not_checked)
         had = {f"stage {stage.stage} ({CHECKED_IN} {case.name})" for case in self.cases for stage in case.stages}
         return tuple(text for text in texts if text not in had)
 

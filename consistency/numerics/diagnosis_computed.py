@@ -39,7 +39,7 @@ def diagnose_computed(
     in_tf32 : callable, optional
         Return the measure by the bound of TF32 products, where the device could have used them.
     """
-    if found.bound_ratio is not None and found.bound_ratio <= 1:
+    if found.ratio is not None and found.ratio <= 1:
         return Diagnosis(word=Word.ACCUMULATION_ORDER)
     answer = None if chunks is None else _diagnose(chunks)
     if answer is not None:
@@ -47,7 +47,7 @@ def diagnose_computed(
     if not math.isfinite(found.max_abs):
         return Diagnosis(word=Word.NON_FINITE, evidence={"at": list(found.worst_index or ())})
     if in_tf32 is not None:
-        ratio = in_tf32().bound_ratio
+        ratio = in_tf32().ratio
         if ratio is not None and ratio <= 1:
             return Diagnosis(word=Word.TF32_PRODUCTS, evidence={"tf32_bound_ratio": float(ratio)})
     return Diagnosis(word=Word.DIFFERS)

@@ -66,7 +66,7 @@ def _result(tally: Tally, a: torch.Tensor, e: torch.Tensor, shape: tuple[int, ..
         rms=Real(math.sqrt(total(tally.squares) / max(1, elements))),
         max_rel=Real(tally.max_rel),
         max_ulp=tally.max_ulp,
-        bound_ratio=None,
+        ratio=None,
         magnitude=Real(0.0),
         flipped_bits=tally.flipped,
         first_byte=None if tally.first is None else tally.first * size,

@@ -81,7 +81,7 @@ def measure_against_exact(
     """Measure how far a tensor is from a float64 reference of the same shape, both on the CPU or in files.
 
     `allowed` is the user's tolerance, or that of each element (float64, of the same shape). Without one there is no
-    `bound_ratio`: only the tolerance of the tensor as a whole is known then.
+    `ratio`: only the tolerance of the tensor as a whole is known then.
     """
     flat, reference = elements_of(actual), elements_of(exact)
     each = allowed.reshape(-1).numpy() if isinstance(allowed, torch.Tensor) else None
@@ -157,7 +157,7 @@ def _result(tally: ErrorTally, tensor: Readable) -> Measure:
         rms=Real(math.sqrt(total(tally.squares) / n)),
         max_rel=Real(tally.max_rel),
         max_ulp=tally.max_ulp,
-        bound_ratio=None if tally.ratio is None else Real(tally.ratio),
+        ratio=None if tally.ratio is None else Real(tally.ratio),
         magnitude=Real(tally.magnitude),
         not_finite=tally.not_finite,
         **(NO_WORST if tally.worst is None else _described(tally.worst, mapped(tensor), shape, tally.ratio)),

@@ -23,13 +23,13 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Largest difference over the magnitude of the reference; infinite where that is zero or the difference infinite.
     max_ulp : int or None
         In units in the last place of the dtype; None where it is not defined (NaN on one side, no float).
-    bound_ratio : float or None
+    ratio : float or None
         Largest difference over what is allowed for that element; None for a bitwise rule.
     allowed : float or None
         What is allowed for that element, in the tensors' own unit; None where its difference or its ratio is zero, or
         no number.
     worst_index : tuple of int or None
-        Index of the element that is worst by `bound_ratio`, or by difference; None where all bits are equal.
+        Index of the element that is worst by `ratio`, or by difference; None where all bits are equal.
     worst_actual_bits, worst_expected_bits : str or None
         Hexadecimal, most significant digit first.
     flipped_bits : dict of int to int
@@ -50,7 +50,7 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rms: Real
     max_rel: Real
     max_ulp: int | None
-    bound_ratio: Real | None
+    ratio: Real | None
     worst_index: tuple[int, ...] | None
     allowed: Real | None = None
     worst_actual: Real | None = None

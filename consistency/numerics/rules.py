@@ -178,6 +178,6 @@ def ratio(error: float, allowed: float) -> float:
     return error / allowed if allowed else math.inf
 
 
-def passes(bound_ratio: float) -> bool:
+def passes(ratio: float) -> bool:
     """Return whether a ratio is within tolerance; NaN is not."""
-    return bound_ratio <= 1.0
+    return ratio <= 1.0

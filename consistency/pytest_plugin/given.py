@@ -19,7 +19,7 @@ from consistency.errors import UsageError
 from consistency.workflows.api import run
 
 _NO_PATH = ("python:", "builtin:")
-_ATTRIBUTES = {n: option.attribute for option in OPTIONS for n in (option.name, option.attribute, *option.aliases)}
+_ATTRIBUTES = {n: option.attribute for option in OPTIONS for n in (option.name, option.attribute)}
 _OF_A_RUN = frozenset(inspect.signature(run).parameters) - {"case", "options"}
 
 

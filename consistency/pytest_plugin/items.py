@@ -126,8 +126,8 @@ class DeviceItem(CaseItem):
 
     def _record(self, row: Row) -> None:
         self.user_properties += [("status", row.status), ("reference", row.reference or "none")]
-        if row.bound_ratio is not None:
-            self.user_properties.append(("bound_ratio", f"{float(row.bound_ratio):.6g}"))
+        if row.ratio is not None:
+            self.user_properties.append(("ratio", f"{float(row.ratio):.6g}"))
         if row.mismatched is not None:
             self.user_properties.append(("mismatched", row.mismatched))
 
@@ -288,7 +288,7 @@ def _diagnosis(row: Row) -> str | None:
 def _reason(tensor: TensorComparison, row: Row) -> str:
     """Return why a row is bad without what the node id has: `bit-flip: [0, 5] · got 0.25 (0x3e800000), wanted …`."""
     detail = describe(tensor, row).removeprefix(f"{tensor.layer}.{tensor.tensor}").removeprefix(" · ")
-    share = "" if row.bound_ratio is None else f", {float(row.bound_ratio):.3g}× tolerance"
+    share = "" if row.ratio is None else f", {float(row.ratio):.3g}× tolerance"
     return f"{_diagnosis(row) or row.status}{share}: {detail}"
 
 

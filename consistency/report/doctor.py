@@ -49,9 +49,9 @@ def _fix(write: Writer, comparison: Comparison) -> None:
     write.line("fix first:", style="bold")
     for number, advice in enumerate(found[:MOST_ADVICE], start=1):
         write.line(f"{number:<3}{advice.what}", style="red" if advice.urgent else "yellow")
-        if advice.mend is not None and is_command(advice.mend):
-            write.step(advice.mend)
-        elif advice.mend is not None:
-            write.line(advice.mend, indent=5)
+        if advice.fix is not None and is_command(advice.fix):
+            write.step(advice.fix)
+        elif advice.fix is not None:
+            write.line(advice.fix, indent=5)
     if rest := and_more(len(found) - MOST_ADVICE):
         write.line(f"{rest}: --json has all of them")

@@ -45,7 +45,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     drifted_devices: int = 0
 
 
-class DeviceRow(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road"}):
+class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     """One device in one run.
 
     Attributes

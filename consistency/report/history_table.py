@@ -246,7 +246,7 @@ def _cell(found: Sequence[tuple[RunRecord, WorkerRecord]], known: _Known) -> Cel
     known.software, known.inputs = {**known.software, **software}, {**known.inputs, **inputs}
     ratio: float | None = None
     for worker in workers.values():
-        ratio = ratio if worker.bound_ratio is None else worse(float(worker.bound_ratio), ratio)
+        ratio = ratio if worker.ratio is None else worse(float(worker.ratio), ratio)
     run, worker = min(found, key=lambda one: _place(_verdict(*one)))
     return Cell(
         run=run,

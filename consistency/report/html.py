@@ -109,7 +109,7 @@ def as_html(comparison: Comparison, view: View | None = None) -> str:
         most_classes=_MOST_CLASSES,
         most_findings=_MOST_FINDINGS,
         most_tensors=_MOST_TENSORS,
-        not_looked_at=comparison.not_looked_at,
+        not_checked=comparison.not_checked,
         notes=[finding for finding in findings if finding.severity == "note"],
         origin=origin_texts(comparison),
         planted=comparison.planted,

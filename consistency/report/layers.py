@@ -115,8 +115,8 @@ def cell_figures(cell: LayerCell) -> str:
     if cell.max_abs is not None:
         allowed = "" if cell.allowed is None else f" / {_number(cell.allowed)}"
         parts[0] += f" {_number(cell.max_abs)}{allowed}"
-    if cell.bound_ratio is not None:
-        parts.append(f"{float(cell.bound_ratio):.3g}" if cell.status in BAD else f"{float(cell.bound_ratio):.2f}")
+    if cell.ratio is not None:
+        parts.append(f"{float(cell.ratio):.3g}" if cell.status in BAD else f"{float(cell.ratio):.2f}")
     if cell.max_ulp is not None:
         parts.append(f"{cell.max_ulp} ULP")
     return "  ".join(parts)

@@ -25,7 +25,7 @@ def render(layers: Iterable[LayerComparison]) -> Iterator[bytes]:
     for one in layers:
         for architecture, cell in one.architectures.items():
             names = (one.stage, one.load_path, one.layer, one.tensor, architecture, " ".join(cell.workers), cell.status)
-            figures = (cell.max_abs, cell.allowed, cell.bound_ratio, cell.max_ulp)
+            figures = (cell.max_abs, cell.allowed, cell.ratio, cell.max_ulp)
             classes = " | ".join(" ".join(workers) for workers in cell.classes)
             yield _line([*map(_text, names), *map(_figure, figures), _text(classes)])
 

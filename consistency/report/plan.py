@@ -44,7 +44,7 @@ def as_table(budget: Budget) -> dict[str, Any]:
         "soak_seconds": budget.soak_s,
         "fit": msgspec.to_builtins(budget.case.fit),
         "changes": budget.changes,
-        "not_looked_at": budget.not_checked,
+        "not_checked": budget.not_checked,
         "refusal": None if budget.refusal is None else budget.refusal.parts,
         "unknown": tuple(dict.fromkeys((*unknown, *budget.unknown))),
     }

@@ -323,12 +323,12 @@ def _paths_given(command: Sequence[str], places: Sequence[Path]) -> Iterator[str
 def _hosts(report: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(report.get("host"), str):
         yield report["host"]
-    yield from _values(report, ("workers", "boxes", "hosts", "sources"), "host")
+    yield from _values(report, ("workers", "hosts", "sources"), "host")
 
 
 def _uuids(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield what identifies devices: not every vendor's has the form of a UUID."""
-    gpus = [gpu for name in ("boxes", "hosts") for host in report.get(name) or () for gpu in host.get("gpus") or ()]
+    gpus = [gpu for host in report.get("hosts") or () for gpu in host.get("gpus") or ()]
     found = (*_values(report, ("workers",), "uuid"), *(gpu.get("uuid") for gpu in gpus))
     yield from (uuid for uuid in found if isinstance(uuid, str) and len(uuid) >= _SHORTEST)
 

@@ -300,7 +300,7 @@ def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 def not_checked_texts(comparison: Comparison) -> list[str]:
     """Return what the level and the options left out, in one line; nothing where that is nothing."""
-    left = ", ".join(comparison.not_looked_at)
+    left = ", ".join(comparison.not_checked)
     return [f"not checked (level {comparison.level}): {left}"] if left else []
 
 
@@ -337,7 +337,7 @@ def divergence_texts(comparison: Comparison) -> Iterator[str]:
     mismatches = {_place(one) for one in comparison.first_divergence}
     reference = comparison.reference
     yield from _first("mismatch", comparison, comparison.first_divergence)
-    bits = [one for one in comparison.first_other_bits if _place(one) not in mismatches]
+    bits = [one for one in comparison.first_bitwise_difference if _place(one) not in mismatches]
     yield from _first(f"bitwise difference from {reference}", comparison, bits)
 
 

@@ -32,7 +32,7 @@ class Cell:
     counts : dict of str to int
         Tensors by status.
     worst_ratio : float or None
-        Largest `bound_ratio`; NaN is larger than any number.
+        Largest `ratio`; NaN is larger than any number.
     first_bad : str or None
         Layer of the first tensor with a mismatch.
     first_place : int
@@ -59,7 +59,7 @@ class Cell:
         return sum(n for status, n in self.counts.items() if status in BAD)
 
     def take_ratio(self, ratio: float | None) -> None:
-        """Note a `bound_ratio`, if it is the largest so far."""
+        """Note a `ratio`, if it is the largest so far."""
         if ratio is not None and is_larger(ratio, self.worst_ratio):
             self.worst_ratio = float(ratio)
 
@@ -181,7 +181,7 @@ def merged(many: Iterable[Mapping[str, Cell]]) -> dict[str, Cell]:
 
 
 def is_larger(ratio: float, known: float | None) -> bool:
-    """Return whether a `bound_ratio` is larger than the largest so far; NaN is larger than any number."""
+    """Return whether a `ratio` is larger than the largest so far; NaN is larger than any number."""
     return known is None or math.isnan(ratio) or ratio > known
 
 

@@ -51,7 +51,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, rename={"load_path": "road", "alternative_paths": "side_roads"}):
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a worker needs to know of one case.
 
     Attributes

@@ -189,7 +189,7 @@ class Recorder(RecordStore):
         diagnosis: Word | None = None,
         chunks: Chunks | None = None,
         tolerance: UserTolerance | None = None,
-        bound_ratio: float | None = None,
+        ratio: float | None = None,
         in_tf32: Callable[[], Measure] | None = None,
         outside: Callable[[], Mapping[str, Any]] = dict,
         rounding: RoundingError | None = None,
@@ -218,7 +218,7 @@ class Recorder(RecordStore):
         chunks : callable, optional
             Yields the tensor with its exact value; called only where it is outside its rule. None where the tensor is
             not judged here.
-        bound_ratio : float, optional
+        ratio : float, optional
             Error over allowance, where the measure has none.
         in_tf32 : callable, optional
             Gives the measure by the bound of TF32 products, where these could have been used.
@@ -235,7 +235,7 @@ class Recorder(RecordStore):
         """
         cause = None if diagnosis is None else Diagnosis(word=diagnosis)
         more: Mapping[str, Any] = {}
-        share = found.bound_ratio if found is not None and bound_ratio is None else bound_ratio
+        share = found.ratio if found is not None and ratio is None else ratio
         if found is not None and chunks is not None and share is not None:
             status = "within" if passes(share) else "outside"
             if status == "outside":

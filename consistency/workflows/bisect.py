@@ -225,7 +225,7 @@ class _Runner:
             if row is None or place != self._subject.key or tensor.load_path != load_path:
                 continue
             if self._subject.bad:
-                ratio = "" if row.bound_ratio is None else f", {float(row.bound_ratio):.3g} of the bound"
+                ratio = "" if row.ratio is None else f", {float(row.ratio):.3g} of the bound"
                 return row.status not in BAD, f"{row.status}{ratio}"
             same = len(tensor.classes) == 1
             return same, "bitwise equal" if same else f"differs bitwise, {row.status}"

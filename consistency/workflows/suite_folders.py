@@ -123,7 +123,7 @@ def _compare(
         comparison = apply(baseline, comparison)
     if lacking:
         text = f"case {name} in {some(lacking)}, without a capture of it"
-        comparison = msgspec.structs.replace(comparison, not_looked_at=(*comparison.not_looked_at, text))
+        comparison = msgspec.structs.replace(comparison, not_checked=(*comparison.not_checked, text))
     if keep:
         (target / place).mkdir(parents=True, exist_ok=True)
         comparison = report_folder.write_reports(made(comparison), target / place)

@@ -189,7 +189,7 @@ def test_faults(does: Any, how: str) -> None:
         assert (host.view(torch.uint8) ^ wanted.view(torch.uint8)).unique().tolist() == [0, 1]
     torch.accelerator.synchronize("npu:1")
     assert torch.equal(found.cpu().reshape(-1), wanted) == (does == "delay")
-    assert torch.equal(source.to("npu:2").to("npu:1").cpu(), x)  # another road is whole
+    assert torch.equal(source.to("npu:2").to("npu:1").cpu(), x)  # another load path is whole
 
 
 def test_a_fault_hits_its_pair_and_its_sizes_alone() -> None:

@@ -32,4 +32,4 @@ def test_nothing_is_found_on_healthy_devices(
     judged = [row for tensor in run.report["tensors"] for row in tensor["rows"] if row["worker"] != "cpu"]
     assert judged
     assert {row["status"] for row in judged} <= {"within", "equal"}
-    assert max(row["bound_ratio"] or 0 for row in judged) < 0.8
+    assert max(row["ratio"] or 0 for row in judged) < 0.8

@@ -28,7 +28,7 @@ def on_load_path(run: RunOnDouble, load_path: str, *stages: str) -> list[TensorC
     return [t for t in run.comparison.tensors if t.load_path == load_path and t.stage in stages]
 
 
-def test_dropped_copies_are_found_on_the_shared_road_alone(faulty: RunOnDouble) -> None:
+def test_dropped_copies_are_found_on_the_shared_path_alone(faulty: RunOnDouble) -> None:
     assert faulty.process.returncode == 1, faulty.process.stderr
     factors = [t for t in on_load_path(faulty, "shared", "adapter") if t.tensor in ("lora_A", "lora_B")]
     assert len(factors) == 56
@@ -42,7 +42,7 @@ def test_dropped_copies_are_found_on_the_shared_road_alone(faulty: RunOnDouble) 
     assert {row.status for t in alone for row in t.rows} == {"equal"}
 
 
-def test_findings_name_the_road_and_no_device_that_is_well(faulty: RunOnDouble) -> None:
+def test_findings_name_the_path_and_no_device_that_is_well(faulty: RunOnDouble) -> None:
     errors = [f for f in faulty.comparison.findings if f.severity == "error"]
     assert {f.workers for f in errors} == {("npu:1",)}
     moved = [f for f in errors if f.message.startswith("adapter")]
@@ -79,7 +79,7 @@ def test_devices_alone_are_consistent(faulty: RunOnDouble) -> None:
     assert [f for f in found.findings if f.severity != "note"] == []
 
 
-def test_default_road_through_device_0_is_a_warning(faulty: RunOnDouble) -> None:
+def test_default_path_through_device_0_is_a_warning(faulty: RunOnDouble) -> None:
     warned = [f for f in faulty.comparison.findings if f.severity == "warning"]
     assert {(f.kind, f.workers) for f in warned} == {("touched", ("npu:1", "npu:2"))}
     assert "loading the adapter allocated 256 KiB on npu:0 and released it on load path shared" in warned[0].message
@@ -91,7 +91,7 @@ def test_every_worker_met_the_device_that_was_meant(faulty: RunOnDouble) -> None
     for worker in there:
         assert worker["environment"]["device_uuid"] == worker["uuid"]
         shown = worker["environment"]["variables"].get("ASCEND_RT_VISIBLE_DEVICES")
-        assert shown == (worker["name"].removeprefix("npu:") if worker["road"] == "isolated" else None)
+        assert shown == (worker["name"].removeprefix("npu:") if worker["load_path"] == "isolated" else None)
     assert len({w["uuid"] for w in there}) == 3
 
 
@@ -113,8 +113,8 @@ def test_pytest_on_a_healthy_device(double: Double, pytester: pytest.Pytester, m
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")  # they take long to import
     done = pytester.runpytest_subprocess(
-        "--consistency-base", "builtin:llama", "--consistency-devices", "cpu,npu:2", "--consistency-roads", "shared",
-        "--consistency-level", "quick", "--junitxml", "out.xml",
+        "--consistency-base", "builtin:llama", "--consistency-devices", "cpu,npu:2", "--consistency-load-paths",
+        "shared", "--consistency-level", "quick", "--junitxml", "out.xml",
     )  # fmt: skip
     assert done.ret == 0
     done.stdout.fnmatch_lines(["consistency: llama, *, on cpu, npu:2 (simulated)"])

@@ -280,7 +280,7 @@ def test_no_digest_is_no_agreement(make_capture: MakeCapture) -> None:
 
 @pytest.mark.parametrize("status", ["within", "equal"])
 def test_a_word_does_not_outweigh_its_own_numbers(status: str, make_capture: MakeCapture) -> None:
-    folders = write(make_capture, on_purpose(edited_record(status=status, **with_measure(bound_ratio=7.0))))
+    folders = write(make_capture, on_purpose(edited_record(status=status, **with_measure(ratio=7.0))))
     found = reported(folders)
     assert [f.workers for f in errors(found)] == [("b:cuda:0",)]
 

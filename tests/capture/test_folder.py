@@ -51,7 +51,7 @@ def make_measure(**changes: Any) -> Measure:
         rms=Real(0.1),
         max_rel=Real("-inf"),
         max_ulp=2**64 - 2**54,
-        bound_ratio=Real(1.5),
+        ratio=Real(1.5),
         worst_index=(1, 2),
         worst_actual=Real("nan"),
         worst_expected=Real(-0.0),
@@ -184,7 +184,7 @@ def test_every_measure_is_written_even_where_it_is_zero() -> None:
     found = distance.measure(torch.ones(2), torch.ones(2))
     assert json.loads(encode_json(found)) == {
         "elements": 2, "mismatched": 0, "max_abs": 0.0, "mean_abs": 0.0, "rms": 0.0, "max_rel": 0.0, "max_ulp": 0,
-        "bound_ratio": None, "worst_index": None, "magnitude": 0.0,
+        "ratio": None, "worst_index": None, "magnitude": 0.0,
     }  # fmt: skip
 
 

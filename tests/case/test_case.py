@@ -35,14 +35,14 @@ def test_a_report_names_what_was_not_looked_at() -> None:
     large = "copies of 256 MiB and more"
     rest = (large, "most operators", "large operators", "safe_merge", again, "a second run on the same device")
     later = ("stage sharding", "stage wrapping")
-    assert quick.not_looked_at() == ("stage forward", "stage gradient", "stage memory", *later, *rest)
+    assert quick.not_checked() == ("stage forward", "stage gradient", "stage memory", *later, *rest)
     widened = Case(name="x", base="/b", level=Level.QUICK)
-    assert widened.not_looked_at() == (*later, *rest)
+    assert widened.not_checked() == (*later, *rest)
     narrowed = Case(name="x", base="/b", level=Level.STANDARD, stages=(Stage.ADAPTER,), repeat=2)
     others = [stage for stage in Stage if stage not in (Stage.ADAPTER, Stage.ADAPTERS)]  # one adapter has no such stage
-    assert narrowed.not_looked_at() == tuple(f"stage {stage}" for stage in others)
+    assert narrowed.not_checked() == tuple(f"stage {stage}" for stage in others)
     thorough = Case(name="x", base="/b", level=Level.THOROUGH, repeat=2, stages=LEVELS[Level.THOROUGH].stages)
-    assert thorough.not_looked_at() == ("stage wrapping",), "which needs a wrapper of the user's own"
+    assert thorough.not_checked() == ("stage wrapping",), "which needs a wrapper of the user's own"
 
 
 def test_a_report_names_what_did_not_fit() -> None:
@@ -50,11 +50,11 @@ def test_a_report_names_what_did_not_fit() -> None:
     cut = msgspec.structs.replace(whole, fit=Fit(tokens=4, sequences=2, micro_batch=1))
     assert (cut.sequences, cut.tokens) == (2, 4)
     added = ("6 of 8 sequences, for lack of memory", "12 of 16 tokens of each, for lack of memory")
-    assert cut.not_looked_at() == (*whole.not_looked_at(), *added)
+    assert cut.not_checked() == (*whole.not_checked(), *added)
     parts = msgspec.structs.replace(whole, fit=Fit(micro_batch=1))
-    assert parts.not_looked_at() == whole.not_looked_at(), "the same is computed, in parts"
+    assert parts.not_checked() == whole.not_checked(), "the same is computed, in parts"
     bytes_alone = msgspec.structs.replace(cut, stages=(Stage.ADAPTER,))
-    assert not [text for text in bytes_alone.not_looked_at() if "memory" in text and not text.startswith("stage")]
+    assert not [text for text in bytes_alone.not_checked() if "memory" in text and not text.startswith("stage")]
 
 
 def test_a_higher_level_looks_at_no_less() -> None:
@@ -63,4 +63,4 @@ def test_a_higher_level_looks_at_no_less() -> None:
         assert set(less.stages) <= set(more.stages)
         assert less.safe_merge <= more.safe_merge
         assert (less.sequences, less.tokens, less.repeat) <= (more.sequences, more.tokens, more.repeat)
-        assert set(more.not_looked_at) < set(less.not_looked_at)
+        assert set(more.not_checked) < set(less.not_checked)

@@ -1,4 +1,4 @@
-"""The names of the roads and what each stands for."""
+"""The names of the load paths and what each stands for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from consistency.case.load_path import SIDES, LoadPath, is_alternative, main_path
 
 
-def test_every_choice_has_a_road_and_none_has_two() -> None:
+def test_every_choice_has_a_path_and_none_has_two() -> None:
     found = {(r.main, r.torch_device, r.low_memory, r.by_transformers) for r in LoadPath}
     # transformers' loader has no torch_device
     peft = {

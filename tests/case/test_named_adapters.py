@@ -106,12 +106,12 @@ def test_the_case_has_the_stage_and_says_what_the_others_leave_out() -> None:
         assert case.adapter == case.adapters[0].path
         assert any(
             text.startswith("adapter, merged, ") and " of second (checked for first only)" in text
-            for text in case.not_looked_at()
+            for text in case.not_checked()
         )
-        assert "routing by create_arrow_model" in case.not_looked_at()
+        assert "routing by create_arrow_model" in case.not_checked()
         alone = prepare_case(make_options({"base": "builtin:llama"}))
         assert Stage.ADAPTERS not in alone.stages
-        assert not any("adapters" in text for text in alone.not_looked_at())
+        assert not any("adapters" in text for text in alone.not_checked())
         with pytest.raises(UsageError, match="which is not in"):
             prepare_case(make_options({"base": "builtin:llama", "adapters": adapters, "stages": "merged"}))
     with pytest.raises(UsageError, match="needs several adapters"):

@@ -34,20 +34,20 @@ def actions(edge: Edge, command: str = "run") -> dict[str, argparse.Action]:
     return {text: action for action in found for text in action.option_strings}
 
 
-def given(option: Option, edge: Edge, name: str) -> object:
+def given(option: Option, edge: Edge) -> object:
     """Give one option on an edge; return its parsed value."""
     text = TEXTS.get(option.name, "x")
     own = argparse.ArgumentParser()
     add_options(own.add_argument, edge)
-    arguments = [edge.spell(name)] if option.type is bool else [edge.spell(name), text]
+    arguments = [edge.spell(option.name), *([] if option.type is bool else [text])]
     return getattr(gather_options(None, vars(own.parse_args(arguments)), edge), option.attribute)
 
 
-def in_file(option: Option, name: str, folder: Path) -> object:
+def in_file(option: Option, folder: Path) -> object:
     text = TEXTS.get(option.name, "x")
     value = text if option.type in (int, float) else "true" if option.type is bool else f'["{text}"]'
     value = f'"{text}"' if option.type is str and not option.repeatable else value
-    (folder / "case.toml").write_text(f"{name} = {value}")
+    (folder / "case.toml").write_text(f"{option.name} = {value}")
     return read_options(folder / "case.toml")[option.attribute]
 
 
@@ -67,22 +67,10 @@ def test_every_option_is_on_both_command_lines_or_says_why_not(option: Option, e
     "option", [o for o in OPTIONS if Edge.COMMAND_LINE not in o.absent], ids=lambda option: option.name
 )
 def test_every_option_means_the_same_in_a_file_and_on_a_command_line(option: Option, tmp_path: Path) -> None:
-    for name in (option.name, *option.aliases):
-        values = [given(option, edge, name) for edge in (Edge.COMMAND_LINE, Edge.PYTEST) if edge not in option.absent]
-        assert Edge.TOML not in option.absent, "or expect it to be refused there"
-        assert {repr(value) for value in values} == {repr(in_file(option, name, tmp_path))}
-        assert values[0] != getattr(Options(), option.attribute)
-
-
-def test_other_names_are_hidden() -> None:
-    others = {option.name: option.aliases for option in OPTIONS if option.aliases}
-    assert others == {"stages": ("stage",), "load_paths": ("roads",)}
-    for name, (alias,) in others.items():
-        for edge in (Edge.COMMAND_LINE, Edge.PYTEST):
-            hidden = actions(edge)[edge.spell(alias)]
-            assert (hidden.help, hidden.dest) == (argparse.SUPPRESS, actions(edge)[edge.spell(name)].dest)
-    text = " ".join(build_parser().format_help().split())
-    assert "roads" not in text
+    values = [given(option, edge) for edge in (Edge.COMMAND_LINE, Edge.PYTEST) if edge not in option.absent]
+    assert Edge.TOML not in option.absent, "or expect it to be refused there"
+    assert {repr(value) for value in values} == {repr(in_file(option, tmp_path))}
+    assert values[0] != getattr(Options(), option.attribute)
 
 
 def test_run_and_capture_have_the_same_options() -> None:

@@ -24,9 +24,9 @@ def case(**options: Any) -> Case:
 def test_stages_that_an_option_makes_possible() -> None:
     plain = case()
     assert not {Stage.SHARDING, Stage.WRAPPING} & set(plain.stages)
-    assert {"stage sharding", "stage wrapping"} <= set(plain.not_looked_at())
+    assert {"stage sharding", "stage wrapping"} <= set(plain.not_checked())
     assert Stage.SHARDING in case(level=Level.THOROUGH).stages
-    assert "stage wrapping" in case(level=Level.THOROUGH).not_looked_at()
+    assert "stage wrapping" in case(level=Level.THOROUGH).not_checked()
     assert set(case(wrapper=FACTORY).stages) == {*plain.stages, Stage.WRAPPING}
     assert set(case(device_map="auto").stages) == {*plain.stages, Stage.SHARDING}
 

@@ -33,7 +33,7 @@ def test_a_whole_configuration_is_read(tmp_path: Path) -> None:
         devices = ["cpu", "cuda:0@tf32"]
         dtype = "bfloat16"
         stages = ["merged", "adapter"]
-        roads = ["all"]
+        load_paths = ["all"]
         level = "thorough"
         repeat = 3
         only = "merged::model.layers.0, adapter"
@@ -68,7 +68,7 @@ def test_an_empty_configuration_is_the_defaults(tmp_path: Path) -> None:
 
 
 def test_lists_may_be_written_with_commas(tmp_path: Path) -> None:
-    table = read_options(toml(tmp_path, 'devices = "cpu, cuda:1"\nstages = "base,adapter"\nroads = "shared"'))
+    table = read_options(toml(tmp_path, 'devices = "cpu, cuda:1"\nstages = "base,adapter"\nload_paths = "shared"'))
     assert (table["devices"], table["stages"]) == (("cpu", "cuda:1"), (Stage.BASE, Stage.ADAPTER))
     assert table["load_paths"] == (LoadPath.SHARED,)
     assert make_options({"only": " a, b ,,c ", "devices": "cpu"}).only == ("a", "b", "c")
@@ -106,7 +106,7 @@ def test_a_factory_and_a_built_in_case_are_no_paths(base: str, tmp_path: Path) -
         ("level = 'night'", "unknown level: night.*one of quick, standard, thorough", "level"),
         ("stages = [1]", "stages is not a list of texts.*\\[1\\], a list", "stages"),
         ("stages = 'merge'", "unknown stage: merge", "stages"),
-        ("roads = 'alone'", "unknown load path: alone", "roads"),
+        ("load_paths = 'alone'", "unknown load path: alone", "load_paths"),
         ("[base]\nx = 1", "base is not a text.*{'x': 1}, a table", "base"),
     ],
 )
@@ -146,11 +146,11 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ({"devices": ["cpu@fast"]}, "unknown variant of cpu: fast"),
         ({"stages": []}, "no stage given"),
         ({"stages": ["merge"]}, "unknown stage: merge"),
-        ({"roads": []}, "no load path given"),
-        ({"roads": ["alone"]}, "unknown load path: alone"),
-        ({"roads": ["all", "shared"]}, "unknown load path: all"),
+        ({"load_paths": []}, "no load path given"),
+        ({"load_paths": ["alone"]}, "unknown load path: alone"),
+        ({"load_paths": ["all", "shared"]}, "unknown load path: all"),
         ({"unknown": 1}, "unknown option: unknown"),
-        ({"load_paths": "all", "roads": "all"}, "load_paths is given twice"),
+        ({"for": "1h", "soak": "1h"}, "for is given twice"),
     ],
 )
 def test_a_bad_option_is_refused(table: dict[str, Any], what: str) -> None:
@@ -188,7 +188,7 @@ def test_all_is_every_load_path() -> None:
 
 
 def test_options_given_on_a_command_line_win_over_those_of_the_file(tmp_path: Path) -> None:
-    path = toml(tmp_path, 'name = "file"\nlevel = "quick"\nroads = "shared"\n[[tolerance]]\natol = 0\nrtol = 0')
+    path = toml(tmp_path, 'name = "file"\nlevel = "quick"\nload_paths = "shared"\n[[tolerance]]\natol = 0\nrtol = 0')
     given = {"name": "line", "load_paths": "isolated", "keep": None, "tolerance": ["atol=1,rtol=1"]}
     assert gather_options(path, given, Edge.COMMAND_LINE) == Options(
         name="line",

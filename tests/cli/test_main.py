@@ -197,7 +197,7 @@ def test_rank_that_the_weights_do_not_have(cli_here: Cli, copies: tuple[Path, Pa
         (("--devices", ","), ("no device given",)),
         (("--stages", "base,merge"), ("unknown stage: merge", "base, adapter, merged, forward")),
         (("--load-paths", "motorway"), ("unknown load path: motorway", "--load-paths")),
-        (("--roads", "motorway"), ("unknown load path: motorway",)),
+        (("--load-paths", "motorway"), ("unknown load path: motorway",)),
         (("--dtype", "int3"), ("unknown value of --dtype: int3", "bfloat16")),
         (("--level", "extreme"), ("unknown value of --level: extreme", "one of quick, standard, thorough")),
         (("--repeat", "0"), ("repeat", "above 0")),

@@ -83,13 +83,6 @@ def test_only_commands_that_take_a_suite_tell_of_suites() -> None:
     assert told == {"run", "capture"}
 
 
-def test_stages_may_be_one_stage() -> None:
-    run, show = (
-        build_parser().parse_args(words) for words in (["run", "--stage=base"], ["show", "r", "--stages=base"])
-    )
-    assert (run.stages, show.stage) == ("base", "base")
-
-
 @pytest.mark.parametrize("name", ["", *commands()])
 def test_examples_parse(name: str) -> None:
     for words in examples(commands()[name] if name else build_parser()):

@@ -22,7 +22,7 @@ def digest(text: str) -> str:
 def measured(**changes: Any) -> Measure:
     fields: dict[str, Any] = {
         "elements": 4, "mismatched": 2, "max_abs": Real(1e-7), "mean_abs": Real(1e-8), "rms": Real(1e-8),
-        "max_rel": Real(1e-6), "max_ulp": 3, "bound_ratio": Real(0.5), "worst_index": (0, 1),
+        "max_rel": Real(1e-6), "max_ulp": 3, "ratio": Real(0.5), "worst_index": (0, 1),
         "worst_actual": Real(1.0), "worst_expected": Real(2.0), "worst_actual_bits": "0x1",
         "worst_expected_bits": "0x2", "flipped_bits": {}, "first_byte": None, "last_byte": None,
         "magnitude": Real(1.0),
@@ -36,7 +36,7 @@ def moved(held: str = "file", file: str = "file", tensor: str = "lora_B", **chan
         "stage": "adapter", "layer": "layers.0.q", "tensor": tensor, "shape": (2, 2), "dtype": "float32",
         "rule": "bitwise", "digest": digest(held), "reference_digest": digest(file), "reference": "file",
         "status": "equal" if equal else "outside",
-        "measure": None if equal else measured(bound_ratio=None),
+        "measure": None if equal else measured(ratio=None),
         "diagnosis": None if equal else Word.BIT_FLIP,
     }  # fmt: skip
     return TensorRecord(**{**fields, **changes})
@@ -46,7 +46,7 @@ def computed(bits: str = "a", ratio: float = 0.5, **changes: Any) -> TensorRecor
     fields: dict[str, Any] = {
         "stage": "merged", "layer": "layers.0.q", "tensor": "weight", "shape": (2, 2), "dtype": "float32",
         "rule": "bound", "digest": digest(bits), "status": "within" if ratio <= 1 else "outside",
-        "measure": measured(bound_ratio=Real(ratio)), "diagnosis": Word.ACCUMULATION_ORDER,
+        "measure": measured(ratio=Real(ratio)), "diagnosis": Word.ACCUMULATION_ORDER,
     }  # fmt: skip
     return TensorRecord(**{**fields, **changes})
 
@@ -62,7 +62,7 @@ def rounding(largest: float, samples: int = MANY, drawn: int | None = None) -> R
 def forward(bits: str = "a", error: float = 1e-7, made: RoundingError | None = rounding(1e-7)) -> TensorRecord:  # noqa: B008 - frozen
     return computed(
         bits, stage="forward", layer="logits", tensor="adapter_on", rule="relative", status="measured",
-        shape=(2**14, 4), measure=measured(bound_ratio=None, max_abs=Real(error)), diagnosis=None, rounding=made,
+        shape=(2**14, 4), measure=measured(ratio=None, max_abs=Real(error)), diagnosis=None, rounding=made,
     )  # fmt: skip
 
 

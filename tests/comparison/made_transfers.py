@@ -28,7 +28,7 @@ def copies(pair: tuple[str, str], kind: str = DIRECT, word: str | None = None, *
         rule="bitwise",
         digest=("ab" if word else "cd") * 16, reference_digest="cd" * 16, evidence=evidence,
         diagnosis=None if word is None else Word(word),
-        status="outside" if word else "equal", measure=measured(bound_ratio=None) if word else None, **of,
+        status="outside" if word else "equal", measure=measured(ratio=None) if word else None, **of,
     )  # fmt: skip
 
 

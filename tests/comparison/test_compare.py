@@ -70,7 +70,7 @@ def test_outside_the_bound(make_capture: MakeCapture) -> None:
 def test_other_bits_within_the_bound_are_fine_between_models(make_capture: MakeCapture) -> None:
     found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": [computed("b")]}))
     assert found.verdict == "consistent"
-    assert [(d.worker, d.stage, d.status) for d in found.first_other_bits] == [("cuda:0", "merged", "within")]
+    assert [(d.worker, d.stage, d.status) for d in found.first_bitwise_difference] == [("cuda:0", "merged", "within")]
     assert found.first_divergence == ()
 
 
@@ -117,9 +117,7 @@ def test_relative_rule_without_a_cpu_is_skipped_not_passed(make_capture: MakeCap
 
 def few(bits: str, error: float, *, samples: int = 1, magnitude: float = 1.0, mismatched: int = 2) -> TensorRecord:
     """Make an activation of which so many independent errors of rounding are known."""
-    found = measured(
-        bound_ratio=None, max_abs=Real(error), magnitude=Real(magnitude), mismatched=mismatched if error else 0
-    )
+    found = measured(ratio=None, max_abs=Real(error), magnitude=Real(magnitude), mismatched=mismatched if error else 0)
     return msgspec.structs.replace(forward(bits), measure=found, rounding=rounding(1e-7, samples))
 
 
@@ -128,7 +126,7 @@ def test_an_allowance_that_zeros_would_pass_judges_nothing(make_capture: MakeCap
     found = compared(make_capture("a", {"cpu": [few("a", 1e-7)], "cuda:0": [few("b", 1.0)]}))
     row = only_row(found, "cuda:0")
     assert row.status == "skipped"
-    assert row.bound_ratio is None
+    assert row.ratio is None
     assert row.diagnosis is None
     assert row.max_abs == 1.0, "what was measured is still told"
     assert only_row(found, "cpu").status == "skipped"
@@ -391,7 +389,7 @@ def test_damaged_worker_makes_it_incomplete(make_capture: MakeCapture) -> None:
     assert [w.name for w in found.workers] == ["cpu"]
 
 
-# --- roads ------------------------------------------------------------------------------------------------------------
+# --- load paths --------------------------------------------------------------------------------------------------
 
 
 def test_wrong_only_when_shared_is_the_copy(make_capture: MakeCapture) -> None:
@@ -405,10 +403,10 @@ def test_wrong_only_when_shared_is_the_copy(make_capture: MakeCapture) -> None:
         "when all devices are visible, and correct when isolated: peer copies 0→1 drop data"
     )
     shared_tensor = next(t for t in found.tensors if t.load_path == "shared")
-    assert shared_tensor.classes == (("cpu",), ("cuda:1",)), "the reference worker stands in every road"
+    assert shared_tensor.classes == (("cpu",), ("cuda:1",)), "the reference worker stands in every load path"
 
 
-def test_wrong_on_both_roads_is_not_blamed_on_the_copy(make_capture: MakeCapture) -> None:
+def test_wrong_on_both_paths_is_not_blamed_on_the_copy(make_capture: MakeCapture) -> None:
     wrong = [moved("x", diagnosis=Word.ZEROS)]
     alone = make_capture("alone", {"cpu": [moved()], "cuda:1": wrong})
     shared = make_capture("shared", {"cuda:1": wrong}, info={"cuda:1": {"load_path": "shared"}})
@@ -466,7 +464,7 @@ def test_an_adapter_that_no_device_can_load_again_is_a_note(make_capture: MakeCa
 def test_bits_that_the_reference_worker_never_had_are_nobodys_other_bits(make_capture: MakeCapture) -> None:
     narrow = make_capture("a", {"cpu": [moved()]}, case={"stages": ("base", "adapter")})
     wide = make_capture("b", {"cpu": [moved(), computed(digest="x")], "cuda:0": [moved(), computed(digest="y")]})
-    assert compared(narrow, wide).first_other_bits == ()
+    assert compared(narrow, wide).first_bitwise_difference == ()
 
 
 def test_adapter_that_came_wrong_over_poison_is_one_finding(make_capture: MakeCapture) -> None:

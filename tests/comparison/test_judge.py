@@ -15,7 +15,7 @@ from tests.conftest import MakeCapture
 
 
 def relative(bits: str, error: float, made: float, dtype: str = "float32", shape: tuple[int, ...] = (2**14, 2)) -> Any:
-    measure: Measure = measured(bound_ratio=None, max_abs=Real(error))
+    measure: Measure = measured(ratio=None, max_abs=Real(error))
     return computed(
         bits, stage="merged", rule="relative", status="measured", measure=measure, diagnosis=None, dtype=dtype,
         shape=shape, rounding=rounding(made, samples=math.prod(shape)),
@@ -41,7 +41,7 @@ def test_only_float16_may_overflow(make_capture: MakeCapture, dtype: str, status
 def test_a_stage_that_raises_on_one_device_is_told_by_its_exception(make_capture: MakeCapture) -> None:
     gradient = [
         computed(stage="gradient", layer=f"layers.{n}.q", tensor="lora_A.gradient", rule="relative",
-                 measure=measured(bound_ratio=None), rounding=rounding(1e-7), status="measured", diagnosis=None)
+                 measure=measured(ratio=None), rounding=rounding(1e-7), status="measured", diagnosis=None)
         for n in range(3)
     ]  # fmt: skip
     why = "the backward pass of this model fails: RuntimeError: modified by an inplace operation"

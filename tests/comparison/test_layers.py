@@ -26,23 +26,23 @@ def made(*rows: Row, rule: str = "bound", **fields: object) -> TensorComparison:
 
 def test_a_cell_has_the_worst_of_its_architecture() -> None:
     found = made(
-        row("cpu", max_abs=Real(9.0), allowed=Real(2.0), bound_ratio=Real(0.25), max_ulp=7),
-        row("cuda:0", max_abs=Real(1.0), allowed=Real(4.0), bound_ratio=Real(0.2), max_ulp=9),
-        row("cuda:1", max_abs=Real(3.0), allowed=Real(2.0), bound_ratio=Real(1.5), max_ulp=5, status="outside"),
+        row("cpu", max_abs=Real(9.0), allowed=Real(2.0), ratio=Real(0.25), max_ulp=7),
+        row("cuda:0", max_abs=Real(1.0), allowed=Real(4.0), ratio=Real(0.2), max_ulp=9),
+        row("cuda:1", max_abs=Real(3.0), allowed=Real(2.0), ratio=Real(1.5), max_ulp=5, status="outside"),
         classes=(("cpu", "cuda:0"), ("cuda:1",)),
     )
     (layer,) = layers_of(comparison([found]))
     gpu = layer.architectures["Ampere sm_86"]
     assert (gpu.workers, gpu.status, gpu.max_ulp) == (("cuda:0", "cuda:1"), "outside", 9)
-    assert (gpu.max_abs, gpu.allowed, gpu.bound_ratio) == (3.0, 2.0, 1.5)
+    assert (gpu.max_abs, gpu.allowed, gpu.ratio) == (3.0, 2.0, 1.5)
     assert gpu.classes == (("cuda:0",), ("cuda:1",))
     cpu = layer.architectures["x86-64"]
-    assert (cpu.max_abs, cpu.allowed, cpu.bound_ratio) == (0.5, 2.0, 0.25), "of the element of that ratio"
+    assert (cpu.max_abs, cpu.allowed, cpu.ratio) == (0.5, 2.0, 0.25), "of the element of that ratio"
     assert cpu.classes == (("cpu",),)
 
 
 def test_one_tolerance_for_all_elements_is_that_of_the_largest_difference() -> None:
-    found = made(row("cpu", max_abs=Real(0.3), allowed=Real(1.1), bound_ratio=Real(0.3 / 1.1)), rule="relative")
+    found = made(row("cpu", max_abs=Real(0.3), allowed=Real(1.1), ratio=Real(0.3 / 1.1)), rule="relative")
     (layer,) = layers_of(comparison([found]))
     assert layer.architectures["x86-64"].max_abs == 0.3
 
@@ -55,27 +55,27 @@ def test_nothing_is_allowed_where_bits_must_be_equal() -> None:
     (layer,) = layers_of(comparison([made(right, wrong, rule="bitwise")]))
     cell = layer.architectures["Ampere sm_86"]
     assert math.isnan(cell.max_abs or 0.0)
-    assert (cell.allowed, cell.bound_ratio, cell.status) == (0.0, None, "outside")
+    assert (cell.allowed, cell.ratio, cell.status) == (0.0, None, "outside")
 
 
 def test_not_a_number_is_worse_than_any_ratio() -> None:
     rows = [
-        row("cuda:0", bound_ratio=Real("nan"), status="outside"),
-        row("cuda:1", bound_ratio=Real(9), status="outside"),
+        row("cuda:0", ratio=Real("nan"), status="outside"),
+        row("cuda:1", ratio=Real(9), status="outside"),
     ]
     (layer,) = layers_of(comparison([made(*rows)]))
-    assert math.isnan(layer.architectures["Ampere sm_86"].bound_ratio or 0.0)
+    assert math.isnan(layer.architectures["Ampere sm_86"].ratio or 0.0)
 
 
 def test_a_tolerance_of_nothing_is_exceeded_by_the_largest_difference() -> None:
-    rows = [row("cpu", max_abs=Real(0.25), allowed=Real(0), bound_ratio=Real("inf"), status="outside")]
+    rows = [row("cpu", max_abs=Real(0.25), allowed=Real(0), ratio=Real("inf"), status="outside")]
     (layer,) = layers_of(comparison([made(*rows, rule="user")]))
     cell = layer.architectures["x86-64"]
-    assert (cell.max_abs, cell.allowed, cell.bound_ratio) == (0.25, 0.0, math.inf)
+    assert (cell.max_abs, cell.allowed, cell.ratio) == (0.25, 0.0, math.inf)
 
 
 def test_a_skipped_device_hides_no_figure_of_another() -> None:
-    rows = [row("cuda:0", status="skipped"), row("cuda:1", bound_ratio=Real(0.5), allowed=Real(1))]
+    rows = [row("cuda:0", status="skipped"), row("cuda:1", ratio=Real(0.5), allowed=Real(1))]
     (layer,) = layers_of(comparison([made(*rows)]))
     assert layer.architectures["Ampere sm_86"].status == "within"
 
@@ -101,11 +101,11 @@ def test_a_layer_is_in_the_block_of_its_first_number(layer: str, block: str) -> 
 
 
 def test_a_block_shows_its_worst_tensor() -> None:
-    calm, worst = (made(row("cpu", bound_ratio=Real(r)), layer=f"h.0.{r}", classes=()) for r in (0.1, 0.9))
-    other = made(row("cpu", bound_ratio=Real(0.2)), layer="h.1.q")
+    calm, worst = (made(row("cpu", ratio=Real(r)), layer=f"h.0.{r}", classes=()) for r in (0.1, 0.9))
+    other = made(row("cpu", ratio=Real(0.2)), layer="h.1.q")
     blocks = blocks_of(layers_of(comparison([calm, worst, other])))
     assert [(block.name, block.worst.layer) for block in blocks] == [("h.0", "h.0.0.9"), ("h.1", "h.1.q")]
-    assert blocks[0].worst_by_architecture()["x86-64"].architectures["x86-64"].bound_ratio == 0.9
+    assert blocks[0].worst_by_architecture()["x86-64"].architectures["x86-64"].ratio == 0.9
 
 
 def test_layers_are_chosen_by_stage_pattern_and_architecture() -> None:
@@ -129,11 +129,11 @@ def test_a_real_run_states_what_was_allowed(finished_run: FinishedRun) -> None:
     found, _ = read_comparison(finished_run.folder)
     cells = [
         (one.stage, one.tensor, cell) for one in layers_of(found) for cell in one.architectures.values()
-        if cell.bound_ratio is not None and cell.status in ("within", "outside") and cell.bound_ratio > 0
+        if cell.ratio is not None and cell.status in ("within", "outside") and cell.ratio > 0
     ]  # fmt: skip
     assert {stage for stage, _, _ in cells} >= {"operators", "merged", "forward"}
     assert {tensor for _, tensor, _ in cells} >= {"delta", "weight", ADAPTER_ON}
     for _, _, cell in cells:
         assert cell.max_abs is not None
         assert cell.allowed is not None
-        assert cell.max_abs / cell.allowed == pytest.approx(cell.bound_ratio, rel=1e-9)
+        assert cell.max_abs / cell.allowed == pytest.approx(cell.ratio, rel=1e-9)

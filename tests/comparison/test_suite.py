@@ -115,14 +115,14 @@ def test_what_another_case_checks_is_not_left_out() -> None:
     whole = Case(name="first", base="b", stages=tuple(Stage))
     rest = tuple(stage for stage in Stage if stage not in HOST_STAGES)
     other = Case(name="other", base="b", stages=rest, host_checked_by="first")
-    texts = [case.not_looked_at() for case in (whole, other)]
+    texts = [case.not_checked() for case in (whole, other)]
     assert any("stage transfer" in text for text in texts[1])
     ran = tuple(CaseStage(stage=stage, status="equal", counts={"equal": 1}) for stage in ("transfer", "operators"))
-    first = msgspec.structs.replace(found("first"), not_looked_at=texts[0], stages=ran)
-    second = msgspec.structs.replace(found("other"), not_looked_at=texts[1])
-    assert suite(first, second).not_looked_at == texts[0]
-    assert "stage transfer (checked in case first)" in suite(second).not_looked_at, "the first case did not run"
+    first = msgspec.structs.replace(found("first"), not_checked=texts[0], stages=ran)
+    second = msgspec.structs.replace(found("other"), not_checked=texts[1])
+    assert suite(first, second).not_checked == texts[0]
+    assert "stage transfer (checked in case first)" in suite(second).not_checked, "the first case did not run"
     lost = msgspec.structs.replace(first, stages=())
-    assert "stage transfer (checked in case first)" in suite(lost, second).not_looked_at, "it was lost before"
-    only = suite(msgspec.structs.replace(found("a"), not_looked_at=("stage base",)), found("b"))
-    assert only.not_looked_at == ("stage base",), "what one case alone leaves out is said"
+    assert "stage transfer (checked in case first)" in suite(lost, second).not_checked, "it was lost before"
+    only = suite(msgspec.structs.replace(found("a"), not_checked=("stage base",)), found("b"))
+    assert only.not_checked == ("stage base",), "what one case alone leaves out is said"

@@ -307,7 +307,7 @@ def test_an_exclusive_device_is_not_shared_and_that_is_said(monkeypatch: pytest.
     assert default_load_paths(found) == (LoadPath.ISOLATED,)
     case = budget_of(Case(name="x", base="", stages=(Stage.OPERATORS,)), found).case
     reason = "cuda:0, whose compute mode lets one process use it at a time (nvidia-smi -c 0 ends that)"
-    assert f"the load path shared ({reason})" in case.not_looked_at()
+    assert f"the load path shared ({reason})" in case.not_checked()
     assert budget_of(Case(name="x", base="", stages=(Stage.OPERATORS,)), found[:1]).case.not_shared == ""
     asked = Case(name="x", base="", stages=(Stage.OPERATORS,), load_paths=(LoadPath.SHARED,))
     with pytest.raises(UsageError, match="cannot see all devices") as caught:

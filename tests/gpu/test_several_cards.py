@@ -67,7 +67,7 @@ def test_equal_cards_agree_bitwise_isolated_and_shared(
     done = machine.consistency("run", "--devices", devices, "--stages", stages, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stdout + done.stderr
     report = report_of(tmp_path / "out")
-    assert {worker["road"] for worker in report["workers"]} == {"isolated", "shared"}
+    assert {worker["load_path"] for worker in report["workers"]} == {"isolated", "shared"}
     reached = {name for f in report["findings"] if "no deterministic version" in f["message"] for name in f["tensors"]}
     apart = [
         f"{t['stage']}::{t['layer']}::{t['tensor']}"

@@ -84,7 +84,7 @@ def test_two_names_of_one_card_are_one_card() -> None:
     assert [len(wave) for wave in plan_waves(CASE, found)] == [2, 2]
 
 
-def test_labels_name_the_road_where_it_is_not_the_usual_one() -> None:
+def test_labels_name_the_path_where_it_is_not_the_usual_one() -> None:
     first, second = plan_waves(CASE, devices("cuda:0", "cuda:1"))
     assert first[0].label == "cuda:0"
     assert second[0].label == "cuda:0 (shared)"
@@ -99,7 +99,7 @@ def sides(case: Case, *names: str) -> list[tuple[str, list[str]]]:
     ]
 
 
-def test_a_level_takes_roads_beside_each_default_road() -> None:
+def test_a_level_takes_paths_beside_each_default_path() -> None:
     """On a CPU, where PEFT has one device to choose, `+cpu` says what it does anyway."""
     assert sides(CASE, "cpu", "cuda:0", "cuda:1") == [
         ("cpu", ["isolated+low-memory"]),
@@ -114,7 +114,7 @@ def test_a_level_takes_roads_beside_each_default_road() -> None:
     assert [len(found) for _, found in sides(thorough, "cuda:0", "cuda:1")] == [7, 7, 7, 7]
 
 
-def test_a_side_road_brings_its_default_road_with_it() -> None:
+def test_a_alternative_path_brings_its_default_path_with_it() -> None:
     alone = Case(name="x", base="base", adapter="adapter", load_paths=(LoadPath.SHARED_TARGET,))
     assert sides(alone, "cpu", "cuda:1") == [
         ("cpu", ["isolated+target"]),

@@ -128,8 +128,8 @@ def merges(
 def test_a_delta_lies_within_its_bound(lora: Lora) -> None:
     for delta in (lora.delta(), lora.upcast_delta()):
         found = lora.measure(delta, lora.allowed())
-        assert found.bound_ratio is not None
-        assert found.bound_ratio <= 1
+        assert found.ratio is not None
+        assert found.ratio <= 1
 
 
 @given(merges())
@@ -139,8 +139,8 @@ def test_a_merged_weight_lies_within_its_bound(lora: Lora) -> None:
         plain = lora.base.clone()
         plain += delta  # rounds once, into the weight's dtype
         safe = lora.base.clone() + delta.to(lora.base.dtype)
-        assert (lora.measure(plain, lora.allowed_merged(), base=True).bound_ratio or 0) <= 1
-        assert (lora.measure(safe, lora.allowed_merged(roundings=2), base=True).bound_ratio or 0) <= 1
+        assert (lora.measure(plain, lora.allowed_merged(), base=True).ratio or 0) <= 1
+        assert (lora.measure(safe, lora.allowed_merged(roundings=2), base=True).ratio or 0) <= 1
 
 
 # bfloat16 units of processors flush subnormals to zero (Intel's VDPBF16PS, which oneDNN uses): there by way of float32
@@ -155,10 +155,10 @@ def test_a_merged_weight_lies_within_its_bound(lora: Lora) -> None:
 @settings(deadline=None, max_examples=200)
 def test_subnormal_factors_products_and_weights_lie_within(lora: Lora) -> None:
     delta = lora.upcast_delta()
-    assert (lora.measure(delta, lora.allowed()).bound_ratio or 0) <= 1
+    assert (lora.measure(delta, lora.allowed()).ratio or 0) <= 1
     merged = lora.base.clone()
     merged += delta
-    assert (lora.measure(merged, lora.allowed_merged(), base=True).bound_ratio or 0) <= 1
+    assert (lora.measure(merged, lora.allowed_merged(), base=True).ratio or 0) <= 1
 
 
 def _by_rank_one(lora: Lora) -> torch.Tensor:
@@ -195,8 +195,8 @@ def test_every_order_of_the_sum_lies_within(order: Callable[[Lora], torch.Tensor
     for seed in range(5):
         lora = make(seed=seed, rank=rank, adapter=torch.float32, weight=torch.float32, scaling=0.37, cancel=seed > 2)
         delta = order(lora)
-        assert (lora.measure(delta, lora.allowed()).bound_ratio or 0) <= 1
-        assert (lora.measure(lora.base + delta, lora.allowed_merged(), base=True).bound_ratio or 0) <= 1
+        assert (lora.measure(delta, lora.allowed()).ratio or 0) <= 1
+        assert (lora.measure(lora.base + delta, lora.allowed_merged(), base=True).ratio or 0) <= 1
 
 
 def test_the_bound_is_not_idle() -> None:
@@ -204,7 +204,7 @@ def test_the_bound_is_not_idle() -> None:
     ratios = []
     for adapter, seed in ((torch.float32, 0), (torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 3)):
         lora = make(seed=seed, rank=1, adapter=adapter, weight=torch.float32, scaling=0.37, rows=40, columns=50)
-        ratios.append(lora.measure(lora.delta(), lora.allowed()).bound_ratio or 0)
+        ratios.append(lora.measure(lora.delta(), lora.allowed()).ratio or 0)
     assert min(ratios[:2]) > 0.5
     assert min(ratios[2:]) > 0.4
 
@@ -245,7 +245,7 @@ def test_no_product_is_large_enough_for_blas_to_start_threads(rank: int, monkeyp
     monkeypatch.setattr(np, "matmul", matmul)
     monkeypatch.setattr(error, "is_measurable", lambda *_: False)  # by the kernel, which multiplies by itself
     lora = make(seed=0, rank=rank, adapter=torch.float32, weight=torch.float32, rows=200, columns=3000)
-    assert (lora.measure(lora.delta(), lora.allowed()).bound_ratio or 0) <= 1
+    assert (lora.measure(lora.delta(), lora.allowed()).ratio or 0) <= 1
     assert max(seen) <= 2**18
     assert sum(seen) == 2 * rank * 200 * 3000
 
@@ -270,7 +270,7 @@ def test_an_error_of_a_few_times_the_bound_is_caught_and_located(
     delta[place] = exact[place] + sign * times * (allowed.product * size[place] + allowed.floor)
     # in float64, so that storing the planted error does not round it away
     found = lora.measure(delta, allowed)
-    assert found.bound_ratio == pytest.approx(times, rel=1e-4)
+    assert found.ratio == pytest.approx(times, rel=1e-4)
     assert found.worst_index == place
 
 
@@ -279,8 +279,8 @@ def test_an_error_of_a_few_times_the_bound_is_caught_and_located(
 def test_a_left_out_rank_is_caught(adapter: torch.dtype, rank: int) -> None:
     lora = make(seed=rank, rank=rank, adapter=adapter, weight=torch.float32)
     short = (lora.b[:, 1:] @ lora.a[1:]) * lora.scaling
-    assert (lora.measure(short, lora.allowed()).bound_ratio or 0) > 2
-    assert (lora.measure(lora.base + short, lora.allowed_merged(), base=True).bound_ratio or 0) > 2
+    assert (lora.measure(short, lora.allowed()).ratio or 0) > 2
+    assert (lora.measure(lora.base + short, lora.allowed_merged(), base=True).ratio or 0) > 2
 
 
 @pytest.mark.parametrize("rank", [1, 8, 64])
@@ -292,7 +292,7 @@ def test_tf32_products_are_outside_the_float32_bound(rank: int) -> None:
         return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
 
     delta = (tf32(lora.b) @ tf32(lora.a)) * lora.scaling
-    ratio = lora.measure(delta, lora.allowed()).bound_ratio or 0
+    ratio = lora.measure(delta, lora.allowed()).ratio or 0
     assert ratio > 5
     assert ratio * lora.allowed().product <= 2 * 2.0**-11 + lora.allowed().product  # and inside the one for TF32
 
@@ -303,7 +303,7 @@ def test_what_is_not_finite_is_outside(fault: float) -> None:
     delta = lora.delta()
     delta[3, 5] = fault
     found = lora.measure(delta, lora.allowed())
-    assert not (found.bound_ratio or 0) <= 1
+    assert not (found.ratio or 0) <= 1
     assert found.worst_index == (3, 5)
 
 
@@ -311,17 +311,17 @@ def test_a_wrong_element_in_the_last_rows_of_many_chunks_is_located() -> None:
     columns = CHUNK // 3
     lora = make(seed=0, rank=2, adapter=torch.float32, weight=torch.float32, rows=11, columns=columns)
     merged = lora.base + lora.delta()
-    assert (lora.measure(merged, lora.allowed_merged(), base=True).bound_ratio or 0) <= 1
+    assert (lora.measure(merged, lora.allowed_merged(), base=True).ratio or 0) <= 1
     merged[10, columns - 1] *= 1.001
     found = lora.measure(merged, lora.allowed_merged(), base=True)
     assert found.worst_index == (10, columns - 1)
-    assert (found.bound_ratio or 0) > 1
+    assert (found.ratio or 0) > 1
 
 
 def test_rows_longer_than_a_chunk_are_measured() -> None:
     lora = make(seed=0, rank=2, adapter=torch.float32, weight=torch.float32, rows=3, columns=CHUNK + 5)
     delta = lora.delta()
-    assert (lora.measure(delta, lora.allowed()).bound_ratio or 0) <= 1
+    assert (lora.measure(delta, lora.allowed()).ratio or 0) <= 1
     delta[2, CHUNK + 4] += 1.0
     assert lora.measure(delta, lora.allowed()).worst_index == (2, CHUNK + 4)
 
@@ -336,7 +336,7 @@ def test_the_ratio_is_the_error_over_what_is_allowed() -> None:
         base=torch.tensor([[2.0, 0.0]]),
         allowance=Allowance(product=0.125, weight=0.25, floor=0.5),
     )
-    assert found.bound_ratio == 0.5 / (0.125 * 4 + 0.25 * 2 + 0.5)
+    assert found.ratio == 0.5 / (0.125 * 4 + 0.25 * 2 + 0.5)
     assert found.magnitude == float(exact.max())
 
 
@@ -401,7 +401,7 @@ def test_a_store_adds_its_roundings(weight: torch.dtype, roundings: int) -> None
 def test_an_error_against_an_exact_reference_has_no_bound_of_its_own() -> None:
     exact = torch.tensor([1.0, 3.0], dtype=torch.float64)
     found = measure_against_exact(torch.tensor([1.0, 3.5]), exact)
-    assert (found.max_abs, found.bound_ratio) == (0.5, None)
+    assert (found.max_abs, found.ratio) == (0.5, None)
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -421,8 +421,8 @@ def test_tf32_products_lie_outside_the_float32_bound_and_inside_their_own(rank: 
         products = Precision.TF32 if allowed else Precision.FLOAT32
         allowance = delta_allowance(rank, scaling=2.0, adapter=torch.float32, products=products)
         found = measure_one(delta, left=b, right=a, scaling=2.0, base=None, allowance=allowance)
-        assert found.bound_ratio is not None
-        return float(found.bound_ratio)
+        assert found.ratio is not None
+        return float(found.ratio)
 
     assert measured(allowed=True) <= 1
     assert measured(allowed=False) > 1
@@ -441,8 +441,8 @@ def test_products_in_bfloat16_lie_outside_the_float32_bound_and_inside_their_own
     for products in Precision:
         allowance = delta_allowance(rank, scaling=2.0, adapter=torch.float32, products=products)
         found = measure_one(delta, left=b, right=a, scaling=2.0, base=None, allowance=allowance)
-        assert found.bound_ratio is not None
-        shares[products] = float(found.bound_ratio)
+        assert found.ratio is not None
+        shares[products] = float(found.ratio)
     assert shares[Precision.BFLOAT16] <= 1 < shares[Precision.FLOAT32]
     assert shares[Precision.TF32] > shares[Precision.BFLOAT16]
 
@@ -463,8 +463,8 @@ def test_partial_sums_in_a_half_type_lie_inside_their_own_bound(dtype: torch.dty
     def share(partial_terms: int | None) -> float:
         allowance = delta_allowance(rank, scaling=2.0, adapter=dtype, partial_terms=partial_terms)
         found = measure_one(delta, left=b, right=a, scaling=2.0, base=None, allowance=allowance)
-        assert found.bound_ratio is not None
-        return float(found.bound_ratio)
+        assert found.ratio is not None
+        return float(found.ratio)
 
     assert share(each) <= 1
     if each == 1:
@@ -478,8 +478,8 @@ TOLERANCES = st.one_of(st.just(0.0), st.floats(0, 2, allow_subnormal=False), st.
 
 
 def share(found: Measure) -> float:
-    assert found.bound_ratio is not None
-    return float(found.bound_ratio)
+    assert found.ratio is not None
+    return float(found.ratio)
 
 
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=40), TOLERANCES, TOLERANCES)

@@ -106,7 +106,7 @@ def test_a_factor_is_known_by_the_elements_that_round_least() -> None:
         (chunk,) = exact_chunks(actual, exact, allowed)
         yield dataclasses.replace(chunk, base=base)
 
-    found = diagnose_computed(msgspec.structs.replace(measure_against_exact(actual, exact), bound_ratio=2.0), chunks)
+    found = diagnose_computed(msgspec.structs.replace(measure_against_exact(actual, exact), ratio=2.0), chunks)
     assert (found.word, found.evidence["ratio"]) == ("wrong-scale", pytest.approx(1.001, rel=1e-6))
 
 
@@ -161,7 +161,7 @@ def test_an_error_of_the_whole_tensor_that_spares_small_elements_at_its_ends_is_
     allowed = torch.full_like(exact, 2e-3)
     found = measure_against_exact(actual, exact, allowed)
     chunks = partial(exact_chunks, actual, exact, allowed)
-    assert found.bound_ratio is not None
+    assert found.ratio is not None
     assert diagnose_computed(found, chunks) == Diagnosis(word=Word.DIFFERS)
 
 
@@ -250,7 +250,7 @@ def test_one_element_a_few_times_outside_is_no_flipped_bit(seed: int, factor: fl
 
 def measured(ratio: float | None) -> Measure:
     found = measure_against_exact(torch.ones(4), torch.ones(4, dtype=torch.float64))
-    return msgspec.structs.replace(found, mismatched=1, bound_ratio=None if ratio is None else Real(ratio))
+    return msgspec.structs.replace(found, mismatched=1, ratio=None if ratio is None else Real(ratio))
 
 
 def test_inside_the_bound_is_accumulation_order() -> None:

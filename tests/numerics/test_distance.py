@@ -253,7 +253,7 @@ def test_the_numbers_of_a_small_example() -> None:
     assert (found.worst_actual_bits, found.worst_expected_bits) == ("0x40600000", "0x40400000")
     assert (found.first_byte, found.last_byte) == (4, 8)
     assert found.flipped_bits == {20: 1, 21: 1}
-    assert found.bound_ratio is None
+    assert found.ratio is None
 
 
 def test_where_the_reference_is_zero_the_relative_difference_is_infinite() -> None:

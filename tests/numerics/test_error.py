@@ -100,7 +100,7 @@ def test_the_ratio_is_the_largest_over_all_stretches() -> None:
 def test_the_worst_element_is_the_one_that_is_worst_by_what_is_allowed() -> None:
     exact, allowed = tensor(1.0, 1.0, dtype=torch.float64), tensor(1.0, 0.125, dtype=torch.float64)
     found = measure_against_exact(tensor(1.5, 1.25), exact, allowed)
-    assert (found.bound_ratio, found.worst_index, found.max_abs) == (2.0, (1,), 0.5)
+    assert (found.ratio, found.worst_index, found.max_abs) == (2.0, (1,), 0.5)
 
 
 def test_nothing_off_where_nothing_is_allowed_is_right() -> None:

@@ -24,7 +24,7 @@ FLOAT32 = Arithmetic.of(torch.float32)
 
 def share(actual: torch.Tensor, exact: Tracked) -> float:
     """Return the largest share of the bound that an element uses up."""
-    found = measure_tracked(actual, exact).bound_ratio
+    found = measure_tracked(actual, exact).ratio
     assert found is not None
     return float(found)
 

@@ -34,7 +34,7 @@ import consistency
 import pytest
 
 pytestmark = pytest.mark.consistency(stages="merged")
-here = pytest.mark.consistency(devices="cpu", roads="isolated", stages="adapter")
+here = pytest.mark.consistency(devices="cpu", load_paths="isolated", stages="adapter")
 
 @here
 def test_asserted(consistency_report):

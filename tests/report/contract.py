@@ -6,11 +6,11 @@ from typing import Any
 
 ROW = {
     "worker", "reference", "status", "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp",
-    "bound_ratio", "worst_index", "diagnosis", "evidence",
+    "ratio", "worst_index", "diagnosis", "evidence",
 }  # fmt: skip
-TENSOR = {"stage", "road", "layer", "tensor", "shape", "dtype", "rule", "classes", "rows"}
+TENSOR = {"stage", "load_path", "layer", "tensor", "shape", "dtype", "rule", "classes", "rows"}
 LAYER = {"layer", "tensor", "stage", "architectures"}
-LAYER_CELL = {"workers", "status", "max_abs", "allowed", "bound_ratio", "max_ulp", "classes"}
+LAYER_CELL = {"workers", "status", "max_abs", "allowed", "ratio", "max_ulp", "classes"}
 HEAD = ("schema", "tool", "created", "host", "command", "elapsed_s", "versions", "simulated", "planted", "verdict")
 """The first fields, in this order; `command` is a list of words."""
 SOURCE = {"name", "created", "host", "tool", "command"}

@@ -31,7 +31,7 @@ def tensor(classes: list[list[str]], *, stage: str = "adapter", layer: str = "la
     rows = tuple(
         Row(
             worker=name, reference="file", status=statuses.get(name, "equal"),
-            bound_ratio=None if ratio is None else Real(ratio), max_ulp=max_ulp,
+            ratio=None if ratio is None else Real(ratio), max_ulp=max_ulp,
             worst_index=(1, 2) if name in statuses else None, diagnosis=Word.ZEROS if name in statuses else None,
         )
         for names in classes for name in names
@@ -91,7 +91,7 @@ def hostile() -> Comparison:
     return Comparison(
         case=HOSTILE, dtype=HOSTILE, level=HOSTILE, load_paths=(HOSTILE,), verdict="inconsistent", reference=HOSTILE,
         workers=(person, worker("plain", load_path=HOSTILE)), tensors=tuple(tensors), findings=(finding, note),
-        architectures=(ArchitectureGroup(name=HOSTILE, workers=(HOSTILE,)),), not_looked_at=(HOSTILE,), base=HOSTILE,
+        architectures=(ArchitectureGroup(name=HOSTILE, workers=(HOSTILE,)),), not_checked=(HOSTILE,), base=HOSTILE,
         adapter=HOSTILE,
     )  # fmt: skip
 
@@ -114,7 +114,7 @@ def faulty() -> Comparison:
         detail=("got 0, wanted 1", "and more"), next="consistency run --devices cpu,cuda:1",
     )  # fmt: skip
     note = Finding(kind="skipped", severity="note", message="forward was skipped")
-    return comparison(tensors, verdict="inconsistent", findings=(finding, note), not_looked_at=("a second run",))
+    return comparison(tensors, verdict="inconsistent", findings=(finding, note), not_checked=("a second run",))
 
 
 ARCHITECTURES = ("Volta sm_70", "Ampere sm_86", "Hopper sm_90", "x86-64 AVX-512")
@@ -131,7 +131,7 @@ def four_architectures(*, wrong: str = "Hopper sm_90:1") -> Comparison:
         share = 3.25 if bad else 0.1 + place / 100
         status: Status = "outside" if bad else "within"
         return Row(worker=name, reference="float64", status=status, max_abs=Real(share * 2e-5), allowed=Real(2e-5),
-                   bound_ratio=Real(share), max_ulp=12, worst_index=(1, 2) if bad else None)  # fmt: skip
+                   ratio=Real(share), max_ulp=12, worst_index=(1, 2) if bad else None)  # fmt: skip
 
     tensors = [
         TensorComparison(
@@ -159,7 +159,7 @@ def many_devices(*, wrong: str = "Ampere sm_86:17") -> Comparison:
         bad = name == wrong and place == 45
         share = 3.25 if bad else 0.1 + place / 1000
         return Row(worker=name, reference="float64", status="outside" if bad else "within", max_abs=Real(share * 2e-5),
-                   allowed=Real(2e-5), bound_ratio=Real(share), max_ulp=12)  # fmt: skip
+                   allowed=Real(2e-5), ratio=Real(share), max_ulp=12)  # fmt: skip
 
     tensors = [
         TensorComparison(
@@ -192,7 +192,7 @@ def computed_apart(tensors: int, workers: int) -> Comparison:
             rows=tuple(
                 Row(
                     worker=name, reference="float64", status="within", mismatched=rng.randrange(1 << 24),
-                    max_abs=Real(rng.random() * 1e-5), max_ulp=rng.randrange(10_000), bound_ratio=Real(rng.random()),
+                    max_abs=Real(rng.random() * 1e-5), max_ulp=rng.randrange(10_000), ratio=Real(rng.random()),
                     diagnosis=Word.ACCUMULATION_ORDER,
                 )
                 for name in names

@@ -20,7 +20,7 @@ def worker(name: str, host: str = "node-1", *, bits: Mapping[str, str] | None = 
         "load_path": "isolated", "device": f"GPU-{host}-{name}", "architecture": "Hopper sm_90",
         "model": "NVIDIA H100 80GB HBM3", "status": "ok", "software": "s", "inputs": "i", "verdict": "consistent",
         "bits": {"base": "b", "merged": "m"} if bits is None else dict(bits),
-        "bound_ratio": None if ratio is None else Real(ratio),
+        "ratio": None if ratio is None else Real(ratio),
     }  # fmt: skip
     return WorkerRecord(name=name, **{**plain, **fields})
 

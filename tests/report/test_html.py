@@ -148,7 +148,7 @@ def shown_cells(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str, tu
     for section in data["sections"]:
         for row in section["rows"]:
             layer, part, *_ = (data["strings"][place] for place in row[:5])
-            for column, (name, *_) in enumerate(data["columns"][section["loadPath"]]):
+            for column, (name, *_) in enumerate(data["columns"][section["load_path"]]):
                 variant: list[Any] | None = [0]
                 if len(row) > 5:
                     which = row[7][column] if len(row) > 7 else 0 if len(row[6]) == 1 else column
@@ -175,9 +175,7 @@ def test_the_data_say_what_the_comparison_says(seed: int) -> None:
             status: Status = rng.choice(STATUSES) if rng.random() < 0.5 else "equal"  # type: ignore[arg-type]
             ratio = rng.choice([None, rng.random(), 3e7 * rng.random(), float("nan"), float("inf")])
             ratio = None if status == "equal" else ratio
-            rows.append(
-                Row(worker=name, reference="file", status=status, bound_ratio=None if ratio is None else Real(ratio))
-            )
+            rows.append(Row(worker=name, reference="file", status=status, ratio=None if ratio is None else Real(ratio)))
             text = ratio if ratio is None else float(f"{ratio:.3g}")
             of = next(place for place, names in enumerate(classes) if name in names)
             wanted["adapter", f"l{number}", "w", name] = (status, of, text)
@@ -297,10 +295,10 @@ def test_what_has_no_room_is_left_out_best_first(monkeypatch: pytest.MonkeyPatch
         "adapter": 3,
         "merged": 1,
     }
-    assert {stage: section["leftOut"] for stage, section in sections.items()} == {"base": 3, "adapter": 0, "merged": 2}
+    assert {stage: section["left_out"] for stage, section in sections.items()} == {"base": 3, "adapter": 0, "merged": 2}
     monkeypatch.setattr(cells, "MOST_TENSORS", 100)
     monkeypatch.setattr(cells, "MOST_VARIANTS", 16)
-    left = {section["stage"]: section["leftOut"] for section in Page(as_html(faulty())).data["sections"]}
+    left = {section["stage"]: section["left_out"] for section in Page(as_html(faulty())).data["sections"]}
     assert left == {"base": 0, "adapter": 0, "merged": 2}
 
 

@@ -54,11 +54,11 @@ def test_asked_for_and_in_force_are_both_there(finished_run: FinishedRun) -> Non
 
 
 def test_not_a_number_is_a_string(make_capture: MakeCapture) -> None:
-    broken = computed("b", 2.0, measure=measured(max_abs=Real("nan"), max_rel=Real("inf"), bound_ratio=Real("nan")))
+    broken = computed("b", 2.0, measure=measured(max_abs=Real("nan"), max_rel=Real("inf"), ratio=Real("nan")))
     found = compare([read_capture(make_capture("a", {"cpu": [computed()], "cuda:0": [broken]}))])
     report = json.loads(as_bytes(found), parse_constant=no_constant)
     row = next(r for t in report["tensors"] for r in t["rows"] if r["worker"] == "cuda:0")
-    assert (row["max_abs"], row["max_rel"], row["bound_ratio"]) == ("nan", "inf", "nan")
+    assert (row["max_abs"], row["max_rel"], row["ratio"]) == ("nan", "inf", "nan")
 
 
 def test_a_folded_report_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,7 @@ def test_numbers_are_exact_and_of_the_right_limit(opened: Open) -> None:
         classes=(("cpu",), ("cuda:0",), ("cuda:1",)),
         rows=tuple(
             Row(
-                worker=name, reference="float64", status=status, bound_ratio=Real(ratio), mismatched=mismatched,
+                worker=name, reference="float64", status=status, ratio=Real(ratio), mismatched=mismatched,
                 max_abs=Real(1.23456e-7), max_ulp=123_456_789,
             )
             for name, (status, ratio, mismatched) in rows.items()

@@ -69,7 +69,7 @@ def everything() -> Comparison:
     )  # fmt: skip
     lost = worker("cuda:2", status="lost", reason=reason, stack="File a.py, line 1 in merge")
     return comparison(
-        tensors, verdict="incomplete", findings=findings, not_looked_at=("stage sharding", "copies of 256 MiB"),
+        tensors, verdict="incomplete", findings=findings, not_checked=("stage sharding", "copies of 256 MiB"),
         workers=(worker("cpu", "x86-64", environment={"torch": "2.13.0"}), worker("cuda:0"), worker("cuda:1"), lost),
     )  # fmt: skip
 
@@ -80,7 +80,7 @@ def facts_of(found: Comparison) -> Iterator[str]:
         yield finding.message
         yield from finding.detail
         yield finding.next or ""
-    yield from found.not_looked_at
+    yield from found.not_checked
     yield from (one.reason or "" for one in found.workers)
     yield from (one.model for one in found.workers)
     yield from (one.architecture for one in found.workers)
@@ -155,7 +155,7 @@ def test_the_summary_on_github_says_every_fact(tmp_path: Path, monkeypatch: pyte
 def test_a_fact_that_is_left_out_is_seen(form: Callable[[Comparison], str]) -> None:
     """Prove that the tests above can fail."""
     found = everything()
-    kinds = [("findings", found.findings[:-1]), ("not_looked_at", ()), ("findings", found.findings[1:])]
+    kinds = [("findings", found.findings[:-1]), ("not_checked", ()), ("findings", found.findings[1:])]
     for field, less in kinds:
         assert missing(found, form(msgspec.structs.replace(found, **{field: less})))
 

@@ -78,7 +78,7 @@ def test_a_correctly_rounded_value_is_exact_however_much_of_its_tolerance_that_t
     rounded = [tensor([ALL], stage=stage, ratio=0.998, statuses=WITHIN, max_ulp=0) for stage in ("operators", "merged")]
     found = comparison([base(), *rounded], dtype="bfloat16")
     assert "error/tolerance" not in sentence(found)
-    assert of_comparison(found).bound_ratio is None
+    assert of_comparison(found).ratio is None
     text = printed(found)
     assert "0.99" not in text
     assert "1.00" not in text

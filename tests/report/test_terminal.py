@@ -76,7 +76,7 @@ def test_a_nan_is_worse_than_any_ratio() -> None:
 
 
 def test_what_was_not_checked_is_named() -> None:
-    text = printed(comparison([tensor([ALL])], not_looked_at=("forward",)))
+    text = printed(comparison([tensor([ALL])], not_checked=("forward",)))
     assert "not checked (level standard): forward" in text
 
 
@@ -244,7 +244,7 @@ def test_where_workers_diverge_first() -> None:
     bits = [first(name, "operators", "within") for name in ("cuda:0", "cuda:1")]
     found = comparison(
         [tensor([ALL])],
-        first_other_bits=(*bits, first("cuda:2", "base", "outside")),
+        first_bitwise_difference=(*bits, first("cuda:2", "base", "outside")),
         first_divergence=(first("cuda:1", "merged", "outside"), first("cuda:2", "base", "outside")),
     )
     wanted = [

@@ -274,7 +274,7 @@ def test_a_tolerance_replaces_the_rule_where_a_float64_value_is_known(
         assert record.measure.max_abs == before.measure.max_abs
         if record.stage == "merged":
             assert record.evidence == {"tolerance": str(given[1])}
-            assert float(record.measure.bound_ratio or 0) == pytest.approx(float(record.measure.max_abs) / 1e-4)
+            assert float(record.measure.ratio or 0) == pytest.approx(float(record.measure.max_abs) / 1e-4)
             assert record.status == "within"
         else:
             assert record.evidence == {"tolerance": str(given[0])}

@@ -113,7 +113,7 @@ def test_dtype_of_the_adapter_is_tried_on_a_half_precision_base(
     assert ("autocast_adapter_dtype=False" in [change.name for change in found]) is tried
 
 
-def test_adapter_has_its_roads_tried(make_capture: MakeCapture) -> None:
+def test_adapter_has_its_paths_tried(make_capture: MakeCapture) -> None:
     subject = participant(make_capture, "cuda:1", load_path="shared", environment={"threads": 1})
     found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "adapter")
     load_paths = {change.name: change.load_path for change in found if change.load_path}

@@ -24,10 +24,10 @@ def test_doctor_without_any_model(cli_here: Cli, tmp_path: Path) -> None:
     said = json.loads(done.stdout)
     assert said["verdict"] == "consistent"
     assert [(row["source"], row["destination"], row["verdict"]) for row in said["copies"]] == [("cpu", "cpu", "fine")]
-    assert said["mend"] == []
+    assert said["fix"] == []
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["boxes"] == said["boxes"]
-    assert report["boxes"][0]["host"] == report["workers"][0]["host"]
+    assert report["hosts"] == said["hosts"]
+    assert report["hosts"][0]["host"] == report["workers"][0]["host"]
     assert {tensor["stage"] for tensor in report["tensors"]} <= set(MODEL_LESS)
     capture = read_capture(tmp_path / "out")
     assert capture.manifest.host_facts is not None

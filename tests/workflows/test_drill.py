@@ -131,7 +131,7 @@ def test_what_is_missed_misnamed_or_blamed_on_others_does_not_pass() -> None:
 
 def test_a_fault_of_a_load_path_that_is_not_taken_is_not_planted() -> None:
     """As with transformers' loader on a quantized base."""
-    fault = FAULTS["road-transformers-zeros"]
+    fault = FAULTS["load-path-transformers-zeros"]
     trial = Trial(fault=fault, worker="w", expected="zeros")
     row = Row(worker="w", reference=None, status="skipped", reason="transformers cannot load this adapter")
     table = TensorComparison(

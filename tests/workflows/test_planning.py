@@ -40,7 +40,7 @@ def test_workers_that_do_not_fit_side_by_side_take_turns(monkeypatch: pytest.Mon
     with_memory(monkeypatch, int(1.5 * MARGIN * alone) >> 20)
     plan = pipeline.prepare(OPTIONS)
     assert plan.limits.at_once == 1
-    assert plan.case.not_looked_at() == prepare_case(OPTIONS).not_looked_at()
+    assert plan.case.not_checked() == prepare_case(OPTIONS).not_checked()
 
 
 def test_a_device_that_shares_the_host_s_memory_takes_it_from_there() -> None:

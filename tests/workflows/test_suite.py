@@ -165,8 +165,8 @@ def test_the_host_is_checked_in_the_first_case_of_a_level(config: Path) -> None:
     plan = suite.prepare_suite(dataclasses.replace(given, cases=tuple(text)))
     found = [one.plan.case for one in plan.cases if one.plan is not None]
     assert [set(HOST_STAGES) <= set(case.stages) for case in found] == [True, True, False, False]
-    assert "stage transfer (checked in case one)" in found[2].not_looked_at()
-    assert not any("stage transfer" in text for text in found[0].not_looked_at())
+    assert "stage transfer (checked in case one)" in found[2].not_checked()
+    assert not any("stage transfer" in text for text in found[0].not_checked())
     assert not set(HOST_STAGES) & set(found[3].stages)
 
 

@@ -118,7 +118,7 @@ def test_of_three_folders_one_may_lack_a_case_and_that_is_said(tmp_path: Path, m
             Night(tmp_path / name, make_capture).case("elsewhere")
     suite = compare_suites([tmp_path / name for name in "abc"], None)
     assert suite.verdict == "consistent"
-    assert f"case elsewhere in {tmp_path / 'c'}, without a capture of it" in suite.not_looked_at
+    assert f"case elsewhere in {tmp_path / 'c'}, without a capture of it" in suite.not_checked
 
 
 def test_a_damaged_capture_costs_its_case_alone(nights: list[Path]) -> None:

@@ -131,7 +131,7 @@ def make_budget(
         scratch_bytes=max(_scratch(wave, at_once) for wave in _waves(workers)) + _kept(workers),
         scratch_in_memory=in_memory,
         changes=tuple(_changes(case, fitted, workers, at_once)),
-        not_checked=tuple(text for text in fitted.not_looked_at() if text not in case.not_looked_at()),
+        not_checked=tuple(text for text in fitted.not_checked() if text not in case.not_checked()),
         unknown=(*shape.unknown, *_unknown(workers, timed=speed is not None, beyond=beyond)),
         refusal=None if too_large is None else _refusal(too_large, available_bytes, kept),
     )

@@ -51,7 +51,6 @@ def _values(command: str) -> Mapping[str, Iterable[str]]:
     kinds = {kind: backend_of(kind) for kind in ("cpu", *BACKENDS)}
     return {
         "--stages": stages,
-        "--stage": stages,
         "--load-paths": [*(path.value for path in LoadPath), "all"],
         "--devices": ["auto", *kinds, *(f"{kind}@{v.name}" for kind, found in kinds.items() for v in found.variants)],
         "--only": list(FAULTS) if command.endswith(" drill") else stages,

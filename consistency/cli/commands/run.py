@@ -260,7 +260,7 @@ def _rows(workers: Sequence[WorkerCapture]) -> list[dict[str, Any]]:
     return [
         {
             "name": worker.info.name,
-            "road": worker.info.load_path,
+            "load_path": worker.info.load_path,
             "status": worker.info.status,
             "reason": worker.info.reason,
             "tensors": sum(map(len, worker.of_tensors)),
@@ -272,4 +272,4 @@ def _rows(workers: Sequence[WorkerCapture]) -> list[dict[str, Any]]:
 def _print_workers(rows: Sequence[dict[str, Any]], *, indent: str = "") -> None:
     for row in rows:
         note = f": {row['reason']}" if row["reason"] else ""
-        print(indent + one_line(f"{row['name']} ({row['road']}): {row['status']}, {row['tensors']} tensors{note}"))
+        print(indent + one_line(f"{row['name']} ({row['load_path']}): {row['status']}, {row['tensors']} tensors{note}"))

@@ -34,8 +34,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--layers", action="store_true", help="per layer and architecture, worst first: the largest "
                         "difference, what was allowed, their ratio, ULP, and which devices agree")  # fmt: skip
     parser.add_argument("--csv", action="store_true", help="the same as CSV, every tensor with full figures")
-    parser.add_argument("--stage", metavar="STAGE[,STAGE]", default="", help="of --layers or --csv these stages alone")
-    parser.add_argument("--stages", dest="stage", default="", help=argparse.SUPPRESS)  # as `run` has it
+    parser.add_argument("--stages", metavar="STAGE[,STAGE]", default="", help="of --layers or --csv these stages alone")
     parser.add_argument("--layer", metavar="PATTERN", default="",
                         help="of --layers or --csv layers or tensors by shell pattern ('*.q_proj')")  # fmt: skip
     parser.add_argument("--arch", metavar="NAME", default="",
@@ -76,7 +75,7 @@ def _show(parsed: argparse.Namespace) -> int:
             raise UsageError("only one of them can be printed", got=f"{one} and {other}")
     if parsed.layers or parsed.csv:
         return _show_layers(parsed, comparison)
-    if left := [f"--{name}" for name in ("stage", "layer", "arch") if getattr(parsed, name)]:
+    if left := [f"--{name}" for name in ("stages", "layer", "arch") if getattr(parsed, name)]:
         raise UsageError(f"{' and '.join(left)} without --layers", hint="consistency show DIR --layers")
     if parsed.finding is not None:
         return _show_finding(parsed, comparison, folder)
@@ -98,7 +97,7 @@ def _show_suite(parsed: argparse.Namespace, suite: SuiteResult, folder: Path) ->
     from consistency.report.formats import View
     from consistency.report.suite import json, terminal
 
-    names = ("redact", "out", "layers", "csv", "finding", "stage", "layer", "arch", "schema")
+    names = ("redact", "out", "layers", "csv", "finding", "stages", "layer", "arch", "schema")
     if given := [f"--{name}" for name in names if getattr(parsed, name) not in (None, False, "")]:
         hint = f"give the folder of a case, {folder / 'cases' / 'NAME'}"
         raise UsageError(f"{' and '.join(given)} of a suite", where=folder, hint=hint)
@@ -131,8 +130,8 @@ def _show_layers(parsed: argparse.Namespace, comparison: Comparison) -> int:
     from consistency.errors import UsageError
     from consistency.report import layers, layers_csv
 
-    stages = tuple(name.strip() for name in parsed.stage.split(",") if name.strip())
-    _check("stage", stages, {tensor.stage for tensor in comparison.tensors})
+    stages = tuple(name.strip() for name in parsed.stages.split(",") if name.strip())
+    _check("stages", stages, {tensor.stage for tensor in comparison.tensors})
     names = sorted(group.name for group in comparison.architectures)
     if not any(parsed.arch.casefold() in name.casefold() for name in names):
         raise UsageError("--arch names none of this report's", got=parsed.arch, wanted=", ".join(names))

@@ -32,7 +32,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """A fault or a risk in one sentence, and the fix; `urgent` where something is wrong already."""
 
     what: str
-    mend: str | None = None
+    fix: str | None = None
     urgent: bool = True
 
 
@@ -41,7 +41,7 @@ def advise(comparison: Comparison) -> tuple[Advice, ...]:
     found = [
         Advice(
             what=finding.message,
-            mend=finding.next,
+            fix=finding.next,
             urgent=finding.severity == "error" or finding.kind == UNUSED_CARD,
         )
         for finding in comparison.findings
@@ -52,7 +52,7 @@ def advise(comparison: Comparison) -> tuple[Advice, ...]:
     if not comparison.simulated:
         for matrix in matrices(comparison.tensors):
             found += _slow(matrix, _kinds(comparison.hosts))
-    unique = {(advice.what, advice.mend): advice for advice in found}
+    unique = {(advice.what, advice.fix): advice for advice in found}
     return tuple(sorted(unique.values(), key=lambda advice: not advice.urgent))
 
 
@@ -97,8 +97,8 @@ def as_table(comparison: Comparison) -> dict[str, Any]:
             for (source, destination), cell in matrix.cells.items()
         ],
         "findings": comparison.findings,
-        "boxes": comparison.hosts,
-        "mend": advise(comparison),
+        "hosts": comparison.hosts,
+        "fix": advise(comparison),
     }
 
 
@@ -109,25 +109,25 @@ _TESTED_BY = {Vendor.NVIDIA: "dcgmi diag -r 3", Vendor.AMD: "rvs", Vendor.INTEL:
 def _of_host(host_facts: HostFacts, comparison: Comparison) -> Iterator[Advice]:
     for gpu in host_facts.gpus:
         if gpu.counters.get(REMAP_FAILED):
-            yield Advice(what=f"{gpu.name} has bad memory rows and no spare rows left", mend="replace it")
+            yield Advice(what=f"{gpu.name} has bad memory rows and no spare rows left", fix="replace it")
         elif gpu.counters.get(REMAP_PENDING):
-            yield Advice(what=f"{gpu.name} waits for a reset to remap bad memory rows", mend="reset it")
+            yield Advice(what=f"{gpu.name} waits for a reset to remap bad memory rows", fix="reset it")
         lost = gpu.counters.get(ECC_UNCORRECTED, 0)
         if lost and not gpu.after:  # a counter that rose during the run is a finding
             what = f"{gpu.name} has lost data {lost} times since boot (uncorrected ECC errors)"
-            yield Advice(what=what, mend=f"test it: {_TESTED_BY[gpu.vendor]}")
+            yield Advice(what=what, fix=f"test it: {_TESTED_BY[gpu.vendor]}")
         if gpu.lanes_lost is not None:
             has, supported = gpu.lanes_lost
             what = f"{gpu.name} has {has} PCIe lanes; it and its slot support {supported}"
-            yield Advice(what=what, mend="reseat it, and check its riser", urgent=False)
+            yield Advice(what=what, fix="reseat it, and check its riser", urgent=False)
     if host_facts.log and not host_facts.new_log:
         what = f"the kernel logged {counted(len(host_facts.log), 'line')} of {LOGGED} since boot"
-        yield Advice(what=what, mend=f"check them: {host_facts.log[-1]}", urgent=False)
+        yield Advice(what=what, fix=f"check them: {host_facts.log[-1]}", urgent=False)
     translated = [gpu.name for gpu in host_facts.gpus if gpu.is_translated]
     if len(host_facts.gpus) > 1 and translated and comparison.verdict == "consistent":
         yield Advice(
             what=f"the IOMMU translates peer writes of {', '.join(translated)}; no copy was wrong in this run",
-            mend="boot with iommu=pt on the kernel's command line to bypass it",
+            fix="boot with iommu=pt on the kernel's command line to bypass it",
             urgent=False,
         )
 
@@ -157,7 +157,7 @@ def _slow(matrix: Matrix, kinds: Mapping[Pair, str]) -> Iterator[Advice]:
             named = ", ".join(f"{arrow(pair)} {speeds[pair]:.3g} GB/s" for pair in slow[:4])
             yield Advice(
                 what=f"slow, the median of its kind is {median:.3g} GB/s: {named}",
-                mend="check its link: width, speed, and its path in nvidia-smi topo -m",
+                fix="check its link: width, speed, and its path in nvidia-smi topo -m",
                 urgent=False,
             )
 

@@ -43,11 +43,11 @@ def describe(tensor: TensorComparison, row: Row) -> str:
         parts.append(f"bit {_listed(evidence['bits'])}" + (f" ({_listed(fields)})" if fields else ""))
     if row.mismatched:
         parts.append(f"{row.mismatched} of {row.elements} elements")
-    if row.bound_ratio is not None:
+    if row.ratio is not None:
         # a tolerance may be for some architectures only: what judged this row is in its own evidence
         allowed = "the limit" if tensor.rule == Rule.LIMIT else "tolerance"
         allowed = "the user tolerance" if "tolerance" in evidence else allowed
-        parts.append(f"{_number(row.bound_ratio)}× {allowed}")
+        parts.append(f"{_number(row.ratio)}× {allowed}")
     parts.append(str(evidence.get("kept", "")))
     parts += [f"{name} {evidence[name]}" for name in ("got", "wanted", "holds") if name in evidence]
     parts.append(str(evidence.get("own_file", "")))

@@ -99,7 +99,7 @@ def _sentence(cause: Cause | Word, places: str, rows: _Wrong) -> str:
     if cause == Word.MISSING:
         return "; ".join(dict.fromkeys(row.reason or "missing" for _, row in rows))
     found = cause.about(OUTPUT, computed=True)
-    worst = max((float(row.bound_ratio) for _, row in rows if row.bound_ratio is not None), default=math.nan)
+    worst = max((float(row.ratio) for _, row in rows if row.ratio is not None), default=math.nan)
     if not math.isfinite(worst):
         return found
     return (

@@ -43,7 +43,7 @@ def magnitude(comparison: Comparison, worker: WorkerRecord, tensors: Sequence[st
 
 def _share(found: tuple[Row, str]) -> float:
     row, _ = found
-    return float(row.max_abs or 0) if row.bound_ratio is None else float(row.bound_ratio)
+    return float(row.max_abs or 0) if row.ratio is None else float(row.ratio)
 
 
 def _errors(worker: WorkerRecord, tensors: set[str], report: str) -> dict[str, float]:

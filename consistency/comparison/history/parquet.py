@@ -19,10 +19,10 @@ from consistency.comparison.history.records import WorkerRecord, WorkerState, st
 from consistency.errors import UsageError, extra_hint
 
 COLUMNS = {
-    "name": "VARCHAR", "road": "VARCHAR", "device": "VARCHAR", "architecture": "VARCHAR", "model": "VARCHAR",
+    "name": "VARCHAR", "load_path": "VARCHAR", "device": "VARCHAR", "architecture": "VARCHAR", "model": "VARCHAR",
     "status": "VARCHAR", "software": "VARCHAR", "inputs": "VARCHAR", "bits": "MAP(VARCHAR, VARCHAR)",
     "table": "VARCHAR", "drift": "VARCHAR[]", "simulated": "BOOLEAN", "case": "VARCHAR", "verdict": "VARCHAR",
-    "bound_ratio": "DOUBLE", "host": "VARCHAR", "driver": "VARCHAR",
+    "ratio": "DOUBLE", "host": "VARCHAR", "driver": "VARCHAR",
 }  # fmt: skip
 """Types by the name of a worker's field in JSON."""
 
@@ -100,7 +100,7 @@ class WorkerFiles:
 
     def states(self, path: Path) -> list[WorkerState]:
         """Return the states of a file's workers, as `state_of` does; raise `ValueError` where it is damaged."""
-        return self._fetch(f'SELECT device, road, "case", "name", {_STATE} FROM read_parquet(?)', path)
+        return self._fetch(f'SELECT device, load_path, "case", "name", {_STATE} FROM read_parquet(?)', path)
 
     def tables(self, path: Path) -> set[str]:
         """Return the names of the tables that a file's workers have; raise `ValueError` where it is damaged."""

@@ -121,7 +121,7 @@ class _Recorder:
             bits={name: stage.bits for name, stage in stages.items() if stage.bits},
             table=self._table(tuple(stages.values())),
             simulated=info.simulated,
-            bound_ratio=None if ratio is None else Real(ratio),
+            ratio=None if ratio is None else Real(ratio),
             host="" if host == run_host else host,
             driver=info.driver or "",
         )

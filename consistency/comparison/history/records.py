@@ -18,9 +18,7 @@ FLEET_SCHEMA = "consistency.history/2"
 """Of a run whose workers are in a file of their own: earlier versions name it as unsupported and leave it out."""
 
 
-class WorkerRecord(
-    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, rename={"load_path": "road"}
-):
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One worker of a run.
 
     Attributes
@@ -41,7 +39,7 @@ class WorkerRecord(
         The case of a suite; empty where the run has one case.
     verdict : str
         Of the device, as in `by_worker`; empty in runs of versions that did not record it.
-    bound_ratio : float or None
+    ratio : float or None
         Worst error/tolerance on the device.
     host : str
         Where it is not that of the run.
@@ -63,7 +61,7 @@ class WorkerRecord(
     simulated: bool = False
     case: str = ""
     verdict: str = ""
-    bound_ratio: Real | None = None
+    ratio: Real | None = None
     host: str = ""
     driver: str = ""
 

@@ -26,7 +26,7 @@ from consistency.comparison.result import (
 from consistency.comparison.rows import Rows, Workers
 from consistency.report.fleet.entries import spread
 from consistency.report.fleet.ranges import folded, unfolded
-from consistency.report.fleet.types import RENAMED, ReportOfGroups
+from consistency.report.fleet.types import ReportOfGroups
 
 
 def read(content: bytes) -> Comparison:
@@ -82,12 +82,15 @@ class _Reader:
 
     def comparison(self) -> Comparison:
         report = self._report
-        names = {name: RENAMED.get(name, name) for name in Comparison.__struct_fields__}
-        fields = {name: getattr(report, in_report) for name, in_report in names.items()}
+        fields = {name: getattr(report, name) for name in Comparison.__struct_fields__}
         fields["tensors"] = tuple(tensor for one in report.tensors for tensor in self._tensors(one))
         fields["architectures"] = tuple(self._struct(ArchitectureGroup, one) for one in report.architectures)
         fields["findings"] = tuple(self._struct(Finding, one) for one in report.findings)
-        for name, kind in (("first_divergence", Divergence), ("first_other_bits", Divergence), ("merging", Merging)):
+        for name, kind in (
+            ("first_divergence", Divergence),
+            ("first_bitwise_difference", Divergence),
+            ("merging", Merging),
+        ):
             fields[name] = tuple(one for entry in fields[name] for one in self._each(kind, entry))
         fields["workers"] = tuple(self._workers())
         fields["sources"] = tuple(source for one in report.sources for source in _sources(one))

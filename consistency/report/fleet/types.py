@@ -22,9 +22,6 @@ from consistency.comparison.result import (
 
 SCHEMA = "consistency.report/2"
 
-RENAMED = {"not_looked_at": "not_checked"}
-"""Fields of a comparison that have another name here; all others have the one that they have in Python."""
-
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Workers by name; fields of other entries refer to it by its place in `groups`. The first one holds all workers.
@@ -61,13 +58,13 @@ def _like(
         one = own.get(field)
         kind = fields[field] if one is None else fields.get(field, one.type)
         if optional and "each" in optional and field not in fields:
-            found.append((RENAMED.get(field, field), kind | msgspec.UnsetType, msgspec.UNSET))
+            found.append((field, kind | msgspec.UnsetType, msgspec.UNSET))
         elif one is None or one.required:
-            found.append((RENAMED.get(field, field), kind))
+            found.append((field, kind))
         elif one.default is not msgspec.NODEFAULT:
-            found.append((RENAMED.get(field, field), kind, one.default))
+            found.append((field, kind, one.default))
         else:
-            found.append((RENAMED.get(field, field), kind, msgspec.field(default_factory=one.default_factory)))
+            found.append((field, kind, msgspec.field(default_factory=one.default_factory)))
     found += [(field, kind, default) for field, (kind, default) in (optional or {}).items()]
     return msgspec.defstruct(name, found, kw_only=True, frozen=True, omit_defaults=True, namespace={"__doc__": about})
 
@@ -150,7 +147,7 @@ ReportOfGroups: Any = _like(
         "tensors": tuple[TensorOfGroups, ...],
         "findings": tuple[FindingOfGroup, ...],
         "first_divergence": tuple[DivergenceOfGroup, ...],
-        "first_other_bits": tuple[DivergenceOfGroup, ...],
+        "first_bitwise_difference": tuple[DivergenceOfGroup, ...],
         "merging": tuple[MergingOfGroup, ...],
         "sources": tuple[SourcesOfGroup, ...],
     },

@@ -19,7 +19,6 @@ from consistency.comparison.rows import OncePerSet, Workers
 from consistency.report.fleet.entries import gathered
 from consistency.report.fleet.ranges import folded
 from consistency.report.fleet.types import (
-    RENAMED,
     SCHEMA,
     CellOfGroup,
     LayerOfGroups,
@@ -68,7 +67,7 @@ def render(comparison: Comparison, first: Sequence[str]) -> Iterator[bytes]:
         "tensors": map(writer.tensor, fold(comparison.tensors)),
         "findings": map(writer.finding, comparison.findings),
         "first_divergence": writer.by_group(comparison.first_divergence),
-        "first_other_bits": writer.by_group(comparison.first_other_bits),
+        "first_bitwise_difference": writer.by_group(comparison.first_bitwise_difference),
         "merging": writer.by_group(comparison.merging),
         "sources": writer.sources(),
         "layers": map(writer.layer, fold_layers(layers_of(comparison))),
@@ -80,7 +79,7 @@ def render(comparison: Comparison, first: Sequence[str]) -> Iterator[bytes]:
     named = {"schema": SCHEMA, "tool": __version__, **{name: table[name] for name in first}, "groups": None, **table}
     for name, value in {**named, "layers": None}.items():
         text = _listed(lines[name]) if name in lines else encode_json(value)
-        yield opening + encode_json(RENAMED.get(name, name)) + b": " + text
+        yield opening + encode_json(name) + b": " + text
         opening = b",\n"
     yield b"\n}\n"
 

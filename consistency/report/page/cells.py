@@ -58,7 +58,7 @@ class Column:
     stands_for: int
 
 
-class Section(msgspec.Struct, kw_only=True, rename="camel"):
+class Section(msgspec.Struct, kw_only=True):
     """One stage on one load path; `rows` are tensors as above, `left_out` those for which there was no room.
 
     Attributes

@@ -136,7 +136,7 @@
   class Grid {
     constructor(section) {
       this.section = section;
-      this.columns = data.columns[section.loadPath];
+      this.columns = data.columns[section.load_path];
       this.groups = this.ranked();
       this.open = new Map();
       this.limit = ROWS;
@@ -145,13 +145,13 @@
       this.summary = make("span", { class: "quiet" });
       this.window = make("div", { class: "window" });
       this.box = make("details", { class: "stage" }, make("summary", {}, this.title, this.summary), this.window);
-      const loadPath = Object.keys(data.columns).length > 1 ? ` · load path ${section.loadPath}` : "";
+      const loadPath = Object.keys(data.columns).length > 1 ? ` · load path ${section.load_path}` : "";
       this.title.textContent = section.stage + loadPath;
       this.box.addEventListener("toggle", () => this.box.open && !this.drawn && this.draw());
     }
     /* Architectures with their workers' columns, of both the faulty ones first: of the others none need be seen. */
     ranked() {
-      const groups = data.architectures[this.section.loadPath].map(([name, devices], place) => ({ name, devices, place, workers: 0, bad: 0, columns: [], open: false }));
+      const groups = data.architectures[this.section.load_path].map(([name, devices], place) => ({ name, devices, place, workers: 0, bad: 0, columns: [], open: false }));
       const byName = new Map(groups.map((group) => [group.name, group]));
       const places = this.columns.map(([label, many, name], place) => {
         const group = byName.get(name);
@@ -185,13 +185,13 @@
     }
     filter() {
       this.rows = this.section.rows.filter(matches);
-      const { total, bad, unchecked, unlike, checks, leftOut } = this.section;
+      const { total, bad, unchecked, unlike, checks, left_out } = this.section;
       const parts = [`${total} ${checks ? "check" : "tensor"}${total === 1 ? "" : "s"}`];
       if (bad) parts.push(`${MARKS[OUTSIDE]} mismatch in ${bad}`);
       else if (unlike && !checks) parts.push(`${unlike} not bitwise equal everywhere`);
       else if (unchecked < total) parts.push(checks ? "within their limits" : "bitwise equal everywhere");
       if (unchecked) parts.push(`${unchecked} skipped or not reached`);
-      if (leftOut) parts.push(`${leftOut} not shown: see report.json`);
+      if (left_out) parts.push(`${left_out} not shown: see report.json`);
       if (this.rows.length !== this.section.rows.length) parts.push(`${this.rows.length} match`);
       this.summary.textContent = parts.join(" · ");
       this.box.hidden = !this.rows.length && this.section.rows.length > 0;

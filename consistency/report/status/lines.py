@@ -57,7 +57,7 @@ def text_line(status: Status, age_s: float, max_age_s: float | None) -> str:
 def nagios_line(status: Status, age_s: float, max_age_s: float | None) -> str:
     """Return the line for Nagios and what descends from it; performance data is in it as far as it fits."""
     word = state(status, stale=is_stale(age_s, max_age_s))
-    ratio = [f"ratio={_perf(status.bound_ratio)};;1"] if status.bound_ratio is not None else []
+    ratio = [f"ratio={_perf(status.ratio)};;1"] if status.ratio is not None else []
     needed = "".join(f" | {one}" for one in ratio) if word == "OK" else ""
     marks = "".join(f"[{mark}] " for mark in status.marks)
     line = _line(f"CONSISTENCY {word} - {marks}", _what(status, age_s, max_age_s).replace("|", "/"), needed)

@@ -57,7 +57,7 @@ def of_comparison(found: Comparison, *, created: datetime.datetime | None = None
         host=found.host or _host(found.workers),
         case=found.case, verdict=found.verdict, exit_status=found.exit_status, sentence=sentence(found),
         reason=_reason(found.findings), marks=tuple(_marks(found.simulated, found.findings)),
-        profile=found.profile, settings=found.settings, elapsed_s=found.elapsed_s, bound_ratio=_worst(ratios.values()),
+        profile=found.profile, settings=found.settings, elapsed_s=found.elapsed_s, ratio=_worst(ratios.values()),
         findings=_count(found.findings), accepted=sum(f.accepted is not None for f in found.findings),
         workers=dict(Counter(worker.status for worker in found.workers)),
         **_devices(found.workers, verdicts(found), ratios), command=found.command,
@@ -71,7 +71,7 @@ def of_suite(suite: SuiteResult, *, created: datetime.datetime | None = None, to
     ratios: dict[str, float] = {}
     found: dict[str, Verdict] = {}
     for case in suite.cases:
-        for name, ratio in case.bound_ratios.items():
+        for name, ratio in case.ratios.items():
             ratios[name] = worse(float(ratio), ratios.get(name))
         for name, verdict in _verdicts_of(case).items():
             found[name] = min(verdict, found.get(name, verdict), key=_WORST_FIRST.index)
@@ -81,7 +81,7 @@ def of_suite(suite: SuiteResult, *, created: datetime.datetime | None = None, to
         case=suite.name, verdict=suite.verdict, exit_status=suite.exit_status, sentence=suite.sentence,
         reason=_reason(findings), marks=tuple(_marks(suite.simulated, findings)),
         profile=first.profile if first else "", settings=first.settings if first else (), elapsed_s=suite.elapsed_s,
-        bound_ratio=_worst(ratios.values()), findings=_count(findings), accepted=sum(c.accepted for c in suite.cases),
+        ratio=_worst(ratios.values()), findings=_count(findings), accepted=sum(c.accepted for c in suite.cases),
         workers=dict(Counter(worker.status for worker in workers)), **_devices(workers, found, ratios),
         cases={case.name: case.verdict for case in suite.cases},
     )  # fmt: skip
@@ -109,7 +109,7 @@ def _devices(
         ratio = ratios.get(worker.name)
         device = DeviceStatus(
             name=worker.name, host=worker.host, architecture=worker.architecture, model=worker.model,
-            uuid=worker.uuid, verdict=found[worker.name], bound_ratio=None if ratio is None else Real(ratio),
+            uuid=worker.uuid, verdict=found[worker.name], ratio=None if ratio is None else Real(ratio),
             simulated=worker.simulated,
         )  # fmt: skip
         devices.setdefault((worker.host, worker.name), device)
@@ -131,7 +131,7 @@ def _classes(devices: Iterable[DeviceStatus]) -> Iterator[DeviceClass]:
         yield DeviceClass(
             architecture=architecture, model=model, verdict=verdict, count=len(same),
             simulated=any(one.simulated for one in same),
-            bound_ratio=_worst(one.bound_ratio for one in same if one.bound_ratio is not None),
+            ratio=_worst(one.ratio for one in same if one.ratio is not None),
         )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def _families(status: Status, stale: bool | None) -> Iterator[tuple[str, str, It
     yield (
         "consistency_bound_ratio",
         "Worst error/tolerance of the model's tensors on a device; above 1 is outside.",
-        [(labels, device.bound_ratio) for labels, device in devices if device.bound_ratio is not None],
+        [(labels, device.ratio) for labels, device in devices if device.ratio is not None],
     )
     yield (
         "consistency_case_verdict",

@@ -28,7 +28,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     verdict : str
         As in `comparison/by_worker.py`.
-    bound_ratio : float or None
+    ratio : float or None
         Worst error/tolerance.
     """
 
@@ -38,7 +38,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     uuid: str | None
     verdict: StatusVerdict
-    bound_ratio: Real | None = None
+    ratio: Real | None = None
     simulated: bool = False
 
 
@@ -49,7 +49,7 @@ class DeviceClass(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     count : int
         How many there are.
-    bound_ratio : float or None
+    ratio : float or None
         Worst error/tolerance of any of them.
     """
 
@@ -57,7 +57,7 @@ class DeviceClass(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     verdict: StatusVerdict
     count: int
-    bound_ratio: Real | None = None
+    ratio: Real | None = None
     simulated: bool = False
 
 
@@ -107,7 +107,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     profile: str
     settings: tuple[str, ...]
     elapsed_s: float | None
-    bound_ratio: Real | None
+    ratio: Real | None
     findings: dict[str, int]
     accepted: int
     workers: dict[str, int]

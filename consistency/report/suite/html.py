@@ -51,7 +51,7 @@ def suite_as_html(suite: SuiteResult, folder: str | None = None) -> str:
         merging_legend=MERGING_LEGEND,
         most_findings=_MOST_FINDINGS,
         name=suite.name,
-        not_looked_at=suite.not_looked_at,
+        not_checked=suite.not_checked,
         notes=[finding for finding, _ in found if finding.severity == "note"],
         sentence=suite.sentence,
         shown=lines[: len(lines) - len(folded)],

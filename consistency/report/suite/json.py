@@ -29,7 +29,7 @@ def render(suite: SuiteResult, _: View) -> Iterator[bytes]:
             "simulated": suite.simulated,
             "planted": list(suite.planted),
             "counts": suite.counts,
-            "not_looked_at": suite.not_looked_at,
+            "not_checked": suite.not_checked,
             "findings": common_findings(suite.cases),
             "cases": [
                 {**by_json_name(case), "report": None if case.error is not None else f"{case.folder}/report.json"}

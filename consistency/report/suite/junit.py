@@ -67,6 +67,6 @@ def _suite(case: CaseResult) -> ElementTree.Element:
         add_result(add_case(suite, case.name, "input"), "error", case.headline, "input", [case.error])
     simulated = any(worker.simulated for worker in case.workers)
     complete(suite, simulated=simulated, profile=" ".join(profile_texts(case)))
-    left = [f"not checked (level {case.level}): {', '.join(case.not_looked_at)}"] if case.not_looked_at else []
+    left = [f"not checked (level {case.level}): {', '.join(case.not_checked)}"] if case.not_checked else []
     add_output(suite, [f for f in case.findings if f.severity != "error"], left)
     return suite

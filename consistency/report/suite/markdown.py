@@ -28,7 +28,7 @@ def suite_as_markdown(suite: SuiteResult, folder: str | None = None) -> str:
     found = findings_of(suite, folder)
     acted_on = [finding for finding in found if finding.severity != "note"]
     left = [*finding_lines(found, _FINDINGS)]
-    left += [f"not checked: {', '.join(suite.not_looked_at)}"] if suite.not_looked_at else []
+    left += [f"not checked: {', '.join(suite.not_checked)}"] if suite.not_checked else []
     planted = [finding.message for finding in found if finding.kind == PLANTED]
     lines = [
         *_head(suite, planted),

@@ -53,8 +53,8 @@ def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) 
             )
             for worker in comparison.workers
         ),
-        not_looked_at=comparison.not_looked_at,
-        bound_ratios={name: Real(ratio) for name, ratio in worst_ratios(comparison).items()},
+        not_checked=comparison.not_checked,
+        ratios={name: Real(ratio) for name, ratio in worst_ratios(comparison).items()},
         accepted=sum(finding.accepted is not None for finding in comparison.findings),
         merging=comparison.merging,
         versions=comparison.versions,

@@ -90,7 +90,7 @@ def cells(case: CaseResult) -> dict[str, Cell]:
     """Return the cell of each stage of a case, over all of its workers, also of those that another case checked."""
     elsewhere = {
         stage: Cell(elsewhere=place[1])
-        for text in case.not_looked_at
+        for text in case.not_checked
         for stage in Stage
         if (place := re.fullmatch(rf"stage {stage} \({CHECKED_IN} (.*)\)", text)) is not None
     }

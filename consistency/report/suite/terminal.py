@@ -48,8 +48,8 @@ def _write(write: Writer, suite: SuiteResult, view: View) -> None:
     write.notes(shown)
     if rest := and_more(len(notes) - len(shown), "note"):
         write.line(f"{rest}: -v shows all")
-    if suite.not_looked_at:
-        write.line(f"not checked: {', '.join(suite.not_looked_at)}")
+    if suite.not_checked:
+        write.line(f"not checked: {', '.join(suite.not_checked)}")
     for text in suite.unwritten:
         write.line(f"not written: {text}", style="yellow")
     if view.folder is not None:

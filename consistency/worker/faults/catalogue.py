@@ -138,19 +138,19 @@ _ROWS: tuple[Fault, ...] = (
         needs=(Need.FLOAT32_ADAPTER, Need.FLOAT32_MODEL),
     ),
     Fault(
-        name="road-copies-dropped", plant="load_paths:no_b", expected="zeros", stages=_ADAPTER, case="C1",
+        name="load-path-copies-dropped", plant="load_paths:no_b", expected="zeros", stages=_ADAPTER, case="C1",
         words="correct with torch_device=cpu: copies through the device",
         load_paths=(LoadPath.ISOLATED, LoadPath.ISOLATED_CPU, LoadPath.ISOLATED_LOW_MEMORY),
         needs=(Need.ZERO_LORA_B,),
     ),
     Fault(
-        name="road-low-memory-rounds", plant="load_paths:through_bfloat16", expected="rounded-to-bf16",
+        name="load-path-low-memory-rounds", plant="load_paths:through_bfloat16", expected="rounded-to-bf16",
         stages=_ADAPTER, case="C1",
         words="with low_cpu_mem_usage=True, and correct without: a dtype conversion while loading",
         needs=(Need.FLOAT32_ADAPTER,),
     ),
     Fault(
-        name="road-transformers-zeros", plant="load_paths:zeros", expected="zeros", stages=_ADAPTER, case="C1",
+        name="load-path-transformers-zeros", plant="load_paths:zeros", expected="zeros", stages=_ADAPTER, case="C1",
         words="transformers' loader", load_paths=(LoadPath.ISOLATED, LoadPath.ISOLATED_TRANSFORMERS),
         needs=(Need.LORA_B, Need.WEIGHT_FILE),
     ),

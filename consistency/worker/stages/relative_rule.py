@@ -112,7 +112,7 @@ def record_relative(
         found=found,
         rule=Rule.RELATIVE,
         tolerance=tolerance,
-        bound_ratio=None if verdict is None else verdict.ratio,
+        ratio=None if verdict is None else verdict.ratio,
         chunks=None if why else lambda: exact_chunks(actual, exact, limit),
         reason=why,
         outside=lambda: {} if verdict is None else {"allowed": verdict.allowed},

@@ -132,7 +132,7 @@ def _write(folder: Path, evidence: Evidence, parts: Parts) -> None:
         "tensor": evidence.name,
         "others": len(evidence.others),
         "worker": evidence.participant.label,
-        "road": evidence.participant.load_path,
+        "load_path": evidence.participant.load_path,
         "planted": info.planted,
         "created": evidence.created,
         "host": evidence.host,

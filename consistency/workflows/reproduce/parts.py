@@ -114,7 +114,7 @@ def _allowed(evidence: Evidence) -> float:
     if isinstance(stated, (int, float)):
         return float(stated)
     assert record.measure is not None
-    ratio = float(record.measure.bound_ratio or 0)
+    ratio = float(record.measure.ratio or 0)
     return float(record.measure.max_abs) / ratio if ratio > 0 else 0.0
 
 

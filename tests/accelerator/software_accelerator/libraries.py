@@ -2,7 +2,7 @@
 
 Both know backends by a list of names, and NPU only where the package `torch_npu` is installed. Of any other backend
 `peft.infer_device` says `cpu`, so adapters go straight from the host to their device; on a CUDA machine they go to
-device 0 first and are copied from there, which is the road on which copies between devices have failed.
+device 0 first and are copied from there, which is the load path on which copies between devices have failed.
 `accelerate.utils.get_max_memory` leaves its devices out, so `device_map="auto"` and `"balanced"` put everything on the
 CPU. The double has to be able to show both. The two functions are replaced as their modules are imported, and nothing
 else of either library is touched.

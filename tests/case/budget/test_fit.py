@@ -83,7 +83,7 @@ def test_what_is_left_out_is_said() -> None:
     assert found.case.sequences == 8
     text = f"{16 - found.case.tokens} of 16 tokens of each, for lack of memory"
     assert found.not_checked == (text,)
-    assert text in found.case.not_looked_at()
+    assert text in found.case.not_checked()
     assert f"forward and gradient: {found.case.tokens} of 16 tokens" in found.changes
 
 

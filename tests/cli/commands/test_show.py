@@ -90,7 +90,7 @@ def test_layers_as_csv(tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes
         )
         assert (row["status"], int(row["max_ulp"])) == (cell.status, cell.max_ulp)
         assert [float(row[name]) for name in ("max_abs", "allowed", "ratio")] == [
-            cell.max_abs, cell.allowed, cell.bound_ratio
+            cell.max_abs, cell.allowed, cell.ratio
         ]  # fmt: skip
     bad = [row for row in rows if row["status"] == "outside"]
     assert [row["classes"] for row in bad] == ["Hopper sm_90:0 | Hopper sm_90:1"]

@@ -33,7 +33,7 @@ def host(*gpus: Gpu, **fields: Any) -> HostFacts:
 
 
 @pytest.mark.parametrize(
-    ("facts", "what", "mend", "urgent"),
+    ("facts", "what", "fix", "urgent"),
     [
         (host(gpu(counters={REMAP_FAILED: 1, REMAP_PENDING: 1})), "cuda:0 has bad memory rows", "replace it", True),
         (host(gpu(counters={REMAP_PENDING: 1})), "cuda:0 waits for a reset", "reset it", True),
@@ -44,17 +44,17 @@ def host(*gpus: Gpu, **fields: Any) -> HostFacts:
         (host(gpu(iommu_type="DMA"), gpu(1, iommu_type="DMA-FQ")), "IOMMU translates", "iommu=pt", False),
     ],
 )
-def test_each_kind_of_fact_has_its_advice(facts: HostFacts, what: str, mend: str, urgent: bool) -> None:
+def test_each_kind_of_fact_has_its_advice(facts: HostFacts, what: str, fix: str, urgent: bool) -> None:
     (advice,) = advise(compared(facts))
     assert what in advice.what
-    assert mend in (advice.mend or "")
+    assert fix in (advice.fix or "")
     assert advice.urgent is urgent
 
 
 @pytest.mark.parametrize(("kind", "urgent"), [(NO_ACCELERATOR, False), (UNUSED_CARD, True)])
 def test_a_card_that_torch_cannot_use_is_urgent_and_a_host_without_one_is_not(kind: str, urgent: bool) -> None:
     (advice,) = advise(compared(findings=(Finding(kind=kind, severity="warning", message="m", next="n"),)))
-    assert (advice.what, advice.mend, advice.urgent) == ("m", "n", urgent)
+    assert (advice.what, advice.fix, advice.urgent) == ("m", "n", urgent)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_findings_come_first_and_notes_are_left_out() -> None:
         ("cuda:0", True),
         ("warning", False),
     ]
-    assert found[0] == Advice(what="error", mend="fix error", urgent=True)
+    assert found[0] == Advice(what="error", fix="fix error", urgent=True)
 
 
 def test_two_captures_of_one_host_give_its_advice_once() -> None:

@@ -43,7 +43,7 @@ def test_256_tensors_are_one_finding() -> None:
     assert (finding.kind, finding.severity, finding.workers) == ("zeros", "error", ("cuda:1",))
 
 
-def test_another_word_worker_stage_or_road_is_another_cause() -> None:
+def test_another_word_worker_stage_or_path_is_another_cause() -> None:
     found = causes(
         tensor("a", "w", "cuda:0", diagnosis=Word.ZEROS),
         tensor("b", "w", "cuda:0", diagnosis=Word.BIT_FLIP),
@@ -68,7 +68,7 @@ def test_another_word_worker_stage_or_road_is_another_cause() -> None:
         ({"evidence": {"unit": "bytes"}}, "counted in bytes: torch has no such dtype"),
         ({"evidence": {"got": [1], "wanted": [2]}}, "got [1] · wanted [2]"),
         ({"mismatched": 3, "elements": 4}, "3 of 4 elements"),
-        ({"bound_ratio": Real(2.5)}, "2.5× tolerance"),
+        ({"ratio": Real(2.5)}, "2.5× tolerance"),
         ({"reason": "only the reference has it"}, "only the reference has it"),
         (
             {

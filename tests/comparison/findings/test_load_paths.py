@@ -1,4 +1,4 @@
-"""Wrong on which roads, right on which: what the tool says of the cause, from captures made by hand."""
+"""Wrong on which load paths, right on which: what the tool says of the cause, from captures made by hand."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def held(layer: str, load_path: str, word: str | None = None, **changes: Any) ->
 
 
 LoadPaths = Mapping[str, str | None]
-"""Word by road, None where the bytes are right."""
+"""Word by load path, None where the bytes are right."""
 
 
 def seen(make_capture: MakeCapture, workers: Mapping[str, LoadPaths], **changes: Any) -> Comparison:
-    """Compare one capture per default road, for a worker is named once in each."""
+    """Compare one capture per default load path, for a worker is named once in each."""
     folders = []
     for main in ("isolated", "shared"):
         here = {
@@ -75,7 +75,7 @@ HOP = {"shared": "zeros", "shared+low-memory": "never-written"}
 
 
 def test_wrong_only_by_way_of_device_0_is_the_copy_between_devices(make_capture: MakeCapture) -> None:
-    """The case that the tool was made for: one finding for all roads and devices, and the copies by name."""
+    """The case that the tool was made for: one finding for all load paths and devices, and the copies by name."""
     right, wrong = on(BOTH, STANDARD), on(BOTH, STANDARD, HOP)
     found = seen(make_capture, {"cpu": CPU, "cuda:0": right, "cuda:1": wrong, "cuda:2": right, "cuda:3": wrong})
     finding = only_error(found)
@@ -89,7 +89,7 @@ def test_wrong_only_by_way_of_device_0_is_the_copy_between_devices(make_capture:
     assert found.verdict == "inconsistent"
 
 
-def test_wrong_on_every_road_is_the_device(make_capture: MakeCapture) -> None:
+def test_wrong_on_every_path_is_the_device(make_capture: MakeCapture) -> None:
     wrong = on(BOTH, STANDARD, dict.fromkeys(on(BOTH, STANDARD), "bit-flip"))
     finding = only_error(seen(make_capture, {"cpu": CPU, "cuda:0": on(BOTH, STANDARD), "cuda:1": wrong}))
     assert finding.kind == "bit-flip"
@@ -134,7 +134,7 @@ def test_what_the_cpu_does_too_to_the_bit_is_the_softwares_doing(make_capture: M
     assert found.exit_status == 0
 
 
-@pytest.mark.parametrize("case", ["another device is right", "no CPU", "other bits", "the default road too"])
+@pytest.mark.parametrize("case", ["another device is right", "no CPU", "other bits", "the default load path too"])
 def test_what_is_not_everywhere_alike_is_an_error(make_capture: MakeCapture, case: str) -> None:
     sides = ("", "transformers")
     wrong = on(["isolated"], sides, {"isolated+transformers": "never-written"})
@@ -142,7 +142,7 @@ def test_what_is_not_everywhere_alike_is_an_error(make_capture: MakeCapture, cas
         "another device is right": {"cpu": wrong, "cuda:0": wrong, "cuda:1": on(["isolated"], sides)},
         "no CPU": {"cuda:0": wrong, "cuda:1": wrong},
         "other bits": {"cpu": wrong, "cuda:0": on(["isolated"], sides, {"isolated+transformers": "never-written/2"})},
-        "the default road too": dict.fromkeys(
+        "the default load path too": dict.fromkeys(
             ("cpu", "cuda:0"), on(["isolated"], sides, dict.fromkeys(wrong, "zeros"))
         ),
     }[case]
@@ -151,8 +151,8 @@ def test_what_is_not_everywhere_alike_is_an_error(make_capture: MakeCapture, cas
     assert found.exit_status == 1
 
 
-def test_a_cpu_that_is_wrong_is_not_told_by_a_road_that_it_cannot_take(make_capture: MakeCapture) -> None:
-    """It stands on the shared road for the others to be held against, and no copy between devices leads to it."""
+def test_a_cpu_that_is_wrong_is_not_told_by_a_path_that_it_cannot_take(make_capture: MakeCapture) -> None:
+    """It stands on the shared load path for the others to be held against, and no copy between devices leads to it."""
     wrong = on(["isolated"], ("", "cpu"), dict.fromkeys(("isolated", "isolated+cpu"), "bit-flip"))
     finding = only_error(seen(make_capture, {"cpu": wrong, "cuda:1": on(BOTH, ("", "cpu"))}))
     assert finding.workers == ("cpu",)
@@ -182,17 +182,17 @@ def test_two_causes_stay_two_findings(make_capture: MakeCapture) -> None:
         ({"shared"}, {"shared", "shared+target"}, "where PEFT chooses the device, and correct with torch_d"),
         ({"isolated"}, {"isolated", "isolated+low-memory"}, "on load path isolated, and correct on isolated+l"),
         ({"isolated"}, {"isolated"}, "on load path isolated"),
-        ({"a-later-road"}, {"a-later-road", "isolated"}, "on load path a-later-road"),
+        ({"a-later-path"}, {"a-later-path", "isolated"}, "on load path a-later-path"),
         ({"shared+low-memory"}, {"isolated", "shared", "shared+low-memory"}, "with low_cpu_mem_usage=True, and corr"),
     ],
 )  # fmt: skip
-def test_what_the_roads_say(wrong: set[str], taken: set[str], text: str) -> None:
+def test_what_the_paths_say(wrong: set[str], taken: set[str], text: str) -> None:
     found = judge_load_paths(Word.ZEROS, wrong, taken)
     assert text in f"{found.where}: {found.why}"
 
 
 @pytest.mark.parametrize("wrong", sorted(EVERY))
-def test_one_wrong_road_of_all_is_never_blamed_on_the_device(wrong: str) -> None:
+def test_one_wrong_path_of_all_is_never_blamed_on_the_device(wrong: str) -> None:
     found = judge_load_paths(Word.ZEROS, {wrong}, EVERY)
     assert "its memory" not in found.why
     assert "and correct " in found.where
@@ -235,7 +235,7 @@ def test_a_cast_that_one_device_alone_makes_is_an_error(make_capture: MakeCaptur
     assert found.exit_status == 1
 
 
-def test_a_dtype_that_one_road_keeps_is_a_note(make_capture: MakeCapture) -> None:
+def test_a_dtype_that_one_path_keeps_is_a_note(make_capture: MakeCapture) -> None:
     records = [held("layers.0.q", "isolated"), held("layers.0.q", "isolated+transformers", dtype="bfloat16")]
     found = compare([read_capture(make_capture("a", {"cpu": records}))])
     assert found.verdict == "consistent"
@@ -243,7 +243,7 @@ def test_a_dtype_that_one_road_keeps_is_a_note(make_capture: MakeCapture) -> Non
     assert note.message == "adapter · 1 tensor stored in bfloat16 on isolated+transformers, and in float32 by default"
 
 
-# who owes what on a side road
+# who owes what on a alternative load path
 
 
 def merged(bits: str) -> TensorRecord:
@@ -253,7 +253,7 @@ def merged(bits: str) -> TensorRecord:
     )  # fmt: skip
 
 
-def test_a_side_road_owes_the_adapter_alone(make_capture: MakeCapture) -> None:
+def test_a_alternative_path_owes_the_adapter_alone(make_capture: MakeCapture) -> None:
     """No row of another stage is missing there, and the worker stands in the report once."""
     records = [merged("a"), held("layers.0.q", "isolated"), held("layers.0.q", "isolated+cpu")]
     found = compare([read_capture(make_capture("a", {"cpu": [*records[:2]], "cuda:0": records, "cuda:1": records}))])
@@ -265,7 +265,7 @@ def test_a_side_road_owes_the_adapter_alone(make_capture: MakeCapture) -> None:
     assert {row.status for t in beside for row in t.rows} == {"equal"}
 
 
-def test_a_worker_lost_before_a_side_road_is_blocked_there(make_capture: MakeCapture) -> None:
+def test_a_worker_lost_before_a_alternative_path_is_blocked_there(make_capture: MakeCapture) -> None:
     whole = [held("layers.0.q", load_path) for load_path in ("isolated", "isolated+cpu")]
     lost = {"cuda:1": {"status": "lost", "reason": "was killed by SIGKILL"}}
     found = compare([read_capture(make_capture("a", {"cpu": whole, "cuda:1": whole[:1]}, info=lost))])
@@ -275,7 +275,7 @@ def test_a_worker_lost_before_a_side_road_is_blocked_there(make_capture: MakeCap
     assert [f.kind for f in found.findings] == ["lost-worker"]
 
 
-def test_a_road_that_one_device_alone_cannot_take_is_one_finding(make_capture: MakeCapture) -> None:
+def test_a_path_that_one_device_alone_cannot_take_is_one_finding(make_capture: MakeCapture) -> None:
     settings: dict[str, Any] = {
         "stage": "adapter",
         "layer": "adapter_settings",
@@ -299,25 +299,25 @@ def test_a_road_that_one_device_alone_cannot_take_is_one_finding(make_capture: M
 
 def test_roads_that_were_not_taken_are_said(make_capture: MakeCapture) -> None:
     found = compare([read_capture(make_capture("a", {"cpu": [held("layers.0.q", load_path) for load_path in CPU]}))])
-    assert found.not_looked_at[-1] == (
+    assert found.not_checked[-1] == (
         "the load paths +target +cpu+low-memory +target+low-memory +transformers +transformers+low-memory"
     )
     none = compare([read_capture(make_capture("b", {"cpu": [held("layers.0.q", "isolated")]}))])
-    assert none.not_looked_at[-1] == "the adapter's alternative load paths"
+    assert none.not_checked[-1] == "the adapter's alternative load paths"
     base = compare([read_capture(make_capture("c", {"cpu": [merged("a")]}, case={"adapter": None}))])
-    assert not any("load path" in text for text in base.not_looked_at)
+    assert not any("load path" in text for text in base.not_checked)
 
 
-def test_an_item_that_is_no_tensors_own_fails_for_side_roads_alone() -> None:
-    """Every other tensor has an item of its own, on the default road of its device."""
+def test_an_item_that_is_no_tensors_own_fails_for_alternative_paths_alone() -> None:
+    """Every other tensor has an item of its own, on the default load path of its device."""
     fields: dict[str, Any] = {"kind": "zeros", "severity": "error", "message": "x"}
     assert _is_alternative(Finding(**fields, load_paths=("isolated+cpu", "shared+cpu")))
     assert not _is_alternative(Finding(**fields, load_paths=("isolated", "isolated+cpu")))
     assert not _is_alternative(Finding(**fields))
 
 
-def test_what_is_wrong_beside_a_road_leaves_its_computed_stages_alone(make_capture: MakeCapture) -> None:
-    """Where only a side road is wrong, merging stands on the right bytes: its own fault does not follow."""
+def test_what_is_wrong_beside_a_path_leaves_its_computed_stages_alone(make_capture: MakeCapture) -> None:
+    """Where only a alternative load path is wrong, merging stands on the right bytes: its own fault does not follow."""
     wrong = [held("layers.0.q", "isolated"), held("layers.0.q", "isolated+low-memory", "zeros")]
     off = TensorRecord(
         stage="merged", layer="layers.0.q", tensor="weight", shape=(2, 2), dtype="float32", rule="bound",

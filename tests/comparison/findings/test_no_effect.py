@@ -62,7 +62,7 @@ def test_each_cause_is_named(make_capture: MakeCapture, records: list[TensorReco
         [settings("layers"), computed(tensor="delta"), computed(tensor="delta", layer="l1", effect="zero-delta")],
         [settings(""), computed(tensor="delta", effect="zero-delta")],
         [settings("some-tokens"), *outputs("a", "a")],
-        [settings(""), *outputs("a", "a", measure=measured(bound_ratio=None, max_abs=Real(float("nan"))))],
+        [settings(""), *outputs("a", "a", measure=measured(ratio=None, max_abs=Real(float("nan"))))],
         [settings("layers")],
         [settings("zero-weights", status="outside", diagnosis=Word.INACTIVE), *outputs("a", "a")],
     ],

@@ -12,8 +12,8 @@ from consistency.numerics.real import Real
 from tests.comparison.made_records import compared, computed, forward, measured, moved
 from tests.conftest import MakeCapture
 
-ALL = measured(mismatched=0, max_abs=Real(0.0), bound_ratio=None, elements=2**16, not_finite=2**16)
-SOME = measured(max_abs=Real(1e-7), bound_ratio=None, elements=2**16, not_finite=3)
+ALL = measured(mismatched=0, max_abs=Real(0.0), ratio=None, elements=2**16, not_finite=2**16)
+SOME = measured(max_abs=Real(1e-7), ratio=None, elements=2**16, not_finite=3)
 
 
 def with_measure(record: TensorRecord, **changes: object) -> TensorRecord:
@@ -36,7 +36,7 @@ def test_equal_nan_is_not_compared_and_the_run_is_incomplete(make_capture: MakeC
 
 @pytest.mark.parametrize("rule", ["bound", "user"])
 def test_so_are_values_with_a_bound(make_capture: MakeCapture, rule: str) -> None:
-    record = computed(rule=rule, status="equal", measure=msgspec.structs.replace(ALL, bound_ratio=Real(0.0)))
+    record = computed(rule=rule, status="equal", measure=msgspec.structs.replace(ALL, ratio=Real(0.0)))
     found = compared(make_capture("a", {"cpu": [moved(), record], "cuda:0": [moved(), record]}))
     assert found.verdict == "incomplete"
 

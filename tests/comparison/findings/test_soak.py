@@ -259,7 +259,7 @@ def test_a_lost_worker_and_a_load_that_ended_are_said(comparison_of: Any) -> Non
 
 def test_what_the_soak_left_out_is_said(comparison_of: Any) -> None:
     left = (SoakedStage(stage="memory", reason="it states facts, which are checked once"),)
-    assert "memory during the soak" in comparison_of(soak(stages=left)).not_looked_at
+    assert "memory during the soak" in comparison_of(soak(stages=left)).not_checked
 
 
 def test_a_report_states_the_soak(comparison_of: Any) -> None:

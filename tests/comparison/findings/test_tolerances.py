@@ -71,7 +71,7 @@ def test_a_fault_passes_where_the_user_allows_it_and_nowhere_else(found_in: dict
         assert row is not None
         assert (row.status, row.reference, row.diagnosis) == ("within", "float64", None)
         assert row.evidence["tolerance"] == str(WIDE)
-        assert 0 < float(row.bound_ratio or 0) <= 1
+        assert 0 < float(row.ratio or 0) <= 1
     (note,) = notes(found)
     assert note.severity == "note"
     assert note.message.startswith(f"tolerance {WIDE}: 8 tensors judged by it")
@@ -103,7 +103,7 @@ def test_nothing_allowed_puts_roundings_of_a_healthy_run_outside(found_in: dict[
     rows = [row for t in found.tensors for row in t.rows if row.worker == FAULTY and float(row.max_abs or 0) > 0]
     assert rows
     assert {row.status for row in rows} == {"outside"}
-    assert {float(row.bound_ratio or 0) for row in rows} == {float("inf")}
+    assert {float(row.ratio or 0) for row in rows} == {float("inf")}
     assert "errors that exceed tolerance" in errors(found)[0].message
     assert "--tolerance stage=merged,atol=0.0,rtol=0.0" in (errors(found)[0].next or "")
 

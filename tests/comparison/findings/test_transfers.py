@@ -41,7 +41,7 @@ def test_a_machine_whose_copies_are_right(make_capture: MakeCapture) -> None:
     found = compared(make_capture, {}, machine(iommu="DMA-FQ", log=("[1.0] NVRM: Xid 31",)))
     assert found.verdict == "consistent"
     assert found.findings == ()
-    assert found.first_divergence == found.first_other_bits == ()
+    assert found.first_divergence == found.first_bitwise_difference == ()
     assert "no mismatch in transfer on 5 workers" in printed(found)
 
 
@@ -157,7 +157,7 @@ def test_what_to_mend_first(make_capture: MakeCapture) -> None:
     )
     advice = advise(found)
     assert advice[0].what.startswith("transfer · cuda:1, cuda:3 · copies")
-    assert "iommu=pt" in (advice[0].mend or "")
+    assert "iommu=pt" in (advice[0].fix or "")
     assert [a.urgent for a in advice] == sorted((a.urgent for a in advice), reverse=True)
     assert any("cuda:2 has 4 PCIe lanes; it and its slot support 16" in a.what for a in advice)
     assert any("cuda:2 waits for a reset" in a.what for a in advice)

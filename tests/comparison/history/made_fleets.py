@@ -33,7 +33,7 @@ def workers(nodes: int) -> list[WorkerRecord]:
         WorkerRecord(
             name=name(node, gpu), load_path="isolated", device=f"GPU-{node:04}-{gpu}", architecture="Hopper sm_90",
             model="NVIDIA H100", status="ok", software="s", inputs="i", bits=BITS, table="0" * 64,
-            verdict="consistent", bound_ratio=Real(0.5), host=f"gpu-{node:04}", driver="570.1",
+            verdict="consistent", ratio=Real(0.5), host=f"gpu-{node:04}", driver="570.1",
         )
         for node in range(nodes)
         for gpu in range(GPUS)

@@ -272,7 +272,7 @@ def test_drift_says_how_far_where_the_earlier_capture_is_at_hand(make_capture: M
     def night(name: str, digest: str, error: float) -> Comparison:
         measure = Measure(
             elements=4, mismatched=1, max_abs=Real(error), max_rel=Real(error), max_ulp=2, mean_abs=Real(error),
-            rms=Real(error), bound_ratio=Real(error / 1e-6), allowed=Real(1e-6), magnitude=Real(1.0), worst_index=None,
+            rms=Real(error), ratio=Real(error / 1e-6), allowed=Real(1e-6), magnitude=Real(1.0), worst_index=None,
         )  # fmt: skip
         merged = TensorRecord(
             stage="merged", layer="l", tensor="weight", rule="bound", status="within", digest=digest,

@@ -36,7 +36,7 @@ def parquet(folder: Path) -> list[Path]:
 def test_workers_come_back_as_they_were(tmp_path: Path) -> None:
     (run,) = fleet_runs(NODES, 1)
     odd = msgspec.structs.replace(
-        run.workers[3], bound_ratio=Real("nan"), status="lost", bits={}, simulated=True, case="c", drift=("a", "b")
+        run.workers[3], ratio=Real("nan"), status="lost", bits={}, simulated=True, case="c", drift=("a", "b")
     )
     run = msgspec.structs.replace(run, workers=(*run.workers[:3], odd, *run.workers[4:]))
     history = History(str(tmp_path))

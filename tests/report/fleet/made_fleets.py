@@ -33,7 +33,7 @@ def many(hosts: int, layers: int, *, wrong: tuple[str, ...] = (), apart: bool = 
         )
         sets = tuple((name,) for name in names) if apart else tuple(of.values())
         found = tuple(
-            Row(worker=some[0], reference="float64", status="within", elements=4, bound_ratio=Real((number + 1) / 9999))
+            Row(worker=some[0], reference="float64", status="within", elements=4, ratio=Real((number + 1) / 9999))
             for number, some in enumerate(sets)
         )
         tensors.append(

@@ -81,7 +81,7 @@ def test_rows_that_differ_in_figures_alone_are_joined() -> None:
     tensor = next(one for one in table["tensors"] if one["stage"] == "merged")
     counts = [(table["groups"][row["workers"]]["count"], row.get("left_out", 0)) for row in tensor["rows"]]
     assert counts == [(1, 0), (79, 79)] * len(KINDS)
-    assert [row.get("bound_ratio") for row in tensor["rows"]] == [152 / 9999, None, 160 / 9999, None]
+    assert [row.get("ratio") for row in tensor["rows"]] == [152 / 9999, None, 160 / 9999, None]
     assert (len(tensor["classes"]), tensor["classes_left_out"]) == (16, 144)
 
 
@@ -90,14 +90,6 @@ def test_of_many_hosts_those_with_a_problem_are_written() -> None:
     assert [host["host"] for host in table["hosts"]] == ["node-0003"]
     assert table["hosts_left_out"] == 79
     assert len(written(many(10, 1))["hosts"]) == 10
-
-
-def test_renamed_fields() -> None:
-    table = written(many(9, 1, wrong=ODD[:1]))
-    assert {"load_paths", "hosts", "not_checked"} <= table.keys()
-    assert not {"roads", "boxes", "not_looked_at"} & table.keys()
-    assert "load_path" in table["tensors"][0]
-    assert "load_paths" in table["findings"][0]
 
 
 def test_a_report_of_one_schema_is_written_in_the_other() -> None:

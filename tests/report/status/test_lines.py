@@ -120,4 +120,4 @@ def test_names_cannot_start_performance_data() -> None:
 
 @pytest.mark.parametrize("ratio", [math.nan, math.inf])
 def test_what_is_no_number_is_undetermined(ratio: float) -> None:
-    assert "ratio=U;;1" in nagios_line(status(good(), bound_ratio=Real(ratio)), 0.0, None)
+    assert "ratio=U;;1" in nagios_line(status(good(), ratio=Real(ratio)), 0.0, None)

@@ -31,10 +31,10 @@ def test_what_it_states_of_a_run() -> None:
     assert made.reason == "adapter · cuda:1 · zeros in 3 of 3 lora_B tensors"
     assert (made.findings, made.accepted) == ({"error": 1, "warning": 0, "note": 2}, 1)
     assert made.workers == {"ok": 4}
-    assert {d.name: (d.verdict, d.bound_ratio) for d in made.devices} == {
+    assert {d.name: (d.verdict, d.ratio) for d in made.devices} == {
         name: ("inconsistent" if name == "cuda:1" else "consistent", 0.3) for name in ALL
     }
-    assert made.bound_ratio == 0.3
+    assert made.ratio == 0.3
 
 
 def test_a_warning_is_the_reason_only_where_there_is_no_error() -> None:
@@ -58,7 +58,7 @@ def test_not_a_number_is_the_worst_ratio_and_a_string() -> None:
         ]
     )
     table = json.loads(b"".join(render(found, View())))
-    assert table["bound_ratio"] == "nan"
+    assert table["ratio"] == "nan"
 
 
 def test_a_device_of_a_suite_is_as_in_its_worst_case() -> None:
@@ -67,7 +67,7 @@ def test_a_device_of_a_suite_is_as_in_its_worst_case() -> None:
         "cpu": "consistent", "cuda:0": "consistent", "cuda:1": "incomplete", "cuda:2": "consistent"
     }  # fmt: skip
     assert made.cases == {"a": "consistent", "b": "inconsistent", "c": "incomplete", "gone": "unchecked"}
-    assert made.bound_ratio == 0.31
+    assert made.ratio == 0.31
     assert (made.verdict, made.exit_status, made.elapsed_s) == ("incomplete", 3, 93.0)
 
 

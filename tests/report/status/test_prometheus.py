@@ -94,7 +94,7 @@ def test_hostile_names_stay_labels() -> None:
 @pytest.mark.parametrize(("ratio", "text"), [(math.nan, "NaN"), (math.inf, "+Inf"), (0.25, "0.25"), (2.0, "2")])
 def test_numbers(ratio: float, text: str) -> None:
     device = DeviceStatus(
-        name="cuda:0", host="h", architecture="a", model="m", uuid=None, verdict="consistent", bound_ratio=Real(ratio)
+        name="cuda:0", host="h", architecture="a", model="m", uuid=None, verdict="consistent", ratio=Real(ratio)
     )
     lines = families(list(metrics(status(good(), devices=(device,)), stale=None)))
     assert lines["consistency_bound_ratio"][0].endswith(f"}} {text}")

@@ -146,7 +146,7 @@ def test_the_head_has_the_versions_of_all_cases() -> None:
 def test_a_stage_that_another_case_checked_for_the_host_is_no_gap() -> None:
     first = case("first", comparison([tensor([ALL], stage="operators"), tensor([ALL])]))
     left = ("stage operators (checked in case first)", "stage forward")
-    text = printed(suite(first, case("second", comparison([tensor([ALL])], not_looked_at=left))))
+    text = printed(suite(first, case("second", comparison([tensor([ALL])], not_checked=left))))
     lines = [line.split() for line in text.splitlines()]
     rows = {words[0]: words[2:-2] for words in lines if words[:1] in (["first"], ["second"])}
     assert rows == {"first": ["=", "="], "second": ["″", "="]}

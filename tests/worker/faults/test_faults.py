@@ -39,7 +39,7 @@ ONE_LAYER = ("merged::model.layers.0.self_attn.q_proj",)
 CASES: dict[str, dict[str, Any]] = {
     "all stages": {},
     "one on all devices": {"stages": ("adapter",)},
-    "one road": {"stages": ("adapter",)},
+    "one load path": {"stages": ("adapter",)},
     "setting": {"stages": ("merged",)},
     "no repeats": {"stages": ("merged",), "repeat": 2},
     "seldom": {"stages": ("merged",), "only": ONE_LAYER},
@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 PLANTED = {
     "all stages": {FAULTY: "adapter-zeros"},
     "one on all devices": {"cpu": "adapter-zeros", FAULTY: "adapter-zeros"},
-    "one road": {FAULTY: "road-low-memory-rounds"},
+    "one load path": {FAULTY: "load-path-low-memory-rounds"},
     "setting": {FAULTY: "setting-flipped"},
     "no repeats": {FAULTY: "merge-not-repeatable"},
     "seldom": {FAULTY: "merge-bit-flip-now-and-then"},
@@ -90,11 +90,11 @@ NEED_ANOTHER = {
 }
 NEED_RELOAD = {"adapter-copy-dropped-later"}
 ALTERNATIVE_PATHS = (LoadPath.ISOLATED_CPU, LoadPath.ISOLATED_LOW_MEMORY, LoadPath.ISOLATED_TRANSFORMERS)
-# fault: what the roads say of it
+# fault: what the load paths say of it
 BY_LOAD_PATH = {
-    "road-copies-dropped": "correct with torch_device=cpu: copies through the device that PEFT chooses",
-    "road-low-memory-rounds": "with low_cpu_mem_usage=True, and correct without: a dtype conversion",
-    "road-transformers-zeros": "and correct with PEFT's: transformers' loader",
+    "load-path-copies-dropped": "correct with torch_device=cpu: copies through the device that PEFT chooses",
+    "load-path-low-memory-rounds": "with low_cpu_mem_usage=True, and correct without: a dtype conversion",
+    "load-path-transformers-zeros": "and correct with PEFT's: transformers' loader",
     "adapter-zeros": "with PEFT's loader, and correct with transformers': PEFT's loader",
 }
 
@@ -179,7 +179,7 @@ def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: Fault) -> 
     assert {d.worker for d in found.first_divergence} == {FAULTY}
     assert BY_LOAD_PATH.get(name, "") in first.message
     assert len(errors(found)) == 1 or name not in BY_LOAD_PATH, (
-        "one cause is one finding, on however many roads it shows"
+        "one cause is one finding, on however many load paths it shows"
     )
 
 
@@ -294,12 +294,12 @@ def test_a_fault_in_every_50th_repeat_is_found_by_a_soak(found_in: dict[str, Com
     assert (tensor,) == finding.tensors
 
 
-def test_the_default_run_tells_a_fault_of_one_road(found_in: dict[str, Comparison]) -> None:
-    """The default road is right, so that no other stage of the run can see it."""
-    found = found_in["one road"]
+def test_the_default_run_tells_a_fault_of_one_load_path(found_in: dict[str, Comparison]) -> None:
+    """The default load path is right, so that no other stage of the run can see it."""
+    found = found_in["one load path"]
     (finding,) = errors(found)
     assert (finding.kind, finding.workers) == ("rounded-to-bf16", (FAULTY,))
-    assert BY_LOAD_PATH["road-low-memory-rounds"] in finding.message
+    assert BY_LOAD_PATH["load-path-low-memory-rounds"] in finding.message
     assert finding.load_paths == ("isolated+low-memory",)
     wrong = [t for t in found.tensors if any(row.status == "outside" for row in t.rows)]
     assert {t.load_path for t in wrong} == {"isolated+low-memory"}

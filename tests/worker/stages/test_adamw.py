@@ -24,8 +24,8 @@ def of_step(dtype: torch.dtype, g: torch.Tensor, *, steps: int = 0, off: float =
     given = (p, g) if moments is None else (p, g, moments.first, moments.second)
     exact = adamw.exact_step(*(by.known(t.to(torch.float64).numpy()) for t in given), steps=steps)
     measured = measure_tracked(found, exact)
-    assert measured.bound_ratio is not None
-    return float(measured.bound_ratio)
+    assert measured.ratio is not None
+    return float(measured.ratio)
 
 
 GRADIENTS = {

@@ -41,12 +41,12 @@ def test_it_runs_the_first_sequences_without_the_adapter(run_with_faults: Run) -
     found = run_with_faults({}, stages=("forward",))
     assert found.verdict == "consistent"
     assert sequences(found) == {ADAPTER_ON: {8}, ADAPTER_OFF: {4}, ADAPTER_MERGED: {8}}
-    assert LEFT_OUT in found.not_looked_at
+    assert LEFT_OUT in found.not_checked
     for tensor in found.tensors:
         if tensor.stage == "forward":
             few = {"4 of 8"} if tensor.tensor == ADAPTER_OFF else {None}
             assert {row.evidence.get(SEQUENCES) for row in tensor.rows} == few
-            assert all(row.bound_ratio is not None for row in tensor.rows)
+            assert all(row.ratio is not None for row in tensor.rows)
 
 
 @pytest.mark.usefixtures("_large")
@@ -70,7 +70,7 @@ def test_inputs_of_the_user_run_whole(run_with_faults: Run, tmp_path: Path) -> N
     save_file({"input_ids": ids}, tmp_path / "inputs.safetensors")
     found = run_with_faults({}, stages=("forward",), inputs=str(tmp_path / "inputs.safetensors"))
     assert sequences(found) == {ADAPTER_ON: {6}, ADAPTER_OFF: {6}, ADAPTER_MERGED: {6}}
-    assert LEFT_OUT not in found.not_looked_at
+    assert LEFT_OUT not in found.not_checked
 
 
 @pytest.mark.usefixtures("_large")
@@ -83,4 +83,4 @@ def test_a_base_alone_runs_whole(run_with_faults: Run) -> None:
 def test_a_small_model_runs_whole(run_with_faults: Run) -> None:
     found = run_with_faults({}, stages=("forward",), devices=("cpu",))
     assert sequences(found)[ADAPTER_OFF] == {8}
-    assert LEFT_OUT not in found.not_looked_at
+    assert LEFT_OUT not in found.not_checked

@@ -120,7 +120,7 @@ def check_cut(
         limit, measured = tolerance or allowed.contiguous(), measure_against_exact(actual, exact, tolerance)
         context.record.computed(
             STAGE, place, f"{kind}.{part}", actual=actual, digests=[digest(own)],
-            found=measured if tolerance else msgspec.structs.replace(measured, bound_ratio=Real(share)),
+            found=measured if tolerance else msgspec.structs.replace(measured, ratio=Real(share)),
             rule=Rule.BOUND, tolerance=tolerance, exact=exact,
             chunks=functools.partial(exact_chunks, actual, exact, limit),
             ingredients={} if tolerance else {"allowed": allowed.contiguous()},

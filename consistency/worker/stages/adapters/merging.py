@@ -131,7 +131,7 @@ def _record(
         (known[here.value],) = measure_low_rank([tested], product)
     found = known[here.value]
     kept: dict[str, torch.Tensor] = {}
-    if found.bound_ratio is not None and not passes(float(found.bound_ratio)) and merged.nbytes <= KEEP_BYTES:
+    if found.ratio is not None and not passes(float(found.ratio)) and merged.nbytes <= KEEP_BYTES:
         exact, size = _exact(factors, before)
         kept = {"exact": exact}
         if isinstance(allowance, Allowance):
@@ -192,6 +192,6 @@ def _share(after: torch.Tensor, before: torch.Tensor, factors: Sequence[LowRank]
         part = slice(row, row + step)
         exact = before[part].to(torch.float64)
         allowed = allowance.product * (left[part] @ right) + allowance.weight * exact.abs() + allowance.floor
-        share = measure_against_exact(after[part].contiguous(), exact, allowed).bound_ratio
+        share = measure_against_exact(after[part].contiguous(), exact, allowed).ratio
         worst = max(worst, float("inf") if share is None or share != share else float(share))
     return worst

@@ -195,7 +195,7 @@ class _Engine:
         self.record.computed(
             Stage.FORWARD, OUTPUT, mode, actual=actual, digests=[digest(actual)],
             found=None if reason else found, rule=Rule.RELATIVE, tolerance=tolerance,
-            bound_ratio=None if tolerance is not None else share,
+            ratio=None if tolerance is not None else share,
             chunks=None if reason else lambda: exact_chunks(actual, truth, limit),
             rounding=rounding, exact=truth, evidence=evidence, reason=reason,
             dtype=about.dtype,
@@ -275,8 +275,8 @@ class _Bound:
     def share(self, found: Measure, *, more: float = 0.0) -> float:
         """Return the largest error over what is allowed, which `more` adds to."""
         if self.tolerance is not None:
-            assert found.bound_ratio is not None
-            return float(found.bound_ratio)
+            assert found.ratio is not None
+            return float(found.ratio)
         if more:
             return float(found.max_abs) / (self.allowed(float(found.magnitude)) + more)
         return judge_relative(found, self.dtype, self.rounding).ratio

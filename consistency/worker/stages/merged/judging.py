@@ -212,7 +212,7 @@ def _stored(one: Computed, found: Measure | None) -> dict[str, Any]:
     """Return what `Recorder.computed` keeps of a tensor outside its rule: what it is made from, or its exact value."""
     truth = one.truth
     if truth.form is not None:
-        fails = found is not None and found.bound_ratio is not None and not passes(found.bound_ratio)
+        fails = found is not None and found.ratio is not None and not passes(found.ratio)
         if not fails or 8 * one.actual.numel() > KEEP_BYTES:
             return {}
         exact, allowed = whole(truth.form.chunks(one.by_form), one.actual.shape)

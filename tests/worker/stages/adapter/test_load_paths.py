@@ -1,4 +1,4 @@
-"""Side roads in one worker: each is told apart from the others, and the model is afterwards what it was."""
+"""Alternative load paths in one worker: each is told apart from the others, and the model is afterwards what it was."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fingerprint(model: torch.nn.Module) -> Fingerprint:
 
 @contextmanager
 def looking(into: list[Fingerprint], *, poisoned: list[bool]) -> Iterator[None]:
-    """Look at the model before and after its side roads, and at what PEFT finds when it loads again."""
+    """Look at the model before and after its alternative load paths, and at what PEFT finds when it loads again."""
     real, real_load = load_paths.run, peft.PeftModel.load_adapter
 
     def run(context: Context, by_digest: Any) -> None:
@@ -68,8 +68,8 @@ def looking(into: list[Fingerprint], *, poisoned: list[bool]) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[TensorRecord], list[Fingerprint], list[bool]]:
-    """Take every side road once, in this process, with a base in bfloat16 and an adapter in float32."""
-    home = tmp_path_factory.mktemp("roads")
+    """Take every alternative load path once, in this process, with a base in bfloat16 and an adapter in float32."""
+    home = tmp_path_factory.mktemp("load_paths")
     case = prepare_case(Options(base="builtin:llama", dtype="bfloat16", stages=(Stage.ADAPTER,)))
     seen: list[Fingerprint] = []
     poisoned: list[bool] = []
@@ -89,7 +89,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[TensorRecord],
 Taken = tuple[list[TensorRecord], list[Fingerprint], list[bool]]
 
 
-def test_every_road_is_taken_over_poison_and_holds_every_tensor(taken: Taken) -> None:
+def test_every_path_is_taken_over_poison_and_holds_every_tensor(taken: Taken) -> None:
     records, _, poisoned = taken
     adapter = {r.key for r in records if r.rule == "bitwise" and not r.load_path}
     assert len(adapter) == 56
@@ -180,7 +180,7 @@ class Recorder:
 
 
 class Made:
-    """As much of a context as a road looks at before it loads."""
+    """As much of a context as a load path looks at before it loads."""
 
     def __init__(self, model: Any, *sides: LoadPath, adapter: str = "/none") -> None:
         self.record = self.events = Recorder()
@@ -201,7 +201,7 @@ class Made:
         (LoadPath.ISOLATED_TRANSFORMERS, "transformers cannot load this adapter: "),
     ],
 )
-def test_a_road_that_cannot_be_taken_says_why(tiny: Any, load_path: LoadPath, reason: str) -> None:
+def test_a_path_that_cannot_be_taken_says_why(tiny: Any, load_path: LoadPath, reason: str) -> None:
     before = fingerprint(tiny)
     made = Made(tiny, load_path)
     made.base = tiny.base_model  # whose `model` is what transformers made

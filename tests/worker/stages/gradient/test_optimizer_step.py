@@ -81,7 +81,7 @@ def test_the_parameter_after_the_step_is_recorded(
     # blocks of a digest end where pieces do, which are shorter here
     assert given["digests"][0].value == given["digests"][1].value
     assert given["found"].elements == parameter.numel()
-    assert parameter.numel() == 0 or 0 < given["found"].bound_ratio <= 1
+    assert parameter.numel() == 0 or 0 < given["found"].ratio <= 1
     before = torch.cat([torch.empty(0), *(chunk.base for chunk in given["chunks"])])
     assert torch.equal(before, parameter.reshape(-1))
     assert not list(tmp_path.iterdir()), "the scratch file is gone"

@@ -90,8 +90,8 @@ class Adapted:
         """Return the largest share of the bound in each tensor."""
         found = {}
         for name, measure in self.measure().items():
-            assert measure.bound_ratio is not None
-            found[name] = float(measure.bound_ratio)
+            assert measure.ratio is not None
+            found[name] = float(measure.ratio)
         return found
 
 

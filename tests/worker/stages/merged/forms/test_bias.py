@@ -28,8 +28,8 @@ def share(one: Adapted, *, safe: bool, broken: bool = False) -> float:
         after = bias_of(one.layer)
         assert after is not None
         found = measure_tracked(before if broken else after, exact)
-    assert found.bound_ratio is not None
-    return float(found.bound_ratio)
+    assert found.ratio is not None
+    return float(found.ratio)
 
 
 @pytest.mark.parametrize("config", [SCALED, ADDED], ids=["scaled", "added"])

@@ -38,8 +38,8 @@ def test_an_element_of_the_last_expert_is_found(parameter: str) -> None:
     for tested in one.tensors().values():
         (measure,) = one.form.measure([moved(tested, (2, 7, 9), 256)])
         assert measure.worst_index == (2, 7, 9)
-        assert measure.bound_ratio is not None
-        assert measure.bound_ratio > 1
+        assert measure.ratio is not None
+        assert measure.ratio > 1
 
 
 @pytest.mark.parametrize(
@@ -58,4 +58,4 @@ def test_a_wrong_formula_in_every_precision_is_found(monkeypatch: pytest.MonkeyP
     tensors = list(one.tensors().values())
     monkeypatch.undo()
     assert one.form is not None
-    assert all(found.bound_ratio and found.bound_ratio > 10 for found in one.form.measure(tensors))
+    assert all(found.ratio and found.ratio > 10 for found in one.form.measure(tensors))

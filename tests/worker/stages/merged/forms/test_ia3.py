@@ -37,8 +37,8 @@ def test_the_next_number_is_found(dtype: torch.dtype) -> None:
     for tested in one.tensors().values():
         for column in range(8):
             (measure,) = one.form.measure([moved(tested, (2, column), 2)])
-            assert measure.bound_ratio is not None
-            assert measure.bound_ratio > 1
+            assert measure.ratio is not None
+            assert measure.ratio > 1
 
 
 @pytest.mark.parametrize("inputs", [False, True])
@@ -54,8 +54,8 @@ def test_a_vector_of_outputs_that_scales_the_inputs_is_found() -> None:
     with torch.no_grad():
         wrong = weight_of(one.layer) * one.files["ia3_l.default"].reshape(-1)[: one.form.shape[1]].view(1, -1, 1, 1)
     (measure,) = one.form.measure([Judged(actual=wrong, safe=False)])
-    assert measure.bound_ratio is not None
-    assert measure.bound_ratio > 10
+    assert measure.ratio is not None
+    assert measure.ratio > 10
 
 
 def test_a_group_that_takes_the_vector_of_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,4 +72,4 @@ def test_a_vector_that_is_applied_twice_in_every_precision_is_found(monkeypatch:
     tensors = one.tensors()
     monkeypatch.undo()
     assert one.form is not None
-    assert all(found.bound_ratio and found.bound_ratio > 10 for found in one.form.measure(list(tensors.values())))
+    assert all(found.ratio and found.ratio > 10 for found in one.form.measure(list(tensors.values())))
