@@ -157,7 +157,7 @@ def cell(report: Mapping[str, Any], stage: str, notes: Notes) -> str:
             if row["status"] == "skipped":
                 why[_reason(row["reason"] or "")] = None
             elif row["status"] in _BAD:
-                wrong[row["diagnosis"] or row["status"]] = None
+                wrong[row["word"] or row["status"]] = None
             else:
                 checked += 1
     numbers = " ".join(notes.of(text) for text in why)

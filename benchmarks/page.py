@@ -159,7 +159,7 @@ def _row(*, computed: bool) -> dict[str, Any]:
     return {
         "status": "within", "reference": "float64", "elements": 4096 * 4096, "mismatched": random.randrange(10**7),
         "max_abs": Real(random.random() * 1e-3), "max_ulp": random.randrange(10**4),
-        "ratio": Real(random.random()), "diagnosis": Word.ACCUMULATION_ORDER,
+        "ratio": Real(random.random()), "word": Word.ACCUMULATION_ORDER,
     }  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def _named(template: dict[str, Any], name: str) -> Row:
 def _zeros(name: str) -> Row:
     return Row(
         worker=name, reference="file", status="outside", elements=4096 * 4096, mismatched=4096 * 4096,
-        max_abs=Real(0.066), max_ulp=15_000, diagnosis=Word.ZEROS, evidence={"flipped_bits": {7: 100, 14: 30}},
+        max_abs=Real(0.066), max_ulp=15_000, word=Word.ZEROS, evidence={"flipped_bits": {7: 100, 14: 30}},
     )  # fmt: skip
 
 

@@ -315,7 +315,7 @@ def _moved(where: dict[str, Any], *, is_faulty: bool) -> TensorRecord:
         digest=_digest(where, "zeros")[0],
         blocks="0" * 16 * BLOCKS,
         measure=_measure(-WORST, mismatched=elements, ratio=None),
-        diagnosis=Word.ZEROS,
+        word=Word.ZEROS,
         evidence={"nonzero_in_reference": elements, "blocks": list(range(BLOCKS))},
     )
 
@@ -333,7 +333,7 @@ def _bounded(where: dict[str, Any], bits: str, *, is_faulty: bool) -> TensorReco
         blocks=blocks,
         reference="float64",
         measure=_measure(ratio * 1e-7, mismatched=int(value[:4], 16), ratio=ratio),
-        diagnosis=Word.DIFFERS if is_faulty else Word.ACCUMULATION_ORDER,
+        word=Word.DIFFERS if is_faulty else Word.ACCUMULATION_ORDER,
     )
 
 

@@ -192,7 +192,7 @@ def test_one_flipped_bit_between_captures_made_apart(
     row = next(row for row in wrong[0]["rows"] if row["status"] == "outside")
     assert row["worker"] == "host-b:cpu"
     assert row["reference"] == "host-a:cpu"
-    assert row["diagnosis"] == "bit-flip"
+    assert row["word"] == "bit-flip"
     assert row["mismatched"] == 1
     assert row["worst_index"] == [element // shape[1], element % shape[1]]
     assert row["evidence"]["bits"] == [bit]

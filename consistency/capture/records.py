@@ -106,7 +106,7 @@ class TensorRecord(
     reference_blob: str | None = None
     rounding: RoundingError | None = None
     measure: Measure | None = None
-    diagnosis: Word | None = None
+    word: Word | None = None
     evidence: dict[str, Any] = {}
     reason: str | None = None
     blob: str | None = None

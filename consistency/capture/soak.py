@@ -74,7 +74,7 @@ class ChangedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     shape: tuple[int, ...] = ()
     dtype: str = ""
     measure: Measure | None = None
-    diagnosis: Word | None = None
+    word: Word | None = None
     evidence: dict[str, Any] = {}
     blob: str | None = None
     reference_blob: str | None = None

@@ -180,7 +180,7 @@ class _Found:
 
     def add(self, row: Row, place: int, tables: Sequence[int] = ()) -> None:
         """Take the row of these tables, or of the worker at `place` alone."""
-        mark = (row.status, row.reference, row.diagnosis, row.mismatched, row.max_abs, row.ratio)
+        mark = (row.status, row.reference, row.word, row.mismatched, row.max_abs, row.ratio)
         candidates = self._alike.setdefault(mark, [])
         group = next((one for one in candidates if one.row == row.of(one.row.worker)), None)
         if group is None:

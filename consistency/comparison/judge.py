@@ -67,7 +67,7 @@ def _unseen(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Row
         worker=subject.label,
         reference=reference.label,
         status="missing",
-        diagnosis=Word.MISSING,
+        word=Word.MISSING,
         reason=_why_not_run(subject, key) or NO_RECORD,
     )
 
@@ -93,7 +93,7 @@ def _absent(
     if not (record.status == "skipped" and made_there and expected_here):
         return _as_recorded(subject, record)
     return _row(
-        subject, record, reference=reference.label, status="missing", diagnosis=Word.MISSING,
+        subject, record, reference=reference.label, status="missing", word=Word.MISSING,
         reason=f"the reference worker has it, this worker could not make it: {record.reason}",
     )  # fmt: skip
 
@@ -103,7 +103,7 @@ def _as_recorded(subject: ComparedWorker, record: TensorRecord) -> Row:
     beyond = record.limit_ratio is not None and not passes(float(record.limit_ratio))
     return _row(
         subject, record, reference=record.reference, status="outside" if beyond else _status(record),
-        ratio=record.limit_ratio, diagnosis=record.diagnosis, reason=record.reason,
+        ratio=record.limit_ratio, word=record.word, reason=record.reason,
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def _moved(
     if record.digest == right and record.status == "outside" and record.reference_digest not in (None, right):
         # its bytes differ from its own file and equal another capture's file: bytes of an earlier run
         return _measured(
-            subject, record, record.measure, status="outside", reference=FILE, diagnosis=Word.STALE,
+            subject, record, record.measure, status="outside", reference=FILE, word=Word.STALE,
             more={"holds": f"the bytes of {reference.label}'s file, not those of its own"},
         )  # fmt: skip
     if record.digest == right and right is not None:  # a capture made elsewhere may lack both: no agreement
@@ -131,7 +131,7 @@ def _moved(
     own_file = record.digest == record.reference_digest
     if own_file and "converted" in record.evidence:  # each worker computed it from its file by its own kernels
         return _measured(
-            subject, record, found.measure, status="outside", reference=reference.label, diagnosis=Word.RECOMPUTED,
+            subject, record, found.measure, status="outside", reference=reference.label, word=Word.RECOMPUTED,
             more=found.evidence,
         )  # fmt: skip
     more: dict[str, Any] = {"own_file": "matches its own file" if own_file else "does not match its own file either"}
@@ -139,7 +139,7 @@ def _moved(
         more["blocks"] = _differing_blocks(record.blocks, expected.blocks)
     row = _measured(
         subject, record, found.measure, status="outside", reference=reference.label,
-        diagnosis=found.word or Word.DIFFERS, more={**found.evidence, **more},
+        word=found.word or Word.DIFFERS, more={**found.evidence, **more},
     )  # fmt: skip
     return msgspec.structs.replace(row, own_file=own_file, unread=found.unread or msgspec.UNSET)
 
@@ -183,7 +183,7 @@ def _relative(
         return _skipped(subject, record, NOT_FINITE)
     share, allowed, judged = judge_relative(found, record.dtype, rounding)
     status: Status = judged
-    diagnosis = record.diagnosis or (Word.ACCUMULATION_ORDER if status == "within" else None)
+    diagnosis = record.word or (Word.ACCUMULATION_ORDER if status == "within" else None)
     if status == "outside" and diagnosis in (None, Word.ACCUMULATION_ORDER):
         diagnosis = Word.DIFFERS if math.isfinite(float(found.max_abs)) else Word.NON_FINITE
     truth = FLOAT64
@@ -192,8 +192,8 @@ def _relative(
     if status == "within" and 0 < float(found.magnitude) <= allowed:  # where all is zero, zeros are right
         row = _measured(subject, record, found, status="skipped", reference=truth)
         reason = _idle(record.dtype, rounding, float(found.magnitude))
-        return msgspec.structs.replace(row, diagnosis=None, reason=reason)
-    row = _measured(subject, record, found, status=status, reference=truth, diagnosis=diagnosis)
+        return msgspec.structs.replace(row, word=None, reason=reason)
+    row = _measured(subject, record, found, status=status, reference=truth, word=diagnosis)
     return msgspec.structs.replace(row, ratio=Real(share), allowed=Real(allowed))
 
 
@@ -218,13 +218,13 @@ def _peer(
     if expected is None or expected.digest is None:
         return _measured(
             subject, record, None, status="outside", reference=reference.label,
-            diagnosis=record.diagnosis or Word.UNEXPECTED, more={"reference": "has no such tensor"},
+            word=record.word or Word.UNEXPECTED, more={"reference": "has no such tensor"},
         )  # fmt: skip
     if record.digest == expected.digest:
         return _equal(subject, record, reference=reference.label)
     exact = (
         record.dtype.startswith(("uint", "int", "bool"))
-        or record.diagnosis == Word.RECOMPUTED
+        or record.word == Word.RECOMPUTED
         or (record.stage == Stage.BASE and not record.buffer)
     )
     if not exact:
@@ -237,12 +237,12 @@ def _peer(
     if record.layer == SETTINGS_LAYER:
         settings = {"got": record.evidence.get("values"), "wanted": expected.evidence.get("values")}
         return _measured(
-            subject, record, None, status="outside", reference=reference.label, diagnosis=Word.SETTINGS, more=settings
+            subject, record, None, status="outside", reference=reference.label, word=Word.SETTINGS, more=settings
         )
     found = _difference(subject, record, reference, expected, expected.blob)
     row = _measured(
         subject, record, found.measure, status="outside", reference=reference.label,
-        diagnosis=record.diagnosis or found.word or Word.DIFFERS, more=found.evidence,
+        word=record.word or found.word or Word.DIFFERS, more=found.evidence,
     )  # fmt: skip
     return msgspec.structs.replace(row, unread=found.unread or msgspec.UNSET)
 
@@ -300,13 +300,13 @@ def _measured(
     *,
     status: Status,
     reference: str | None,
-    diagnosis: Word | None = None,
+    word: Word | None = None,
     more: dict[str, Any] | None = None,
 ) -> Row:
     worst = found.evidence() if found is not None and status == "outside" else {}
     row = _row(
         subject, record, reference=reference, status=status, elements=math.prod(record.shape),
-        diagnosis=diagnosis or record.diagnosis, evidence={**record.evidence, **(more or {}), **worst},
+        word=word or record.word, evidence={**record.evidence, **(more or {}), **worst},
         repeated=_repeated(subject, record),
     )  # fmt: skip
     return row if found is None else row.with_measure(found)

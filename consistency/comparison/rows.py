@@ -70,7 +70,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many where de
     ratio: Real | None = None
     allowed: Real | msgspec.UnsetType = msgspec.UNSET
     worst_index: tuple[int, ...] | None = None
-    diagnosis: Word | None = None
+    word: Word | None = None
     evidence: dict[str, Any] = {}
     reason: str | None = None
     repeated: bool | None = None

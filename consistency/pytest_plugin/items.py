@@ -282,7 +282,7 @@ def _message(tensor: TensorComparison, row: Row, *, simulated: bool) -> str:
 
 def _diagnosis(row: Row) -> str | None:
     """Return what the diagnosis adds to the status."""
-    return None if row.diagnosis in (Word.DIFFERS, row.status) else row.diagnosis
+    return None if row.word in (Word.DIFFERS, row.status) else row.word
 
 
 def _reason(tensor: TensorComparison, row: Row) -> str:

@@ -63,7 +63,7 @@ def _has_other_sign(row: Row) -> bool:
 def _cells(tensor: TensorComparison) -> list[str]:
     row = tensor.rows[0]
     cells = [f"{tensor.layer}.{tensor.tensor}", "×".join(map(str, tensor.shape)) or "scalar", tensor.dtype]
-    cells.append(row.diagnosis or row.status)
+    cells.append(row.word or row.status)
     if row.status == "outside" and row.mismatched is not None:
         cells += [f"{row.mismatched} of {row.elements}", f"{float(row.max_abs or 0):.3g}"]
         cells.append("" if row.max_ulp is None else "across 0" if _has_other_sign(row) else str(row.max_ulp))

@@ -283,8 +283,8 @@ def _layers(write: Writer, comparison: Comparison, *, verbose: bool) -> None:
 def _worst(tensor: TensorComparison) -> str:
     row = max((row for row, _ in tensor.groups), key=badness)
     parts = [f"{row.worker}: {row.status}"]
-    if row.diagnosis and row.status != "within":
-        parts.append(row.diagnosis)
+    if row.word and row.status != "within":
+        parts.append(row.word)
     if row.share is not None:
         parts.append(f"{row.share:.3g}× tolerance")
     if row.status in BAD and row.worst_index is not None:

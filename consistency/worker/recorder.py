@@ -168,7 +168,7 @@ class Recorder(RecordStore):
                 row,
                 status="outside",
                 measure=found,
-                diagnosis=diagnosis.word,
+                word=diagnosis.word,
                 evidence={**row.evidence, **diagnosis.evidence, **evidence},
                 blob=self.keep(actual) if keep else None,
                 reference_blob=self.keep(expected) if keep else None,
@@ -186,7 +186,7 @@ class Recorder(RecordStore):
         found: Measure | None = None,
         rule: Rule = Rule.PEER,
         status: RecordStatus = "measured",
-        diagnosis: Word | None = None,
+        word: Word | None = None,
         chunks: Chunks | None = None,
         tolerance: UserTolerance | None = None,
         ratio: float | None = None,
@@ -233,7 +233,7 @@ class Recorder(RecordStore):
         dtype : str, optional
             That it was computed in, where it is stored in a wider one.
         """
-        cause = None if diagnosis is None else Diagnosis(word=diagnosis)
+        cause = None if word is None else Diagnosis(word=word)
         more: Mapping[str, Any] = {}
         share = found.ratio if found is not None and ratio is None else ratio
         if found is not None and chunks is not None and share is not None:
@@ -270,7 +270,7 @@ class Recorder(RecordStore):
                 reference=None if found is None else "float64",
                 rounding=rounding,
                 measure=found,
-                diagnosis=None if cause is None else cause.word,
+                word=None if cause is None else cause.word,
                 evidence={**(evidence or {}), **more},
                 reason=reason,
                 blob=self.keep(actual) if keep or worth_keeping or (self._keep and chunks is not None) else None,
@@ -290,7 +290,7 @@ class Recorder(RecordStore):
         tensor: str,
         *,
         status: RecordStatus,
-        diagnosis: Word | None = None,
+        word: Word | None = None,
         share: float | None = None,
         evidence: Mapping[str, Any] | None = None,
         reason: str | None = None,
@@ -316,7 +316,7 @@ class Recorder(RecordStore):
                 tensor=tensor,
                 rule=Rule.LIMIT,
                 status=status,
-                diagnosis=diagnosis,
+                word=word,
                 limit_ratio=None if share is None else Real(share),
                 evidence=dict(evidence or {}),
                 reason=reason,
@@ -347,7 +347,7 @@ class Recorder(RecordStore):
                 dtype=dtype,
                 rule=rule,
                 status=status,
-                diagnosis=Word(status) if status in ("missing", "unexpected") else None,
+                word=Word(status) if status in ("missing", "unexpected") else None,
                 reason=reason,
                 evidence=dict(evidence or {}),
                 unsupported=unsupported,

@@ -103,7 +103,7 @@ class Session:
                 except KernelAssertedError as lost:
                     record.fact(
                         stage=spec.stage, layer=WHOLE_MODEL, tensor="kernels", status="outside",
-                        diagnosis=Word.IDS_CHANGED, reason=str(lost),
+                        word=Word.IDS_CHANGED, reason=str(lost),
                     )  # fmt: skip
                     # `transfer` too: every copy of it has this device at one end, and CUDA needs a new process now
                     for later in specs[number + 1 :]:

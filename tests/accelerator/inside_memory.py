@@ -68,14 +68,14 @@ def look(tmp_path: Path) -> Callable[..., tuple[Facts, WorkerState]]:
 
 
 def outside(facts: Facts) -> set[tuple[str, str, str | None]]:
-    return {(*key, r.diagnosis) for key, r in facts.items() if r.status == "outside"}
+    return {(*key, r.word) for key, r in facts.items() if r.status == "outside"}
 
 
 def test_peft_goes_through_device_0_and_the_call_is_told(look: Callable[..., tuple[Facts, WorkerState]]) -> None:
     facts, told = look()
     assert outside(facts) == set()
     touched = facts["npu:0", "allocated"]
-    assert (touched.status, touched.diagnosis) == ("within", "touched")
+    assert (touched.status, touched.word) == ("within", "touched")
     assert touched.evidence["first_step"] == "load adapter"
     assert touched.evidence["first_call"][0].startswith("safetensors/torch.py:")
     assert any("load_peft_weights" in frame for frame in touched.evidence["first_call"])

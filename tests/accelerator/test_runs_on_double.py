@@ -33,7 +33,7 @@ def test_dropped_copies_are_found_on_the_shared_path_alone(faulty: RunOnDouble) 
     factors = [t for t in on_load_path(faulty, "shared", "adapter") if t.tensor in ("lora_A", "lora_B")]
     assert len(factors) == 56
     assert {t.classes for t in factors} == {(("cpu", "npu:0", "npu:2"), ("npu:1",))}
-    assert {(t.tensor, row.diagnosis) for t in factors for row in t.rows if row.status != "equal"} == {
+    assert {(t.tensor, row.word) for t in factors for row in t.rows if row.status != "equal"} == {
         ("lora_A", "fresh-init"),
         ("lora_B", "zeros"),
     }

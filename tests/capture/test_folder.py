@@ -80,7 +80,7 @@ def make_record(**changes: Any) -> TensorRecord:
         reference_digest="11" * 16,
         rounding=RoundingError(largest=Real("inf"), samples=3, drawn=6),
         measure=make_measure(),
-        diagnosis=Word.ZEROS,
+        word=Word.ZEROS,
         evidence={"nonzero_in_reference": 6, "where": ["a", 1, None]},
         blob=BLOB,
         repeats=("22" * 16,),

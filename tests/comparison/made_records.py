@@ -37,7 +37,7 @@ def moved(held: str = "file", file: str = "file", tensor: str = "lora_B", **chan
         "rule": "bitwise", "digest": digest(held), "reference_digest": digest(file), "reference": "file",
         "status": "equal" if equal else "outside",
         "measure": None if equal else measured(ratio=None),
-        "diagnosis": None if equal else Word.BIT_FLIP,
+        "word": None if equal else Word.BIT_FLIP,
     }  # fmt: skip
     return TensorRecord(**{**fields, **changes})
 
@@ -46,7 +46,7 @@ def computed(bits: str = "a", ratio: float = 0.5, **changes: Any) -> TensorRecor
     fields: dict[str, Any] = {
         "stage": "merged", "layer": "layers.0.q", "tensor": "weight", "shape": (2, 2), "dtype": "float32",
         "rule": "bound", "digest": digest(bits), "status": "within" if ratio <= 1 else "outside",
-        "measure": measured(ratio=Real(ratio)), "diagnosis": Word.ACCUMULATION_ORDER,
+        "measure": measured(ratio=Real(ratio)), "word": Word.ACCUMULATION_ORDER,
     }  # fmt: skip
     return TensorRecord(**{**fields, **changes})
 
@@ -62,7 +62,7 @@ def rounding(largest: float, samples: int = MANY, drawn: int | None = None) -> R
 def forward(bits: str = "a", error: float = 1e-7, made: RoundingError | None = rounding(1e-7)) -> TensorRecord:  # noqa: B008 - frozen
     return computed(
         bits, stage="forward", layer="logits", tensor="adapter_on", rule="relative", status="measured",
-        shape=(2**14, 4), measure=measured(ratio=None, max_abs=Real(error)), diagnosis=None, rounding=made,
+        shape=(2**14, 4), measure=measured(ratio=None, max_abs=Real(error)), word=None, rounding=made,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def copies(pair: tuple[str, str], kind: str = DIRECT, word: str | None = None, *
         stage="transfer", layer=pair_name(*pair), tensor=kind, shape=(8,), dtype="uint8", reference="payload",
         rule="bitwise",
         digest=("ab" if word else "cd") * 16, reference_digest="cd" * 16, evidence=evidence,
-        diagnosis=None if word is None else Word(word),
+        word=None if word is None else Word(word),
         status="outside" if word else "equal", measure=measured(ratio=None) if word else None, **of,
     )  # fmt: skip
 

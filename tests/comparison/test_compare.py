@@ -51,7 +51,7 @@ def test_one_cause_is_one_finding(make_capture: MakeCapture) -> None:
     def records(held: str) -> list[TensorRecord]:
         return [moved(held, layer=f"layers.{i}.q", tensor=t) for i in range(64) for t in ("lora_A", "lora_B")]
 
-    wrong = [r if r.tensor == "lora_A" else moved("x", layer=r.layer, diagnosis=Word.ZEROS) for r in records("file")]
+    wrong = [r if r.tensor == "lora_A" else moved("x", layer=r.layer, word=Word.ZEROS) for r in records("file")]
     found = compared(make_capture("a", {"cpu": records("file"), "cuda:1": wrong, "cuda:3": wrong}))
     (finding,) = errors(found)
     assert finding.kind == "zeros"
@@ -61,7 +61,7 @@ def test_one_cause_is_one_finding(make_capture: MakeCapture) -> None:
 
 
 def test_outside_the_bound(make_capture: MakeCapture) -> None:
-    found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": [computed("b", 3.0, diagnosis=Word.DIFFERS)]}))
+    found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": [computed("b", 3.0, word=Word.DIFFERS)]}))
     assert found.verdict == "inconsistent"
     assert errors(found)[0].message == "merged · cuda:0 · errors that exceed tolerance in weight of layers.0.q"
     assert "3× tolerance" in errors(found)[0].detail[0]
@@ -104,7 +104,7 @@ def test_relative_rule_takes_the_error_of_rounding(make_capture: MakeCapture, er
     assert row.reference == "float64"
     assert only_row(found, "cpu").status == "within"
     if status == "outside":
-        assert row.diagnosis == ("non-finite" if math.isnan(error) else "differs")
+        assert row.word == ("non-finite" if math.isnan(error) else "differs")
 
 
 def test_relative_rule_without_a_cpu_is_skipped_not_passed(make_capture: MakeCapture) -> None:
@@ -127,7 +127,7 @@ def test_an_allowance_that_zeros_would_pass_judges_nothing(make_capture: MakeCap
     row = only_row(found, "cuda:0")
     assert row.status == "skipped"
     assert row.ratio is None
-    assert row.diagnosis is None
+    assert row.word is None
     assert row.max_abs == 1.0, "what was measured is still told"
     assert only_row(found, "cpu").status == "skipped"
     assert found.verdict == "incomplete", "nothing was compared"
@@ -206,7 +206,7 @@ def test_weight_without_a_file_that_differs_is_a_finding(make_capture: MakeCaptu
     def weight(bits: str, **changes: Any) -> TensorRecord:
         return TensorRecord(
             stage="base", layer="layers.0.q", tensor="weight_after_adapter", rule="peer", status="measured",
-            dtype="float32", digest=digest(bits), diagnosis=Word.RECOMPUTED, **changes,
+            dtype="float32", digest=digest(bits), word=Word.RECOMPUTED, **changes,
         )  # fmt: skip
 
     found = compared(make_capture("a", {"cpu": [weight("a")], "cuda:0": [weight("b")]}))
@@ -218,9 +218,9 @@ def test_weight_without_a_file_that_differs_is_a_finding(make_capture: MakeCaptu
 def test_missing_unexpected_and_skipped(make_capture: MakeCapture) -> None:
     absent: dict[str, Any] = {"digest": None, "measure": None, "reason": "so it is"}
     records = [
-        moved(tensor="lora_A", status="missing", diagnosis=Word.MISSING, **absent),
-        moved(tensor="lora_B", status="unexpected", diagnosis=Word.UNEXPECTED, **absent),
-        moved(tensor="lora_C", status="skipped", diagnosis=None, **absent),
+        moved(tensor="lora_A", status="missing", word=Word.MISSING, **absent),
+        moved(tensor="lora_B", status="unexpected", word=Word.UNEXPECTED, **absent),
+        moved(tensor="lora_C", status="skipped", word=None, **absent),
     ]
     found = compared(make_capture("a", {"cpu": records}))
     assert [row.status for t in found.tensors for row in t.rows] == ["missing", "unexpected", "skipped"]
@@ -228,7 +228,7 @@ def test_missing_unexpected_and_skipped(make_capture: MakeCapture) -> None:
 
 
 def test_worker_may_not_skip_what_the_reference_worker_could_make(make_capture: MakeCapture) -> None:
-    failed = computed(status="skipped", digest=None, measure=None, diagnosis=None, reason="RuntimeError: a kernel")
+    failed = computed(status="skipped", digest=None, measure=None, word=None, reason="RuntimeError: a kernel")
     found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": [failed]}))
     assert found.verdict == "inconsistent"
     assert [f.kind for f in errors(found)] == ["missing"]
@@ -354,9 +354,9 @@ def test_other_shape_or_dtype_is_structure(make_capture: MakeCapture) -> None:
     one = make_capture("a", {"cpu": [moved("x", "x")]})
     shape = make_capture("b", {"cpu": [moved("y", "y", shape=(2, 4))]})
     dtype = make_capture("c", {"cpu": [moved("z", "z", dtype="bfloat16")]})
-    assert only_row(compared(one, shape), "b:cpu").diagnosis == "shape"
+    assert only_row(compared(one, shape), "b:cpu").word == "shape"
     found = only_row(compared(one, dtype), "c:cpu")
-    assert found.diagnosis == "dtype"
+    assert found.word == "dtype"
     assert (found.evidence["got"], found.evidence["wanted"]) == ("bfloat16", "float32")
 
 
@@ -395,7 +395,7 @@ def test_damaged_worker_makes_it_incomplete(make_capture: MakeCapture) -> None:
 def test_wrong_only_when_shared_is_the_copy(make_capture: MakeCapture) -> None:
     alone = make_capture("alone", {"cpu": [moved()], "cuda:1": [moved()]})
     info = {"cuda:1": {"load_path": "shared"}}
-    shared = make_capture("shared", {"cuda:1": [moved("x", diagnosis=Word.ZEROS)]}, info=info)
+    shared = make_capture("shared", {"cuda:1": [moved("x", word=Word.ZEROS)]}, info=info)
     found = compared(alone, shared)
     assert found.load_paths == ("isolated", "shared")
     (finding,) = errors(found)
@@ -407,7 +407,7 @@ def test_wrong_only_when_shared_is_the_copy(make_capture: MakeCapture) -> None:
 
 
 def test_wrong_on_both_paths_is_not_blamed_on_the_copy(make_capture: MakeCapture) -> None:
-    wrong = [moved("x", diagnosis=Word.ZEROS)]
+    wrong = [moved("x", word=Word.ZEROS)]
     alone = make_capture("alone", {"cpu": [moved()], "cuda:1": wrong})
     shared = make_capture("shared", {"cuda:1": wrong}, info={"cuda:1": {"load_path": "shared"}})
     (finding,) = errors(compared(alone, shared))
@@ -420,11 +420,11 @@ def test_bytes_of_an_earlier_run_are_stale(make_capture: MakeCapture) -> None:
     second = make_capture("second", {"cpu": [moved("new", "new")], "cuda:0": [moved("old", "new")]})
     found = compared(first, second)
     row = next(r for r in found.tensors[0].rows if r.worker.endswith("cuda:0"))
-    assert (row.status, row.diagnosis) == ("outside", "stale")
+    assert (row.status, row.word) == ("outside", "stale")
     assert row.evidence["holds"] == "the bytes of first:cpu's file, not those of its own"
     assert only_row(found, "first:cpu").status == "equal"
     right = only_row(found, "second:cpu")
-    assert (right.status, right.diagnosis) != ("outside", "stale")
+    assert (right.status, right.word) != ("outside", "stale")
     assert right.evidence["own_file"] == "matches its own file"
     assert found.exit_status == 1
 
@@ -445,7 +445,7 @@ def loaded_again(status: str = "measured") -> TensorRecord:
 def test_an_adapter_that_one_device_alone_cannot_load_again_is_a_finding(make_capture: MakeCapture) -> None:
     found = compared(make_capture("a", {"cpu": [loaded_again()], "cuda:0": [loaded_again("skipped")]}))
     row = only_row(found, "cuda:0")
-    assert (row.status, row.diagnosis) == ("missing", "missing")
+    assert (row.status, row.word) == ("missing", "missing")
     assert "PEFT cannot load this adapter twice" in (row.reason or "")
     (finding,) = errors(found)
     assert (finding.kind, finding.workers) == ("missing", ("cuda:0",))
@@ -478,7 +478,7 @@ def test_what_each_worker_computes_from_its_own_file_is_recomputed_not_another_f
     records = {name: [moved(name, name, evidence=made)] for name in ("cpu", "cpu@baseline")}
     found = compared(make_capture("a", records))
     row = only_row(found, "cpu@baseline")
-    assert (row.status, row.diagnosis) == ("outside", "recomputed")
+    assert (row.status, row.word) == ("outside", "recomputed")
     assert "files differ" not in errors(found)[0].message
 
 

@@ -69,7 +69,7 @@ def layers(count: int, bits: str, *, faulty: bool = False) -> list[TensorRecord]
     found = []
     for i in range(count):
         right = moved(layer=f"layers.{i}", order=i)
-        wrong = moved("x", layer=f"layers.{i}", diagnosis=Word.ZEROS, order=i)
+        wrong = moved("x", layer=f"layers.{i}", word=Word.ZEROS, order=i)
         found += [
             moved(layer=f"layers.{i}", stage="base", tensor="weight", order=i),
             wrong if faulty else right,

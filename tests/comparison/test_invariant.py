@@ -39,7 +39,7 @@ def records(draw: st.DrawFn) -> TensorRecord:
         reference_digest=draw(_DIGESTS),
         reference=draw(st.sampled_from([None, "file", "float64", "payload"])),
         measure=measured() if has_measure else None,
-        diagnosis=draw(st.sampled_from([None, *Word])),
+        word=draw(st.sampled_from([None, *Word])),
         reason=draw(st.sampled_from([None, "no kernel"])),
         load_path=draw(st.sampled_from(["", "", "", "isolated+cpu"])),
         shape=(2, 2), dtype="float32",

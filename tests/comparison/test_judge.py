@@ -17,7 +17,7 @@ from tests.conftest import MakeCapture
 def relative(bits: str, error: float, made: float, dtype: str = "float32", shape: tuple[int, ...] = (2**14, 2)) -> Any:
     measure: Measure = measured(ratio=None, max_abs=Real(error))
     return computed(
-        bits, stage="merged", rule="relative", status="measured", measure=measure, diagnosis=None, dtype=dtype,
+        bits, stage="merged", rule="relative", status="measured", measure=measure, word=None, dtype=dtype,
         shape=shape, rounding=rounding(made, samples=math.prod(shape)),
     )  # fmt: skip
 
@@ -41,13 +41,13 @@ def test_only_float16_may_overflow(make_capture: MakeCapture, dtype: str, status
 def test_a_stage_that_raises_on_one_device_is_told_by_its_exception(make_capture: MakeCapture) -> None:
     gradient = [
         computed(stage="gradient", layer=f"layers.{n}.q", tensor="lora_A.gradient", rule="relative",
-                 measure=measured(ratio=None), rounding=rounding(1e-7), status="measured", diagnosis=None)
+                 measure=measured(ratio=None), rounding=rounding(1e-7), status="measured", word=None)
         for n in range(3)
     ]  # fmt: skip
     why = "the backward pass of this model fails: RuntimeError: modified by an inplace operation"
     raised = computed(
         stage="gradient", layer="model", tensor="adapter_on", rule="relative", status="skipped", reason=why,
-        measure=None, diagnosis=None,
+        measure=None, word=None,
     )  # fmt: skip
     found = compared(make_capture("a", {"cpu": gradient, "cuda:0": [raised]}))
     (finding,) = found.findings

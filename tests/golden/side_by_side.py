@@ -27,7 +27,7 @@ DEVICES = ("--devices", "cpu,cpu@baseline")
 METHODS = (
     "LORA", "ADALORA", "BOFT", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "OFT", "VERA", "PREFIX_TUNING",
 )  # fmt: skip
-_OF_A_ROW = ("status", "diagnosis", "max_abs", "max_ulp", "ratio", "allowed", "mismatched", "reason")
+_OF_A_ROW = ("status", "word", "max_abs", "max_ulp", "ratio", "allowed", "mismatched", "reason")
 _RECORDED = "recorded.json"
 
 Inputs = Callable[[Path], Iterator[tuple[str, Sequence[object]]]]

@@ -33,18 +33,18 @@ def test_a_computed_tensor_has_a_phrase_of_its_own() -> None:
 
 
 def test_a_word_of_another_version_is_read_shown_and_written_again() -> None:
-    record = TensorRecord(rule="bitwise", status="equal", stage="adapter", layer="a", tensor="w", diagnosis=Word(LATER))
+    record = TensorRecord(rule="bitwise", status="equal", stage="adapter", layer="a", tensor="w", word=Word(LATER))
     read = decode_json(encode_json(record), TensorRecord)
     assert read == record
-    assert read.diagnosis is not None
-    assert read.diagnosis.about("w") == f"{LATER} in w"
+    assert read.word is not None
+    assert read.word.about("w") == f"{LATER} in w"
     assert LATER not in list(Word)
 
 
 def test_a_word_is_a_string_in_json() -> None:
     record = TensorRecord(
-        rule="bitwise", status="equal", stage="adapter", layer="a", tensor="w", diagnosis=Word.BIT_FLIP
+        rule="bitwise", status="equal", stage="adapter", layer="a", tensor="w", word=Word.BIT_FLIP
     )
     raw = encode_json(record)
-    assert b'"diagnosis":"bit-flip"' in raw
-    assert decode_json(raw, TensorRecord).diagnosis is Word.BIT_FLIP
+    assert b'"word":"bit-flip"' in raw
+    assert decode_json(raw, TensorRecord).word is Word.BIT_FLIP

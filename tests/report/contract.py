@@ -6,7 +6,7 @@ from typing import Any
 
 ROW = {
     "worker", "reference", "status", "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp",
-    "ratio", "worst_index", "diagnosis", "evidence",
+    "ratio", "worst_index", "word", "evidence",
 }  # fmt: skip
 TENSOR = {"stage", "load_path", "layer", "tensor", "shape", "dtype", "rule", "classes", "rows"}
 LAYER = {"layer", "tensor", "stage", "architectures"}

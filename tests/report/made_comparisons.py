@@ -32,7 +32,7 @@ def tensor(classes: list[list[str]], *, stage: str = "adapter", layer: str = "la
         Row(
             worker=name, reference="file", status=statuses.get(name, "equal"),
             ratio=None if ratio is None else Real(ratio), max_ulp=max_ulp,
-            worst_index=(1, 2) if name in statuses else None, diagnosis=Word.ZEROS if name in statuses else None,
+            worst_index=(1, 2) if name in statuses else None, word=Word.ZEROS if name in statuses else None,
         )
         for names in classes for name in names
     )  # fmt: skip
@@ -67,7 +67,7 @@ SAFE = "</script><img src=x onerror=alert(1)>\\x2028\\x202e<!--\"'&{{7*7}}"  # a
 def hostile() -> Comparison:
     """Return a comparison in which every text that can come from a stranger is hostile."""
     named = Row(
-        worker=HOSTILE, reference=HOSTILE, status="outside", diagnosis=Word(HOSTILE), reason=HOSTILE, mismatched=1,
+        worker=HOSTILE, reference=HOSTILE, status="outside", word=Word(HOSTILE), reason=HOSTILE, mismatched=1,
         evidence={"flipped_bits": {HOSTILE: 1, "x": HOSTILE, -1: 5, 10**9: 1, 3: 2}, "gb_per_s": HOSTILE},
     )  # fmt: skip
     tensors = [
@@ -193,7 +193,7 @@ def computed_apart(tensors: int, workers: int) -> Comparison:
                 Row(
                     worker=name, reference="float64", status="within", mismatched=rng.randrange(1 << 24),
                     max_abs=Real(rng.random() * 1e-5), max_ulp=rng.randrange(10_000), ratio=Real(rng.random()),
-                    diagnosis=Word.ACCUMULATION_ORDER,
+                    word=Word.ACCUMULATION_ORDER,
                 )
                 for name in names
             ),

@@ -100,7 +100,7 @@ def test_moved_bytes_that_differ_are_measured_named_and_kept(tmp_path: Path, rec
     assert (back.digest, back.reference_digest) == (digest(actual).value, digest(expected).value)
     assert back.measure is not None
     assert (back.measure.mismatched, back.measure.worst_index) == (2, (4,))
-    assert back.diagnosis is not None
+    assert back.word is not None
     assert back.evidence["from"] == "file"
     assert torch.equal(stored(tmp_path, back.blob), actual)
     assert torch.equal(stored(tmp_path, back.reference_blob), expected)
@@ -121,7 +121,7 @@ def test_moved_bytes_that_are_equal_are_kept_once_and_only_where_asked(tmp_path:
 def test_another_shape_is_named_and_not_measured(tmp_path: Path, record: Recorder) -> None:
     record.moved(**WEIGHT, actual=torch.zeros(2, 4), expected=torch.zeros(8))
     (back,) = read_records(tmp_path / "records.jsonl")
-    assert (back.status, back.diagnosis, back.measure) == ("outside", "shape", None)
+    assert (back.status, back.word, back.measure) == ("outside", "shape", None)
 
 
 def test_a_tensor_that_is_too_large_is_not_kept(
@@ -143,11 +143,11 @@ def test_bytes_that_changed_while_they_were_read_back_are_no_equal_tensor(
     monkeypatch.setattr(recorder_module, "digest", lambda _: next(found))
     record.moved(**WEIGHT, actual=tensor, expected=tensor)
     (back,) = read_records(tmp_path / "records.jsonl")
-    assert (back.status, back.diagnosis, back.evidence["digest_only"]) == ("outside", "differs", True)
+    assert (back.status, back.word, back.evidence["digest_only"]) == ("outside", "differs", True)
 
 
 @pytest.mark.parametrize(
-    ("status", "diagnosis"),
+    ("status", "word"),
     [("missing", "missing"), ("unexpected", "unexpected"), ("skipped", None), ("blocked", None)],
 )
 def test_what_is_absent_has_a_reason(
@@ -155,7 +155,7 @@ def test_what_is_absent_has_a_reason(
 ) -> None:
     record.absent(**WEIGHT, status=status, reason="why", shape=(2, 2), dtype="float32", evidence={"a": 1})
     (back,) = read_records(tmp_path / "records.jsonl")
-    assert (back.status, back.diagnosis, back.reason) == (status, diagnosis, "why")
+    assert (back.status, back.word, back.reason) == (status, diagnosis, "why")
     assert (back.shape, back.dtype, back.digest, back.evidence) == ((2, 2), "float32", None, {"a": 1})
 
 
@@ -163,7 +163,7 @@ def test_a_fact_has_a_share_of_its_limit(tmp_path: Path, record: Recorder) -> No
     record.fact(stage="memory", layer="cuda:0", tensor="peak", status="within", share=0.25, evidence={"peak_bytes": 5})
     (back,) = read_records(tmp_path / "records.jsonl")
     assert (back.rule, back.status, back.limit_ratio, back.evidence) == ("limit", "within", 0.25, {"peak_bytes": 5})
-    assert back.diagnosis is None
+    assert back.word is None
 
 
 def test_what_decides_a_verdict_is_a_field_of_the_record_and_stands_in_the_evidence(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_nothing_depends_on_the_addresses_of_tensors(
 
     def rows() -> dict[Any, Any]:
         found = look(base, adapter, stages=stages)
-        return {r.key: (r.status, r.digest, r.diagnosis) for r in found if r.stage != Stage.MEMORY}
+        return {r.key: (r.status, r.digest, r.word) for r in found if r.stage != Stage.MEMORY}
 
     with_addresses = rows()
     real = torch.Tensor.data_ptr
@@ -166,7 +166,7 @@ def test_a_delta_that_is_no_plain_tensor_is_skipped(llama: Path, look: Look, con
 def test_a_merge_is_held_against_the_base_that_the_method_rewrote(llama: Path, look: Look) -> None:
     adapter = on_llama(llama, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"))
     found = look(llama, adapter)
-    assert [r.tensor for r in found if r.diagnosis == "recomputed"] == ["weight_after_adapter"]
+    assert [r.tensor for r in found if r.word == "recomputed"] == ["weight_after_adapter"]
     assert {r.status for r in found if r.stage == "merged"} == {"within"}
     alone = look(llama, adapter, only=("merged",))
     assert {r.status for r in alone} == {"within"}
@@ -176,7 +176,7 @@ def test_a_projection_that_no_file_holds_is_recorded(llama: Path, look: Look) ->
     config = peft.VeraConfig(r=4, target_modules=["q_proj"], save_projection=False)
     found = {r.tensor: r for r in look(llama, on_llama(llama, config)) if r.stage == "adapter"}
     assert {"vera_A", "vera_B"} <= set(found)
-    assert (found["vera_A"].rule, found["vera_A"].diagnosis) == ("peer", "recomputed")
+    assert (found["vera_A"].rule, found["vera_A"].word) == ("peer", "recomputed")
     assert (found["vera_lambda_b"].rule, found["vera_lambda_b"].status) == ("bitwise", "equal")
 
 

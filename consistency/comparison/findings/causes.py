@@ -47,7 +47,7 @@ class _Hit:
 
     @property
     def word(self) -> Word:
-        return self.row.diagnosis or Word(self.row.status)
+        return self.row.word or Word(self.row.status)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def find_causes(
         The same for a stage whose file is not what the model wants: to run it again would show the same.
     """
     # `placement` makes the findings of these
-    tensors = [t for t in tensors if not any(row.diagnosis == Word.TOUCHED for row, _ in t.groups)]
+    tensors = [t for t in tensors if not any(row.word == Word.TOUCHED for row, _ in t.groups)]
     wrong = _by_name(tensors)
     groups = _grouped(wrong, many=len({t.load_path for t in tensors if not is_alternative(t.load_path)}) > 1)
     totals = _totals(tensors)

@@ -66,7 +66,7 @@ def _wrong(engine: ComparedWorker, wrong: _Wrong) -> Iterator[Finding]:
     """Yield a finding per cause; rows without one are together by the word of their difference."""
     same: dict[tuple[Cause | Word, str, str], _Wrong] = {}
     for tensor, row in wrong:
-        found = _cause(row) or row.diagnosis or Word(row.status)
+        found = _cause(row) or row.word or Word(row.status)
         same.setdefault((found, str(row.evidence.get(PLACES, "")), _rows_of(row)), []).append((tensor, row))
     for (cause, places, of_rows), rows in same.items():
         opening = f"{Stage.FORWARD} · {engine.label} · {listed([t.tensor for t, _ in rows])}{of_rows}: "

@@ -33,7 +33,7 @@ def find_device_use(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     by_worker: dict[tuple[str, str, str], dict[str, tuple[TensorComparison, Row]]] = {}
     for tensor in tensors:
         for row, workers in tensor.groups if tensor.rule == Rule.LIMIT else ():
-            for worker in workers if row.diagnosis == Word.TOUCHED else ():
+            for worker in workers if row.word == Word.TOUCHED else ():
                 by_worker.setdefault((tensor.load_path, tensor.layer, worker), {})[tensor.tensor] = (tensor, row)
     groups: dict[tuple[str, str, str, bool], _Use] = {}
     for (load_path, device, worker), counters in by_worker.items():

@@ -84,7 +84,7 @@ def _what(stage: SoakedStage, changes: Sequence[ChangedTensor]) -> str:
     count = max(stage.changed_tensors, len(changes))
     first = changes[0] if changes else None
     names = f"{first.tensor} of {first.layer}" if first is not None and count == 1 else counted(count, "tensor")
-    word = None if first is None else first.diagnosis
+    word = None if first is None else first.word
     return f"{names} changed" if word in (None, Word.DIFFERS) else word.about(names) if word else ""
 
 

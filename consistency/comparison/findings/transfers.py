@@ -93,7 +93,7 @@ class Cell:
 
     def word_of(self, kind: str) -> Word:
         row = self.wrong[kind][0][1]
-        return row.diagnosis or Word(row.status)
+        return row.word or Word(row.status)
 
     @property
     def is_fine(self) -> bool:

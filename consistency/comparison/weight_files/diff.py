@@ -199,14 +199,14 @@ class _Comparer:
         row = functools.partial(Row, worker=self._labels[0], reference=self._labels[1])
         actual, expected = self._actual.get(name), self._expected.get(name)
         if actual is None:
-            return row(status="missing", diagnosis=Word.MISSING, reason="only the reference has it")
+            return row(status="missing", word=Word.MISSING, reason="only the reference has it")
         if expected is None:
-            return row(status="unexpected", diagnosis=Word.UNEXPECTED, reason="missing in the reference")
+            return row(status="unexpected", word=Word.UNEXPECTED, reason="missing in the reference")
         shapes, dtypes = (list(actual.shape), list(expected.shape)), (actual.dtype, expected.dtype)
         for word, (got, wanted) in ((Word.SHAPE, shapes), (Word.DTYPE, dtypes)):
             if got != wanted:
                 reason = self._rounding(actual, expected) if word is Word.DTYPE else None
-                return row(status="outside", diagnosis=word, reason=reason, evidence={"got": got, "wanted": wanted})
+                return row(status="outside", word=word, reason=reason, evidence={"got": got, "wanted": wanted})
         if self._is_equal(name):
             return row(status="equal", elements=actual.elements, **NO_DIFFERENCE)
         from consistency.numerics.stored import measure_stored
@@ -217,7 +217,7 @@ class _Comparer:
         # formats that torch does not know, and formats that pack several elements into a few bytes
         unit = {} if found.elements == actual.elements else {"unit": "bytes"}
         evidence = {**found.evidence(), **diagnosis.evidence, **unit}
-        return row(status="outside", diagnosis=diagnosis.word, evidence=evidence).with_measure(found)
+        return row(status="outside", word=diagnosis.word, evidence=evidence).with_measure(found)
 
     def _rounding(self, actual: StoredTensor, expected: StoredTensor) -> str | None:
         """Return whether one of two tensors of different dtypes is the other one, rounded; None for other formats."""
@@ -268,7 +268,7 @@ def _not_finite(counts: tuple[Mapping[str, int], Mapping[str, int]], labels: tup
 
 def _rounded(tensors: Sequence[TensorComparison], labels: tuple[str, str]) -> tuple[Finding, ...]:
     """Say whether the tensors of other dtypes are the reference's rounded to these, or the reverse."""
-    others = [tensor for tensor in tensors if tensor.rows[0].diagnosis == Word.DTYPE and tensor.rows[0].reason]
+    others = [tensor for tensor in tensors if tensor.rows[0].word == Word.DTYPE and tensor.rows[0].reason]
     if not others:
         return ()
     notes = []

@@ -187,7 +187,7 @@ class _Writer:
         alike: dict[object, list[tuple[Row, Workers]]] = {}
         for row, workers in groups:
             architectures = tuple(self._members.split(workers))
-            alike.setdefault((row.status, row.reference, row.diagnosis, row.reason, architectures), []).append(
+            alike.setdefault((row.status, row.reference, row.word, row.reason, architectures), []).append(
                 (row, workers)
             )
         for found in alike.values():
@@ -198,7 +198,7 @@ class _Writer:
                 row = worst[0]
                 without = Row(
                     worker=others[0][0].worker, reference=row.reference, status=row.status, elements=row.elements,
-                    diagnosis=row.diagnosis, reason=row.reason,
+                    word=row.word, reason=row.reason,
                 )  # fmt: skip
                 names = tuple(name for _, workers in others for name in workers)
                 yield self._row(without, names, left_out=len(others))

@@ -283,7 +283,7 @@ def _variant(rows: Sequence[tuple[Row, Workers]], classes: Mapping[str, int], st
     """Return what a column shows: its worker's row, or the worst of its workers' rows."""
     row = max((row for row, _ in rows), key=badness)
     of = {classes.get(name, 0) for _, names in rows for name in names}
-    word = row.reason if row.status in ("skipped", "blocked") else row.diagnosis
+    word = row.reason if row.status in ("skipped", "blocked") else row.word
     measured = row.mismatched if row.status not in ("equal", "missing") else None
     found: list[Any] = [
         _STATUS[row.status],

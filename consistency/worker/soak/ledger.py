@@ -236,7 +236,7 @@ class Ledger:
             found = measure(wrong, right)
             diagnosis = diagnose_moved(wrong, right, found)
             change.facts |= {"measure": found, "evidence": {**diagnosis.evidence, **found.evidence()}}
-        change.facts["diagnosis"] = diagnosis.word
+        change.facts["word"] = diagnosis.word
 
 
 def now() -> str:

@@ -99,7 +99,7 @@ def look_again(context: Context, changed: Mapping[str, TensorDigest]) -> None:
             layer,
             f"{part}_after_adapter",
             actual=tensor.detach().to("cpu") if tensor.nbytes <= PEER_KEEP_BYTES else tensor,
-            diagnosis=Word.RECOMPUTED,
+            word=Word.RECOMPUTED,
             digests=[after],
             keep=tensor.nbytes <= PEER_KEEP_BYTES,
             evidence={"before": context.digests[name].value, "dtype": name_of(tensor.dtype)},

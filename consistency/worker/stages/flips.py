@@ -34,7 +34,7 @@ def record_flips(context: Context, stage: str, flips: Sequence[Flip], *, mode: s
             layer=place,
             tensor=f"{name}.{DECISIONS}" + (f".{mode}" if mode else ""),
             status="within" if worst.is_undecided else "outside",
-            diagnosis=None if worst.is_undecided else Word.DECISION_FLIPPED,
+            word=None if worst.is_undecided else Word.DECISION_FLIPPED,
             share=ratio(worst.margin, worst.allowed),
             reason=text.format("undecided" if worst.is_undecided else "flipped"),
             evidence={"flipped": sum(f.elements for f in same), "margin": worst.margin, "allowed": worst.allowed},

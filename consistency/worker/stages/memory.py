@@ -86,7 +86,7 @@ def _allocations(record: Recorder, found: Placement, device: torch.device, passi
             status = "within" if passed_through else "outside"
             evidence.update(_when(found, device, counter), passing_bytes=passing_bytes)
         record.fact(
-            "memory", str(device), counter, status=status, diagnosis=Word.TOUCHED if peak else None,
+            "memory", str(device), counter, status=status, word=Word.TOUCHED if peak else None,
             share=share if peak and counter == "allocated" and is_gone else None, evidence=evidence,
         )  # fmt: skip
 
@@ -104,7 +104,7 @@ def _context(record: Recorder, found: Placement, device: torch.device) -> None:
     # a context stays until the process ends, with or without bytes, which have rows of their own
     status: RecordStatus = "within" if seen.exists else "equal"
     word = Word.TOUCHED if seen.exists else None
-    record.fact("memory", str(device), "context", status=status, diagnosis=word, evidence=evidence)
+    record.fact("memory", str(device), "context", status=status, word=word, evidence=evidence)
 
 
 def _when(found: Placement, device: torch.device, counter: str) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def placement(context: Context) -> None:
         wrong = {part: device for part, device in parts.items() if device != own}
         context.record.fact(
             "memory", layer, PLACEMENT, status="outside" if wrong else "equal",
-            diagnosis=Word.WRONG_DEVICE if wrong else None,
+            word=Word.WRONG_DEVICE if wrong else None,
             evidence={"got": wrong, "wanted": own} if wrong else {"devices": sorted(set(parts.values()))},
         )  # fmt: skip
 
@@ -184,7 +184,7 @@ def _merge_peak(
     elif passes(found.share):
         fact(status="within", share=found.share, evidence=evidence)
     else:
-        fact(status="outside", diagnosis=Word.THIRD_COPY, share=found.share, evidence=evidence)
+        fact(status="outside", word=Word.THIRD_COPY, share=found.share, evidence=evidence)
 
 
 def _figures(found: MergePeak, *, layer_bytes: int, model_bytes: int) -> dict[str, Any]:

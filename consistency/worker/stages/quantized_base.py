@@ -142,7 +142,7 @@ def _settings(context: Context, name: str, layer: Any) -> None:
     wrong = {key: f"got {got[key]}, wanted {wanted[key]}" for key in sorted(shared) if got[key] != wanted[key]}
     evidence = wrong or {key: str(value) for key, value in wanted.items()}
     context.record.fact(
-        "base", name, SETTINGS, status="outside" if wrong else "equal", diagnosis=Word.DIFFERS if wrong else None,
+        "base", name, SETTINGS, status="outside" if wrong else "equal", word=Word.DIFFERS if wrong else None,
         evidence=evidence,
     )  # fmt: skip
 

@@ -187,7 +187,7 @@ def _of_soak(finding: Finding, worker: ComparedWorker, record: TensorRecord) -> 
         blob=change.blob,
         reference_blob=change.reference_blob,
         measure=change.measure,
-        diagnosis=change.diagnosis,
+        word=change.word,
         evidence={**change.evidence, "allowed": 0.0},  # the same bits are promised
         ingredients={},
         shape=change.shape,

@@ -139,7 +139,7 @@ def _write(folder: Path, evidence: Evidence, parts: Parts) -> None:
         "command": list(evidence.command),
         "device": device_of(evidence),
         "window": parts.window,
-        "diagnosis": evidence.record.diagnosis,
+        "word": evidence.record.word,
         "variables": {name: known[name] for name in sorted(kernel_variables()) if name in known},
         "settings": {name: value for name, value in info.in_force.items() if not str(value).startswith(UNREADABLE)},
         "sha256": {

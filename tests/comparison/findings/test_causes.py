@@ -36,7 +36,7 @@ def causes(*tensors: TensorComparison) -> list[Finding]:
 
 
 def test_256_tensors_are_one_finding() -> None:
-    wrong = [tensor(f"layers.{i}", t, "cuda:1", diagnosis=Word.ZEROS) for i in range(128) for t in ("lora_A", "lora_B")]
+    wrong = [tensor(f"layers.{i}", t, "cuda:1", word=Word.ZEROS) for i in range(128) for t in ("lora_A", "lora_B")]
     (finding,) = causes(*wrong, tensor("layers.0", "lora_C", "cuda:1", status="equal"))
     assert finding.message == "adapter · cuda:1 · zeros where the file is nonzero in 256 of 257 tensors"
     assert (len(finding.tensors), len(finding.detail), finding.next) == (256, 5, "look at cuda:1")
@@ -45,12 +45,12 @@ def test_256_tensors_are_one_finding() -> None:
 
 def test_another_word_worker_stage_or_path_is_another_cause() -> None:
     found = causes(
-        tensor("a", "w", "cuda:0", diagnosis=Word.ZEROS),
-        tensor("b", "w", "cuda:0", diagnosis=Word.BIT_FLIP),
-        tensor("c", "w", "cuda:1", diagnosis=Word.ZEROS),
-        tensor("d", "w", "cuda:0", diagnosis=Word.ZEROS, stage="base"),
-        tensor("e", "w", "cuda:0", diagnosis=Word.ZEROS, load_path="shared"),
-        tensor("f", "w", "cuda:0", "cuda:1", diagnosis=Word.ZEROS),
+        tensor("a", "w", "cuda:0", word=Word.ZEROS),
+        tensor("b", "w", "cuda:0", word=Word.BIT_FLIP),
+        tensor("c", "w", "cuda:1", word=Word.ZEROS),
+        tensor("d", "w", "cuda:0", word=Word.ZEROS, stage="base"),
+        tensor("e", "w", "cuda:0", word=Word.ZEROS, load_path="shared"),
+        tensor("f", "w", "cuda:0", "cuda:1", word=Word.ZEROS),
     )
     assert len(found) == 6
     assert all("on load path" in f.message for f in found)
@@ -107,20 +107,20 @@ def test_evidence_of_a_stranger_is_shown_and_not_relied_on(evidence: dict[str, A
     ],
 )
 def test_what_was_computed_has_phrases_of_its_own(rule: str, word: str, phrase: str) -> None:
-    (finding,) = causes(tensor("layers.0", "w", "cuda:0", rule=rule, diagnosis=Word(word), stage="merged"))
+    (finding,) = causes(tensor("layers.0", "w", "cuda:0", rule=rule, word=Word(word), stage="merged"))
     assert finding.message == f"merged · cuda:0 · {phrase} in w of layers.0"
 
 
 def test_what_follows_from_wrong_bytes_is_told_below_them() -> None:
     (wrong,) = causes(
-        tensor("a", "weight", "cuda:0", diagnosis=Word.DIFFERS, stage="merged", rule="bound"),
-        tensor("a", "w", "cuda:0", diagnosis=Word.ZEROS),
+        tensor("a", "weight", "cuda:0", word=Word.DIFFERS, stage="merged", rule="bound"),
+        tensor("a", "w", "cuda:0", word=Word.ZEROS),
     )
     assert (wrong.kind, wrong.tensors) == ("zeros", ("adapter::a.w", "merged::a.weight"))
     assert wrong.detail[-1] == "leads to: merged · cuda:0 · errors that exceed tolerance in weight of a"
     _, other = causes(
-        tensor("a", "w", "cuda:0", diagnosis=Word.ZEROS),
-        tensor("a", "weight", "cuda:1", diagnosis=Word.DIFFERS, stage="merged", rule="bound"),
+        tensor("a", "w", "cuda:0", word=Word.ZEROS),
+        tensor("a", "weight", "cuda:1", word=Word.DIFFERS, stage="merged", rule="bound"),
     )
     assert (other.kind, other.workers) == ("differs", ("cuda:1",))
 
@@ -128,7 +128,7 @@ def test_what_follows_from_wrong_bytes_is_told_below_them() -> None:
 def test_a_cpu_is_not_judged_with_the_devices_that_share_its_row() -> None:
     """It takes no load path on which other devices are visible: wrong there as well says nothing of it."""
     workers = ("cpu", "cuda:1")
-    single = [tensor("a", "w", *workers, diagnosis=Word.ZEROS, load_path=path) for path in ("isolated", "shared")]
+    single = [tensor("a", "w", *workers, word=Word.ZEROS, load_path=path) for path in ("isolated", "shared")]
     together = [
         msgspec.structs.replace(one, rows=Rows(tuple(one.rows[:1]), (workers,), workers)) for one in single
     ]  # fmt: skip
@@ -137,7 +137,7 @@ def test_a_cpu_is_not_judged_with_the_devices_that_share_its_row() -> None:
 
 
 def test_what_is_missing_everywhere_is_of_the_file_and_no_run_shows_more() -> None:
-    everywhere = tensor("a", "w", "cuda:0", diagnosis=Word.MISSING)
+    everywhere = tensor("a", "w", "cuda:0", word=Word.MISSING)
     (finding,) = causes(everywhere)
     assert finding.next == "diff adapter"
     right = tensor("a", "w", "cpu", status="equal").rows
@@ -147,9 +147,9 @@ def test_what_is_missing_everywhere_is_of_the_file_and_no_run_shows_more() -> No
 
 def test_an_adapter_for_a_deeper_base_is_told_so() -> None:
     fits = [tensor(f"model.layers.{n}.q", "lora_A", "cpu", status="equal") for n in range(2)]
-    beyond = [tensor(f"model.layers.{n}.q", "lora_A", "cpu", diagnosis=Word.UNEXPECTED) for n in (2, 3)]
+    beyond = [tensor(f"model.layers.{n}.q", "lora_A", "cpu", word=Word.UNEXPECTED) for n in (2, 3)]
     (finding,) = causes(*fits, *beyond)
     assert finding.message.endswith(": the adapter is for 4 layers, the base has 2")
-    other = tensor("model.layers.0.r", "lora_A", "cpu", diagnosis=Word.UNEXPECTED)
+    other = tensor("model.layers.0.r", "lora_A", "cpu", word=Word.UNEXPECTED)
     (finding,) = causes(*fits, *beyond, other)
     assert "layers, the base" not in finding.message

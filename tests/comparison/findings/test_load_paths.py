@@ -32,7 +32,7 @@ def held(layer: str, load_path: str, word: str | None = None, **changes: Any) ->
     fields: dict[str, Any] = {
         "stage": "adapter", "layer": layer, "tensor": "lora_B", "shape": (2, 2), "dtype": "float32",
         "rule": "bitwise", "digest": digest(bits or "file"), "reference_digest": digest("file"), "reference": "file",
-        "status": "outside" if word else "equal", "diagnosis": word and Word(word),
+        "status": "outside" if word else "equal", "word": word and Word(word),
         "load_path": load_path if "+" in load_path else "",
     }  # fmt: skip
     return TensorRecord(**{**fields, **changes})
@@ -321,7 +321,7 @@ def test_what_is_wrong_beside_a_path_leaves_its_computed_stages_alone(make_captu
     wrong = [held("layers.0.q", "isolated"), held("layers.0.q", "isolated+low-memory", "zeros")]
     off = TensorRecord(
         stage="merged", layer="layers.0.q", tensor="weight", shape=(2, 2), dtype="float32", rule="bound",
-        digest=digest("off"), status="outside", diagnosis=Word.WRONG_SCALE,
+        digest=digest("off"), status="outside", word=Word.WRONG_SCALE,
     )  # fmt: skip
     found = compare([read_capture(make_capture("a", {"cuda:0": [*wrong, off]}))])
     assert not any("follows" in f.message for f in found.findings)

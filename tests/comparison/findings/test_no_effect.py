@@ -64,7 +64,7 @@ def test_each_cause_is_named(make_capture: MakeCapture, records: list[TensorReco
         [settings("some-tokens"), *outputs("a", "a")],
         [settings(""), *outputs("a", "a", measure=measured(ratio=None, max_abs=Real(float("nan"))))],
         [settings("layers")],
-        [settings("zero-weights", status="outside", diagnosis=Word.INACTIVE), *outputs("a", "a")],
+        [settings("zero-weights", status="outside", word=Word.INACTIVE), *outputs("a", "a")],
     ],
     ids=[
         "outputs differ", "outputs decide", "one delta is not zero", "a layer was saved whole", "other tokens",

@@ -47,7 +47,7 @@ def test_nan_where_float64_has_another_is_a_mismatch(make_capture: MakeCapture) 
     found = compared(make_capture("a", records))
     row = next(tensor.row("cuda:0") for tensor in found.tensors)
     assert row is not None
-    assert (row.status, row.diagnosis) == ("outside", "non-finite")
+    assert (row.status, row.word) == ("outside", "non-finite")
 
 
 def test_a_file_alone_is_a_warning_and_some_values_are_a_note(make_capture: MakeCapture) -> None:

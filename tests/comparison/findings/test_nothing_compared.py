@@ -16,7 +16,7 @@ def skipped(stage: str = "forward") -> TensorRecord:
 
 
 def peer() -> TensorRecord:
-    return computed(stage="base", rule="peer", measure=None, status="measured", diagnosis=None)
+    return computed(stage="base", rule="peer", measure=None, status="measured", word=None)
 
 
 def test_a_run_in_which_everything_is_skipped_is_incomplete(make_capture: MakeCapture) -> None:

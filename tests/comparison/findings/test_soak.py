@@ -40,7 +40,7 @@ def occurrences(*numbers: int, count: int | None = None) -> Occurrences:
 
 def change(stage: str = "merged", tensor: str = "weight", *numbers: int, **fields: Any) -> ChangedTensor:
     given = {
-        "returned": True, "diagnosis": Word.BIT_FLIP, "evidence": {"bits": [27], "fields": ["exponent"]},
+        "returned": True, "word": Word.BIT_FLIP, "evidence": {"bits": [27], "fields": ["exponent"]},
         "measure": measured(mismatched=1), "condition": HOT,
     }  # fmt: skip
     place = {"stage": stage, "layer": "layers.0.q", "tensor": tensor, "occurrences": occurrences(*(numbers or (50,)))}
@@ -161,7 +161,7 @@ def test_more_tensors_than_are_stored_are_counted(comparison_of: Any) -> None:
 
 def test_a_change_without_a_diagnosis_is_only_told(comparison_of: Any) -> None:
     for word in (None, Word.DIFFERS):
-        (finding,) = errors(comparison_of(soak(change(diagnosis=word))))
+        (finding,) = errors(comparison_of(soak(change(word=word))))
         assert "merged · cuda:0 · weight of layers.0.q changed in 1 of" in finding.message
 
 

@@ -69,7 +69,7 @@ def test_a_fault_passes_where_the_user_allows_it_and_nowhere_else(found_in: dict
     for tensor in judged:
         row = tensor.row(FAULTY)
         assert row is not None
-        assert (row.status, row.reference, row.diagnosis) == ("within", "float64", None)
+        assert (row.status, row.reference, row.word) == ("within", "float64", None)
         assert row.evidence["tolerance"] == str(WIDE)
         assert 0 < float(row.ratio or 0) <= 1
     (note,) = notes(found)

@@ -91,7 +91,7 @@ def test_zero_size_and_scalar(held: Any) -> None:
     side = {"x.empty": ("F32", (0, 4), b""), "x.odd": ("F4", (0,), b""), "x.scalar": f32(1, shape=())}
     assert {r.status for r in rows(held(side, side)).values()} == {"equal"}
     other = held({**side, "x.empty": ("F32", (4, 0), b""), "x.scalar": f32(2, shape=())}, side)
-    assert rows(other)["x.empty"].diagnosis == "shape"
+    assert rows(other)["x.empty"].word == "shape"
     assert rows(other)["x.odd"].status == "equal"
     scalar = rows(other)["x.scalar"]
     assert (scalar.status, scalar.worst_index, scalar.elements, scalar.mismatched) == ("outside", (), 1, 1)
@@ -111,7 +111,7 @@ def test_one_flipped_bit_is_found_with_tensor_index_and_bit(held: Any, dtype: st
     assert (found.verdict, found.exit_status) == ("inconsistent", 1)
     assert rows(found)["y.weight"].status == "equal"
     row = rows(found)["x.weight"]
-    assert (row.status, row.mismatched, row.diagnosis) == ("outside", 1, "bit-flip")
+    assert (row.status, row.mismatched, row.word) == ("outside", 1, "bit-flip")
     assert row.evidence["bits"] == [0]
     assert row.evidence["first_byte"] == row.evidence["last_byte"] == 8
     size = max(1, BITS[dtype] // 8)
@@ -143,7 +143,7 @@ def test_the_word_of_each_difference(held: Any) -> None:
 
     def word(values: np.ndarray) -> str | None:
         side = (f32(*values), f32(*x))
-        return only(held({"x.w": side[0]}, {"x.w": side[1]})).diagnosis
+        return only(held({"x.w": side[0]}, {"x.w": side[1]})).word
 
     sign = x.copy()
     sign[0] = 0
@@ -154,7 +154,7 @@ def test_the_word_of_each_difference(held: Any) -> None:
     block = x.copy()
     block[1024:2048] = rng.standard_normal(1024)
     assert word(block) == "block"
-    assert only(held({"x.w": f32(-0.0, 1)}, {"x.w": f32(0.0, 1)})).diagnosis == "signed-zero"
+    assert only(held({"x.w": f32(-0.0, 1)}, {"x.w": f32(0.0, 1)})).word == "signed-zero"
 
 
 def test_another_payload_of_nan_is_a_difference(held: Any) -> None:
@@ -190,7 +190,7 @@ def test_missing_and_unexpected(held: Any) -> None:
 def test_another_shape_is_never_broadcast(held: Any, got: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     values = [1.0] * int(np.prod(got))
     row = only(held({"x.w": f32(*values, shape=got)}, {"x.w": f32(*values, shape=wanted)}))
-    assert (row.status, row.diagnosis, row.mismatched) == ("outside", "shape", None)
+    assert (row.status, row.word, row.mismatched) == ("outside", "shape", None)
     assert row.evidence == {"got": list(got), "wanted": list(wanted)}
 
 
@@ -203,13 +203,13 @@ def test_another_shape_is_never_broadcast(held: Any, got: tuple[int, ...], wante
 )
 def test_another_dtype_is_never_cast(held: Any, actual: Given, got: str, wanted: str) -> None:
     row = only(held({"x.w": actual}, {"x.w": f32(1, 2)}))
-    assert (row.status, row.diagnosis, row.evidence) == ("outside", "dtype", {"got": got, "wanted": wanted})
+    assert (row.status, row.word, row.evidence) == ("outside", "dtype", {"got": got, "wanted": wanted})
 
 
 def test_swapped_tensors_are_named_with_the_others_name(held: Any) -> None:
     a, b = f32(*range(1, 20)), f32(*range(2, 21))
     found = held({"x.a": b, "x.b": a, "x.c": a}, {"x.a": a, "x.b": b, "x.c": a})
-    assert {n: (r.diagnosis, r.evidence.get("holds")) for n, r in rows(found).items()} == {
+    assert {n: (r.word, r.evidence.get("holds")) for n, r in rows(found).items()} == {
         "x.a": ("swapped", "x.b"), "x.b": ("swapped", "x.a"), "x.c": (None, None),
     }  # fmt: skip
     (finding,) = found.findings
@@ -221,7 +221,7 @@ def test_equal_beginnings_are_not_taken_for_swapped(held: Any) -> None:
     c = a.copy()
     c[40:] += 0.3
     found = held({"x.a": f32(*c), "x.b": f32(*a)}, {"x.a": f32(*a), "x.b": f32(*a)})
-    assert rows(found)["x.a"].diagnosis != "swapped"
+    assert rows(found)["x.a"].word != "swapped"
 
 
 @pytest.mark.parametrize("turned", [False, True])

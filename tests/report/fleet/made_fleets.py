@@ -24,7 +24,7 @@ def many(hosts: int, layers: int, *, wrong: tuple[str, ...] = (), apart: bool = 
     for place in range(layers):
         where = {**plain, "layer": f"layers.{place}", "order": place}
         equal = Row(worker=names[0], reference="file", status="equal", elements=4)
-        bad = Row(worker=(wrong or names)[0], reference="file", status="outside", elements=4, diagnosis=Word.ZEROS,
+        bad = Row(worker=(wrong or names)[0], reference="file", status="outside", elements=4, word=Word.ZEROS,
                   max_abs=Real("nan"), evidence={"nonzero": 4})  # fmt: skip
         rows = Rows((equal, bad), (right, wrong), names) if wrong else Rows((equal,), (names,), names)
         classes = (right, wrong) if wrong else (names,)

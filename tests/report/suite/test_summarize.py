@@ -91,7 +91,7 @@ def test_general_forms_have_no_sizes() -> None:
 
     def touched(peak_bytes: int) -> str | None:
         row = Row(
-            worker="cuda:1", reference=None, status="within", diagnosis=Word.TOUCHED,
+            worker="cuda:1", reference=None, status="within", word=Word.TOUCHED,
             evidence={"first_step": "load adapter", "peak_bytes": peak_bytes, "resident_bytes": 0},
         )  # fmt: skip
         made = msgspec.structs.replace(
@@ -106,7 +106,7 @@ def test_general_forms_have_no_sizes() -> None:
 
 def test_general_forms_of_facts_are_their_word() -> None:
     def third_copy(reason: str) -> str | None:
-        row = Row(worker="cuda:1", reference=None, status="outside", diagnosis=Word.THIRD_COPY, reason=reason)
+        row = Row(worker="cuda:1", reference=None, status="outside", word=Word.THIRD_COPY, reason=reason)
         made = msgspec.structs.replace(
             tensor([["cuda:1"]], stage="memory", layer="layers.0", tensor="merge"), rule="limit", rows=(row,)
         )

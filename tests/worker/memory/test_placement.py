@@ -217,7 +217,7 @@ def test_nvml_is_opened_once_for_all_devices(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_device_that_nobody_touched_is_equal(found: Placement, facts: Any) -> None:
     found.look("import")
     told = facts(found)
-    assert {name: (r.status, r.diagnosis, r.layer, r.rule) for name, r in told.items()} == dict.fromkeys(
+    assert {name: (r.status, r.word, r.layer, r.rule) for name, r in told.items()} == dict.fromkeys(
         ("allocated", "reserved", "context"), ("equal", None, "cuda:0", "limit")
     )
 
@@ -228,7 +228,7 @@ def test_an_adapter_that_passes_through_is_within_and_the_step_is_told(found: Pl
     found.look("load adapter")
     found.look("merged")
     told = facts(found)
-    assert {name: (r.status, r.diagnosis) for name, r in told.items()} == {
+    assert {name: (r.status, r.word) for name, r in told.items()} == {
         "allocated": ("within", "touched"),
         "reserved": ("within", "touched"),
         "context": ("equal", None),
@@ -246,7 +246,7 @@ def test_what_stays_or_is_more_than_an_adapter_is_outside(
     found.look("load adapter")
     told = facts(found)
     assert {told[name].status for name in ("allocated", "reserved")} == {"outside"}
-    assert told["allocated"].diagnosis == "touched"
+    assert told["allocated"].word == "touched"
 
 
 def test_without_an_adapter_nothing_may_pass(found: Placement, facts: Any) -> None:
@@ -259,7 +259,7 @@ def test_a_context_alone_is_touched(found: Placement, facts: Any, monkeypatch: p
     monkeypatch.setattr(NoContexts, "seen", ContextSeen(exists=True, seen_by="NVML", used_bytes=2 << 30))
     found.look("load adapter")
     told = facts(found)
-    assert (told["context"].status, told["context"].diagnosis) == ("within", "touched")
+    assert (told["context"].status, told["context"].word) == ("within", "touched")
     assert told["context"].evidence == {"seen_by": "NVML", "used_bytes": 2 << 30, "first_step": "load adapter"}
     assert told["allocated"].status == "equal"
 

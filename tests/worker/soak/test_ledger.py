@@ -52,7 +52,7 @@ def test_a_change_is_counted_stored_and_named(record: Recorder, tmp_path: Path) 
     change = only(ledger)
     assert (change.occurrences.count, change.occurrences.numbers) == (2, (2, 5))
     assert (change.values, change.returned) == (1, True)
-    assert (change.diagnosis, change.evidence["bits"]) == ("bit-flip", [20])
+    assert (change.word, change.evidence["bits"]) == ("bit-flip", [20])
     assert change.measure is not None
     assert change.measure.mismatched == 1
     assert change.condition == Condition(at="now", repeat=2)
@@ -80,7 +80,7 @@ def test_what_stays_wrong_is_compared_with_the_bits_from_elsewhere(record: Recor
     ledger.finish()
     change = only(ledger)
     assert not change.returned
-    assert change.diagnosis == "bit-flip"
+    assert change.word == "bit-flip"
 
 
 def test_what_the_first_run_has_not_recorded_is_left_out(record: Recorder) -> None:
@@ -125,6 +125,6 @@ def test_few_tensors_are_stored_and_all_are_counted(
 def test_a_stored_tensor_and_its_number_are_limited(record: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEEP_BYTES", WRONG.nbytes - 1)
     change = only(soaked(record, WRONG, RIGHT))
-    assert (change.blob, change.reference_blob, change.diagnosis) == (None, None, None)
+    assert (change.blob, change.reference_blob, change.word) == (None, None, None)
     assert change.shape == tuple(WRONG.shape)
     assert len(only(soaked(record, *[WRONG] * 30)).occurrences.numbers) == 20

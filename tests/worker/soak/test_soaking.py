@@ -95,7 +95,7 @@ def test_a_repeat_of_an_activation_that_differs_is_found(
     found = soak_of(llama, adapter, soak_s=400, stages=("forward",))
     (change,) = found.changes
     assert (change.layer, change.tensor) == ("hidden_states.1", "adapter_on")
-    assert (change.occurrences.numbers, change.returned, change.diagnosis) == ((3,), True, "bit-flip")
+    assert (change.occurrences.numbers, change.returned, change.word) == ((3,), True, "bit-flip")
     assert change.evidence["bits"] == [3]
     assert found.changed is not None
     assert found.changed.count == 1
@@ -133,7 +133,7 @@ def test_a_gradient_that_differs_is_found_in_its_pass(
     (change,) = found.changes
     assert (change.layer, change.tensor) == ("model.layers.0.self_attn.q_proj", "lora_B.gradient")
     assert (change.occurrences.numbers, change.returned, change.values) == ((3,), True, 1)
-    assert (change.diagnosis, change.evidence["bits"]) == ("bit-flip", [31])
+    assert (change.word, change.evidence["bits"]) == ("bit-flip", [31])
     assert change.shape == (32, 2)  # of one pass
 
 
@@ -171,7 +171,7 @@ def test_a_fault_in_every_50th_repeat_needs_a_soak(llama: Path, adapter: Path, s
     assert found.changed.numbers[0] == 49  # the first run has merged that layer once
     assert found.changed.count == (found.repeats + 1) // 50
     (change,) = found.changes
-    assert (change.tensor, change.diagnosis, change.values) == ("weight", "bit-flip", 1)
+    assert (change.tensor, change.word, change.values) == ("weight", "bit-flip", 1)
 
 
 def test_what_a_worker_leaves_that_dies_in_its_soak(

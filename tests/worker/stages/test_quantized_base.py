@@ -94,7 +94,7 @@ def test_one_flipped_bit_of_a_code_is_found(
     wrong = {(r.layer, r.tensor): r for r in found if r.status == "outside"}
     codes = "weight_qdata" if kind in TORCHAO else "weight"
     assert wrong.keys() == {(LAYER, codes), (LAYER, DEQUANTIZED)}
-    assert wrong[LAYER, codes].diagnosis == "bit-flip"
+    assert wrong[LAYER, codes].word == "bit-flip"
     measure = wrong[LAYER, DEQUANTIZED].measure
     assert measure is not None
     assert measure.mismatched == 1
@@ -120,7 +120,7 @@ def test_what_the_drill_plants_is_found_and_named(kind: str, fault: str, tmp_pat
         found = look(base, adapter, dtype="auto", stages=(Stage.BASE,))
     wrong = {r.tensor: r for r in found if r.status == "outside"}
     assert {r.layer for r in found if r.status == "outside"} == {LAYER}
-    assert FAULTS[fault].expected in {r.diagnosis for name, r in wrong.items() if name != DEQUANTIZED}
+    assert FAULTS[fault].expected in {r.word for name, r in wrong.items() if name != DEQUANTIZED}
 
 
 @pytest.mark.parametrize("kind", ["nf4", "torchao-int8"])

@@ -135,7 +135,7 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
             layer,
             part,
             actual=tensor,
-            diagnosis=Word.RECOMPUTED,
+            word=Word.RECOMPUTED,
             digests=[digest(tensor)],
             keep=tensor.nbytes <= PEER_KEEP_BYTES,
             evidence={"not_in_file": "computed when the adapter is loaded"},
@@ -168,7 +168,7 @@ def _settings(context: Context) -> None:
         RANK_AND_SCALING,
         actual=tensor,
         status="outside" if inactive else "measured",
-        diagnosis=Word.INACTIVE if inactive else None,
+        word=Word.INACTIVE if inactive else None,
         digests=[digest(tensor)],
         evidence={
             "layers": len(table),

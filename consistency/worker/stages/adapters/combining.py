@@ -145,7 +145,7 @@ class _Chance:
             if self._several.context.record.wants(STAGE, self._step):
                 self._several.context.record.fact(
                     STAGE, self._step, what, status="within" if right else "outside", share=share,
-                    diagnosis=None if right else Word.OTHER_DENSITY,
+                    word=None if right else Word.OTHER_DENSITY,
                     reason=None if right else sentence.format(kept, drawn, wanted),
                     evidence={"elements": drawn, "kept": kept, "probability": wanted},
                 )  # fmt: skip

@@ -103,7 +103,7 @@ def check_cut(
     a, b = own_a.to("cpu").reshape(len(own_a), -1), own_b.to("cpu").reshape(len(own_b), -1)
     if a.shape != (rank, factors.columns) or b.shape != (factors.rows, rank):
         context.record.fact(
-            STAGE, place, f"{kind}.rank", status="outside", diagnosis=Word.SHAPE,
+            STAGE, place, f"{kind}.rank", status="outside", word=Word.SHAPE,
             reason=f"the factors have the shapes {tuple(own_a.shape)} and {tuple(own_b.shape)} with a rank of {rank}",
         )  # fmt: skip
         return
@@ -133,7 +133,7 @@ def check_cut(
         right = passes(share)
         context.record.fact(
             STAGE, place, f"{kind}.{what}", status="within" if right else "outside", share=share,
-            diagnosis=None if right else Word.DIFFERS, reason=None if right else reason, evidence=evidence,
+            word=None if right else Word.DIFFERS, reason=None if right else reason, evidence=evidence,
         )  # fmt: skip
 
 

@@ -174,7 +174,7 @@ def _record_drift(
     reason = f"{CYCLES} cycles of merge and unmerge move {place} by up to {found.max_abs:g}, which rounding cannot"
     several.context.record.fact(
         STAGE, place, DRIFT, status="outside" if moved else "within" if found.mismatched else "equal", share=share,
-        diagnosis=Word.DRIFT if moved else None, reason=reason if moved else None,
+        word=Word.DRIFT if moved else None, reason=reason if moved else None,
         evidence={
             "cycles": CYCLES, "adapters": len(factors), "max_abs": found.max_abs, "max_ulp": found.max_ulp,
             "elements_changed": found.mismatched, "elements": found.elements,

@@ -66,7 +66,7 @@ class Several:
         if self.context.record.wants(STAGE, step):
             status: RecordStatus = "equal" if word is None else "outside"
             self.context.record.fact(
-                STAGE, step, what, status=status, diagnosis=word, reason=reason, evidence=evidence
+                STAGE, step, what, status=status, word=word, reason=reason, evidence=evidence
             )  # fmt: skip
 
     def skipped(self, step: str, what: str, reason: str) -> None:

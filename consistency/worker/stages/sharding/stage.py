@@ -131,7 +131,7 @@ def _answer(context: Context, way: Layout, inputs: Inputs, make: Callable[[], to
 
     def record(word: Word | None, reason: str | None, evidence: Mapping[str, Any]) -> None:
         context.record.fact(
-            STAGE, way.name, ON_THE_WAY, status="outside" if word else "equal", diagnosis=word, reason=reason,
+            STAGE, way.name, ON_THE_WAY, status="outside" if word else "equal", word=word, reason=reason,
             evidence={"moves": moves.count, "devices": sorted(moves.devices), **evidence},
         )  # fmt: skip
 
@@ -202,7 +202,7 @@ def _judge(context: Context, way: Layout, found: Answer, pinned: Answer, exact: 
                 status, share = verdict.status, verdict.ratio
                 word = Word.OTHER_ANSWER if status == "outside" else Word.ACCUMULATION_ORDER
         context.record.fact(
-            STAGE, way.name, name, status=status, diagnosis=word, share=share,
+            STAGE, way.name, name, status=status, word=word, share=share,
             evidence={"reference": PINNED, **evidence},
         )  # fmt: skip
 

@@ -62,7 +62,7 @@ def test_every_kind_of_copy_within_the_host(tmp_path: Path) -> None:
 def test_whatever_goes_wrong_is_seen_in_every_kind(tmp_path: Path, fault: str, word: str) -> None:
     with plant(fault):
         found = look(tmp_path)
-    assert {(r.status, r.diagnosis) for r in found.values()} == {("outside", word)}
+    assert {(r.status, r.word) for r in found.values()} == {("outside", word)}
     assert all("gb_per_s" not in r.evidence for r in found.values()), "what is dropped has no speed"
     assert found[DIRECT].evidence["wrong_copies"] == found[DIRECT].evidence["copies"] == 4
     assert found[CASTING].evidence["copy"] == "cpu->cpu float32 to bfloat16"
@@ -75,7 +75,7 @@ def test_bytes_of_an_earlier_copy_beside_work(tmp_path: Path) -> None:
     assert {t: r.status for t, r in found.items() if t != OVERLAPPED} == dict.fromkeys(
         (DIRECT, STRIDED, CASTING), "equal"
     )
-    assert found[OVERLAPPED].diagnosis == "stale"
+    assert found[OVERLAPPED].word == "stale"
     assert found[OVERLAPPED].evidence["holds"] == "what was sent as cpu->cpu direct, 1048576 bytes"
 
 
@@ -137,7 +137,7 @@ def test_a_digest_that_disagrees_with_the_bytes_is_told(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(delivery, "digest", every_other)  # of what was sent, then of what arrived
     found = look(tmp_path)[DIRECT]
-    assert (found.status, found.diagnosis) == ("outside", "differs")
+    assert (found.status, found.word) == ("outside", "differs")
     assert found.evidence["read_back"] == DIGEST_DIFFERS
     assert found.evidence["digest_only"] is True
 
