@@ -150,16 +150,15 @@ def cell(report: Mapping[str, Any], stage: str, notes: Notes) -> str:
     Nothing in a cell depends on the values: another healthy machine gives the same.
     """
     checked, why, wrong = 0, dict[str, None](), dict[str, None]()
-    for tensor in report["tensors"]:
-        if tensor["stage"] != stage:
+    for outcome in report["outcomes"]:
+        if outcome["stage"] != stage:
             continue
-        for row in tensor["rows"]:
-            if row["status"] == "skipped":
-                why[_reason(row["reason"] or "")] = None
-            elif row["status"] in _BAD:
-                wrong[row["word"] or row["status"]] = None
-            else:
-                checked += 1
+        if outcome["status"] == "skipped":
+            why[_reason(outcome["reason"] or "")] = None
+        elif outcome["status"] in _BAD:
+            wrong[outcome["word"] or outcome["status"]] = None
+        else:
+            checked += 1
     numbers = " ".join(notes.of(text) for text in why)
     if wrong:
         return f"**{', '.join(wrong)}** {numbers}".strip()

@@ -37,8 +37,8 @@ def main() -> int:
         )
         report = json.loads(done.stdout)
         found = [f for f in report["findings"] if f["severity"] != "note"]
-        judged = [row for tensor in report["tensors"] for row in tensor["rows"]]
-        rows += len(judged)
+        judged = report["outcomes"]
+        rows += sum(report["cohorts"][row["cohort"]]["count"] for row in judged)
         largest = max([largest, *(float(row["ratio"] or 0) for row in judged)])
         if done.returncode or found:
             alarms += 1

@@ -156,12 +156,11 @@ def _told(out: Path) -> int:
         content = json.loads(report.read_text(encoding="utf-8"))
         worst: dict[str, float] = collections.defaultdict(float)
         skipped: collections.Counter[str] = collections.Counter()
-        for tensor in content["tensors"]:
-            for row in tensor["rows"]:
-                if isinstance(row["ratio"], float):
-                    worst[tensor["stage"]] = max(worst[tensor["stage"]], row["ratio"])
-                if row["status"] == "skipped":
-                    skipped[f"{tensor['stage']}: {row['reason']}"] += 1
+        for row in content["outcomes"]:
+            if isinstance(row["ratio"], float):
+                worst[row["stage"]] = max(worst[row["stage"]], row["ratio"])
+            if row["status"] == "skipped":
+                skipped[f"{row['stage']}: {row['reason']}"] += content["cohorts"][row["cohort"]]["count"]
         found = [finding["message"] for finding in content["findings"] if finding["severity"] != "note"]
         alarms += bool(found)
         ratios = " | ".join(f"{worst[stage]:.2f}" for stage in ("forward", "gradient", "merged"))

@@ -149,7 +149,6 @@ def _tensor(
         rule="bound" if computed else "bitwise",
         classes=tuple(names for names in classes if names),
         rows=tuple(rows[name] for name in workers),
-        order=number,
     )
 
 

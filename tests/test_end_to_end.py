@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from consistency.case.builtin import builtin_folder
 from consistency.comparison.result import BAD
 from tests.conftest import Cli, FinishedRun
+from tests.reported import rows
 
 Report = dict[str, Any]
 
@@ -24,10 +25,6 @@ Report = dict[str, Any]
 def read(folder: Path) -> Report:
     found: Report = json.loads((folder / "report.json").read_text())
     return found
-
-
-def rows(report: Report, *stages: str) -> list[dict[str, Any]]:
-    return [row for tensor in report["tensors"] if tensor["stage"] in stages for row in tensor["rows"]]
 
 
 def test_main_job_is_consistent(finished_run: FinishedRun) -> None:
@@ -50,11 +47,10 @@ def test_main_job_has_a_worker_per_architecture(finished_run: FinishedRun) -> No
 
 def test_base_and_adapter_are_equal_everywhere(finished_run: FinishedRun) -> None:
     report = read(finished_run.folder)
-    found = rows(report, "base", "adapter")
+    found = list(rows(report, "base", "adapter"))
     assert len(found) > 90 * len(report["workers"])
     assert {row["status"] for row in found} == {"equal"}
-    tensors = [t for t in report["tensors"] if t["stage"] in ("base", "adapter") and t["rule"] != "limit"]
-    assert {len(t["classes"]) for t in tensors} == {1}
+    assert {row["bits"] for row in found if row["rule"] != "limit"} == {0}
 
 
 def test_computed_stages_differ_in_bits_and_stay_within(finished_run: FinishedRun) -> None:
@@ -63,14 +59,14 @@ def test_computed_stages_differ_in_bits_and_stay_within(finished_run: FinishedRu
         pytest.skip("this processor has one kernel variant")
     for stage in ("operators", "merged", "forward", "gradient"):
         assert {row["status"] for row in rows(report, stage)} <= {"within", "equal"}
-        assert any(len(tensor["classes"]) > 1 for tensor in report["tensors"] if tensor["stage"] == stage)
+        assert any(row["bits"] for row in rows(report, stage))
         ratios = [row["ratio"] for row in rows(report, stage)]
         assert 0 < max(ratios) <= 1
 
 
 def test_second_run_on_a_device_repeats_the_bits(finished_run: FinishedRun) -> None:
     repeated = [
-        row["repeated"]
+        row.get("repeated")
         for row in rows(read(finished_run.folder), "operators", "adapter", "merged", "forward", "gradient")
     ]
     assert repeated.count(True) > 100
@@ -100,8 +96,8 @@ def test_one_token_is_judged_by_more_passes(cli_here: Cli, tmp_path: Path) -> No
         "--out", tmp_path / "out",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    found = read(tmp_path / "out")["tensors"]
-    statuses = {(t["layer"] == "hidden_states.0", t["rows"][0]["status"]) for t in found}
+    found = read(tmp_path / "out")["outcomes"]
+    statuses = {(one["layer"] == "hidden_states.0", one["status"]) for one in found}
     assert statuses == {(True, "equal"), (False, "within")}
 
 
@@ -123,7 +119,7 @@ def test_a_nan_in_the_adapter_is_no_agreement(cli: Cli, tmp_path: Path) -> None:
     report = read(tmp_path / "out")
     (finding,) = (f for f in report["findings"] if f["severity"] == "error")
     assert finding["kind"] == "nothing-compared"
-    judged = [t for t in report["tensors"] if t["rows"][0]["status"] in ("equal", "within") and t["stage"] == "forward"]
+    judged = [row for row in rows(report, "forward") if row["status"] in ("equal", "within")]
     # the file's NaN reaches what comes after its layer, with the adapter alone
     assert {t["tensor"] for t in judged if t["layer"] == "logits"} == {"adapter_off"}
 
@@ -184,13 +180,15 @@ def test_one_flipped_bit_between_captures_made_apart(
 
     assert done.returncode == 1, done.stdout + done.stderr
     report = read(tmp_path / "report")
-    wrong = [tensor for tensor in report["tensors"] if any(row["status"] in BAD for row in tensor["rows"])]
+    wrong = [row for row in rows(report) if row["status"] in BAD]
     assert {f"base_model.model.{t['layer']}.{t['tensor']}.weight" for t in wrong} == {key}
     assert {t["load_path"] for t in wrong} == {"isolated", "isolated+low-memory"}
     assert [finding["kind"] for finding in report["findings"] if finding["severity"] == "error"] == ["bit-flip"]
-    assert wrong[0]["classes"] == [["host-a:cpu"], ["host-b:cpu"]]
-    row = next(row for row in wrong[0]["rows"] if row["status"] == "outside")
-    assert row["worker"] == "host-b:cpu"
+    row = wrong[0]
+    place = (row["layer"], row["tensor"])
+    bits = {one["worker"]: one["bits"] for one in rows(report) if (one["layer"], one["tensor"]) == place}
+    assert bits == {"host-a:cpu": 0, "host-b:cpu": 1}
+    assert (row["worker"], row["status"]) == ("host-b:cpu", "outside")
     assert row["reference"] == "host-a:cpu"
     assert row["word"] == "bit-flip"
     assert row["mismatched"] == 1
@@ -222,11 +220,11 @@ def test_pytest_says_the_same(
     workers = [worker["name"] for worker in report["workers"]]
     expected = {
         (f"consistency.llama.{tensor['stage']}", f"{tensor['layer']}.{tensor['tensor']}[{worker}]")
-        for tensor in report["tensors"]
+        for tensor in report["outcomes"]
         if tensor["stage"] in ("base", "adapter", "merged", "forward") and "+" not in tensor["load_path"]
         if not tensor["layer"].endswith("rotary_emb")  # a buffer is in no header: it is part of everything else
         for worker in workers
     }
     assert expected <= seen
-    stages = {tensor["stage"] for tensor in report["tensors"]}
+    stages = {outcome["stage"] for outcome in report["outcomes"]}
     assert {(f"consistency.llama.{s}", f"everything_else[{worker}]") for s in stages for worker in workers} <= seen

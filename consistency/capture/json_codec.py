@@ -56,12 +56,6 @@ def convert_plain(value: object, kind: type[T]) -> T:
     return msgspec.convert(value, type=kind, dec_hook=_decode_hook)
 
 
-def by_json_name(struct: msgspec.Struct) -> dict[str, Any]:
-    """Return a struct's fields by the names that they have in JSON."""
-    names = zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
-    return {in_json: getattr(struct, name) for name, in_json in names}
-
-
 def _encode_hook(value: Any) -> Any:
     if isinstance(value, Real):
         return json_number(value)

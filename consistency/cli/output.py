@@ -42,12 +42,6 @@ def add_format_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="accepted findings (consistency baseline accept)")
 
 
-def add_schema_option(parser: argparse.ArgumentParser) -> None:
-    """Add the choice of the schema of `report.json`."""
-    parser.add_argument("--schema", type=int, choices=(1, 2), help="schema of report.json: 1 has a row per worker, "
-                        "2 groups of workers (default: 2 for more than 64 workers)")  # fmt: skip
-
-
 def add_quiet_option(parser: argparse.ArgumentParser) -> None:
     """Add `--quiet` to a command that shows its progress."""
     parser.add_argument("--quiet", action="store_true", help="show no progress on stderr")
@@ -123,8 +117,7 @@ def show(
     from consistency.text import clean
 
     folder = None if out is None else str(out)
-    schema = getattr(parsed, "schema", None)  # not every command that prints a comparison has the choice
-    view = View(schema=schema, elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
+    view = View(elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
     printed = "json" if parsed.json else parsed.format or "text"
     row = next(row for row in formats(Chosen.FORMAT, subject) if row.name == printed)
     sys.stdout.buffer.writelines(row.render(found, view))

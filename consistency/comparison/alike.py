@@ -118,7 +118,7 @@ class StageMembers:
         found = _Found()
         for numbers in same.values():
             row = judge(self._alike[numbers[0]].first, reference, key)
-            if row.unread is not True:
+            if not row.unread:
                 found.add(row, self._alike[numbers[0]].places[0], numbers)
                 continue
             # another capture may still have the stored tensor that this one has lost

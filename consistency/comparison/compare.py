@@ -30,7 +30,7 @@ from consistency.comparison.result import (
     WorkerSummary,
     verdict_of,
 )
-from consistency.comparison.rows import Workers
+from consistency.comparison.rows import Status, Workers
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather, load_paths_of, on_load_path
 from consistency.errors import UsageError
@@ -177,7 +177,6 @@ def _compare_load_path(
             rule=record.rule,
             classes=stage.classes(key),
             rows=rows,
-            order=order[key],
         )
 
 
@@ -207,7 +206,7 @@ def _first(
 
     Alternative paths are left out for a worker that diverges on a default one.
     """
-    found: dict[tuple[str, str], Divergence] = {}
+    found: dict[tuple[str, str], tuple[TensorComparison, Status]] = {}
     done: set[tuple[int, str]] = set()  # the same workers diverge at many tensors, and have one object for their names
     for tensor in tensors:
         leaving = [workers for workers in leave(tensor) if (id(workers), tensor.load_path) not in done]
@@ -218,14 +217,19 @@ def _first(
         status = {name: row.status for row, workers in tensor.groups for name in workers if name in names}
         for name in (row.worker for row in tensor.rows) if names else ():
             if name in status:
-                found[name, tensor.load_path] = Divergence(
-                    worker=name, load_path=tensor.load_path, stage=tensor.stage, layer=tensor.layer,
-                    tensor=tensor.tensor, status=status[name],
-                )  # fmt: skip
+                found[name, tensor.load_path] = tensor, status[name]
     on_default = {worker for worker, load_path in found if not is_alternative(load_path)}
+    same: dict[tuple[int, Status], tuple[TensorComparison, list[str]]] = {}
+    for (worker, load_path), (tensor, of_worker) in found.items():
+        if not is_alternative(load_path) or worker not in on_default:
+            same.setdefault((id(tensor), of_worker), (tensor, []))[1].append(worker)
     return tuple(
-        d for (worker, load_path), d in found.items() if not is_alternative(load_path) or worker not in on_default
-    )
+        Divergence(
+            workers=tuple(names), load_path=tensor.load_path, stage=tensor.stage, layer=tensor.layer,
+            tensor=tensor.tensor, status=of_workers,
+        )
+        for (_, of_workers), (tensor, names) in same.items()
+    )  # fmt: skip
 
 
 def _architectures(workers: Sequence[ComparedWorker]) -> tuple[ArchitectureGroup, ...]:

@@ -141,7 +141,7 @@ def _moved(
         subject, record, found.measure, status="outside", reference=reference.label,
         word=found.word or Word.DIFFERS, more={**found.evidence, **more},
     )  # fmt: skip
-    return msgspec.structs.replace(row, own_file=own_file, unread=found.unread or msgspec.UNSET)
+    return msgspec.structs.replace(row, own_file=own_file, unread=found.unread)
 
 
 def _sent(subject: ComparedWorker, record: TensorRecord) -> Row:
@@ -244,7 +244,7 @@ def _peer(
         subject, record, found.measure, status="outside", reference=reference.label,
         word=record.word or found.word or Word.DIFFERS, more=found.evidence,
     )  # fmt: skip
-    return msgspec.structs.replace(row, unread=found.unread or msgspec.UNSET)
+    return msgspec.structs.replace(row, unread=found.unread)
 
 
 def _difference(
@@ -276,8 +276,8 @@ def _row(subject: ComparedWorker, record: TensorRecord, *, reference: str | None
         worker=subject.label,
         reference=reference,
         status=status,
-        cast=record.cast or msgspec.UNSET,
-        name_in_file=record.name_in_file or msgspec.UNSET,
+        cast=record.cast,
+        name_in_file=record.name_in_file,
         **{"evidence": record.evidence, **fields},
     )
 

@@ -252,7 +252,7 @@ def _cell(
 
 def difference_of(rule: str, row: Row) -> tuple[Real | None, Real | None]:
     """Return the difference of the worst element of a row with a tolerance, and what is allowed of it."""
-    if row.allowed is msgspec.UNSET or row.ratio is None:
+    if row.allowed is None or row.ratio is None:
         return row.max_abs, None
     if rule == Rule.RELATIVE or not row.allowed:  # one tolerance for all elements; nothing is allowed
         return row.max_abs, row.allowed

@@ -55,8 +55,6 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
         Workers whose bits agree, the class of the reference worker first.
     rows : sequence of Row
         One per worker. Of a comparison they are `Rows`: in a fleet go through `groups` instead.
-    order : int
-        Place in the model's own order.
     """
 
     stage: str
@@ -68,7 +66,6 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
     classes: tuple[tuple[str, ...], ...]
     rows: Sequence[Row]
-    order: int = 0
 
     @property
     def name(self) -> str:
@@ -165,9 +162,9 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """The first tensor, in the model's order, at which a worker diverges; `within` where only the bits differ."""
+    """The first tensor, in the model's order, at which workers diverge; `within` where only the bits differ."""
 
-    worker: str
+    workers: tuple[str, ...]
     load_path: str
     stage: str
     layer: str
@@ -175,15 +172,15 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     status: Status
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a comparison of captures found.
+class ComparisonFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a comparison of captures found, but for the tensors: what it and `report.json` both state.
 
     Attributes
     ----------
     first_divergence : tuple of Divergence
-        Per worker, its first mismatch.
+        The first mismatch of each worker.
     first_bitwise_difference : tuple of Divergence
-        Per worker, where it first differs bitwise from the reference worker, within tolerance or not.
+        Where each worker first differs bitwise from the reference worker, within tolerance or not.
     not_checked : tuple of str
         What the level and the options excluded.
     profile : str
@@ -218,7 +215,6 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     reference: str | None
     workers: tuple[WorkerSummary, ...]
     architectures: tuple[ArchitectureGroup, ...]
-    tensors: tuple[TensorComparison, ...]
     findings: tuple[Finding, ...]
     first_divergence: tuple[Divergence, ...] = ()
     first_bitwise_difference: tuple[Divergence, ...] = ()
@@ -238,6 +234,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     planted: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
     merging: tuple[Merging, ...] = ()
+
+
+class Comparison(ComparisonFacts, frozen=True, kw_only=True):
+    """Everything that a comparison of captures found."""
+
+    tensors: tuple[TensorComparison, ...]
 
     def __repr__(self) -> str:
         """Return verdict, first error and its first tensor in one line: what a failed assertion shows."""

@@ -17,7 +17,7 @@ Workers = tuple[str, ...]
 """Names of workers, in the order of the comparison. Equal ones are one object, whatever the number of tensors."""
 
 _MEASURED = (
-    "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp", "ratio", "worst_index"
+    "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp", "ratio", "allowed", "worst_index"
 )  # fmt: skip
 
 NO_DIFFERENCE: dict[str, Any] = {
@@ -26,8 +26,8 @@ NO_DIFFERENCE: dict[str, Any] = {
 """Fields of a row whose tensor is bitwise equal to its reference."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many where devices disagree, and no cycles
-    """One tensor on one worker.
+class Judgement(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many where devices disagree, and no cycles
+    """What is said of one tensor on one device.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many where de
         In units in the last place of the dtype.
     ratio : float or None
         Worst difference over what is allowed; None for a bitwise rule.
-    allowed : float, optional
+    allowed : float or None
         What is allowed for the element of that difference, in the tensor's own unit.
     evidence : dict
         Data behind the diagnosis; for a difference in bits, both values and both bit patterns.
@@ -49,15 +49,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many where de
         Why it was skipped or blocked.
     repeated : bool or None
         Whether repeat runs on the same device were bitwise equal; None where there was one run.
-    cast, name_in_file : str, optional
+    cast, name_in_file : str
         As in `TensorRecord`.
-    own_file : bool, optional
+    own_file : bool or None
         The capture was made from other files than the reference's: whether the worker holds the bytes of its own.
-    unread : bool, optional
+    unread : bool
         A stored tensor could not be read.
     """
 
-    worker: str
     reference: str | None
     status: Status
     elements: int | None = None
@@ -68,26 +67,31 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many where de
     rms: Real | None = None
     max_ulp: int | None = None
     ratio: Real | None = None
-    allowed: Real | msgspec.UnsetType = msgspec.UNSET
+    allowed: Real | None = None
     worst_index: tuple[int, ...] | None = None
     word: Word | None = None
     evidence: dict[str, Any] = {}
     reason: str | None = None
     repeated: bool | None = None
-    cast: str | msgspec.UnsetType = msgspec.UNSET
-    name_in_file: str | msgspec.UnsetType = msgspec.UNSET
-    own_file: bool | msgspec.UnsetType = msgspec.UNSET
-    unread: bool | msgspec.UnsetType = msgspec.UNSET
-
-    def with_measure(self, found: Measure) -> Row:
-        """Return this row with what was measured."""
-        allowed = msgspec.UNSET if found.allowed is None else found.allowed
-        return msgspec.structs.replace(self, allowed=allowed, **{name: getattr(found, name) for name in _MEASURED})
+    cast: str = ""
+    name_in_file: str = ""
+    own_file: bool | None = None
+    unread: bool = False
 
     @property
     def share(self) -> float | None:
         """Return error/tolerance where it says something, as `share_of` does."""
         return share_of(self.status, self.ratio, self.max_ulp)
+
+
+class Row(Judgement, frozen=True, kw_only=True, gc=False):
+    """One tensor on one worker."""
+
+    worker: str
+
+    def with_measure(self, found: Measure) -> Row:
+        """Return this row with what was measured."""
+        return msgspec.structs.replace(self, **{name: getattr(found, name) for name in _MEASURED})
 
     def of(self, worker: str) -> Row:
         """Return this row for a worker."""

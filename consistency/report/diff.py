@@ -61,7 +61,7 @@ def _has_other_sign(row: Row) -> bool:
 
 
 def _cells(tensor: TensorComparison) -> list[str]:
-    row = tensor.rows[0]
+    row = tensor.rows[-1]
     cells = [f"{tensor.layer}.{tensor.tensor}", "×".join(map(str, tensor.shape)) or "scalar", tensor.dtype]
     cells.append(row.word or row.status)
     if row.status == "outside" and row.mismatched is not None:

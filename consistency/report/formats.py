@@ -42,8 +42,6 @@ class View:
 
     Attributes
     ----------
-    schema : int or None
-        Of `report.json`; None leaves the choice to the number of workers.
     elapsed_s : float or None
         Time that the run took.
     verbose : bool
@@ -54,7 +52,6 @@ class View:
         `summary.groups` by load path, where they are known already: computing them visits every row.
     """
 
-    schema: int | None = None
     elapsed_s: float | None = None
     verbose: bool = False
     folder: str | None = None

@@ -11,8 +11,8 @@ import msgspec
 from consistency.capture.wording import counted, some
 from consistency.comparison.history.records import RunRecord, WorkerState
 from consistency.comparison.history.store import MOST_IN_RECORD, History
-from consistency.report.fleet.ranges import folded
 from consistency.report.history_table import Line, Night, lines, worst_first
+from consistency.report.ranges import folded
 
 MOST_CLASSES = 32
 """Rows of the page: a screen or two."""

@@ -1,42 +1,136 @@
-"""`report.json`: the contract for programs, schema `consistency.report/1`; of many workers `consistency.report/2`.
+"""`report.json`, schema `consistency.report/1`: the contract for programs.
 
-In schema 1 every worker has a row of its own. Above `MANY_WORKERS` workers `report/fleet/` writes schema 2, in which
-groups of workers stand for workers.
-
-A report of schema 1 with more than `FOLD_ABOVE` rows is folded: tensors that are equal everywhere and whose rows are
-the same to the last field, the copies of one weight in the layers of a model, become one entry with `count` and
-`layers`, which are all their layers; its other fields are the first one's. The entries of `layers[]`, the tolerance
-report, are folded alike. Below that nothing is folded, so that a program finds a tensor by its name. The file is
-written tensor by tensor, because as a whole it can be larger than what it was made from.
+`outcomes` is the table of a comparison: a row per tensor and cohort, which is the workers of which the same is true,
+bits included. All other fields are those of `Comparison`. A list of more than 16 workers is written as `["@3"]`: the
+workers of cohort 3, whose names stand once, as ranges. What the environments of like devices share is written once too,
+so the size of a fleet's report depends on distinct results, not on workers. It is written line by line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
-from consistency.capture.json_codec import by_json_name, decode_json, encode_json
+from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
-from consistency.comparison.layers import LayerComparison, layers_of
-from consistency.comparison.result import Comparison, TensorComparison
-from consistency.report.fleet import write
-from consistency.report.fleet.read import read as read_fleet
-from consistency.report.fleet.types import SCHEMA as FLEET_SCHEMA
-from consistency.report.folding import fold, fold_layers
+from consistency.comparison.layers import LayerComparison, Members, layers_of
+from consistency.comparison.result import Comparison, ComparisonFacts, TensorComparison, WorkerSummary
+from consistency.comparison.rows import Judgement, OncePerSet, Row, Rows, Workers
+from consistency.report import ranges
 from consistency.report.formats import View
-from consistency.report.summary import MOST_COLUMNS
+from consistency.report.shared_values import beside, joined, shared_by
+from consistency.report.summary import badness
 
 SCHEMA = "consistency.report/1"
 
-SCHEMAS = (SCHEMA, FLEET_SCHEMA)
-"""The schemas that are read."""
+MOST_ROWS = 16
+"""Different rows of a tensor: eight architectures, each with devices that pass and devices that do not. Of more, those
+that differ in figures alone are joined."""
 
-MANY_WORKERS = MOST_COLUMNS
-"""Workers up to which each has its rows, as it has a column of the page."""
+MOST_CLASSES = 16
+"""Classes of bits of a tensor: the reference worker's and then the largest."""
 
-FOLD_ABOVE = 100_000
-"""Rows: at some 500 bytes each, a file of 50 MB that an editor still opens; eight GPUs on two load paths have fewer."""
+MOST_IN_FULL = 64
+"""Workers, and hosts, of which all is written: as many as the page shows."""
+
+_FIRST = ("created", "host", "command", "elapsed_s", "versions", "simulated", "planted", "verdict")
+"""Fields that stand before the others: where a report is from, and what nobody must mistake it for."""
+
+_COHORT = "@"
+"""Before the number of a cohort, in the place of a list of its workers."""
+
+_OF_TENSOR = ("stage", "load_path", "layer", "tensor", "shape", "dtype", "rule")
+
+_OF_OUTCOME = (
+    "stage", "load_path", "layer", "tensor", "shape", "dtype", "rule", "cohort", "bits", "status", "reference",
+    "max_abs", "allowed", "ratio", "max_ulp", "mismatched", "worst_index", "word", "evidence", "reason",
+)  # fmt: skip
+"""Fields that every outcome has, in this order; others are left out where they say nothing."""
+
+_OF_KIND = ("environment", "asked", "in_force")
+"""Fields of a worker that are mostly those of its kind."""
+
+
+class Cohort(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers of which the same is true.
+
+    Attributes
+    ----------
+    number : int
+        As outcomes refer to it, and, written `@number`, lists of workers.
+    workers : tuple of str
+        More than 16 are patterns such as `node-[001-128]:cuda:[0-7]`: in brackets are numbers and ranges of them, and
+        the last bracket runs fastest. A `[` of a name is always `[[]`.
+    count : int
+        How many workers it has.
+    """
+
+    number: int
+    workers: tuple[str, ...]
+    count: int
+
+
+class Outcome(Judgement, frozen=True, kw_only=True):
+    """One tensor on one cohort.
+
+    Attributes
+    ----------
+    cohort : int
+        Number of the cohort.
+    bits : int or None
+        Cohorts with the same number have the same bits in this tensor; 0 are those of the reference worker. None where
+        no worker has any, or where the cohort is of many whose bits differ.
+    left_out : int
+        How many different rows this one stands for, without figures: the worst of them has the row before it.
+    """
+
+    stage: str
+    load_path: str
+    layer: str
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    rule: str
+    cohort: int
+    bits: int | None = None
+    left_out: int = 0
+
+
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Outcome)}
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """What workers of one kind share of their environments; what is a worker's own stands in its entry of `workers`."""
+
+    workers: tuple[str, ...]
+    load_path: str
+    environment: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
+    in_force: dict[str, Any] = {}
+
+
+class Report(ComparisonFacts, frozen=True, kw_only=True):
+    """Everything that a comparison found.
+
+    Attributes
+    ----------
+    tool : str
+        Version that wrote it.
+    layers : tuple of LayerComparison
+        The tolerance report, which follows from `outcomes`.
+    hosts_left_out : int
+        Of many hosts, those without a problem of their own are left out of `hosts`.
+    """
+
+    schema: str
+    tool: str = ""
+    cohorts: tuple[Cohort, ...]
+    outcomes: tuple[Outcome, ...]
+    environments: tuple[Environment, ...] = ()
+    layers: tuple[LayerComparison, ...] = ()
+    hosts_left_out: int = 0
 
 
 def as_bytes(comparison: Comparison) -> bytes:
@@ -44,75 +138,298 @@ def as_bytes(comparison: Comparison) -> bytes:
     return b"".join(render(comparison, View()))
 
 
-def render(comparison: Comparison, view: View) -> Iterator[bytes]:
-    """Yield `report.json` piece by piece: indented where nothing is folded, else with one line per tensor."""
-    if (view.schema or schema_for(comparison)) == 2:
-        yield from write.render(comparison, _FIRST)
-        return
-    table = by_json_name(comparison)
-    first = {name: table[name] for name in _FIRST}
-    table = {"schema": SCHEMA, "tool": __version__, **first, **table}
-    layers = layers_of(comparison)
-    if sum(len(tensor.rows) for tensor in comparison.tensors) <= FOLD_ABOVE:
-        yield encode_json({**table, "layers": list(layers)}, indent=1) + b"\n"
-        return
+def render(comparison: Comparison, view: View) -> Iterator[bytes]:  # noqa: ARG001 - as every format
+    """Yield `report.json` piece by piece, a line per entry of a list."""
+    writer = _Writer(comparison)
+    lists: dict[str, list[bytes]] = {
+        name: [encode_json(entry) for entry in entries] for name, entries in writer.lists().items()
+    }
+    lists["cohorts"] = [encode_json(cohort) for cohort in writer.cohorts()]  # which the outcomes have numbered
+    facts = {name: getattr(comparison, name) for name in ComparisonFacts.__struct_fields__}
+    table = {
+        "schema": SCHEMA, "tool": __version__, **{name: facts[name] for name in _FIRST},
+        **facts, **dict.fromkeys(lists), "hosts_left_out": writer.hosts_left_out,
+    }  # fmt: skip
     opening = b"{\n"
     for name, value in table.items():
-        yield opening + encode_json(name) + b": "
-        yield from _lines(map(_entry, fold(comparison.tensors))) if name == "tensors" else [encode_json(value)]
+        yield opening + encode_json(name) + b": " + (_lines(lists[name]) if name in lists else encode_json(value))
         opening = b",\n"
-    yield b',\n"layers": '
-    yield from _lines(map(_entry, fold_layers(layers)))
     yield b"\n}\n"
 
 
+def _lines(entries: Sequence[bytes]) -> bytes:
+    return b"[\n" + b",\n".join(entries) + b"\n]" if entries else b"[]"
+
+
+class _Writer:
+    """The lists of a report."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self._comparison = comparison
+        self._members = Members(comparison)
+        self._cohorts: dict[Workers, int] = {}
+        self._cohort = OncePerSet(lambda workers: self._cohorts.setdefault(workers, len(self._cohorts)))
+        self._named = OncePerSet(self._list_of)
+        self._split: dict[tuple[int, int], tuple[object, list[tuple[int | None, Workers]]]] = {}
+        self._hosts = comparison.hosts
+        if len(self._hosts) > MOST_IN_FULL:
+            ill = (host for host in self._hosts if host.new_log or any(gpu.after for gpu in host.gpus))
+            self._hosts = tuple(ill)[:MOST_IN_FULL]
+        self.hosts_left_out = len(comparison.hosts) - len(self._hosts)
+
+    def lists(self) -> dict[str, Iterable[object]]:
+        """Return the entries of each list that is written a line per entry."""
+        comparison = self._comparison
+        environments, workers = self._workers()
+        return {
+            "workers": workers,
+            "environments": environments,
+            "architectures": map(self._with_names, comparison.architectures),
+            "cohorts": (),
+            "outcomes": (outcome for tensor in comparison.tensors for outcome in self._outcomes(tensor)),
+            "findings": map(self._with_names, comparison.findings),
+            "first_divergence": map(self._with_names, comparison.first_divergence),
+            "first_bitwise_difference": map(self._with_names, comparison.first_bitwise_difference),
+            "hosts": self._hosts,
+            "merging": comparison.merging,
+            "sources": comparison.sources,
+            "layers": map(self._layer, layers_of(comparison)),
+        }
+
+    def cohorts(self) -> Iterator[Cohort]:
+        for workers, number in self._cohorts.items():
+            yield Cohort(number=number, workers=tuple(ranges.written(workers)), count=len(workers))
+
+    def _list_of(self, workers: Workers) -> Workers:
+        """Return a list of workers as it is written: few names, or the number of a cohort."""
+        is_short = len(workers) <= ranges.MOST_NAMED and not any(name.startswith(_COHORT) for name in workers)
+        return workers if is_short else (f"{_COHORT}{self._cohort(workers)}",)
+
+    def _with_names(self, entry: Any) -> object:
+        return msgspec.structs.replace(entry, workers=self._named(entry.workers))
+
+    def _layer(self, layer: LayerComparison) -> object:
+        cells = {
+            name: msgspec.structs.replace(
+                cell,
+                workers=self._named(cell.workers),
+                classes=tuple(map(self._named, _largest(cell.classes)[:MOST_CLASSES])),
+            )
+            for name, cell in layer.architectures.items()
+        }
+        return msgspec.structs.replace(layer, architectures=cells)
+
+    def _outcomes(self, tensor: TensorComparison) -> Iterator[dict[str, Any]]:
+        of_tensor = {name: getattr(tensor, name) for name in _OF_TENSOR}
+        for row, workers, left_out in self._rows(tensor):
+            parts = [(None, workers)] if left_out else self._by_bits(workers, tensor.classes)
+            for bits, some in parts:
+                fields = {name: getattr(row, name) for name in Judgement.__struct_fields__}
+                fields |= {**of_tensor, "cohort": self._cohort(some), "bits": bits, "left_out": left_out}
+                first = {name: fields.pop(name) for name in _OF_OUTCOME}
+                yield first | {name: value for name, value in fields.items() if value != _DEFAULTS[name]}
+
+    def _rows(self, tensor: TensorComparison) -> Iterator[tuple[Row, Workers, int]]:
+        """Yield rows with their workers; of too many those that differ in figures alone are joined, but for the worst.
+
+        The third value is the number of different rows that were joined.
+        """
+        rows = list(tensor.groups)
+        if len(rows) <= MOST_ROWS:
+            yield from ((row, workers, 0) for row, workers in rows)
+            return
+        alike: dict[object, list[tuple[Row, Workers]]] = {}
+        for row, workers in rows:
+            architectures = tuple(self._members.split(workers))
+            alike.setdefault((row.status, row.reference, row.word, row.reason, architectures), []).append(
+                (row, workers)
+            )
+        for found in alike.values():
+            worst, workers = max(found, key=lambda one: badness(one[0]))
+            yield worst, workers, 0
+            others = [names for row, names in found if row is not worst]
+            if others:
+                rest = Row(
+                    worker=others[0][0], reference=worst.reference, status=worst.status, elements=worst.elements,
+                    word=worst.word, reason=worst.reason,
+                )  # fmt: skip
+                yield rest, tuple(name for names in others for name in names), len(others)
+
+    def _by_bits(self, workers: Workers, classes: tuple[Workers, ...]) -> list[tuple[int | None, Workers]]:
+        """Split the workers of a row by the class of their bits; the smallest of many classes stay together."""
+        key = id(workers), id(classes)
+        if key not in self._split:
+            number = {name: place for place, names in enumerate(_largest(classes)[:MOST_CLASSES]) for name in names}
+            parts: dict[int | None, list[str]] = {}
+            for name in workers:
+                parts.setdefault(number.get(name), []).append(name)
+            whole = len(parts) == 1
+            found = [(bits, workers if whole else tuple(names)) for bits, names in parts.items()]
+            self._split[key] = (workers, classes), found  # with both, which keeps their identity
+        return self._split[key][1]
+
+    def _workers(self) -> tuple[list[Environment], list[dict[str, Any]]]:
+        """Return what devices of one kind share, and an entry for each worker with what is its own."""
+        workers = self._comparison.workers
+        in_full = self._in_full() if len(workers) > MOST_IN_FULL else range(len(workers))
+        kinds: dict[tuple[str, ...], list[int]] = {}
+        for place, worker in enumerate(workers):
+            kind = (worker.architecture, worker.model, worker.load_path, worker.status)
+            kinds.setdefault(kind, []).append(place)
+        environments, own = [], {}
+        for places in kinds.values():
+            shared = {name: shared_by([getattr(workers[place], name) for place in places]) for name in _OF_KIND}
+            names = self._named(tuple(workers[place].name for place in places))
+            environments.append(Environment(workers=names, load_path=workers[places[0]].load_path, **shared))
+            for place in places:
+                own[place] = {name: beside(getattr(workers[place], name), shared[name]) for name in _OF_KIND}
+        entries = []
+        for place, worker in enumerate(workers):
+            fields = {name: getattr(worker, name) for name in ("name", *worker.__struct_fields__)}
+            fields["stage_memory"] = worker.stage_memory if place in in_full else ()
+            entries.append({**fields, **own[place]})
+        return environments, entries
+
+    def _in_full(self) -> set[int]:
+        """Return the places of workers of which all is written: the reference, those with errors, one per model."""
+        comparison = self._comparison
+        named = {name for finding in comparison.findings if finding.severity == "error" for name in finding.workers}
+        kinds: set[tuple[str, ...]] = set()
+
+        def weight(place: int) -> int:
+            worker = comparison.workers[place]
+            kind = (worker.architecture, worker.model, worker.load_path)
+            is_first = kind not in kinds
+            kinds.add(kind)
+            return 0 if worker.status != "ok" else 1 if worker.name == comparison.reference or is_first else 2
+
+        places = [(weight(place), place) for place in range(len(comparison.workers))]
+        chosen = [one for one in places if one[0] < 2 or comparison.workers[one[1]].name in named]
+        return {place for _, place in sorted(chosen)[:MOST_IN_FULL]}
+
+
+def _largest(classes: tuple[Workers, ...]) -> tuple[Workers, ...]:
+    """Return the first class, which is the reference worker's, and then, of too many, the largest."""
+    if len(classes) <= MOST_CLASSES:
+        return classes
+    return (classes[0], *sorted(classes[1:], key=len, reverse=True))
+
+
 def read(content: bytes) -> Comparison:
-    """Return the comparison that `report.json` was written of, of either schema; raise what decoding it raises.
+    """Return the comparison that `report.json` was written of.
 
-    Tensors that share an entry each get one again.
+    What the file does not have stays out: figures of rows that were joined, the smallest classes of bits, and hosts
+    without a problem. A file may be a stranger's: cohorts are checked, and how much patterns stand for.
+
+    Raises
+    ------
+    msgspec.DecodeError
+        It is no JSON, a field has another type, or a cohort does not exist or is not what it says.
     """
-    if decode_json(content, _Schema).schema == FLEET_SCHEMA:
-        return read_fleet(content)
-    found = decode_json(content, _Whole)
-    tensors = [
-        msgspec.structs.replace(one, layer=layer) for one in found.tensors for layer in one.layers or [one.layer]
-    ]
-    fields = {name: getattr(found, name) for name in Comparison.__struct_fields__}
-    return Comparison(**{**fields, "tensors": tuple(tensors)})
+    try:
+        return _Reader(decode_json(content, Report)).comparison()
+    except (ValueError, IndexError, KeyError) as error:
+        raise msgspec.ValidationError(str(error)) from error
 
 
-class _Tensor(TensorComparison, frozen=True, kw_only=True):
-    """An entry of `tensors[]`: of several equal ones the first, and the layers of all."""
-
-    layers: tuple[str, ...] = ()
-
-
-class _Whole(Comparison, frozen=True, kw_only=True):
-    tensors: tuple[_Tensor, ...] = ()
+def with_names(table: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Return a decoded report that was changed while every name in it stood alone, outside of patterns."""
+    return _renamed(change(named(table)), ranges.written)
 
 
-class _Schema(msgspec.Struct, frozen=True):
-    schema: str = ""
+def named(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a decoded report with every name alone, outside of patterns."""
+    return _renamed(table, lambda patterns: list(ranges.unfolded(patterns)))
 
 
-def schema_for(comparison: Comparison) -> int:
-    """Return the number of the schema that a comparison is written in, unless another is asked for."""
-    return 2 if len(comparison.workers) > MANY_WORKERS else 1
+def _renamed(table: dict[str, Any], convert: Callable[[list[str]], list[str]]) -> dict[str, Any]:
+    """Return a decoded report with the names of all cohorts converted."""
+    return {**table, "cohorts": [{**one, "workers": convert(one["workers"])} for one in table.get("cohorts") or ()]}
 
 
-_FIRST = ("created", "host", "command", "elapsed_s", "versions", "simulated", "planted", "verdict")
-"""Fields that stand before the others: where a report is from, and what nobody must mistake it for."""
+class _Reader:
+    """A report as a comparison."""
 
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._places = {name: place for place, name in enumerate(dict.fromkeys(w.name for w in report.workers))}
+        self._cohorts = {cohort.number: self._names(cohort) for cohort in report.cohorts}
+        self._orders: dict[tuple[int, ...], Workers] = {}
+        self._classes: dict[tuple[tuple[int, int | None], ...], tuple[Workers, ...]] = {}
 
-def _entry(found: tuple[TensorComparison | LayerComparison, Sequence[str]]) -> object:
-    """Return an entry of `tensors[]` or `layers[]`."""
-    first, layers = found
-    return first if len(layers) == 1 else {**by_json_name(first), "count": len(layers), "layers": layers}
+    def _names(self, cohort: Cohort) -> Workers:
+        workers = tuple(ranges.unfolded(cohort.workers))
+        if len(workers) != cohort.count:
+            raise ValueError(f"a cohort of {cohort.count} names {len(workers)} workers")
+        if not workers:
+            raise ValueError("a cohort of no worker")
+        if strangers := [name for name in workers if name not in self._places]:
+            raise ValueError(f"a cohort names a worker that is none of the report's: {strangers[0]}")
+        return workers
 
+    def _cohort(self, number: int) -> Workers:
+        if number not in self._cohorts:
+            raise ValueError(f"there is no cohort {number}")
+        return self._cohorts[number]
 
-def _lines(entries: Iterable[object]) -> Iterator[bytes]:
-    opening = b"[\n"
-    for entry in entries:
-        yield opening + encode_json(entry)
-        opening = b",\n"
-    yield b"[]" if opening == b"[\n" else b"\n]"
+    def _named(self, workers: Workers) -> Workers:
+        """Return the names that a list stands for."""
+        if len(workers) == 1 and workers[0].startswith(_COHORT):
+            return self._cohort(int(workers[0].removeprefix(_COHORT)))
+        return workers
+
+    def comparison(self) -> Comparison:
+        report = self._report
+        fields = {name: getattr(report, name) for name in ComparisonFacts.__struct_fields__}
+        for name in ("architectures", "findings", "first_divergence", "first_bitwise_difference"):
+            fields[name] = tuple(
+                msgspec.structs.replace(entry, workers=self._named(entry.workers)) for entry in fields[name]
+            )
+        return Comparison(**{**fields, "workers": tuple(self._workers())}, tensors=tuple(self._tensors()))
+
+    def _workers(self) -> Iterator[WorkerSummary]:
+        kinds = {
+            (name, kind.load_path): kind for kind in self._report.environments for name in self._named(kind.workers)
+        }
+        for worker in self._report.workers:
+            kind = kinds[worker.name, worker.load_path]
+            whole = {name: joined(getattr(kind, name), getattr(worker, name)) for name in _OF_KIND}
+            yield msgspec.structs.replace(worker, **whole)
+
+    def _tensors(self) -> Iterator[TensorComparison]:
+        found: dict[tuple[str, ...], list[Outcome]] = {}
+        for outcome in self._report.outcomes:
+            key = (outcome.load_path, outcome.stage, outcome.layer, outcome.tensor)
+            found.setdefault(key, []).append(outcome)
+        for outcomes in found.values():
+            sets = tuple(self._cohort(outcome.cohort) for outcome in outcomes)
+            rows = tuple(
+                Row(worker=names[0], **{name: getattr(one, name) for name in Judgement.__struct_fields__})
+                for one, names in zip(outcomes, sets, strict=True)
+            )
+            yield TensorComparison(
+                **{name: getattr(outcomes[0], name) for name in _OF_TENSOR},
+                classes=self._classes_of(outcomes),
+                rows=Rows(rows, sets, self._order(tuple(outcome.cohort for outcome in outcomes))),
+            )
+
+    def _order(self, cohorts: tuple[int, ...]) -> Workers:
+        if cohorts not in self._orders:
+            names = [worker for number in cohorts for worker in self._cohort(number)]
+            if len(set(names)) != len(names):
+                raise ValueError("a worker with two outcomes of one tensor")
+            self._orders[cohorts] = tuple(sorted(names, key=self._places.__getitem__))
+        return self._orders[cohorts]
+
+    def _classes_of(self, outcomes: Sequence[Outcome]) -> tuple[Workers, ...]:
+        key = tuple((outcome.cohort, outcome.bits) for outcome in outcomes)
+        if key not in self._classes:
+            classes: dict[int, list[str]] = {}
+            for cohort, bits in key:
+                if bits is not None:
+                    classes.setdefault(bits, []).extend(self._cohort(cohort))
+            self._classes[key] = tuple(
+                tuple(sorted(names, key=lambda name: (name != self._report.reference, self._places[name])))
+                for _, names in sorted(classes.items())
+            )
+        return self._classes[key]

@@ -154,8 +154,6 @@ class Redaction:
             return self.given[value]
         if key == "host" and isinstance(value, str) and value and value.lower() not in _EVERYBODYS:
             return self.names.get(value, "<host>")
-        if key == "host" and isinstance(value, list):  # of several workers
-            return [self._of(key, one) for one in value]
         return self.value(value)
 
     def _word(self, word: str) -> str:
@@ -334,13 +332,10 @@ def _uuids(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _values(report: Mapping[str, Any], lists: Iterable[str], name: str) -> Iterator[str]:
-    """Yield a field of all entries of some lists; of entries for many, those of each."""
+    """Yield a field of all entries of some lists."""
     for entry in (entry for of in lists for entry in report.get(of) or ()):
-        if isinstance(entry, Mapping):
-            each = entry.get("each")
-            values = each.get(name) if isinstance(each, Mapping) else None
-            found = [entry.get(name), *(values if isinstance(values, list) else ())]
-            yield from (one for one in found if isinstance(one, str))
+        if isinstance(entry, Mapping) and isinstance(entry.get(name), str):
+            yield entry[name]
 
 
 def _user() -> str:

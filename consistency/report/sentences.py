@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from consistency.capture.version import __version__
 from consistency.capture.wording import counted, listed, some, time_of
 from consistency.case.duration import duration_text
@@ -18,8 +20,8 @@ from consistency.comparison.result import BAD, GONE_DEVICE, LOST_NODE, Compariso
 from consistency.comparison.rows import WorkerSet
 from consistency.comparison.suite import CaseResult
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
-from consistency.report.fleet.ranges import folded
-from consistency.report.summary import MOST_COLUMNS, Cell, Groups, divergences
+from consistency.report.ranges import folded
+from consistency.report.summary import MOST_COLUMNS, Cell, Groups
 from consistency.text import one_line
 
 LEGEND = (
@@ -334,19 +336,22 @@ def agreement_texts(comparison: Comparison, found: Groups) -> Iterator[str]:
 
 def divergence_texts(comparison: Comparison) -> Iterator[str]:
     """Yield where workers first have a mismatch, and where their bits first differ from the reference worker's."""
-    mismatches = {_place(one) for one in comparison.first_divergence}
+    mismatches = {(worker, *_place(one)) for one in comparison.first_divergence for worker in one.workers}
     reference = comparison.reference
     yield from _first("mismatch", comparison, comparison.first_divergence)
-    bits = [one for one in comparison.first_bitwise_difference if _place(one) not in mismatches]
+    bits = []
+    for one in comparison.first_bitwise_difference:
+        others = tuple(worker for worker in one.workers if (worker, *_place(one)) not in mismatches)
+        bits += [msgspec.structs.replace(one, workers=others)] if others else []
     yield from _first(f"bitwise difference from {reference}", comparison, bits)
 
 
 def _place(one: Divergence) -> tuple[str, ...]:
-    return (one.worker, one.load_path, one.stage, one.layer, one.tensor)
+    return (one.load_path, one.stage, one.layer, one.tensor)
 
 
-def _first(what: str, comparison: Comparison, found: list[Divergence] | tuple[Divergence, ...]) -> Iterator[str]:
-    for one, workers in divergences(found):
+def _first(what: str, comparison: Comparison, found: Sequence[Divergence]) -> Iterator[str]:
+    for one in found:
         where = f" (load path {one.load_path})" if one.load_path != comparison.load_paths[0] else ""
         status = f" ({_STATUS.get(one.status, one.status)})" if one.status != "outside" else ""
-        yield f"{some(workers)}{where}: first {what}: {one.stage}, {one.layer}.{one.tensor}{status}"
+        yield f"{some(one.workers)}{where}: first {what}: {one.stage}, {one.layer}.{one.tensor}{status}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
-from consistency.comparison.result import BAD, Comparison, Divergence, Row, TensorComparison
+from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
 from consistency.comparison.rows import OncePerSet, WorkerSet
 
 MOST_LINES = 8
@@ -198,14 +198,6 @@ def class_text(classes: Sequence[Sequence[str]]) -> str:
     if others:
         texts.append(f"and {counted(sum(map(len, others)), 'worker')} in {len(others)} more")
     return " ".join(texts)
-
-
-def divergences(found: Sequence[Divergence]) -> list[tuple[Divergence, tuple[str, ...]]]:
-    """Gather workers that diverge at the same tensor: one of them, and all their names."""
-    same: dict[tuple[str, ...], list[Divergence]] = {}
-    for one in found:
-        same.setdefault((one.load_path, one.stage, one.layer, one.tensor, one.status), []).append(one)
-    return [(ones[0], tuple(one.worker for one in ones)) for ones in same.values()]
 
 
 def _flags(comparison: Comparison, load_path: str) -> dict[str, dict[str, str]]:

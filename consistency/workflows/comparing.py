@@ -31,7 +31,6 @@ def compare_folders(
     *,
     replace: bool = False,
     baseline: Baseline | None = None,
-    schema: int | None = None,
     groups: SiteGroups = NO_GROUPS,
     history: History | None = None,
     engines: Sequence[EngineFile] = (),
@@ -52,7 +51,7 @@ def compare_folders(
         comparison = _compared(captures, unread, given, groups)
         comparison = judged(captures, comparison, out, history=history, baseline=baseline)
         comparison = made(comparison, time.monotonic() - started)
-        return write_reports(comparison, out, schema=schema)
+        return write_reports(comparison, out)
 
 
 def compare_read(folders: Sequence[Path], groups: SiteGroups = NO_GROUPS) -> tuple[list[Capture], Comparison]:

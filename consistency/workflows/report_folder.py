@@ -21,14 +21,14 @@ from consistency.report.summary import all_groups
 CAPTURES = "captures"
 
 
-def write_reports(comparison: Comparison, out: Path | None, *, schema: int | None = None) -> Comparison:
+def write_reports(comparison: Comparison, out: Path | None) -> Comparison:
     """Write the files of a report to a folder; return the comparison with what cannot be written.
 
-    The work of hours is not lost for want of room. `schema` is that of `report.json` (`View`).
+    The work of hours is not lost for want of room.
     """
     if out is None:
         return comparison
-    view = View(schema=schema, elapsed_s=comparison.elapsed_s, folder=str(out), groups=all_groups(comparison))
+    view = View(elapsed_s=comparison.elapsed_s, folder=str(out), groups=all_groups(comparison))
     return with_unwritten(comparison, write_all(out, formats(Chosen.OUT), comparison, view))
 
 

@@ -12,41 +12,20 @@ from consistency.capture.bounded import read_regular
 from consistency.capture.folder import CASES
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.wording import some
-from consistency.comparison.result import Comparison, Finding, WorkerSummary
+from consistency.comparison.result import Comparison
 from consistency.comparison.suite import SuiteResult
 from consistency.errors import UsageError
-from consistency.report.fleet.read import named, with_names
-from consistency.report.json import SCHEMA, SCHEMAS, read
+from consistency.report.json import SCHEMA, named, read, with_names
 from consistency.report.redaction import Redaction, redaction_of
 from consistency.report.runs import REPORT, SUITE, latest_run
 
 _MOST_FOLDERS = 8  # named where there is no report, but below
 
 
-class ReportHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of `report.json` that most commands need.
-
-    Attributes
-    ----------
-    created, host : str or None, str
-        When (ISO 8601, UTC) and where the report was made; not in reports of earlier versions.
-    command : tuple of str
-        The command line that made it, word by word.
-    """
-
-    schema: str
-    findings: tuple[Finding, ...]
-    created: str | None = None
-    host: str = ""
-    command: tuple[str, ...] = ()
-    captures: tuple[str, ...] = ()
-    workers: tuple[WorkerSummary, ...] = ()
-
-
 D = TypeVar("D")
 
 
-def read_report(path: Path) -> tuple[ReportHead, Path]:
+def read_comparison(path: Path) -> tuple[Comparison, Path]:
     """Read a report, given as its file, its folder, or the folder of dated runs; return it and its folder.
 
     Raises
@@ -55,21 +34,7 @@ def read_report(path: Path) -> tuple[ReportHead, Path]:
         There is no report, or its schema is not supported.
     """
     content, file = _content(path)
-    schema = _schema(content, file)
-    if schema == SCHEMA:
-        return _decoded(content, ReportHead, file), file.parent
-    found = _tried(lambda: read(content), file)
-    head = {name: getattr(found, name) for name in ReportHead.__struct_fields__ if name != "schema"}
-    return ReportHead(schema=schema, **head), file.parent
-
-
-def read_comparison(path: Path) -> tuple[Comparison, Path]:
-    """Read the comparison that a report was written of, and raise as `read_report`.
-
-    Tensors that share an entry of the file each get one again.
-    """
-    content, file = _content(path)
-    _schema(content, file)
+    _check_schema(content, file)
     return _tried(lambda: read(content), file), file.parent
 
 
@@ -84,7 +49,7 @@ def read_suite(path: Path) -> tuple[SuiteResult, Path] | None:
 def read_redacted(path: Path) -> tuple[Comparison, Redaction]:
     """Read the comparison without what names people and machines, and return what took that out."""
     content, file = _content(path)
-    is_grouped = _schema(content, file) != SCHEMA
+    _check_schema(content, file)
     table = _decoded(content, dict[str, Any], file)
     found: list[Redaction] = []
 
@@ -93,17 +58,16 @@ def read_redacted(path: Path) -> tuple[Comparison, Redaction]:
         changed: dict[str, Any] = found[0].value(plain)
         return changed
 
-    table = _tried(lambda: with_names(table, redacted) if is_grouped else redacted(table), file)
+    table = _tried(lambda: with_names(table, redacted), file)
     return _tried(lambda: read(encode_json(table)), file), found[0]
 
 
 def redaction_for(path: Path, texts: Iterable[str]) -> Redaction:
     """Return what takes the names of people and machines out of a report, and of texts that were made of it."""
     content, file = _content(path)
+    _check_schema(content, file)
     table = _decoded(content, dict[str, Any], file)
-    if _schema(content, file) != SCHEMA:
-        table = _tried(lambda: named(table), file)
-    return redaction_of(table, more=texts)
+    return redaction_of(_tried(lambda: named(table), file), more=texts)
 
 
 def _content(path: Path) -> tuple[bytes, Path]:
@@ -136,12 +100,11 @@ def _tried(attempt: Callable[[], D], file: Path) -> D:
         raise UsageError("not a report", where=file, got=error) from None
 
 
-def _schema(content: bytes, file: Path) -> str:
-    """Return the schema of a report, if it is one that is read."""
+def _check_schema(content: bytes, file: Path) -> None:
+    """Raise UsageError where a report has another schema."""
     found = _decoded(content, _Schema, file).schema
-    if found not in SCHEMAS:
-        raise UsageError("unsupported report schema", where=file, got=found, wanted=" or ".join(SCHEMAS))
-    return found
+    if found != SCHEMA:
+        raise UsageError("unsupported report schema", where=file, got=found, wanted=SCHEMA)
 
 
 class _Schema(msgspec.Struct, frozen=True):

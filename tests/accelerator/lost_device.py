@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tests.reported import rows
+
 LOST = "npu:1"
 OTHERS = ("cpu", "npu:0", "npu:2", "npu:3")
 
@@ -73,11 +75,6 @@ class Loss:
             for finding in report["findings"]
             if finding["severity"] == "error" and finding["kind"] != "lost-worker"
         ]
-        compared = {
-            row["worker"]
-            for tensor in report["tensors"]
-            for row in tensor["rows"]
-            if row["status"] in ("equal", "within")
-        }
+        compared = {row["worker"] for row in rows(report) if row["status"] in ("equal", "within")}
         found += [f"nothing of {name} is compared" for name in OTHERS if name not in compared]
         return found

@@ -35,7 +35,7 @@ def test_an_accelerator_alone(double: Double, tmp_path: Path) -> None:
     (merging,) = report["merging"]
     assert merging["worker"] == "npu:0"
     assert 0 < merging["moved"] == pytest.approx(merging["must"], rel=0.1)
-    rows = {(t["layer"], t["tensor"]): t["rows"][0]["status"] for t in report["tensors"] if t["stage"] == "adapters"}
+    rows = {(one["layer"], one["tensor"]): one["status"] for one in report["outcomes"] if one["stage"] == "adapters"}
     place = "model.layers.0.self_attn.q_proj"
     assert {rows[place, f"{kind}.lora_B"] for kind in ("dare_ties", "svd", "dare_linear_svd")} == {"within"}
     assert rows["add_weighted_adapter(dare_linear)", "density"] == "within"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.healthy_devices import deepseek, made, wide
+from tests.reported import rows
 
 from .fixtures import RunsOnDouble
 
@@ -29,7 +30,7 @@ def test_nothing_is_found_on_healthy_devices(
         load_paths="isolated",
     )  # fmt: skip
     assert run.process.returncode == 0, run.process.stdout
-    judged = [row for tensor in run.report["tensors"] for row in tensor["rows"] if row["worker"] != "cpu"]
+    judged = [row for row in rows(run.report) if row["worker"] != "cpu"]
     assert judged
     assert {row["status"] for row in judged} <= {"within", "equal"}
     assert max(row["ratio"] or 0 for row in judged) < 0.8

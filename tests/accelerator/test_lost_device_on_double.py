@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.reported import rows
+
 from .fixtures import RunsOnDouble
 from .lost_device import ERRORS, LOST, Loss
 
@@ -50,9 +52,9 @@ def test_a_model_that_does_not_run_is_no_device_that_fails(run_on_double: RunsOn
     options = {"base": base, "devices": "cpu,npu:0", "load_paths": "isolated", "stages": "base,forward"}
     run = run_on_double({"devices": 1}, **options)
     assert run.process.returncode == 0, run.process.stdout
-    rows = [row for tensor in run.report["tensors"] if tensor["stage"] == "forward" for row in tensor["rows"]]
-    assert {(row["worker"], row["status"]) for row in rows} == {("cpu", "skipped"), ("npu:0", "skipped")}
-    assert all("does not run on inputs made from its config" in row["reason"] for row in rows)
+    forward = list(rows(run.report, "forward"))
+    assert {(row["worker"], row["status"]) for row in forward} == {("cpu", "skipped"), ("npu:0", "skipped")}
+    assert all("does not run on inputs made from its config" in row["reason"] for row in forward)
 
 
 def test_nobody_waits_for_the_reference_of_a_device_that_is_lost(run_on_double: RunsOnDouble) -> None:
@@ -62,7 +64,7 @@ def test_nobody_waits_for_the_reference_of_a_device_that_is_lost(run_on_double: 
     assert run.process.returncode == 3, run.process.stderr
     workers = {worker["name"]: worker for worker in run.report["workers"]}
     assert (workers["npu:0"]["status"], workers["npu:1"]["status"]) == ("lost", "ok")
-    rows = [row for t in run.report["tensors"] if t["stage"] == "forward" for row in t["rows"]]
-    blocked = {row["reason"] for row in rows if row["worker"] == "npu:1"}
-    assert {row["status"] for row in rows} == {"blocked"}
+    forward = list(rows(run.report, "forward"))
+    blocked = {row["reason"] for row in forward if row["worker"] == "npu:1"}
+    assert {row["status"] for row in forward} == {"blocked"}
     assert all("npu:0" in reason and "float64 reference" in reason for reason in blocked)

@@ -14,6 +14,7 @@ import transformers
 from consistency.case.budget.shape import read_shape
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
+from tests.reported import environments
 
 from .fixtures import Double, RunOnDouble, RunsOnDouble
 
@@ -94,12 +95,12 @@ def test_a_flipped_bit_is_found_in_the_layer_where_it_arrives(run: RunOnDouble) 
     assert (errors[0].kind, errors[0].message.partition(" · ")[0]) == ("bit-flip", "base")
     assert errors[0].tensors == (f"base::model.layers.{LAYERS - 1}.mlp.down_proj.weight",)
     (first,) = run.comparison.first_divergence
-    assert (first.worker, first.layer) == ("npu:1", f"model.layers.{LAYERS - 1}.mlp.down_proj")
+    assert (first.workers, first.layer) == (("npu:1",), f"model.layers.{LAYERS - 1}.mlp.down_proj")
 
 
 def test_the_report_states_what_was_offloaded_and_why(run: RunOnDouble) -> None:
-    said = {worker["name"]: worker["environment"].get("placement") for worker in run.report["workers"]}
-    assert said["cpu"] is None
+    said = {name: str(environment.get("placement", "")) for (name, _), environment in environments(run.report).items()}
+    assert not said["cpu"]
     for name in ("npu:0", "npu:1"):
         assert said[name].startswith("offload: the stages need ")
         assert said[name].endswith(" 7.0 MiB of it for the base, and 2.3 MiB are free")

@@ -10,6 +10,7 @@ import pytest
 from consistency.capture.reader import read_capture
 from consistency.comparison.compare import compare
 from consistency.comparison.result import TensorComparison
+from tests.reported import environments
 
 from .fixtures import Double, RunOnDouble, RunsOnDouble
 
@@ -88,9 +89,11 @@ def test_default_path_through_device_0_is_a_warning(faulty: RunOnDouble) -> None
 def test_every_worker_met_the_device_that_was_meant(faulty: RunOnDouble) -> None:
     there = [w for w in faulty.report["workers"] if w["name"] != "cpu"]
     assert len(there) == 6
+    environment = environments(faulty.report)
     for worker in there:
-        assert worker["environment"]["device_uuid"] == worker["uuid"]
-        shown = worker["environment"]["variables"].get("ASCEND_RT_VISIBLE_DEVICES")
+        seen = environment[worker["name"], worker["load_path"]]
+        assert seen["device_uuid"] == worker["uuid"]
+        shown = seen["variables"].get("ASCEND_RT_VISIBLE_DEVICES")
         assert shown == (worker["name"].removeprefix("npu:") if worker["load_path"] == "isolated" else None)
     assert len({w["uuid"] for w in there}) == 3
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from consistency.case.builtin import builtin_folder
+from tests.reported import environments, rows
 
 from .fixtures import Double
 
@@ -21,19 +22,18 @@ def test_an_adapter_is_swapped_on_a_device(double: Double, tmp_path: Path) -> No
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"out/cases/{name}/report.json").read_text()) for name in ("one", "two"))
-    for worker in second["workers"]:
-        assert worker["environment"]["base"].startswith("kept from the case before")
+    for environment in environments(second).values():
+        assert environment["base"].startswith("kept from the case before")
     # PEFT reads the adapter onto npu:0 each time: what the first case took there is not taken for the second one's
     kinds = [[finding["kind"] for finding in report["findings"]] for report in (first, second)]
     assert kinds[0] == kinds[1]
     assert "touched" in kinds[0]
-    rows = [
+    found = [
         {
-            (tensor["stage"], tensor["layer"], tensor["tensor"], row["worker"]): (row["status"], row.get("max_abs"))
-            for tensor in report["tensors"]
-            for row in tensor["rows"]
-            if tensor["stage"] != "memory"
+            (row["stage"], row["layer"], row["tensor"], row["worker"]): (row["status"], row["max_abs"])
+            for row in rows(report)
+            if row["stage"] != "memory"
         }
         for report in (first, second)
     ]
-    assert rows[0] == rows[1], "one adapter under two names has one set of numbers"
+    assert found[0] == found[1], "one adapter under two names has one set of numbers"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.accelerator.fixtures import RunsOnDouble
+from tests.reported import rows
 
 
 def test_variants_of_a_card_run_one_after_the_other(run_on_double: RunsOnDouble) -> None:
@@ -15,5 +16,4 @@ def test_variants_of_a_card_run_one_after_the_other(run_on_double: RunsOnDouble)
         at = [json.loads(line)["at"] for line in path.read_text(encoding="utf-8").splitlines()]
         times[path.parent.name] = (at[0], at[-1])
     assert times["npu_0.isolated"][1] < times["npu_0@math.isolated"][0]
-    forward = [row for row in run.report["tensors"] if row["stage"] == "forward"]
-    assert {row["worker"] for tensor in forward for row in tensor["rows"]} == {"cpu", "npu:0", "npu:0@math"}
+    assert {row["worker"] for row in rows(run.report, "forward")} == {"cpu", "npu:0", "npu:0@math"}

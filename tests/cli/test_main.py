@@ -24,6 +24,7 @@ import consistency
 from consistency.worker.faults.catalogue import FAULTS
 from tests.conftest import Cli, FinishedRun, command
 from tests.made_weights import f32, put
+from tests.reported import rows
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_tolerances_of_the_command_line_come_after_those_of_the_file(cli_here: C
     assert "note: tolerance stage=merged,layer=model.*,atol=0.001,rtol=0.0: 56 tensors judged by it" in done.stdout
     assert "note: tolerance atol=0.0,rtol=0.0: judged no tensor: a later one wins where it matches" in done.stdout
     report = json.loads((out / "report.json").read_text())
-    assert {tensor["rule"] for tensor in report["tensors"]} == {"user"}
+    assert {one["rule"] for one in report["outcomes"]} == {"user"}
     case = json.loads((out / "captures" / "capture.json").read_text())["case"]
     assert [table["atol"] for table in case["tolerance"]] == [0, 1e-3]
 
@@ -248,7 +249,7 @@ def test_configuration_file(cli_here: Cli, tmp_path: Path, copies: tuple[Path, P
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["case"] == "x"
-    assert {tensor["stage"] for tensor in report["tensors"]} == {"adapter"}
+    assert {one["stage"] for one in report["outcomes"]} == {"adapter"}
 
 
 def test_factory_without_adapter(cli: Cli, tmp_path: Path) -> None:
@@ -260,7 +261,7 @@ def test_factory_without_adapter(cli: Cli, tmp_path: Path) -> None:
     )
     done = cli("run", "--devices", "cpu", "--base", "python:factory:make", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert {t["layer"] for t in json.loads(done.stdout)["tensors"] if t["stage"] == "base"} == {"weight", "bias"}
+    assert {one["layer"] for one in json.loads(done.stdout)["outcomes"] if one["stage"] == "base"} == {"weight", "bias"}
     bad = {"nothing": "cannot import the model factory", "number": "does not return a module", "broken": "no luck"}
     config = [f'[[case]]\nname = "{function}"\nbase = "python:factory:{function}"\n' for function in bad]
     (tmp_path / "bad.toml").write_text('devices = "cpu"\n' + "".join(config))
@@ -282,7 +283,7 @@ def test_inputs_from_a_file(cli_here: Cli, tmp_path: Path) -> None:
     run = ("run", "--devices", "cpu", "--stages", "forward", "--json", "--inputs")
     done = cli_here(*run, good)
     assert done.returncode == 0, done.stderr
-    logits = next(t for t in json.loads(done.stdout)["tensors"] if t["layer"] == "logits")
+    logits = next(one for one in json.loads(done.stdout)["outcomes"] if one["layer"] == "logits")
     assert logits["shape"][:2] == [2, 6]
     done = cli_here(*run, bad)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -542,7 +543,7 @@ def test_diff_tells_by_its_exit_status(cli_here: Cli, tmp_path: Path) -> None:
     done = cli_here("diff", a.parent, b, "--json")
     report = json.loads(done.stdout)
     assert (done.returncode, report["reference"]) == (1, str(a.parent)), "the first is the reference"
-    (row,) = next(t for t in report["tensors"] if t["tensor"] == "b")["rows"]
+    (row,) = (row for row in rows(report) if row["tensor"] == "b" and row["worker"] == str(b))
     assert (row["worker"], row["evidence"]["actual"], row["evidence"]["expected"]) == (str(b), 4.0, 3.0)
 
 

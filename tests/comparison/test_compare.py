@@ -44,7 +44,7 @@ def test_classes_begin_with_the_reference_and_tell_who_agrees(make_capture: Make
     (finding,) = errors(found)
     assert finding.workers == ("cuda:1", "cuda:3")
     assert finding.tensors == ("adapter::layers.0.q.lora_B",)
-    assert {d.worker for d in found.first_divergence} == {"cuda:1", "cuda:3"}
+    assert {name for d in found.first_divergence for name in d.workers} == {"cuda:1", "cuda:3"}
 
 
 def test_one_cause_is_one_finding(make_capture: MakeCapture) -> None:
@@ -70,7 +70,9 @@ def test_outside_the_bound(make_capture: MakeCapture) -> None:
 def test_other_bits_within_the_bound_are_fine_between_models(make_capture: MakeCapture) -> None:
     found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": [computed("b")]}))
     assert found.verdict == "consistent"
-    assert [(d.worker, d.stage, d.status) for d in found.first_bitwise_difference] == [("cuda:0", "merged", "within")]
+    assert [(d.workers, d.stage, d.status) for d in found.first_bitwise_difference] == [
+        (("cuda:0",), "merged", "within")
+    ]
     assert found.first_divergence == ()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 import sys
 from collections.abc import Sequence
@@ -285,21 +284,16 @@ def operations(captures: list[Capture]) -> int:
     return count
 
 
-@pytest.mark.parametrize(
-    ("kind", "schema"), [("alike", 1), ("apart", 1), ("scattered", 1), ("alike", 2), ("scattered", 2)]
-)
+@pytest.mark.parametrize("kind", ["alike", "apart", "scattered"])
 @pytest.mark.parametrize("grows", ["workers", "tensors"])
-def test_the_work_grows_no_faster_than_the_rows(
-    grows: str, kind: str, schema: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_work_grows_no_faster_than_the_rows(grows: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From one size to twice that size as much is added as at most from half of it: 2 where linear, 4 where quadratic.
 
     What C code does inside one operation is not counted; benchmarks/scaling.py measures the time of all of it.
     """
-    monkeypatch.setattr(report_json, "FOLD_ABOVE", 0)
-    monkeypatch.setattr(report_json, "MANY_WORKERS", 10**9 if schema == 1 else 0)
     monkeypatch.setattr("consistency.report.sentences.MOST_COLUMNS", 0)  # what is done of a fleet alone, for every size
-    monkeypatch.setattr("consistency.report.fleet.write.MOST_IN_FULL", 8)
+    monkeypatch.setattr(report_json, "MOST_IN_FULL", 8)
+    monkeypatch.setattr("consistency.report.ranges.MOST_NAMED", 0)
     faulty = frozenset(range(3, 200, 9))
 
     def work(size: int) -> int:
@@ -314,9 +308,8 @@ def test_the_work_grows_no_faster_than_the_rows(
     assert (large - middle) / (middle - small) < 2.05
 
 
-def test_a_worker_that_saw_what_others_saw_costs_nothing_per_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_saw_what_others_saw_costs_nothing_per_tensor() -> None:
     """What it adds to the work is the same with four times the tensors."""
-    monkeypatch.setattr(report_json, "MANY_WORKERS", 0)
     faulty = frozenset({3, 7})
     operations(fleet(10, 4, faulty=faulty))  # fills caches
     few, many = (
@@ -398,68 +391,3 @@ def test_bits_that_do_not_repeat_on_many_workers_are_one_finding() -> None:
     (finding,) = errors(found)
     assert finding.kind == "not-repeatable"
     assert len(finding.workers) == 20
-
-
-# --- the report of a fleet is folded --------------------------------------------------------------------------------
-
-
-def report(found: Comparison) -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(report_json.as_bytes(found))
-    return table
-
-
-def test_small_reports_are_not_folded() -> None:
-    table = report(compare(fleet(3, 4)))
-    assert len(table["tensors"]) == 16
-    assert not any("count" in tensor for tensor in table["tensors"])
-
-
-def test_equal_tensors_are_folded_over_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = compare(fleet(3, 4))
-    whole = report(found)
-    monkeypatch.setattr(report_json, "FOLD_ABOVE", 0)
-    folded = report(found)
-    lists = ("tensors", "layers")
-    assert {k: v for k, v in folded.items() if k not in lists} == {k: v for k, v in whole.items() if k not in lists}
-    for name in lists:
-        assert sum(entry.get("count", 1) for entry in folded[name]) == len(whole[name]) > len(folded[name])
-    counts = {t["stage"]: t["count"] for t in folded["tensors"] if "count" in t}
-    assert counts == {"base": 4, "adapter": 4}
-    assert unfolded(folded["tensors"]) == sorted(whole["tensors"], key=place)
-
-
-def test_nothing_but_the_layer_may_differ_in_a_fold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_json, "FOLD_ABOVE", 0)
-    seen = [
-        moved(layer="l0"),
-        moved(layer="l1", shape=(3, 2)),
-        moved(layer="l2", evidence={"note": 1}),
-        moved(layer="l3"),
-        moved(layer="l4", tensor="lora_A"),
-        moved("x", layer="l5"),
-    ]
-    found = compare([make_capture_of(0, make_info("cpu"), seen)])
-    assert not any("count" in tensor for tensor in report(found)["tensors"])
-    assert unfolded(report(found)["tensors"]) == sorted(json.loads(encode_json(found.tensors)), key=place)
-
-
-def test_a_report_of_nothing_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_json, "FOLD_ABOVE", -1)
-    assert report(compare([make_capture_of(0, make_info("cpu"), [])]))["tensors"] == []
-
-
-def place(tensor: dict[str, Any]) -> list[Any]:
-    return [tensor["stage"], tensor["tensor"], tensor["layer"]]
-
-
-def unfolded(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Undo the folding; a tensor's place in the model's order is all that it loses."""
-    order = {(t["stage"], name): int(name.lstrip("layers.")) for t in tensors for name in t.get("layers", ())}
-    whole = []
-    for tensor in tensors:
-        rest = {k: v for k, v in tensor.items() if k not in ("count", "layers")}
-        for layer in tensor.get("layers", [tensor["layer"]]):
-            place = {"order": order[tensor["stage"], layer]} if "layers" in tensor else {}
-            whole.append({**rest, "layer": layer, **place})
-        assert tensor.get("count", 1) == len(tensor.get("layers", [1]))
-    return sorted(whole, key=lambda t: [t["stage"], t["tensor"], t["layer"]])

@@ -96,12 +96,10 @@ def test_a_fault_on_one_device_is_found_there_alone(found: dict[str, Comparison]
 def test_copies_are_right_and_operators_are_as_accurate_as_documented(cli: Cli, tmp_path: Path) -> None:
     given = ("--devices", "cpu,xla:3", "--stages", "transfer,operators", "--out", tmp_path, "--stall", 900)
     cli("run", *given, env={**os.environ, **ASKED}, timeout=1800)
-    rows = json.loads((tmp_path / "report.json").read_text())["tensors"]
     wrong = {
-        (tensor["stage"], tensor["layer"], tensor["dtype"])
-        for tensor in rows
-        for row in tensor["rows"]
-        if row["status"] not in ("equal", "within", "skipped")
+        (one["stage"], one["layer"], one["dtype"])
+        for one in json.loads((tmp_path / "report.json").read_text())["outcomes"]
+        if one["status"] not in ("equal", "within", "skipped")
     }
     # docs/xla.md: these are added up in float16, which no document of XLA says
     assert wrong == {("operators", "conv1d", "float16"), ("operators", "conv2d", "float16")}

@@ -132,7 +132,9 @@ def _kept(comparison: Any) -> Any:
             }
             for one in comparison.tensors
         },
-        "first divergence": [[one.worker, one.stage, one.layer, one.tensor] for one in comparison.first_divergence],
+        "first divergence": [
+            [name, one.stage, one.layer, one.tensor] for one in comparison.first_divergence for name in one.workers
+        ],
     }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Cli
+from tests.reported import environments, outcomes
 
 from . import made_bases
 from .machines import Card, Machine, on_gpus_and_the_double, report_of, workers_of
@@ -22,8 +23,7 @@ def test_cpu_and_accelerator_together(cli: Cli, tmp_path: Path, accelerator: Cal
         out = tmp_path / dtype
         done = cli("run", "--devices", f"cpu,{device}", "--dtype", dtype, "--out", out)
         assert done.returncode == 0, done.stdout + done.stderr
-        moved = [t for t in report_of(out)["tensors"] if t["stage"] in ("base", "adapter")]
-        assert {row["status"] for t in moved for row in t["rows"]} == {"equal"}
+        assert {one["status"] for one in outcomes(report_of(out), "base", "adapter")} == {"equal"}
 
 
 @pytest.fixture
@@ -48,8 +48,9 @@ def test_an_isolated_worker_sees_its_card_alone(machine: Machine, tmp_path: Path
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), machine.environment.get("PYTHONPATH")]))
     done = machine.consistency("run", *words, "--out", tmp_path / "out", PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
-    (worker,) = workers_of(report_of(tmp_path / "out"), card)
-    seen = worker["environment"]["device_uuid"]
+    report = report_of(tmp_path / "out")
+    (worker,) = workers_of(report, card)
+    seen = environments(report)[worker["name"], worker["load_path"]]["device_uuid"]
     assert seen.removeprefix("GPU-") == card.uuid.removeprefix("GPU-") == worker["uuid"].removeprefix("GPU-")
 
 
@@ -79,7 +80,7 @@ def test_doctor_finds_nothing_on_a_healthy_card(machine: Machine, one_gpu: Card,
     assert done.returncode == 0, done.stdout + done.stderr
     report = report_of(tmp_path / "out")
     assert [f["message"] for f in report["findings"] if f["severity"] == "error"] == []
-    assert {t["stage"] for t in report["tensors"]} >= {"transfer", "operators"}
+    assert {one["stage"] for one in report["outcomes"]} >= {"transfer", "operators"}
 
 
 @on_gpus_and_the_double

@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+from tests.reported import environments, rows
+
 from .machines import Card, Machine, on_gpus, on_gpus_and_the_double, report_of, workers_of
 
 
@@ -21,7 +23,7 @@ def test_a_card_without_free_memory_is_lost_alone(machine: Machine, one_gpu: Car
     lost = {worker["name"]: worker["reason"] for worker in report["workers"] if worker["status"] != "ok"}
     assert lost.keys() == {one_gpu.name}
     assert "memory" in lost[one_gpu.name]
-    right = {row["worker"] for tensor in report["tensors"] for row in tensor["rows"] if row["status"] == "equal"}
+    right = {row["worker"] for row in rows(report) if row["status"] == "equal"}
     assert right >= {"cpu", *(card.name for card in machine.cards[1:])}
 
 
@@ -38,7 +40,7 @@ def test_where_all_cards_are_visible_each_worker_has_the_planned_one(
     report = report_of(tmp_path / "out")
     for card in two_gpus:
         (worker,) = workers_of(report, card)
-        seen = worker["environment"]["device_uuid"]
+        seen = environments(report)[worker["name"], worker["load_path"]]["device_uuid"]
         assert seen.removeprefix("GPU-") == card.uuid.removeprefix("GPU-") == worker["uuid"].removeprefix("GPU-")
     touched = [f for f in report["findings"] if f["kind"] == "touched"]
     assert {(f["severity"], *f["workers"]) for f in touched} == {("warning", names[1])}
@@ -52,8 +54,8 @@ def test_copies_between_cards_arrive(machine: Machine, two_gpus: tuple[Card, Car
     words = ("--devices", ",".join(card.name for card in two_gpus), "--level", level, "--out", tmp_path / "out")
     done = machine.consistency("doctor", *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    copies = [t for t in report_of(tmp_path / "out")["tensors"] if t["stage"] == "transfer"]
-    into = {row["worker"] for tensor in copies for row in tensor["rows"] if row["status"] == "equal"}
+    copies = rows(report_of(tmp_path / "out"), "transfer")
+    into = {row["worker"] for row in copies if row["status"] == "equal"}
     assert into == {card.name for card in two_gpus}
 
 
@@ -70,8 +72,8 @@ def test_equal_cards_agree_bitwise_isolated_and_shared(
     assert {worker["load_path"] for worker in report["workers"]} == {"isolated", "shared"}
     reached = {name for f in report["findings"] if "no deterministic version" in f["message"] for name in f["tensors"]}
     apart = [
-        f"{t['stage']}::{t['layer']}::{t['tensor']}"
-        for t in report["tensors"] if len(t["classes"]) > 1 and t["rule"] not in ("limit", "bitwise")
+        f"{one['stage']}::{one['layer']}::{one['tensor']}"
+        for one in report["outcomes"] if one["bits"] and one["rule"] not in ("limit", "bitwise")
     ]  # fmt: skip
     assert set(apart) <= reached
     assert [f["message"] for f in report["findings"] if f["kind"] == "same-model" and f["severity"] == "error"] == []

@@ -42,9 +42,7 @@ def test_a_word_of_another_version_is_read_shown_and_written_again() -> None:
 
 
 def test_a_word_is_a_string_in_json() -> None:
-    record = TensorRecord(
-        rule="bitwise", status="equal", stage="adapter", layer="a", tensor="w", word=Word.BIT_FLIP
-    )
+    record = TensorRecord(rule="bitwise", status="equal", stage="adapter", layer="a", tensor="w", word=Word.BIT_FLIP)
     raw = encode_json(record)
     assert b'"word":"bit-flip"' in raw
     assert decode_json(raw, TensorRecord).word is Word.BIT_FLIP

@@ -15,7 +15,8 @@ from consistency.report.diff import print_diff
 from consistency.report.json import as_bytes
 from consistency.report.sentences import sentence
 from tests.made_weights import Given, f32, put
-from tests.report.contract import ROW, TENSOR, WORKER, no_constant
+from tests.report.contract import OUTCOME, WORKER, no_constant
+from tests.reported import rows
 
 
 def compared(folder: Path, actual: dict[str, Given], expected: dict[str, Given]) -> Comparison:
@@ -93,7 +94,7 @@ def test_names_are_shown_and_not_obeyed(tmp_path: Path, name: str, is_there: boo
     assert not [line for line in text.splitlines() if line.strip().startswith("CONSISTENT")]
     if name.isprintable():
         assert text.count(name) >= 2, "in the table and in the finding"
-    assert name in {f"{t['layer']}.{t['tensor']}" for t in json.loads(as_bytes(found))["tensors"]}
+    assert name in {f"{one['layer']}.{one['tensor']}" for one in json.loads(as_bytes(found))["outcomes"]}
 
 
 def test_a_note_is_shown_and_not_obeyed(tmp_path: Path) -> None:
@@ -124,18 +125,17 @@ def test_every_field_of_the_contract_is_there(tmp_path: Path) -> None:
     assert [w["name"] for w in report["workers"]] == [f"{tmp_path}/a.safetensors", f"{tmp_path}/b.safetensors"]
     assert report["reference"] == report["workers"][0]["name"]
     assert all(set(worker) >= WORKER for worker in report["workers"])
-    assert all(set(tensor) >= TENSOR for tensor in report["tensors"])
-    assert all(set(row) >= ROW for tensor in report["tensors"] for row in tensor["rows"])
+    assert all(set(outcome) >= OUTCOME for outcome in report["outcomes"])
     assert all(set(f) >= {"kind", "severity", "message", "workers", "tensors"} for f in report["findings"])
-    by_name = {tensor["tensor"]: tensor for tensor in report["tensors"]}
-    assert {name: tensor["rows"][0]["status"] for name, tensor in by_name.items()} == {
+    by_name = {one["tensor"]: one for one in rows(report) if one["worker"] == report["workers"][1]["name"]}
+    assert {name: outcome["status"] for name, outcome in by_name.items()} == {
         "a": "outside", "b": "equal", "gone": "missing", "shape": "outside", "dtype": "outside", "new": "unexpected",
     }  # fmt: skip
-    assert by_name["a"]["rows"][0]["max_abs"] == "nan"
-    (a, b), (both,) = by_name["a"]["classes"], by_name["b"]["classes"]
-    assert a + b == both == [w["name"] for w in report["workers"]]
-    assert {t["stage"] for t in report["tensors"]} == {"file"}
-    assert {t["rule"] for t in report["tensors"]} == {"bitwise"}
+    assert by_name["a"]["max_abs"] == "nan"
+    bits = {name: [one["bits"] for one in rows(report) if one["tensor"] == name] for name in by_name}
+    assert bits == {"a": [0, 1], "b": [0, 0], "gone": [0, None], "shape": [0, 1], "dtype": [0, 1], "new": [0]}
+    assert {one["stage"] for one in report["outcomes"]} == {"file"}
+    assert {one["rule"] for one in report["outcomes"]} == {"bitwise"}
 
 
 def test_examples_are_counted_and_steps_across_zero_are_none(tmp_path: Path) -> None:

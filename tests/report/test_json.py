@@ -7,8 +7,6 @@ import json
 import platform
 from pathlib import Path
 
-import pytest
-
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.reader import read_capture
 from consistency.comparison.compare import compare
@@ -19,7 +17,7 @@ from consistency.report.json import as_bytes
 from consistency.workflows.saved_report import read_comparison
 from tests.comparison.made_records import computed, measured, moved
 from tests.conftest import FinishedRun, MakeCapture
-from tests.report.contract import HEAD, LAYER, LAYER_CELL, ROW, SOURCE, TENSOR, WORKER, no_constant
+from tests.report.contract import HEAD, LAYER, LAYER_CELL, OUTCOME, SOURCE, WORKER, no_constant
 from tests.report.made_comparisons import faulty
 
 
@@ -37,8 +35,8 @@ def test_every_field_of_the_contract_is_there(finished_run: FinishedRun) -> None
     assert report["verdict"] in ("consistent", "inconsistent", "incomplete")
     assert all(set(worker) >= WORKER for worker in report["workers"])
     assert all(set(group) >= {"name", "workers"} for group in report["architectures"])
-    assert all(set(tensor) >= TENSOR for tensor in report["tensors"])
-    assert all(set(row) >= ROW for tensor in report["tensors"] for row in tensor["rows"])
+    assert [cohort["number"] for cohort in report["cohorts"]] == list(range(len(report["cohorts"])))
+    assert all(set(outcome) >= OUTCOME for outcome in report["outcomes"])
     assert all(set(layer) >= LAYER for layer in report["layers"])
     assert all(set(c) >= LAYER_CELL for layer in report["layers"] for c in layer["architectures"].values())
     assert all(set(f) >= {"kind", "severity", "message", "workers", "tensors"} for f in report["findings"])
@@ -46,30 +44,26 @@ def test_every_field_of_the_contract_is_there(finished_run: FinishedRun) -> None
 
 def test_asked_for_and_in_force_are_both_there(finished_run: FinishedRun) -> None:
     report = json.loads((finished_run.folder / "report.json").read_text())
-    for worker in report["workers"]:
-        assert worker["asked"]["cudnn_allow_tf32"] is False
-        assert worker["asked"] == worker["in_force"]
-        assert worker["environment"]["torch"]
-        assert worker["environment"]["threads"] >= 1
+    for kind in report["environments"]:
+        assert kind["asked"]["cudnn_allow_tf32"] is False
+        assert kind["asked"] == kind["in_force"]
+        assert kind["environment"]["torch"]
+        assert kind["environment"]["threads"] >= 1
+    named = [(name, kind["load_path"]) for kind in report["environments"] for name in kind["workers"]]
+    assert sorted(named) == sorted((worker["name"], worker["load_path"]) for worker in report["workers"])
 
 
 def test_not_a_number_is_a_string(make_capture: MakeCapture) -> None:
     broken = computed("b", 2.0, measure=measured(max_abs=Real("nan"), max_rel=Real("inf"), ratio=Real("nan")))
     found = compare([read_capture(make_capture("a", {"cpu": [computed()], "cuda:0": [broken]}))])
     report = json.loads(as_bytes(found), parse_constant=no_constant)
-    row = next(r for t in report["tensors"] for r in t["rows"] if r["worker"] == "cuda:0")
+    row = next(one for one in report["outcomes"] if report["cohorts"][one["cohort"]]["workers"] == ["cuda:0"])
     assert (row["max_abs"], row["max_rel"], row["ratio"]) == ("nan", "inf", "nan")
 
 
-def test_a_folded_report_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_is_read_as_it_was(tmp_path: Path) -> None:
     found = faulty()
-    monkeypatch.setattr("consistency.report.json.FOLD_ABOVE", 3)
     (tmp_path / "report.json").write_bytes(as_bytes(found))
-    folded = json.loads((tmp_path / "report.json").read_bytes())
-    assert [len(entry.get("layers", "1")) for entry in folded["tensors"][:2]] == [3, 1]
-    assert [(entry["stage"], entry["count"]) for entry in folded["layers"]] == [
-        ("base", 3), ("adapter", 3), ("merged", 3)
-    ]  # fmt: skip
     again, folder = read_comparison(tmp_path)
     assert folder == tmp_path
     assert sorted(tensor.name for tensor in again.tensors) == sorted(tensor.name for tensor in found.tensors)

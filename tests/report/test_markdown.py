@@ -90,7 +90,7 @@ def test_a_screen_is_visible_and_a_tracker_takes_all_of_it_whatever_was_found() 
         for n in range(50)
     )
     parts = tuple(
-        Divergence(worker=name, load_path="isolated", stage="adapter", layer=name, tensor="w", status="outside")
+        Divergence(workers=(name,), load_path="isolated", stage="adapter", layer=name, tensor="w", status="outside")
         for name in names
     )
     text = as_markdown(

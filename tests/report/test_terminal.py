@@ -239,9 +239,9 @@ def test_where_workers_diverge_first() -> None:
     """The first mismatch, and the first difference in bits within tolerance before it."""
 
     def first(name: str, stage: str, status: Status) -> Divergence:
-        return Divergence(worker=name, load_path="isolated", stage=stage, layer="l", tensor="w", status=status)
+        return Divergence(workers=(name,), load_path="isolated", stage=stage, layer="l", tensor="w", status=status)
 
-    bits = [first(name, "operators", "within") for name in ("cuda:0", "cuda:1")]
+    bits = [msgspec.structs.replace(first("cuda:0", "operators", "within"), workers=("cuda:0", "cuda:1"))]
     found = comparison(
         [tensor([ALL])],
         first_bitwise_difference=(*bits, first("cuda:2", "base", "outside")),

@@ -28,7 +28,7 @@ def test_doctor_without_any_model(cli_here: Cli, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["hosts"] == said["hosts"]
     assert report["hosts"][0]["host"] == report["workers"][0]["host"]
-    assert {tensor["stage"] for tensor in report["tensors"]} <= set(MODEL_LESS)
+    assert {outcome["stage"] for outcome in report["outcomes"]} <= set(MODEL_LESS)
     capture = read_capture(tmp_path / "out")
     assert capture.manifest.host_facts is not None
     assert capture.manifest.host_facts.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -118,9 +118,9 @@ def test_a_case_has_what_a_run_leaves_and_the_suite_its_own_files(ran: Ran) -> N
         ]  # fmt: skip
     report = json.loads((ran.out / "cases/two/report.json").read_text())
     assert report["verdict"] == "consistent"
-    assert {row["status"] for t in report["tensors"] if t["stage"] == "base" for row in t["rows"]} == {"equal"}
-    (worker,) = report["workers"]
-    assert worker["environment"]["base"].startswith("kept from the case before")
+    assert {one["status"] for one in report["outcomes"] if one["stage"] == "base"} == {"equal"}
+    (kind,) = report["environments"]
+    assert kind["environment"]["base"].startswith("kept from the case before")
 
 
 @pytest.mark.parametrize("captured_alone", [False, True])

@@ -47,10 +47,10 @@ def _init(parsed: argparse.Namespace) -> int:
 def _accept(parsed: argparse.Namespace) -> int:
     from consistency.comparison.history.baseline import accept
     from consistency.text import one_line
-    from consistency.workflows.saved_report import read_report
+    from consistency.workflows.saved_report import read_comparison
 
-    head, _ = read_report(parsed.report)
-    added = accept(parsed.baseline, head.findings, head.workers, reason=parsed.reason, numbers=parsed.finding)
+    report, _ = read_comparison(parsed.report)
+    added = accept(parsed.baseline, report.findings, report.workers, reason=parsed.reason, numbers=parsed.finding)
     for entry in added:
         print(one_line(f"accepted: {entry.message}"))
     print(f"baseline: {parsed.baseline}")

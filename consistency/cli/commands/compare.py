@@ -12,7 +12,6 @@ from consistency.cli.output import (
     add_groups_option,
     add_history_option,
     add_report_options,
-    add_schema_option,
     check_formats,
     read_baseline,
     read_groups,
@@ -42,7 +41,6 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     add_report_options(parser, "folder for the report (JSON, HTML, Markdown)")
     add_format_options(parser)
-    add_schema_option(parser)
     add_groups_option(parser.add_argument)
     add_history_option(parser)
     add_options(parser.add_argument, Edge.COMMAND_LINE, only=("engine_outputs",))
@@ -59,8 +57,6 @@ def _compare(parsed: argparse.Namespace) -> int:
     baseline, groups, history = read_baseline(parsed), read_groups(parsed), read_history(parsed)
     engines = as_engine_files(parsed.engine_outputs or (), where="--engine-outputs")
     if are_suites(parsed.captures):
-        if parsed.schema is not None:
-            raise UsageError("--schema is for one case", hint="consistency show DIR/cases/NAME --schema 1 --out OTHER")
         if engines:
             raise UsageError("an engine's outputs are of one case", where="--engine-outputs", got="folders of suites")
         suite = compare_suites(
@@ -70,7 +66,7 @@ def _compare(parsed: argparse.Namespace) -> int:
         return suite.exit_status
     with progress() if engines else nullcontext(lambda *_: None) as watch:
         comparison = compare_folders(
-            parsed.captures, parsed.out, replace=parsed.force, baseline=baseline, schema=parsed.schema, groups=groups,
+            parsed.captures, parsed.out, replace=parsed.force, baseline=baseline, groups=groups,
             history=history, engines=engines, watch=watch,
         )  # fmt: skip
     show(parsed, comparison, parsed.out)

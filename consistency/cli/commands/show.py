@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from consistency.cli.output import add_output_options, add_schema_option, print_json
+from consistency.cli.output import add_output_options, print_json
 from consistency.text import one_line
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
                        "instead of printing",
                        json="print JSON: report.json or suite.json, with --layers its layers[], with --finding that "
                        "finding")  # fmt: skip
-    add_schema_option(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="every layer")
 
 
@@ -79,7 +78,7 @@ def _show(parsed: argparse.Namespace) -> int:
         raise UsageError(f"{' and '.join(left)} without --layers", hint="consistency show DIR --layers")
     if parsed.finding is not None:
         return _show_finding(parsed, comparison, folder)
-    view = View(schema=parsed.schema, verbose=parsed.verbose, folder=folder)
+    view = View(verbose=parsed.verbose, folder=folder)
     render = json.render if parsed.json else terminal.render
     sys.stdout.buffer.writelines(render(comparison, view))
     return 0
@@ -97,7 +96,7 @@ def _show_suite(parsed: argparse.Namespace, suite: SuiteResult, folder: Path) ->
     from consistency.report.formats import View
     from consistency.report.suite import json, terminal
 
-    names = ("redact", "out", "layers", "csv", "finding", "stages", "layer", "arch", "schema")
+    names = ("redact", "out", "layers", "csv", "finding", "stages", "layer", "arch")
     if given := [f"--{name}" for name in names if getattr(parsed, name) not in (None, False, "")]:
         hint = f"give the folder of a case, {folder / 'cases' / 'NAME'}"
         raise UsageError(f"{' and '.join(given)} of a suite", where=folder, hint=hint)
@@ -171,7 +170,7 @@ def _write_folder(parsed: argparse.Namespace, comparison: Comparison, out: Path)
     reads = [parsed.report if parsed.report.is_dir() else parsed.report.parent]
     with output(out, replace=parsed.force, reads=reads, writes=[row.name for row in rows]) as folder:
         for row in rows:
-            write_whole(folder / row.name, row.render(comparison, View(schema=parsed.schema)))
+            write_whole(folder / row.name, row.render(comparison, View()))
 
 
 def _check(option: str, given: tuple[str, ...], known: set[str]) -> None:

@@ -78,9 +78,11 @@ def _shown(form: str, status: Status, age_s: float, max_age_s: float | None) -> 
 
         return "\n".join(metrics(status, stale=None if max_age_s is None else stale)), exit_status
     if form == "json":
-        from consistency.capture.json_codec import by_json_name, encode_json
+        import msgspec
 
-        table = {**by_json_name(status), "age_s": round(age_s, 3), "stale": stale, "state": state}
+        from consistency.capture.json_codec import encode_json
+
+        table = {**msgspec.structs.asdict(status), "age_s": round(age_s, 3), "stale": stale, "state": state}
         return encode_json(table, indent=1).decode(), exit_status
     return lines.text_line(status, age_s, max_age_s), exit_status
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from consistency.capture.claim import scratch_folder
-from consistency.capture.json_codec import by_json_name, convert_plain, encode_json
+from consistency.capture.json_codec import convert_plain, encode_json
 from consistency.comparison.history.records import WorkerRecord, WorkerState, state_of
 from consistency.errors import UsageError, extra_hint
 
@@ -67,7 +67,7 @@ class WorkerFiles:
                     known = encode_json(anybody)
                     if known not in states:
                         states[known] = state_of(worker)
-                    file.write(encode_json({**by_json_name(worker), _STATE: states[known]}) + b"\n")
+                    file.write(encode_json({**msgspec.structs.asdict(worker), _STATE: states[known]}) + b"\n")
             columns = ", ".join(f"\"{name}\": '{kind}'" for name, kind in (*COLUMNS.items(), (_STATE, "UBIGINT")))
             self._connection.execute(
                 f"COPY (SELECT * FROM read_json('{quoted(lines)}', format = 'newline_delimited', "

@@ -6,8 +6,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from consistency.capture.claim import scratch_folder
-from consistency.capture.json_codec import by_json_name, encode_json
+from consistency.capture.json_codec import encode_json
 from consistency.comparison.history.parquet import COLUMNS, duckdb_for, quoted
 from consistency.comparison.history.store import History
 from consistency.errors import UsageError
@@ -68,10 +70,10 @@ def _write_lines(history: History, scratch: Path, stack: ExitStack) -> list[Path
         (scratch / _FILES).open("wb") as path_file,
     ):
         for run in history.runs():
-            row = {"night": run.at, **by_json_name(run)}
+            row = {"night": run.at, **msgspec.structs.asdict(run)}
             run_file.write(encode_json({name: row[name] for name in _RUN_COLUMNS}) + b"\n")
             for worker in run.workers:
-                record = {"night": run.at, **by_json_name(worker), "host": worker.host or run.host}
+                record = {"night": run.at, **msgspec.structs.asdict(worker), "host": worker.host or run.host}
                 worker_file.write(encode_json(record) + b"\n")
             if run.fleet is None:
                 continue

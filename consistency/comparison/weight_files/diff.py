@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from consistency.capture.names import adapter_place
@@ -170,13 +170,13 @@ class _Comparer:
         """Compare tensor by tensor; several at once where some differ, since measuring them takes time."""
         names = [*self._expected, *(name for name in self._actual if name not in self._expected)]
         if all(map(self._is_equal, self._actual.keys() & self._expected.keys())):
-            return tuple(map(self._compare, names, range(len(names))))
+            return tuple(map(self._compare, names))
         from consistency.numerics.stored import views_of_files
 
         with views_of_files(), concurrent.futures.ThreadPoolExecutor(available_cores()) as pool:
-            return tuple(pool.map(self._compare, names, range(len(names))))
+            return tuple(pool.map(self._compare, names))
 
-    def _compare(self, name: str, order: int) -> TensorComparison:
+    def _compare(self, name: str) -> TensorComparison:
         layer, part = adapter_place(name)
         known = self._expected.get(name) or self._actual[name]
         row = self._row(name)
@@ -191,9 +191,14 @@ class _Comparer:
             dtype=known.dtype,
             rule="bitwise",
             classes=(tuple(holders),) if row.status == "equal" else tuple((label,) for label in holders),
-            rows=(row,),
-            order=order,
+            rows=(*self._of_reference(name), row),
         )
+
+    def _of_reference(self, name: str) -> Iterator[Row]:
+        """Yield the row of the reference, which every worker of a comparison that has a tensor has."""
+        if tensor := self._expected.get(name):
+            label = self._labels[1]
+            yield Row(worker=label, reference=label, status="equal", elements=tensor.elements, **NO_DIFFERENCE)
 
     def _row(self, name: str) -> Row:
         row = functools.partial(Row, worker=self._labels[0], reference=self._labels[1])
@@ -268,12 +273,12 @@ def _not_finite(counts: tuple[Mapping[str, int], Mapping[str, int]], labels: tup
 
 def _rounded(tensors: Sequence[TensorComparison], labels: tuple[str, str]) -> tuple[Finding, ...]:
     """Say whether the tensors of other dtypes are the reference's rounded to these, or the reverse."""
-    others = [tensor for tensor in tensors if tensor.rows[0].word == Word.DTYPE and tensor.rows[0].reason]
+    others = [tensor for tensor in tensors if tensor.rows[-1].word == Word.DTYPE and tensor.rows[-1].reason]
     if not others:
         return ()
     notes = []
     for reason, one, other in ((ROUNDED, labels[0], labels[1]), (ROUNDED_BACK, labels[1], labels[0])):
-        if count := sum(tensor.rows[0].reason == reason for tensor in others):
+        if count := sum(tensor.rows[-1].reason == reason for tensor in others):
             what = f"{count} of {counted(len(others), 'tensor')} of another dtype in {one}"
             message = f"{what} {'is' if count == 1 else 'are'} exactly {other}'s, rounded to nearest"
             notes.append(Finding(kind="rounded", severity="note", message=message))

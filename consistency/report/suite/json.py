@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from consistency.capture.json_codec import by_json_name, encode_json
+import msgspec
+
+from consistency.capture.json_codec import encode_json
 from consistency.capture.version import __version__
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.report.formats import View
@@ -14,7 +16,7 @@ SCHEMA = "consistency.suite/1"
 
 def render(suite: SuiteResult, _: View) -> Iterator[bytes]:
     """Yield `suite.json`; `report` of a case is the path of its own report, null where it could not be checked."""
-    table = by_json_name(suite)
+    table = msgspec.structs.asdict(suite)
     cases = table.pop("cases")
     yield encode_json(
         {
@@ -32,7 +34,7 @@ def render(suite: SuiteResult, _: View) -> Iterator[bytes]:
             "not_checked": suite.not_checked,
             "findings": common_findings(suite.cases),
             "cases": [
-                {**by_json_name(case), "report": None if case.error is not None else f"{case.folder}/report.json"}
+                {**msgspec.structs.asdict(case), "report": None if case.error else f"{case.folder}/report.json"}
                 for case in cases
             ],
         },

@@ -19,12 +19,12 @@ from consistency.capture.wording import counted
 from consistency.case.stages import MOVES_WEIGHTS, Stage
 from consistency.comparison.judge import judge
 from consistency.comparison.records import Key
-from consistency.comparison.result import BAD, NOT_REPEATABLE, Finding, tensor_name
+from consistency.comparison.result import BAD, NOT_REPEATABLE, Comparison, Finding, tensor_name
 from consistency.comparison.stored_tensors import read_stored
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather
 from consistency.errors import CaptureError, UsageError
 from consistency.numerics.rules import Rule
-from consistency.workflows.saved_report import ReportHead, read_report
+from consistency.workflows.saved_report import read_comparison
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class Evidence:
     is_bad : bool
         Whether it violates its rule; otherwise the finding is about its bits.
     created, host, command
-        Of the report, as in `ReportHead`.
+        Of the report, as in `Comparison`.
     """
 
     finding: Finding
@@ -86,21 +86,21 @@ def find_evidence(path: Path, number: int | None, scratch: Path) -> Evidence:
     CaptureError
         The captures are missing, or belong to another run.
     """
-    head, folder = read_report(path)
-    shown = sum(finding.severity != "note" for finding in head.findings)  # notes come last, and have no number
+    report, folder = read_comparison(path)
+    shown = sum(finding.severity != "note" for finding in report.findings)  # notes come last, and have no number
     if number is None and shown != 1:
         what, wanted = ("which finding?", "--finding N") if shown else ("the report has no finding", None)
         raise UsageError(what, where=folder, got=counted(shown, "finding"), wanted=wanted)
     number = 1 if number is None else number
     if not 1 <= number <= shown:
         raise UsageError(f"the report has no finding {number}", where=folder, got=counted(shown, "finding"))
-    finding = head.findings[number - 1]
+    finding = report.findings[number - 1]
     if not finding.tensors:
         raise UsageError(
             f"finding {number} concerns no tensor", got=f"{finding.kind}: {finding.message}",
             hint=finding.next or "run the case again with the command in the report",
         )  # fmt: skip
-    participants = gather(_captures(head, folder, scratch))
+    participants = gather(_captures(report, folder, scratch))
     reference = choose_reference(participants)
     seen = _seen(finding, participants)
     if not seen or reference is None:
@@ -117,9 +117,9 @@ def find_evidence(path: Path, number: int | None, scratch: Path) -> Evidence:
         reference=reference,
         is_bad=_changed(finding, participant, record) is not None
         or judge(participant, reference, record.key).status in BAD,
-        created=head.created,
-        host=head.host,
-        command=head.command,
+        created=report.created,
+        host=report.host,
+        command=report.command,
     )
 
 
@@ -131,8 +131,8 @@ def find_tensor(path: Path, name: str, worker: str, scratch: Path) -> tuple[Comp
     UsageError
         The report has no such worker, or the worker no such tensor.
     """
-    head, folder = read_report(path)
-    participants = gather(_captures(head, folder, scratch))
+    report, folder = read_comparison(path)
+    participants = gather(_captures(report, folder, scratch))
     reference = choose_reference(participants)
     for participant in participants:
         if participant.label != worker:
@@ -145,19 +145,19 @@ def find_tensor(path: Path, name: str, worker: str, scratch: Path) -> tuple[Comp
     raise UsageError("the report has no such worker", where="--worker", got=worker, wanted=labels)
 
 
-def _captures(head: ReportHead, folder: Path, scratch: Path) -> list[Capture]:
+def _captures(report: Comparison, folder: Path, scratch: Path) -> list[Capture]:
     pool = RecordPool()
     beside = folder / "captures"
     if (beside / MANIFEST).exists():
         return [read_capture(beside, pool)]
-    if not head.captures:
+    if not report.captures:
         raise CaptureError("no capture next to the report", where=folder, wanted=f"captures/{MANIFEST}")
-    for text in head.captures:
+    for text in report.captures:
         if is_remote(text):  # the report may be untrusted: it must not open a connection
             raise CaptureError(
                 "a capture of this report is not on this machine", where=text, hint="copy it here and compare again"
             )
-    return [read_sent(text, scratch, pool) for text in head.captures]
+    return [read_sent(text, scratch, pool) for text in report.captures]
 
 
 def _seen(finding: Finding, participants: tuple[ComparedWorker, ...]) -> list[tuple[ComparedWorker, TensorRecord]]:

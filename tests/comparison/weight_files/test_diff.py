@@ -42,7 +42,7 @@ def held(tmp_path: Path) -> Any:
 
 
 def rows(found: Comparison) -> dict[str, Row]:
-    return {f"{t.layer}.{t.tensor}": t.rows[0] for t in found.tensors}
+    return {f"{t.layer}.{t.tensor}": t.rows[-1] for t in found.tensors}
 
 
 def only(found: Comparison) -> Row:

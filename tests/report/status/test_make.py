@@ -16,8 +16,8 @@ from consistency.report import json as report_json
 from consistency.report.formats import View
 from consistency.report.status.make import of_comparison, of_report_file, of_suite, of_suite_file, render
 from consistency.report.suite import json as suite_json
-from tests.report.fleet.made_fleets import many as many_devices
 from tests.report.made_comparisons import ALL, comparison, faulty, tensor
+from tests.report.made_fleets import many as many_devices
 from tests.report.suite.made_suites import case, good, lost, many, suite, unusable, zeros
 
 
@@ -98,14 +98,6 @@ def test_a_suite_s_report_alone_says_the_same(tmp_path: Path) -> None:
     assert of_suite_file(written(tmp_path / "suite.json", many())) == of_suite(many())
 
 
-def test_a_folded_report_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_json, "FOLD_ABOVE", 0)
-    path = written(tmp_path / "report.json", faulty())
-    assert any("count" in entry for entry in json.loads(path.read_bytes())["tensors"])
-    made = of_report_file(path)
-    assert made == of_comparison(faulty(), created=made.created)
-
-
 def test_of_many_devices_the_odd_ones_have_names_and_the_others_a_count(tmp_path: Path) -> None:
     wrong = ("node-0001:cuda:3", "node-0002:cuda:0")
     small, large = many_devices(9, 1, wrong=wrong), many_devices(90, 1, wrong=wrong)
@@ -120,7 +112,7 @@ def test_of_many_devices_the_odd_ones_have_names_and_the_others_a_count(tmp_path
     assert sizes[1] - sizes[0] < 10, "but for digits of its counts"
     path = tmp_path / "report.json"
     path.write_bytes(b"".join(report_json.render(large, View())))
-    assert of_report_file(path).device_classes == made.device_classes, "also of schema 2, where it is read"
+    assert of_report_file(path).device_classes == made.device_classes
 
 
 def test_of_few_devices_all_have_names() -> None:

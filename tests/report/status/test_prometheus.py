@@ -11,8 +11,8 @@ from consistency.numerics.real import Real
 from consistency.report.status.make import of_suite
 from consistency.report.status.prometheus import metrics
 from consistency.report.status.record import DeviceStatus
-from tests.report.fleet.made_fleets import many as many_devices
 from tests.report.made_comparisons import HOSTILE, comparison, faulty, hostile, tensor, worker
+from tests.report.made_fleets import many as many_devices
 from tests.report.status.made_statuses import status
 from tests.report.suite.made_suites import good, lost, many
 

@@ -30,6 +30,7 @@ from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault,
 from consistency.worker.protocol import EventLog, Job
 from consistency.workflows.second_adapter import several_adapters
 from tests.conftest import FinishedRun, RunSuiteWithFaults
+from tests.reported import rows
 
 Run = Callable[..., Comparison]
 FAULTY = "cpu@baseline"
@@ -176,7 +177,7 @@ def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: Fault) -> 
     assert first.workers == (FAULTY,)
     assert first.message.startswith(f"{stage} · {FAULTY} · {SENTENCES.get(name, '')}")
     assert all(name.startswith(f"{stage}::") for name in first.tensors)
-    assert {d.worker for d in found.first_divergence} == {FAULTY}
+    assert {name for d in found.first_divergence for name in d.workers} == {FAULTY}
     assert BY_LOAD_PATH.get(name, "") in first.message
     assert len(errors(found)) == 1 or name not in BY_LOAD_PATH, (
         "one cause is one finding, on however many load paths it shows"
@@ -273,7 +274,7 @@ def test_bits_that_do_not_repeat(found_in: dict[str, Comparison], finished_run: 
     assert errors(found)[0].workers == (FAULTY,)
     report = json.loads((finished_run.folder / "report.json").read_text())  # a healthy run of as many repeats
     assert report["verdict"] == "consistent"
-    assert FAULTY in {row["worker"] for t in report["tensors"] if t["stage"] == "merged" for row in t["rows"]}
+    assert FAULTY in {row["worker"] for row in rows(report, "merged")}
 
 
 def test_a_fault_in_every_50th_repeat_is_found_by_a_soak(found_in: dict[str, Comparison]) -> None:

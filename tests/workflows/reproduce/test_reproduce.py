@@ -22,10 +22,12 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.soak import ChangedTensor, Occurrences, Soak
 from consistency.case.options import Options
 from consistency.case.stages import Stage
+from consistency.comparison.result import Finding
 from consistency.errors import CaptureError, UsageError
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.words import Word
+from consistency.report.json import as_bytes
 from consistency.worker.recorder import Recorder
 from consistency.workflows import pipeline
 from consistency.workflows.reproduce import folder as folder_module
@@ -35,6 +37,7 @@ from consistency.workflows.reproduce.trial import Reproduced, try_script
 from consistency.workflows.second_adapter import several_adapters
 from tests.conftest import Cli, MakeCapture
 from tests.launch.in_this_process import in_this_process
+from tests.report.made_comparisons import comparison
 
 FAULTY = "cpu@baseline"
 PLANTED = {Stage.ADAPTER: "adapter-zeros", Stage.MERGED: "merge-zeros", Stage.FORWARD: "forward-off"}
@@ -270,6 +273,10 @@ def test_kept_tensors_that_are_gone(report: Path, tmp_path: Path) -> None:
         reproduce(copy, number_of(report, "adapter"), tmp_path / "r")
 
 
+def write_report(folder: Path, finding: Finding) -> None:
+    (folder / "report.json").write_bytes(as_bytes(comparison([], findings=(finding,))))
+
+
 def test_copy_between_devices_is_tried_on_the_same_two(make_capture: MakeCapture, tmp_path: Path) -> None:
     """Where no payload was kept one is made up; the script is told both ends."""
     pair = TensorRecord(rule="bitwise",
@@ -277,10 +284,10 @@ def test_copy_between_devices_is_tried_on_the_same_two(make_capture: MakeCapture
         reference_digest="b" * 32, shape=(4,), dtype="uint8", status="outside", word=Word.ZEROS,
     )  # fmt: skip
     run = make_capture("run/captures", {"cuda:1": [pair]})
-    finding = {"kind": "zeros", "severity": "error", "message": "m", "workers": ["cuda:1"],
-               "tensors": ["transfer::cuda:0->cuda:1.direct"]}  # fmt: skip
-    report = {"schema": "consistency.report/1", "findings": [finding]}
-    (run.parent / "report.json").write_text(json.dumps(report))
+    finding = Finding(
+        kind="zeros", severity="error", message="m", workers=("cuda:1",), tensors=("transfer::cuda:0->cuda:1.direct",)
+    )
+    write_report(run.parent, finding)
     found = reproduce(run.parent, 1, tmp_path / "r")
     facts = json.loads((tmp_path / "r" / "finding.json").read_text())
     assert (facts["via"], facts["device"]) == ("cuda:0", "cuda:1")
@@ -291,9 +298,15 @@ def test_copy_between_devices_is_tried_on_the_same_two(make_capture: MakeCapture
 def test_fact_has_no_reproducer(make_capture: MakeCapture, tmp_path: Path) -> None:
     fact = TensorRecord(stage="memory", layer="cuda:0", tensor="allocated", rule="limit", status="outside")
     run = make_capture("run/captures", {"cuda:1": [fact]})
-    finding = {"kind": "touched", "severity": "error", "message": "m", "workers": ["cuda:1"],
-               "tensors": ["memory::cuda:0.allocated"], "next": "give torch_device"}  # fmt: skip
-    (run.parent / "report.json").write_text(json.dumps({"schema": "consistency.report/1", "findings": [finding]}))
+    finding = Finding(
+        kind="touched",
+        severity="error",
+        message="m",
+        workers=("cuda:1",),
+        tensors=("memory::cuda:0.allocated",),
+        next="give torch_device",
+    )
+    write_report(run.parent, finding)
     with pytest.raises(CaptureError, match="no stored tensor shows") as caught:
         reproduce(run.parent, 1, tmp_path / "r")
     assert caught.value.hint == "it concerns a fact, not a tensor: give torch_device"
@@ -322,9 +335,10 @@ def test_bits_that_changed_in_a_soak_are_shown_as_they_were_stored(
     (run / "blobs").mkdir(exist_ok=True)
     for name in blobs:
         (tmp_path / f"{name}.safetensors").rename(run / "blobs" / f"{name}.safetensors")
-    finding = {"kind": "not-repeatable", "severity": "error", "message": "m", "workers": ["cpu"],
-               "tensors": [f"{stage}::q.weight"]}  # fmt: skip
-    (run.parent / "report.json").write_text(json.dumps({"schema": "consistency.report/1", "findings": [finding]}))
+    finding = Finding(
+        kind="not-repeatable", severity="error", message="m", workers=("cpu",), tensors=(f"{stage}::q.weight",)
+    )
+    write_report(run.parent, finding)
     found = reproduce(run.parent, 1, tmp_path / "r")
     assert found.shows
     assert not found.happens_here

@@ -13,12 +13,20 @@ from collections.abc import Iterable, Iterator, Sequence
 MOST_NAMES = 1_000_000
 """Names that a stranger's report may stand for: a hundred fleets of ten thousand devices."""
 
+MOST_NAMED = 16
+"""Names that a list has before they are folded: a host with two load paths for each of eight devices."""
+
 _NUMBER = re.compile(r"([0-9]+)")
 _PART = re.compile(r"\[(\[|[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)\]")
 
 _Numbers = tuple[str, ...]
 _Name = list[_Numbers]
 """Texts and numbers in turn, a text first and last; each text is alone, and of numbers there may be several."""
+
+
+def written(names: Sequence[str]) -> list[str]:
+    """Return names as a report has them: few as they are, many as patterns."""
+    return folded(names) if len(names) > MOST_NAMED else [name.replace("[", "[[]") for name in names]
 
 
 def folded(names: Iterable[str]) -> list[str]:

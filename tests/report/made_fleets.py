@@ -22,7 +22,7 @@ def many(hosts: int, layers: int, *, wrong: tuple[str, ...] = (), apart: bool = 
     plain: dict[str, Any] = {"load_path": "isolated", "shape": (2, 2), "dtype": "float32"}
     tensors = []
     for place in range(layers):
-        where = {**plain, "layer": f"layers.{place}", "order": place}
+        where = {**plain, "layer": f"layers.{place}"}
         equal = Row(worker=names[0], reference="file", status="equal", elements=4)
         bad = Row(worker=(wrong or names)[0], reference="file", status="outside", elements=4, word=Word.ZEROS,
                   max_abs=Real("nan"), evidence={"nonzero": 4})  # fmt: skip

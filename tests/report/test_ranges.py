@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from consistency.report.fleet.ranges import MOST_NAMES, folded, unfolded
+from consistency.report.ranges import MOST_NAMES, folded, unfolded
 
 devices = st.builds(
     "{}{:0{}}:{}:{}".format,
