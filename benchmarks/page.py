@@ -27,7 +27,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from consistency.comparison.result import ArchitectureGroup, Comparison, Finding, Row, TensorComparison, WorkerSummary
+from consistency.comparison.result import (
+    ArchitectureGroup,
+    Comparison,
+    Finding,
+    Outcome,
+    TensorComparison,
+    WorkerSummary,
+)
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 from consistency.report.formats import View
@@ -87,7 +94,7 @@ def made_up(tensors: int, devices: int, *, alike: bool) -> Comparison:
     kinds = {name: number % len(ARCHITECTURES) for number, name in enumerate(workers)}
     off = set(workers[3:40:12]) if alike else set()
     made = tuple(_tensor(number, tensors, workers, kinds, off, alike=alike) for number in range(tensors))
-    bad = tuple(tensor.name for tensor in made if any(row.status == "outside" for row in tensor.rows))
+    bad = tuple(tensor.name for tensor in made if any(row.status == "outside" for row in tensor.outcomes))
     message = f"adapter · {', '.join(sorted(off))} · zeros where the file is not zero in {len(bad)} tensors"
     finding = Finding(kind="zeros", severity="error", message=message, workers=tuple(sorted(off)), tensors=bad)
     return Comparison(
@@ -148,7 +155,7 @@ def _tensor(
         dtype="bfloat16",
         rule="bound" if computed else "bitwise",
         classes=tuple(names for names in classes if names),
-        rows=tuple(rows[name] for name in workers),
+        outcomes=tuple(rows[name] for name in workers),
     )
 
 
@@ -162,13 +169,13 @@ def _row(*, computed: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _named(template: dict[str, Any], name: str) -> Row:
-    return Row(worker=name, **template)
+def _named(template: dict[str, Any], name: str) -> Outcome:
+    return Outcome(workers=(name,), **template)
 
 
-def _zeros(name: str) -> Row:
-    return Row(
-        worker=name, reference="file", status="outside", elements=4096 * 4096, mismatched=4096 * 4096,
+def _zeros(name: str) -> Outcome:
+    return Outcome(
+        workers=(name,), reference="file", status="outside", elements=4096 * 4096, mismatched=4096 * 4096,
         max_abs=Real(0.066), max_ulp=15_000, word=Word.ZEROS, evidence={"flipped_bits": {7: 100, 14: 30}},
     )  # fmt: skip
 

@@ -13,8 +13,8 @@ from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import TensorRecord
 from consistency.case.stages import Stage
 from consistency.comparison.judge import PAYLOAD, is_as_sent, judge
+from consistency.comparison.outcomes import Outcome, Workers
 from consistency.comparison.records import Key
-from consistency.comparison.rows import Row, Rows, Workers
 from consistency.comparison.workers import ComparedWorker
 
 
@@ -102,8 +102,8 @@ class StageMembers:
         own = self._members.reference.records.get(key)
         return own or next(alike.table[key] for alike in self._alike if key in alike.table)
 
-    def rows(self, key: Key, *, expected: bool) -> Rows:
-        """Judge what all workers recorded of a tensor.
+    def outcomes(self, key: Key, *, expected: bool) -> tuple[tuple[Outcome, ...], Workers]:
+        """Judge what all workers recorded of a tensor; return the outcomes, and the workers of all of them.
 
         A record is `expected` of every worker, unless it is a fact: the other workers have other devices.
         """
@@ -125,12 +125,10 @@ class StageMembers:
             for place in (place for number in numbers for place in self._alike[number].places):
                 found.add(judge(self._members.workers[place], reference, key), place)
         groups = sorted(found.groups, key=lambda group: group.first)
-        workers = tuple(self.workers(tuple(sorted(group.tables)), group.places) for group in groups)
         every = [number for group in groups for number in group.tables]
         places = [place for group in groups for place in group.places]
-        return Rows(
-            tuple(group.row.of(names[0]) for group, names in zip(groups, workers, strict=True)),
-            workers,
+        return (
+            tuple(group.row.of(self.workers(tuple(sorted(group.tables)), group.places)) for group in groups),
             self.workers(tuple(sorted(every)), places),
         )
 
@@ -165,7 +163,7 @@ class StageMembers:
 class _Group:
     """A row, the first worker's place, and the tables, and the single workers, for which it holds too."""
 
-    row: Row
+    row: Outcome
     first: int
     tables: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
@@ -178,11 +176,11 @@ class _Found:
     groups: list[_Group] = field(default_factory=list)
     _alike: dict[tuple[object, ...], list[_Group]] = field(default_factory=dict)
 
-    def add(self, row: Row, place: int, tables: Sequence[int] = ()) -> None:
+    def add(self, row: Outcome, place: int, tables: Sequence[int] = ()) -> None:
         """Take the row of these tables, or of the worker at `place` alone."""
         mark = (row.status, row.reference, row.word, row.mismatched, row.max_abs, row.ratio)
         candidates = self._alike.setdefault(mark, [])
-        group = next((one for one in candidates if one.row == row.of(one.row.worker)), None)
+        group = next((one for one in candidates if one.row == row.of(one.row.workers)), None)
         if group is None:
             group = _Group(row, place)
             candidates.append(group)

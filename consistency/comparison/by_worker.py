@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from consistency.case.stages import Stage
+from consistency.comparison.outcomes import Workers
 from consistency.comparison.result import Comparison, Verdict
-from consistency.comparison.rows import Workers
 
 
 def verdicts(comparison: Comparison) -> dict[str, Verdict]:
@@ -59,10 +59,10 @@ def _ratios(comparison: Comparison) -> Iterator[tuple[str, Workers, float]]:
     for tensor in comparison.tensors:
         if tensor.stage == Stage.OPERATORS or tensor.rule == "limit":
             continue
-        for row, workers in tensor.groups:
-            ratio = row.share
+        for outcome in tensor.outcomes:
+            ratio = outcome.share
             if ratio is not None:
-                yield tensor.stage, workers, ratio
+                yield tensor.stage, outcome.workers, ratio
 
 
 def worse(ratio: float, known: float | None) -> float:

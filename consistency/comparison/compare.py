@@ -18,6 +18,7 @@ from consistency.comparison.alike import Members, StageMembers
 from consistency.comparison.findings.collect import find
 from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
 from consistency.comparison.merging import mergings
+from consistency.comparison.outcomes import Status, Workers
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import (
     BAD,
@@ -30,7 +31,6 @@ from consistency.comparison.result import (
     WorkerSummary,
     verdict_of,
 )
-from consistency.comparison.rows import Status, Workers
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather, load_paths_of, on_load_path
 from consistency.errors import UsageError
@@ -130,7 +130,7 @@ def _load_paths_not_checked(case: Case, taken: Sequence[str]) -> Iterable[str]:
 
 def _not_run(tensors: Sequence[TensorComparison]) -> Iterable[str]:
     """Name the sequences that a large model did not run without its adapter."""
-    rows = (row for t in tensors if t.stage == Stage.FORWARD and t.tensor == ADAPTER_OFF for row, _ in t.groups)
+    rows = (row for t in tensors if t.stage == Stage.FORWARD and t.tensor == ADAPTER_OFF for row in t.outcomes)
     found = next((row.evidence[SEQUENCES] for row in rows if SEQUENCES in row.evidence), None)
     if found is not None:
         yield f"the model without its adapter on more than {found} sequences"
@@ -164,8 +164,8 @@ def _compare_load_path(
         if stage is None:
             stage = stages[key[0]] = together.stage(key[0])
         record = stage.first_record(key)
-        rows = stage.rows(key, expected=record.rule != Rule.LIMIT)
-        if not rows:
+        outcomes, together_with = stage.outcomes(key, expected=record.rule != Rule.LIMIT)
+        if not outcomes:
             continue
         yield TensorComparison(
             stage=key[0],
@@ -176,7 +176,8 @@ def _compare_load_path(
             dtype=record.dtype,
             rule=record.rule,
             classes=stage.classes(key),
-            rows=rows,
+            outcomes=outcomes,
+            workers=together_with,
         )
 
 
@@ -185,11 +186,11 @@ def _is_incomplete(
 ) -> bool:
     lost = any(worker.info.status != "ok" for worker in workers)
     lost = lost or any(finding.kind == NOTHING_COMPARED for finding in findings)
-    return lost or not tensors or any(row.status == "blocked" for tensor in tensors for row, _ in tensor.groups)
+    return lost or not tensors or any(row.status == "blocked" for tensor in tensors for row in tensor.outcomes)
 
 
 def _bad(tensor: TensorComparison) -> Iterable[Workers]:
-    return (workers for row, workers in tensor.groups if row.status in BAD)
+    return (outcome.workers for outcome in tensor.outcomes if outcome.status in BAD)
 
 
 def _other_bits(reference: ComparedWorker | None, tensor: TensorComparison) -> Iterable[Workers]:
@@ -214,10 +215,9 @@ def _first(
             continue
         done.update((id(workers), tensor.load_path) for workers in leaving)
         names = {name for workers in leaving for name in workers if (name, tensor.load_path) not in found}
-        status = {name: row.status for row, workers in tensor.groups for name in workers if name in names}
-        for name in (row.worker for row in tensor.rows) if names else ():
-            if name in status:
-                found[name, tensor.load_path] = tensor, status[name]
+        for name, outcome in tensor.by_worker() if names else ():
+            if name in names:
+                found[name, tensor.load_path] = tensor, outcome.status
     on_default = {worker for worker, load_path in found if not is_alternative(load_path)}
     same: dict[tuple[int, Status], tuple[TensorComparison, list[str]]] = {}
     for (worker, load_path), (tensor, of_worker) in found.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from consistency.comparison.outcomes import WorkerSet
 from consistency.comparison.result import BAD, TensorComparison
-from consistency.comparison.rows import WorkerSet
 
 _NOT_JUDGED = frozenset({"skipped", "blocked"})
 
@@ -33,15 +33,15 @@ def coverage(tensors: Iterable[TensorComparison]) -> dict[str, Coverage]:
     found: dict[str, Coverage] = {}
     taken: dict[str, tuple[WorkerSet, WorkerSet]] = {}
     for tensor in tensors:
-        judged = [(row, workers) for row, workers in tensor.groups if row.status not in _NOT_JUDGED]
-        if all(workers == (row.reference,) for row, workers in judged):  # a worker that is its own reference alone
+        judged = [outcome for outcome in tensor.outcomes if outcome.status not in _NOT_JUDGED]
+        if all(one.workers == (one.reference,) for one in judged):  # a worker that is its own reference alone
             continue
         if tensor.stage not in found:
             stage = found[tensor.stage] = Coverage()
             taken[tensor.stage] = WorkerSet(stage.workers), WorkerSet(stage.wrong)
         right, wrong = taken[tensor.stage]
-        for row, workers in judged:
-            right.take(workers)
-            if row.status in BAD:
-                wrong.take(workers)
+        for outcome in judged:
+            right.take(outcome.workers)
+            if outcome.status in BAD:
+                wrong.take(outcome.workers)
     return found

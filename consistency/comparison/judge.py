@@ -12,7 +12,7 @@ from consistency.capture.names import SETTINGS_LAYER, WHOLE_MODEL
 from consistency.capture.records import TensorRecord
 from consistency.case.stages import SPECS, Stage
 from consistency.comparison.records import Key
-from consistency.comparison.result import NO_DIFFERENCE, Row, Status
+from consistency.comparison.result import NO_DIFFERENCE, Outcome, Status
 from consistency.comparison.stored_tensors import StoredDifference, compare_stored
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.measure import Measure
@@ -30,7 +30,7 @@ NO_RECORD = "missing on this worker"
 """The reason of a tensor that a worker left out without one."""
 
 
-def judge(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Row:
+def judge(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Outcome:
     """Judge what a worker recorded of a tensor, or why it recorded nothing."""
     record, expected = subject.records.get(key), reference.records.get(key)
     if record is None:
@@ -56,15 +56,15 @@ def judge(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Row:
             return _as_recorded(subject, record)
 
 
-def _unseen(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Row:
+def _unseen(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Outcome:
     if subject.info.status != "ok":
         reason = f"the worker was lost before it: {subject.info.reason}"
-        return Row(worker=subject.label, reference=None, status="blocked", reason=reason)
+        return Outcome(workers=(subject.label,), reference=None, status="blocked", reason=reason)
     failed = subject.failures.get(key[0])
     if failed is not None:
-        return Row(worker=subject.label, reference=None, status="blocked", reason=failed)
-    return Row(
-        worker=subject.label,
+        return Outcome(workers=(subject.label,), reference=None, status="blocked", reason=failed)
+    return Outcome(
+        workers=(subject.label,),
         reference=reference.label,
         status="missing",
         word=Word.MISSING,
@@ -82,7 +82,7 @@ def _why_not_run(subject: ComparedWorker, key: Key) -> str | None:
 
 def _absent(
     subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
-) -> Row:
+) -> Outcome:
     """Judge a tensor that a worker could not make or check.
 
     No reason excuses it where the reference worker could, except that there is no such kernel here. Facts concern one
@@ -98,7 +98,7 @@ def _absent(
     )  # fmt: skip
 
 
-def _as_recorded(subject: ComparedWorker, record: TensorRecord) -> Row:
+def _as_recorded(subject: ComparedWorker, record: TensorRecord) -> Outcome:
     """Return a worker's own judgement, such as of a fact that has a limit: nobody else can check it."""
     beyond = record.limit_ratio is not None and not passes(float(record.limit_ratio))
     return _row(
@@ -109,7 +109,7 @@ def _as_recorded(subject: ComparedWorker, record: TensorRecord) -> Row:
 
 def _moved(
     subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
-) -> Row:
+) -> Outcome:
     """Judge bytes that were only moved: the file of the reference worker's capture defines them."""
     right = record.reference_digest
     # where a load path casts, each worker is compared with its own cast; `find_casts` compares the casts
@@ -144,7 +144,7 @@ def _moved(
     return msgspec.structs.replace(row, own_file=own_file, unread=found.unread)
 
 
-def _sent(subject: ComparedWorker, record: TensorRecord) -> Row:
+def _sent(subject: ComparedWorker, record: TensorRecord) -> Outcome:
     """Judge copies between devices: the worker made the payload itself, so no other worker is involved."""
     if record.status == "equal" and is_as_sent(record):
         return _equal(subject, record, reference=PAYLOAD)
@@ -158,7 +158,7 @@ def is_as_sent(record: TensorRecord) -> bool:
 
 def _relative(
     subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
-) -> Row:
+) -> Outcome:
     """Judge an error against float64 by what rounding makes in the same tensor and dtype.
 
     What a CPU has measured of that is replaced by what the reference worker has: a fault of its own must not excuse it.
@@ -178,7 +178,7 @@ def _relative(
     elif record.dtype == "float16" and not math.isfinite(rounding.largest):  # the range of the others suffices
         reason = "the CPU's own values overflow float16 (largest value 65504): there is no error to compare with"
     if rounding is None or reason is not None:
-        return Row(worker=subject.label, reference=None, status="skipped", reason=reason)
+        return Outcome(workers=(subject.label,), reference=None, status="skipped", reason=reason)
     if _is_unknown(found):
         return _skipped(subject, record, NOT_FINITE)
     share, allowed, judged = judge_relative(found, record.dtype, rounding)
@@ -211,7 +211,7 @@ def _idle(dtype: str, rounding: RoundingError, magnitude: float) -> str:
 
 def _peer(
     subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
-) -> Row:
+) -> Outcome:
     """Judge by the reference worker alone: no exact value is known."""
     if record.status == "outside":  # the worker itself found it wrong
         return _measured(subject, record, record.measure, status="outside", reference=None)
@@ -271,9 +271,11 @@ def _differing_blocks(actual: str, expected: str) -> list[int]:
     return [i for i in range(longer) if i >= len(a) or i >= len(e) or a[i] != e[i]][:64]
 
 
-def _row(subject: ComparedWorker, record: TensorRecord, *, reference: str | None, status: Status, **fields: Any) -> Row:
-    return Row(
-        worker=subject.label,
+def _row(
+    subject: ComparedWorker, record: TensorRecord, *, reference: str | None, status: Status, **fields: Any
+) -> Outcome:
+    return Outcome(
+        workers=(subject.label,),
         reference=reference,
         status=status,
         cast=record.cast,
@@ -282,11 +284,11 @@ def _row(subject: ComparedWorker, record: TensorRecord, *, reference: str | None
     )
 
 
-def _skipped(subject: ComparedWorker, record: TensorRecord, reason: str) -> Row:
+def _skipped(subject: ComparedWorker, record: TensorRecord, reason: str) -> Outcome:
     return _row(subject, record, reference=None, status="skipped", reason=reason)
 
 
-def _equal(subject: ComparedWorker, record: TensorRecord, *, reference: str) -> Row:
+def _equal(subject: ComparedWorker, record: TensorRecord, *, reference: str) -> Outcome:
     return _row(
         subject, record, reference=reference, status="equal", elements=math.prod(record.shape), **NO_DIFFERENCE,
         repeated=_repeated(subject, record),
@@ -302,7 +304,7 @@ def _measured(
     reference: str | None,
     word: Word | None = None,
     more: dict[str, Any] | None = None,
-) -> Row:
+) -> Outcome:
     worst = found.evidence() if found is not None and status == "outside" else {}
     row = _row(
         subject, record, reference=reference, status=status, elements=math.prod(record.shape),

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import msgspec
 
 from consistency.case.stages import Stage
-from consistency.comparison.result import Comparison, Row, Status, TensorComparison, tensor_name
-from consistency.comparison.rows import OncePerSet, Workers, share_of
+from consistency.comparison.outcomes import OncePerSet, Workers, share_of
+from consistency.comparison.result import Comparison, Outcome, Status, TensorComparison, tensor_name
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
 
@@ -122,10 +122,10 @@ def layers_of(comparison: Comparison) -> Iterator[LayerComparison]:
     members = Members(comparison)
     equal: dict[tuple[object, ...], dict[str, LayerCell]] = {}  # what is equal everywhere is so in most layers
     for tensor in comparison.tensors:
-        if tensor.stage == Stage.TRANSFER or tensor.rule == Rule.LIMIT or not tensor.rows:
+        if tensor.stage == Stage.TRANSFER or tensor.rule == Rule.LIMIT or not tensor.outcomes:
             continue
         cells = None
-        key = (tensor.classes, len(tensor.rows))
+        key = (tensor.classes, len(tensor.workers))
         is_equal = tensor.rule in _EXACT and tensor.is_equal
         if is_equal:
             cells = equal.get(key)
@@ -221,9 +221,9 @@ class Members:
 
 def cells_of(tensor: TensorComparison, members: Members) -> dict[str, LayerCell]:
     """Return what each architecture saw of a tensor; workers of none are under an empty name."""
-    rows: dict[str, list[tuple[Row, Workers]]] = {}
-    for row, workers in tensor.groups:
-        for name, some in members.split(workers).items():
+    rows: dict[str, list[tuple[Outcome, Workers]]] = {}
+    for row in tensor.outcomes:
+        for name, some in members.split(row.workers).items():
             rows.setdefault(name, []).append((row, some))
     classes: dict[str, list[Workers]] = {}
     for alike in tensor.classes:
@@ -234,7 +234,7 @@ def cells_of(tensor: TensorComparison, members: Members) -> dict[str, LayerCell]
 
 
 def _cell(
-    tensor: TensorComparison, found: Sequence[tuple[Row, Workers]], classes: Sequence[Workers], members: Members
+    tensor: TensorComparison, found: Sequence[tuple[Outcome, Workers]], classes: Sequence[Workers], members: Members
 ) -> LayerCell:
     rows = [row for row, _ in found]
     worst = max(rows, key=_badness)
@@ -250,7 +250,7 @@ def _cell(
     )
 
 
-def difference_of(rule: str, row: Row) -> tuple[Real | None, Real | None]:
+def difference_of(rule: str, row: Outcome) -> tuple[Real | None, Real | None]:
     """Return the difference of the worst element of a row with a tolerance, and what is allowed of it."""
     if row.allowed is None or row.ratio is None:
         return row.max_abs, None
@@ -259,12 +259,12 @@ def difference_of(rule: str, row: Row) -> tuple[Real | None, Real | None]:
     return Real(row.ratio * row.allowed), row.allowed
 
 
-def _worst_bits(rows: Sequence[Row]) -> tuple[Real | None, Real | None]:
+def _worst_bits(rows: Sequence[Outcome]) -> tuple[Real | None, Real | None]:
     found = [row.max_abs for row in rows if row.max_abs is not None]
     return max(found, key=lambda value: math.inf if math.isnan(value) else float(value), default=None), Real(0.0)
 
 
-def _badness(found: Row | LayerCell) -> tuple[int, float]:
+def _badness(found: Outcome | LayerCell) -> tuple[int, float]:
     """Order by status, then by error/tolerance; NaN is worse than any number."""
     share = found.share or 0.0
     return (_ORDER.index(found.status), math.inf if math.isnan(share) else share)

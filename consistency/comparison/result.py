@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
@@ -10,10 +10,10 @@ import msgspec
 from consistency.capture import origin
 from consistency.capture.records import WorkerFacts
 from consistency.comparison.merging import Merging
-from consistency.comparison.rows import NO_DIFFERENCE as NO_DIFFERENCE
-from consistency.comparison.rows import Row as Row
-from consistency.comparison.rows import Status as Status
-from consistency.comparison.rows import Workers, grouped, workers_of
+from consistency.comparison.outcomes import NO_DIFFERENCE as NO_DIFFERENCE
+from consistency.comparison.outcomes import Outcome as Outcome
+from consistency.comparison.outcomes import Status as Status
+from consistency.comparison.outcomes import Workers
 from consistency.devices.host.facts import HostFacts
 
 Verdict = Literal["consistent", "inconsistent", "incomplete"]
@@ -53,8 +53,10 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     classes : tuple of tuple of str
         Workers whose bits agree, the class of the reference worker first.
-    rows : sequence of Row
-        One per worker. Of a comparison they are `Rows`: in a fleet go through `groups` instead.
+    outcomes : tuple of Outcome
+        In the order of their first workers; every worker is in one.
+    workers : tuple of str
+        Of all outcomes, in the order of the comparison.
     """
 
     stage: str
@@ -65,7 +67,13 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     rule: str
     classes: tuple[tuple[str, ...], ...]
-    rows: Sequence[Row]
+    outcomes: tuple[Outcome, ...]
+    workers: Workers = ()
+
+    def __post_init__(self) -> None:
+        if not self.workers:
+            every = tuple(worker for outcome in self.outcomes for worker in outcome.workers)
+            msgspec.structs.force_setattr(self, "workers", every)
 
     @property
     def name(self) -> str:
@@ -75,26 +83,21 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_equal(self) -> bool:
         """Whether every worker has the same bits, and every status is `equal`."""
-        return len(self.classes) <= 1 and all(row.status == "equal" for row, _ in self.groups)
+        return len(self.classes) <= 1 and all(row.status == "equal" for row in self.outcomes)
 
     @property
     def is_wrong(self) -> bool:
         """Whether any worker has a mismatch."""
-        return any(row.status in BAD for row, _ in self.groups)
+        return any(row.status in BAD for row in self.outcomes)
 
-    @property
-    def groups(self) -> Iterable[tuple[Row, Workers]]:
-        """Return the different rows, each with the workers that it holds for."""
-        return grouped(self.rows)
+    def by_worker(self) -> Iterator[tuple[str, Outcome]]:
+        """Yield each worker with what is said of it; the workers of an outcome follow each other."""
+        return ((worker, outcome) for outcome in self.outcomes for worker in outcome.workers)
 
-    @property
-    def workers(self) -> Workers:
-        """Return the workers that have a row, in order."""
-        return workers_of(self.rows)
-
-    def row(self, worker: str) -> Row | None:
-        found = next((row for row, workers in self.groups if worker in workers), None)
-        return None if found is None else found.of(worker)
+    def outcome(self, worker: str) -> Outcome | None:
+        """Return what is said of one worker."""
+        found = next((outcome for outcome in self.outcomes if worker in outcome.workers), None)
+        return None if found is None else found.of((worker,))
 
 
 class WorkerSummary(WorkerFacts, frozen=True, kw_only=True):

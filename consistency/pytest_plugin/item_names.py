@@ -34,7 +34,7 @@ from consistency.case.case import Case
 from consistency.case.checkpoint import TensorHeader, read_checkpoint, read_json
 from consistency.case.quantized import states_settings, weights_of
 from consistency.case.stages import SPECS, Stage
-from consistency.comparison.result import Comparison, Row, TensorComparison
+from consistency.comparison.result import Comparison, Outcome, TensorComparison
 from consistency.launch.plan import WorkerPlan
 from consistency.pytest_plugin.expected_tensors import expected_places
 
@@ -91,10 +91,10 @@ class RowFinder:
                 place = of_layer.get((place.stage, place.layer), rest)
             self._tensors.setdefault(place, []).append(tensor)
 
-    def rows(self, place: Place, plan: WorkerPlan) -> Iterator[tuple[TensorComparison, Row]]:
+    def rows(self, place: Place, plan: WorkerPlan) -> Iterator[tuple[TensorComparison, Outcome]]:
         """Yield the tensors of a place, each with its row of a worker."""
         for tensor in self._tensors[place]:
-            row = tensor.row(plan.name) if tensor.load_path == plan.load_path else None
+            row = tensor.outcome(plan.name) if tensor.load_path == plan.load_path else None
             if row is not None:
                 yield tensor, row
 
@@ -102,7 +102,7 @@ class RowFinder:
 def own_place(tensor: TensorComparison) -> Place:
     """Return the place of a tensor's own, whether it is one of the case or not."""
     layer, part = tensor.layer, tensor.tensor
-    for row, _ in tensor.groups:
+    for row in tensor.outcomes:
         if tensor.stage == Stage.BASE and row.name_in_file:
             layer, part = split_name(row.name_in_file)
             break

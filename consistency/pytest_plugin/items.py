@@ -19,7 +19,7 @@ from consistency.case.load_path import LoadPath, is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
 from consistency.comparison.history.drift import DRIFT
-from consistency.comparison.result import BAD, Comparison, Finding, Row, TensorComparison
+from consistency.comparison.result import BAD, Comparison, Finding, Outcome, TensorComparison
 from consistency.errors import meant
 from consistency.launch.plan import WorkerPlan
 from consistency.numerics.words import Word
@@ -92,7 +92,7 @@ class DeviceItem(CaseItem):
         super().__init__(**rest)
         self.place, self.plan = place, plan
         self.extra_keyword_matches.add(plan.info.architecture)  # for -k sm_90
-        self.found: list[tuple[TensorComparison, Row]] = []
+        self.found: list[tuple[TensorComparison, Outcome]] = []
 
     def prepare(self) -> None:
         comparison = self.session_of_case.comparison(self.case)
@@ -124,7 +124,7 @@ class DeviceItem(CaseItem):
         if reasons and all(row.status == "skipped" for _, row in found):
             pytest.skip(one_line("; ".join(sorted(reasons))))
 
-    def _record(self, row: Row) -> None:
+    def _record(self, row: Outcome) -> None:
         self.user_properties += [("status", row.status), ("reference", row.reference or "none")]
         if row.ratio is not None:
             self.user_properties.append(("ratio", f"{float(row.ratio):.6g}"))
@@ -155,7 +155,7 @@ class RunItem(CaseItem):
         items = self.session_of_case.selected.get(self.case) or ()
         rows = self.session_of_case.rows(self.case)
         return {
-            (row.worker, tensor.name)
+            (row.workers[0], tensor.name)
             for place, plan in items
             for tensor, row in rows.rows(place, plan)
             if row.status in BAD
@@ -268,8 +268,8 @@ def _part(name: str) -> str:
     return one_line(name.replace("::", "_").replace("\n", " "))
 
 
-def _message(tensor: TensorComparison, row: Row, *, simulated: bool) -> str:
-    worker = f"{row.worker} (simulated)" if simulated else row.worker
+def _message(tensor: TensorComparison, row: Outcome, *, simulated: bool) -> str:
+    worker = f"{row.workers[0]} (simulated)" if simulated else row.workers[0]
     place, _, detail = describe(tensor, row).partition(" · ")
     word = _diagnosis(row)
     lines = [f"{tensor.stage}: {place} is {row.status} on {worker}" + (f" ({word})" if word else ""), detail]
@@ -280,12 +280,12 @@ def _message(tensor: TensorComparison, row: Row, *, simulated: bool) -> str:
     return "\n".join(map(one_line, filter(None, lines)))
 
 
-def _diagnosis(row: Row) -> str | None:
+def _diagnosis(row: Outcome) -> str | None:
     """Return what the diagnosis adds to the status."""
     return None if row.word in (Word.DIFFERS, row.status) else row.word
 
 
-def _reason(tensor: TensorComparison, row: Row) -> str:
+def _reason(tensor: TensorComparison, row: Outcome) -> str:
     """Return why a row is bad without what the node id has: `bit-flip: [0, 5] · got 0.25 (0x3e800000), wanted …`."""
     detail = describe(tensor, row).removeprefix(f"{tensor.layer}.{tensor.tensor}").removeprefix(" · ")
     share = "" if row.ratio is None else f", {float(row.ratio):.3g}× tolerance"

@@ -28,7 +28,7 @@ from consistency.comparison.findings.tolerances import KIND as TOLERANCE
 from consistency.comparison.history.baseline import Baseline, read_baseline
 from consistency.comparison.history.store import History
 from consistency.comparison.layers import layers_of
-from consistency.comparison.result import Comparison, Row, TensorComparison
+from consistency.comparison.result import Comparison, Outcome, TensorComparison
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.plan import WorkerPlan
@@ -181,12 +181,12 @@ class Session:
         """Return the rows of the comparison of a case by place."""
         return self._reading(case).finder
 
-    def accepted(self, case: SessionCase, tensor: TensorComparison, row: Row) -> str | None:
+    def accepted(self, case: SessionCase, tensor: TensorComparison, row: Outcome) -> str | None:
         """Return the message of the finding by which the baseline accepts a mismatch; None where it does not."""
         findings = [
             finding
             for finding in self._reading(case).comparison.findings
-            if row.worker in finding.workers
+            if row.workers[0] in finding.workers
             and tensor.name in finding.tensors
             and (not finding.load_paths or tensor.load_path in finding.load_paths)
         ]

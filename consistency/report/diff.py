@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 
 from consistency.capture.wording import and_more, counted
-from consistency.comparison.result import Comparison, Finding, Row, TensorComparison
+from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
 from consistency.report.console import Writer, without_trailing_blanks
 from consistency.report.sentences import sentence
 from consistency.report.terminal import origin_lines
@@ -53,7 +53,7 @@ def _in_lines(finding: Finding) -> Finding:
     return msgspec.structs.replace(finding, message=one_line(finding.message), detail=detail)
 
 
-def _has_other_sign(row: Row) -> bool:
+def _has_other_sign(row: Outcome) -> bool:
     """Return whether the worst element has the other sign: its steps through all numbers around 0 say nothing."""
     values = [row.evidence.get(name) for name in ("actual", "expected")]
     signs = [math.copysign(1, value) for value in values if isinstance(value, float) and value]
@@ -61,7 +61,7 @@ def _has_other_sign(row: Row) -> bool:
 
 
 def _cells(tensor: TensorComparison) -> list[str]:
-    row = tensor.rows[-1]
+    row = tensor.outcomes[-1]
     cells = [f"{tensor.layer}.{tensor.tensor}", "×".join(map(str, tensor.shape)) or "scalar", tensor.dtype]
     cells.append(row.word or row.status)
     if row.status == "outside" and row.mismatched is not None:

@@ -12,7 +12,7 @@ from consistency.capture.wording import counted
 from consistency.case.stages import Stage
 from consistency.comparison.history.drift import DRIFT
 from consistency.comparison.layers import difference_of
-from consistency.comparison.result import Comparison, Finding, Row, TensorComparison
+from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.report.summary import badness
 
@@ -24,7 +24,7 @@ _COMMAND = "consistency "
 _MEASURED = frozenset({Rule.BOUND, Rule.RELATIVE, Rule.USER})
 _REFERENCES = {"float64": "float64 on the CPU", "file": "the file"}
 
-_Hits = Sequence[tuple[TensorComparison, Row]]
+_Hits = Sequence[tuple[TensorComparison, Outcome]]
 
 
 def findings_of(comparison: Comparison, folder: str | None = None) -> list[Finding]:
@@ -82,8 +82,8 @@ def _hits(finding: Finding, tensors: Mapping[str, Sequence[TensorComparison]]) -
         for name in dict.fromkeys(finding.tensors)
         for tensor in tensors.get(name, ())
         if not finding.load_paths or tensor.load_path in finding.load_paths
-        for row, of in tensor.groups
-        if row.status == "outside" and tensor.rule != Rule.LIMIT and not workers.isdisjoint(of)
+        for row in tensor.outcomes
+        if row.status == "outside" and tensor.rule != Rule.LIMIT and not workers.isdisjoint(row.workers)
     ]
 
 

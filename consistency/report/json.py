@@ -16,8 +16,8 @@ import msgspec
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
 from consistency.comparison.layers import LayerComparison, Members, layers_of
+from consistency.comparison.outcomes import Judgement, OncePerSet, Outcome, Workers
 from consistency.comparison.result import Comparison, ComparisonFacts, TensorComparison, WorkerSummary
-from consistency.comparison.rows import Judgement, OncePerSet, Row, Rows, Workers
 from consistency.report import ranges
 from consistency.report.formats import View
 from consistency.report.shared_values import beside, joined, shared_by
@@ -72,7 +72,7 @@ class Cohort(msgspec.Struct, frozen=True, kw_only=True):
     count: int
 
 
-class Outcome(Judgement, frozen=True, kw_only=True):
+class TableRow(Judgement, frozen=True, kw_only=True):
     """One tensor on one cohort.
 
     Attributes
@@ -98,7 +98,7 @@ class Outcome(Judgement, frozen=True, kw_only=True):
     left_out: int = 0
 
 
-_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Outcome)}
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(TableRow)}
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +127,7 @@ class Report(ComparisonFacts, frozen=True, kw_only=True):
     schema: str
     tool: str = ""
     cohorts: tuple[Cohort, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[TableRow, ...]
     environments: tuple[Environment, ...] = ()
     layers: tuple[LayerComparison, ...] = ()
     hosts_left_out: int = 0
@@ -221,39 +221,36 @@ class _Writer:
 
     def _outcomes(self, tensor: TensorComparison) -> Iterator[dict[str, Any]]:
         of_tensor = {name: getattr(tensor, name) for name in _OF_TENSOR}
-        for row, workers, left_out in self._rows(tensor):
-            parts = [(None, workers)] if left_out else self._by_bits(workers, tensor.classes)
-            for bits, some in parts:
-                fields = {name: getattr(row, name) for name in Judgement.__struct_fields__}
+        for outcome, left_out in self._joined(tensor.outcomes):
+            workers = outcome.workers
+            for bits, some in [(None, workers)] if left_out else self._by_bits(workers, tensor.classes):
+                fields = {name: getattr(outcome, name) for name in Judgement.__struct_fields__}
                 fields |= {**of_tensor, "cohort": self._cohort(some), "bits": bits, "left_out": left_out}
                 first = {name: fields.pop(name) for name in _OF_OUTCOME}
                 yield first | {name: value for name, value in fields.items() if value != _DEFAULTS[name]}
 
-    def _rows(self, tensor: TensorComparison) -> Iterator[tuple[Row, Workers, int]]:
-        """Yield rows with their workers; of too many those that differ in figures alone are joined, but for the worst.
+    def _joined(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[Outcome, int]]:
+        """Yield outcomes; of too many those that differ in figures alone are joined, but for the worst.
 
-        The third value is the number of different rows that were joined.
+        The second value is the number of different outcomes that were joined.
         """
-        rows = list(tensor.groups)
-        if len(rows) <= MOST_ROWS:
-            yield from ((row, workers, 0) for row, workers in rows)
+        if len(outcomes) <= MOST_ROWS:
+            yield from ((outcome, 0) for outcome in outcomes)
             return
-        alike: dict[object, list[tuple[Row, Workers]]] = {}
-        for row, workers in rows:
-            architectures = tuple(self._members.split(workers))
-            alike.setdefault((row.status, row.reference, row.word, row.reason, architectures), []).append(
-                (row, workers)
-            )
+        alike: dict[object, list[Outcome]] = {}
+        for one in outcomes:
+            architectures = tuple(self._members.split(one.workers))
+            alike.setdefault((one.status, one.reference, one.word, one.reason, architectures), []).append(one)
         for found in alike.values():
-            worst, workers = max(found, key=lambda one: badness(one[0]))
-            yield worst, workers, 0
-            others = [names for row, names in found if row is not worst]
+            worst = max(found, key=badness)
+            yield worst, 0
+            others = [one.workers for one in found if one is not worst]
             if others:
-                rest = Row(
-                    worker=others[0][0], reference=worst.reference, status=worst.status, elements=worst.elements,
-                    word=worst.word, reason=worst.reason,
+                rest = Outcome(
+                    workers=tuple(name for names in others for name in names), reference=worst.reference,
+                    status=worst.status, elements=worst.elements, word=worst.word, reason=worst.reason,
                 )  # fmt: skip
-                yield rest, tuple(name for names in others for name in names), len(others)
+                yield rest, len(others)
 
     def _by_bits(self, workers: Workers, classes: tuple[Workers, ...]) -> list[tuple[int | None, Workers]]:
         """Split the workers of a row by the class of their bits; the smallest of many classes stay together."""
@@ -397,20 +394,22 @@ class _Reader:
             yield msgspec.structs.replace(worker, **whole)
 
     def _tensors(self) -> Iterator[TensorComparison]:
-        found: dict[tuple[str, ...], list[Outcome]] = {}
+        found: dict[tuple[str, ...], list[TableRow]] = {}
         for outcome in self._report.outcomes:
             key = (outcome.load_path, outcome.stage, outcome.layer, outcome.tensor)
             found.setdefault(key, []).append(outcome)
         for outcomes in found.values():
-            sets = tuple(self._cohort(outcome.cohort) for outcome in outcomes)
-            rows = tuple(
-                Row(worker=names[0], **{name: getattr(one, name) for name in Judgement.__struct_fields__})
-                for one, names in zip(outcomes, sets, strict=True)
-            )
             yield TensorComparison(
                 **{name: getattr(outcomes[0], name) for name in _OF_TENSOR},
                 classes=self._classes_of(outcomes),
-                rows=Rows(rows, sets, self._order(tuple(outcome.cohort for outcome in outcomes))),
+                outcomes=tuple(
+                    Outcome(
+                        workers=self._cohort(one.cohort),
+                        **{name: getattr(one, name) for name in Judgement.__struct_fields__},
+                    )
+                    for one in outcomes
+                ),
+                workers=self._order(tuple(outcome.cohort for outcome in outcomes)),
             )
 
     def _order(self, cohorts: tuple[int, ...]) -> Workers:
@@ -421,7 +420,7 @@ class _Reader:
             self._orders[cohorts] = tuple(sorted(names, key=self._places.__getitem__))
         return self._orders[cohorts]
 
-    def _classes_of(self, outcomes: Sequence[Outcome]) -> tuple[Workers, ...]:
+    def _classes_of(self, outcomes: Sequence[TableRow]) -> tuple[Workers, ...]:
         key = tuple((outcome.cohort, outcome.bits) for outcome in outcomes)
         if key not in self._classes:
             classes: dict[int, list[str]] = {}

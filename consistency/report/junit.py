@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from xml.etree import ElementTree
 
 from consistency.case.load_path import LoadPath
+from consistency.comparison.outcomes import Workers
 from consistency.comparison.result import SKIPPED, Comparison, Finding
-from consistency.comparison.rows import Workers
 from consistency.comparison.suite import CaseFinding
 from consistency.report.findings import findings_of
 from consistency.report.formats import View
@@ -40,7 +40,7 @@ def as_junit(comparison: Comparison, *, elapsed_s: float = 0.0, folder: str | No
     seen: dict[tuple[str, str, str], set[str]] = {}
     known: dict[tuple[object, ...], Workers] = {}
     for tensor in comparison.tensors:
-        groups = [(None, tensor.workers), *((row.status, workers) for row, workers in tensor.groups)]  # in order first
+        groups = [(None, tensor.workers), *((one.status, one.workers) for one in tensor.outcomes)]  # in order first
         for status, workers in groups:
             taken = (id(workers), status, tensor.load_path, tensor.stage)
             for worker in workers if taken not in known else ():

@@ -16,8 +16,8 @@ from consistency.case.stages import SPECS, Stage
 from consistency.comparison.by_worker import worst_error
 from consistency.comparison.coverage import Coverage, coverage
 from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
+from consistency.comparison.outcomes import WorkerSet
 from consistency.comparison.result import BAD, GONE_DEVICE, LOST_NODE, Comparison, Divergence
-from consistency.comparison.rows import WorkerSet
 from consistency.comparison.suite import CaseResult
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
 from consistency.report.ranges import folded
@@ -283,13 +283,13 @@ def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     for path in filter(is_alternative, comparison.load_paths):
         tensors = [tensor for tensor in comparison.tensors if tensor.load_path == path]
         wrong = WorkerSet()
-        for row, workers in (group for tensor in tensors for group in tensor.groups):
-            if row.status in BAD:
-                wrong.take(workers)
+        for outcome in (outcome for tensor in tensors for outcome in tensor.outcomes):
+            if outcome.status in BAD:
+                wrong.take(outcome.workers)
         if wrong.names:
             bad, names = sum(tensor.is_wrong for tensor in tensors), some(_in_order(comparison, wrong.names))
             others.append(("outside", f"load path {path}: ✗ {bad}/{len(tensors)} on {names}"))
-        elif any(row.status not in ("skipped", "blocked") for tensor in tensors for row, _ in tensor.groups):
+        elif any(row.status not in ("skipped", "blocked") for tensor in tensors for row in tensor.outcomes):
             equal.append(path)
         else:
             others.append(("skipped", f"load path {path}: skipped"))

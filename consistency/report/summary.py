@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
-from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
-from consistency.comparison.rows import OncePerSet, WorkerSet
+from consistency.comparison.outcomes import OncePerSet, WorkerSet
+from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison
 
 MOST_LINES = 8
 """Lines of one architecture: a person takes in that many; a fleet may have as many different results as workers."""
@@ -185,7 +185,7 @@ def is_larger(ratio: float, known: float | None) -> bool:
     return known is None or math.isnan(ratio) or ratio > known
 
 
-def badness(row: Row) -> tuple[int, float]:
+def badness(row: Outcome) -> tuple[int, float]:
     """Order rows by how bad they are; a NaN ratio is worse than any number."""
     ratio = row.share or 0.0
     return (_LEAST_BAD_FIRST.index(row.status), math.inf if math.isnan(ratio) else ratio)
@@ -223,9 +223,9 @@ def _mismatches_elsewhere(comparison: Comparison, load_path: str) -> Set[tuple[s
     """Return the stages and workers with a mismatch on another load path."""
     wrong: dict[str, WorkerSet] = {}
     for tensor in comparison.tensors:
-        for row, workers in tensor.groups if tensor.load_path != load_path else ():
+        for row in tensor.outcomes if tensor.load_path != load_path else ():
             if row.status in BAD:
-                wrong.setdefault(tensor.stage, WorkerSet()).take(workers)
+                wrong.setdefault(tensor.stage, WorkerSet()).take(row.workers)
     return {(stage, worker) for stage, found in wrong.items() for worker in found.names}
 
 
@@ -235,14 +235,13 @@ def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:
     found: dict[str, int] = {}
     known: dict[tuple[object, ...], object] = {}  # tensors at which the same workers are alike tell nothing new
     for place, tensor in enumerate(tensors):
-        groups = list(tensor.groups)
-        alike = (tuple(map(id, tensor.classes)), tuple((row.status, id(workers)) for row, workers in groups))
+        alike = (tuple(map(id, tensor.classes)), tuple((row.status, id(row.workers)) for row in tensor.outcomes))
         if alike in known:
             continue
-        known[alike] = tensor.classes, groups  # which keep their identity
+        known[alike] = tensor.classes, tensor.outcomes  # which keep their identity
         classes = {name: number for number, names in enumerate(tensor.classes) for name in names}
-        for row, workers in groups:
-            for worker in workers:
+        for row in tensor.outcomes:
+            for worker in row.workers:
                 mark = (found.get(worker, 0), place, classes.get(worker, -1), row.status)
                 found[worker] = numbers.setdefault(mark, len(numbers) + 1)
     return found
@@ -253,7 +252,7 @@ def _cells(tensors: Sequence[TensorComparison], workers: Set[str]) -> dict[str, 
     found: dict[str, dict[str, Cell]] = {}
     wanted = OncePerSet(lambda names: [name for name in names if name in workers])
     for place, tensor in enumerate(tensors):
-        for row, worker in ((row, worker) for row, names in tensor.groups for worker in wanted(names)):
+        for row, worker in ((one, worker) for one in tensor.outcomes for worker in wanted(one.workers)):
             cell = found.setdefault(worker, {}).setdefault(tensor.stage, Cell())
             cell.counts[row.status] = cell.counts.get(row.status, 0) + 1
             cell.take_ratio(row.share)

@@ -281,8 +281,8 @@ def _layers(write: Writer, comparison: Comparison, *, verbose: bool) -> None:
 
 
 def _worst(tensor: TensorComparison) -> str:
-    row = max((row for row, _ in tensor.groups), key=badness)
-    parts = [f"{row.worker}: {row.status}"]
+    row = max((row for row in tensor.outcomes), key=badness)
+    parts = [f"{row.workers[0]}: {row.status}"]
     if row.word and row.status != "within":
         parts.append(row.word)
     if row.share is not None:

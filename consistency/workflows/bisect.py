@@ -220,7 +220,7 @@ class _Runner:
         comparison = judging.compare_captures([self._reference, found])
         label = gather([self._reference, found])[-1].label
         for tensor in comparison.tensors:
-            row = tensor.row(label)
+            row = tensor.outcome(label)
             place = (tensor.stage, tensor.layer, tensor.tensor)
             if row is None or place != self._subject.key or tensor.load_path != load_path:
                 continue

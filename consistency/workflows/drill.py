@@ -374,7 +374,7 @@ def _row(trial: Trial, comparison: Comparison) -> DrillRow:
 def _untaken(fault: Fault, comparison: Comparison) -> str:
     """Return why a load path that a fault is in was not taken, empty where all were."""
     for load_path in fault.load_paths or ():
-        rows = [row for one in comparison.tensors if one.load_path == load_path for row, _ in one.groups]
+        rows = [row for one in comparison.tensors if one.load_path == load_path for row in one.outcomes]
         reason = next((row.reason for row in rows if row.reason), "")
         if reason and all(row.status == "skipped" for row in rows):
             return f"load path {load_path}: {reason}"

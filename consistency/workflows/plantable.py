@@ -96,10 +96,10 @@ def _adapter(case: Case) -> tuple[Mapping[str, Any], Mapping[str, TensorHeader]]
 def _seen(healthy: Comparison, case: Case) -> dict[str, Any]:
     unchecked = {}
     for stage in case.stages:
-        rows = [row for tensor in healthy.tensors if tensor.stage == stage for row, _ in tensor.groups]
+        rows = [row for tensor in healthy.tensors if tensor.stage == stage for row in tensor.outcomes]
         if not any(row.status in JUDGED for row in rows):
             unchecked[stage] = next((row.reason for row in rows if row.reason), "it has nothing to check")
-    judged = [tensor for tensor in healthy.tensors if any(row.status in JUDGED for row in tensor.rows)]
+    judged = [tensor for tensor in healthy.tensors if any(row.status in JUDGED for row in tensor.outcomes)]
     merged = [tensor for tensor in judged if tensor.stage == Stage.MERGED and tensor.tensor == WEIGHT]
     return {
         "unchecked": unchecked,

@@ -68,8 +68,7 @@ def rows_of(run: RunOnDouble, worker: str) -> list[tuple[str, str, str, str]]:
     return [
         (t.stage, t.layer, t.tensor, row.status)
         for t in run.comparison.tensors
-        for row in t.rows
-        if row.worker == worker
+        if (row := t.outcome(worker)) is not None
     ]
 
 

@@ -36,7 +36,7 @@ def test_each_variant_has_its_settings_and_what_they_permit(as_deployed: RunOnDo
 
 def test_the_yardstick_is_that_of_the_variant_s_products(as_deployed: RunOnDouble) -> None:
     forward = [t for t in as_deployed.comparison.tensors if t.stage == "forward"]
-    rows = {name: [row for t in forward for row in t.rows if row.worker == name] for name in VARIANTS}
+    rows = {name: [row for t in forward for worker, row in t.by_worker() if worker == name] for name in VARIANTS}
     for name, found in rows.items():
         skipped = [row for row in found if row.status == "skipped"]
         assert {row.status for row in found} <= {"equal", "within", "skipped"}, name

@@ -34,13 +34,13 @@ def test_dropped_copies_are_found_on_the_shared_path_alone(faulty: RunOnDouble) 
     factors = [t for t in on_load_path(faulty, "shared", "adapter") if t.tensor in ("lora_A", "lora_B")]
     assert len(factors) == 56
     assert {t.classes for t in factors} == {(("cpu", "npu:0", "npu:2"), ("npu:1",))}
-    assert {(t.tensor, row.word) for t in factors for row in t.rows if row.status != "equal"} == {
+    assert {(t.tensor, row.word) for t in factors for row in t.outcomes if row.status != "equal"} == {
         ("lora_A", "fresh-init"),
         ("lora_B", "zeros"),
     }
     alone = on_load_path(faulty, "isolated", "base", "adapter") + on_load_path(faulty, "shared", "base")
     assert {t.classes for t in alone} == {(("cpu", *NPUS),)}
-    assert {row.status for t in alone for row in t.rows} == {"equal"}
+    assert {row.status for t in alone for row in t.outcomes} == {"equal"}
 
 
 def test_findings_name_the_path_and_no_device_that_is_well(faulty: RunOnDouble) -> None:
@@ -63,7 +63,7 @@ def test_devices_form_architectures(faulty: RunOnDouble) -> None:
     assert list(groups.values()) == [["cpu"]]
     for stage in ("merged", "forward"):
         found = on_load_path(faulty, "isolated", stage)
-        assert {row.status for t in found for row in t.rows} <= {"equal", "within"}
+        assert {row.status for t in found for row in t.outcomes} <= {"equal", "within"}
         for tensor in found:
             owner = {name: number for number, names in enumerate(tensor.classes) for name in names}
             assert owner["npu:0"] == owner["npu:1"]

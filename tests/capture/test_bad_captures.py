@@ -212,7 +212,7 @@ def test_damage_is_said_and_the_rest_is_compared(name: str, make_capture: MakeCa
     assert [(f.kind, f.severity) for f in found.findings] == [("damaged-capture", "error")]
     assert found.findings[0].message.startswith(message)
     assert {worker.name for worker in found.workers} == workers
-    assert all({row.worker for row in tensor.rows} == workers for tensor in found.tensors)
+    assert all({worker for worker, row in tensor.by_worker()} == workers for tensor in found.tensors)
 
 
 def test_it_is_the_same_when_the_first_is_damaged(make_capture: MakeCapture) -> None:

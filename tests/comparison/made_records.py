@@ -76,6 +76,6 @@ def errors(comparison: Comparison) -> list[Finding]:
 
 def only_row(comparison: Comparison, worker: str) -> Any:
     (tensor,) = comparison.tensors
-    row = tensor.row(worker)
+    row = tensor.outcome(worker)
     assert row is not None
     return row

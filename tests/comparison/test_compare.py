@@ -199,7 +199,7 @@ def test_table_without_a_reference_is_skipped_never_passed(make_capture: MakeCap
         )  # fmt: skip
 
     found = compared(make_capture("a", {"cpu": [table("a"), moved()], "cuda:0": [table("b"), moved()]}))
-    assert found.tensors[0].rows[1].status == "skipped"
+    assert found.tensors[0].outcomes[1].status == "skipped"
     assert found.verdict == "consistent"
     assert [f.kind for f in found.findings] == ["skipped"]
 
@@ -225,7 +225,7 @@ def test_missing_unexpected_and_skipped(make_capture: MakeCapture) -> None:
         moved(tensor="lora_C", status="skipped", word=None, **absent),
     ]
     found = compared(make_capture("a", {"cpu": records}))
-    assert [row.status for t in found.tensors for row in t.rows] == ["missing", "unexpected", "skipped"]
+    assert [row.status for t in found.tensors for row in t.outcomes] == ["missing", "unexpected", "skipped"]
     assert {f.kind for f in errors(found)} == {"missing", "unexpected"}
 
 
@@ -251,7 +251,7 @@ def test_lost_worker_blocks_what_it_did_not_see(make_capture: MakeCapture) -> No
     assert found.verdict == "incomplete"
     assert found.exit_status == 3
     assert {f.kind for f in errors(found)} == {"lost-worker", "bit-flip"}, "what it saw is still compared"
-    merged = next(t for t in found.tensors if t.stage == "merged").row("cuda:0")
+    merged = next(t for t in found.tensors if t.stage == "merged").outcome("cuda:0")
     assert merged is not None
     assert merged.status == "blocked"
     assert "SIGKILL" in (merged.reason or "")
@@ -287,7 +287,7 @@ def test_a_stage_that_failed_blocks_what_it_did_not_reach(make_capture: MakeCapt
     (finding,) = errors(found)
     assert (finding.kind, finding.workers) == ("failed-stage", ("cuda:0",))
     assert finding.message == "merged · not complete on cuda:0: the stage failed: IndexError: x"
-    assert [row.status for t in found.tensors for row in t.rows if row.worker == "cuda:0"] == [
+    assert [row.status for t in found.tensors for worker, row in t.by_worker() if worker == "cuda:0"] == [
         "equal", "within", "blocked", "blocked",
     ]  # fmt: skip
     of_reference = compared(make_capture("b", {"cpu": [moved(), failed], "cuda:0": records}))
@@ -421,7 +421,7 @@ def test_bytes_of_an_earlier_run_are_stale(make_capture: MakeCapture) -> None:
     first = make_capture("first", {"cpu": [moved("old", "old")]})
     second = make_capture("second", {"cpu": [moved("new", "new")], "cuda:0": [moved("old", "new")]})
     found = compared(first, second)
-    row = next(r for r in found.tensors[0].rows if r.worker.endswith("cuda:0"))
+    row = next(r for worker, r in found.tensors[0].by_worker() if worker.endswith("cuda:0"))
     assert (row.status, row.word) == ("outside", "stale")
     assert row.evidence["holds"] == "the bytes of first:cpu's file, not those of its own"
     assert only_row(found, "first:cpu").status == "equal"

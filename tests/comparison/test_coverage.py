@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from consistency.comparison.coverage import coverage
-from consistency.comparison.result import Row, Status, TensorComparison
+from consistency.comparison.result import Outcome, Status, TensorComparison
 
 
 def tensor(stage: str, *rows: tuple[str, str | None, Status]) -> TensorComparison:
     return TensorComparison(
         stage=stage, load_path="isolated", layer="l", tensor="w", shape=(1,), dtype="float32", rule="bitwise",
-        classes=(), rows=tuple(Row(worker=name, reference=of, status=status) for name, of, status in rows),
+        classes=(), outcomes=tuple(Outcome(workers=(name,), reference=of, status=status) for name, of, status in rows),
     )  # fmt: skip
 
 

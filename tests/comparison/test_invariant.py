@@ -71,10 +71,10 @@ def is_named(finding: Finding, tensor: str, worker: str) -> bool:
 def test_no_wrong_row_is_consistent(workers: Workers, make_capture: MakeCapture) -> None:
     found = compared(workers, make_capture)
     for tensor in found.tensors:
-        for row in tensor.rows:
+        for worker, row in tensor.by_worker():
             assert row.status != "blocked" or found.verdict != "consistent"
             if row.status in BAD:
-                about = [one for one in found.findings if is_named(one, tensor.name, row.worker)]
+                about = [one for one in found.findings if is_named(one, tensor.name, worker)]
                 assert any(one.severity == "error" for one in about) or (
                     "+" in tensor.load_path and any(one.severity == "warning" for one in about)
                 )
@@ -86,7 +86,7 @@ def test_a_verdict_names_no_stage_that_was_not_compared(workers: Workers, make_c
     found = compared(workers, make_capture)
     if found.verdict != "consistent":
         return
-    rows = [(tensor.stage, row.status) for tensor in found.tensors for row in tensor.rows]
+    rows = [(tensor.stage, row.status) for tensor in found.tensors for row in tensor.outcomes]
     judged = {stage for stage, status in rows if status in COMPARED}
     assert judged
     text = sentence(found).partition(";")[0]

@@ -8,20 +8,20 @@ import pytest
 
 from consistency.capture.names import ADAPTER_ON
 from consistency.comparison.layers import LayerFilter, block_of, blocks_of, layers_of, worst_by_architecture
-from consistency.comparison.result import Row, TensorComparison
+from consistency.comparison.result import Outcome, TensorComparison
 from consistency.numerics.real import Real
 from tests.conftest import FinishedRun
 from tests.report.made_comparisons import ALL, comparison, faulty, tensor
 
 
-def row(worker: str, **fields: object) -> Row:
-    return Row(**{"worker": worker, "reference": "float64", "status": "within", **fields})  # type: ignore[arg-type]  # made by name
+def row(worker: str, **fields: object) -> Outcome:
+    return Outcome(**{"workers": (worker,), "reference": "float64", "status": "within", **fields})  # type: ignore[arg-type]  # made by name
 
 
-def made(*rows: Row, rule: str = "bound", **fields: object) -> TensorComparison:
+def made(*rows: Outcome, rule: str = "bound", **fields: object) -> TensorComparison:
     plain = {"stage": "merged", "load_path": "isolated", "layer": "layers.0", "tensor": "weight", "shape": (2,)}
-    of = {**plain, "dtype": "float32", "rule": rule, "classes": tuple((one.worker,) for one in rows), **fields}
-    return TensorComparison(rows=rows, **of)  # type: ignore[arg-type]  # made by name
+    of = {**plain, "dtype": "float32", "rule": rule, "classes": tuple(one.workers for one in rows), **fields}
+    return TensorComparison(outcomes=rows, **of)  # type: ignore[arg-type]  # made by name
 
 
 def test_a_cell_has_the_worst_of_its_architecture() -> None:

@@ -43,7 +43,7 @@ def test_bits_that_change_between_runs(
     finding = of_kind(found, "not-repeatable")
     assert (finding.severity, found.verdict) == (severity, verdict)
     (tensor,) = found.tensors
-    assert [row.repeated for row in tensor.rows] == [False], "the fact stays in the report"
+    assert [row.repeated for row in tensor.outcomes] == [False], "the fact stays in the report"
 
 
 def test_moved_bytes_repeat_in_every_profile(make_capture: MakeCapture) -> None:
@@ -110,7 +110,7 @@ IN_BFLOAT16 = {"environment": {"products": {"matmul": "bfloat16"}}}
 
 def statuses(found: Comparison) -> dict[str, str]:
     (tensor,) = found.tensors
-    return {row.worker: row.status for row in tensor.rows}
+    return {worker: row.status for worker, row in tensor.by_worker()}
 
 
 def test_a_device_in_float32_is_not_excused_by_a_reference_in_bfloat16(make_capture: MakeCapture) -> None:

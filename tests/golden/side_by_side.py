@@ -2,7 +2,7 @@
 
     PYTHONPATH=OLD python -P -m tests.golden.side_by_side record /tmp/old     # in the checkout of before
     PYTHONPATH=NEW python -P -m tests.golden.side_by_side record /tmp/new
-    python -m tests.golden.side_by_side compare /tmp/old /tmp/new
+    python -m tests.golden.side_by_side compare /tmp/old /tmp/new --renamed bound_ratio=ratio --renamed road=load-path
 
 `record` runs the built-in cases in three dtypes, a suite of adapters of many methods, a suite with a damaged adapter,
 runs one after the other into one history with another setting in the last, captures of many made-up workers, and the
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -128,7 +129,9 @@ def _kept(comparison: Any) -> Any:
             f"{one.load_path} {one.name}": {
                 "rule": one.rule,
                 "classes": [list(workers) for workers in one.classes],
-                "rows": {row.worker: {name: str(getattr(row, name)) for name in _OF_A_ROW} for row in one.rows},
+                "rows": {
+                    worker: {name: str(getattr(row, name)) for name in _OF_A_ROW} for worker, row in one.by_worker()
+                },
             }
             for one in comparison.tensors
         },
@@ -158,11 +161,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--renamed", action="append", default=[], metavar="OLD=NEW", help="a word that was renamed")
     given = parser.parse_args()
     if given.what == "record":
         record(given.folders[0].resolve())
         return 0
-    old, new = (json.loads((folder / _RECORDED).read_text(encoding="utf-8")) for folder in given.folders)
+    before, after = ((folder / _RECORDED).read_text(encoding="utf-8") for folder in given.folders)
+    for word in given.renamed:
+        before = re.sub(rf"\b{re.escape(word.partition('=')[0])}\b", word.partition("=")[2], before)
+    old, new = json.loads(before), json.loads(after)
     found = list(differences(old, new))
     print("\n".join([*found[:100], f"{len(found)} differences in {len({*old, *new})} inputs"]))
     return 1 if found else 0

@@ -17,8 +17,8 @@ def test_what_is_kept_of_a_report_tells_a_change() -> None:
     assert list(differences(_kept(found), _kept(found))) == []
     for changes in ({"verdict": "incomplete"}, {"findings": ()}, {"tensors": found.tensors[1:]}):
         assert list(differences(_kept(found), _kept(msgspec.structs.replace(found, **changes))))
-    row = msgspec.structs.replace(found.tensors[0].rows[0], max_ulp=77)
-    tensor = msgspec.structs.replace(found.tensors[0], rows=[row, *found.tensors[0].rows[1:]])
+    row = msgspec.structs.replace(found.tensors[0].outcomes[0], max_ulp=77)
+    tensor = msgspec.structs.replace(found.tensors[0], outcomes=(row, *found.tensors[0].outcomes[1:]))
     other = msgspec.structs.replace(found, tensors=(tensor, *found.tensors[1:]))
     assert "77" in next(differences(_kept(found), _kept(other)))
 

@@ -9,7 +9,7 @@ from consistency.comparison.result import (
     ArchitectureGroup,
     Comparison,
     Finding,
-    Row,
+    Outcome,
     Status,
     TensorComparison,
     Verdict,
@@ -29,8 +29,8 @@ def tensor(classes: list[list[str]], *, stage: str = "adapter", layer: str = "la
     statuses: dict[str, Status] = of.pop("statuses", {})
     ratio, max_ulp = of.pop("ratio", None), of.pop("max_ulp", None)
     rows = tuple(
-        Row(
-            worker=name, reference="file", status=statuses.get(name, "equal"),
+        Outcome(
+            workers=(name,), reference="file", status=statuses.get(name, "equal"),
             ratio=None if ratio is None else Real(ratio), max_ulp=max_ulp,
             worst_index=(1, 2) if name in statuses else None, word=Word.ZEROS if name in statuses else None,
         )
@@ -38,7 +38,9 @@ def tensor(classes: list[list[str]], *, stage: str = "adapter", layer: str = "la
     )  # fmt: skip
     plain: dict[str, Any] = {"load_path": "isolated", "tensor": "lora_B", "shape": (2, 2), "dtype": "float32"}
     plain["rule"] = "bitwise" if ratio is None else "bound"
-    return TensorComparison(stage=stage, layer=layer, classes=tuple(map(tuple, classes)), rows=rows, **{**plain, **of})
+    return TensorComparison(
+        stage=stage, layer=layer, classes=tuple(map(tuple, classes)), outcomes=rows, **{**plain, **of}
+    )
 
 
 def comparison(tensors: list[TensorComparison], *, verdict: Verdict = "consistent", **fields: Any) -> Comparison:
@@ -66,14 +68,14 @@ SAFE = "</script><img src=x onerror=alert(1)>\\x2028\\x202e<!--\"'&{{7*7}}"  # a
 
 def hostile() -> Comparison:
     """Return a comparison in which every text that can come from a stranger is hostile."""
-    named = Row(
-        worker=HOSTILE, reference=HOSTILE, status="outside", word=Word(HOSTILE), reason=HOSTILE, mismatched=1,
+    named = Outcome(
+        workers=(HOSTILE,), reference=HOSTILE, status="outside", word=Word(HOSTILE), reason=HOSTILE, mismatched=1,
         evidence={"flipped_bits": {HOSTILE: 1, "x": HOSTILE, -1: 5, 10**9: 1, 3: 2}, "gb_per_s": HOSTILE},
     )  # fmt: skip
     tensors = [
         TensorComparison(
             stage=stage, load_path=HOSTILE, layer=HOSTILE, tensor=HOSTILE, shape=(), dtype=HOSTILE, rule=HOSTILE,
-            classes=(("a",), (HOSTILE,)), rows=(named,),
+            classes=(("a",), (HOSTILE,)), outcomes=(named,),
         )
         for stage in (HOSTILE, "transfer")
     ]  # fmt: skip
@@ -126,17 +128,19 @@ def four_architectures(*, wrong: str = "Hopper sm_90:1") -> Comparison:
     devices = {name: (f"{name}:0", f"{name}:1") for name in ARCHITECTURES}
     workers = [name for names in devices.values() for name in names]
 
-    def row(name: str, place: int) -> Row:
+    def row(name: str, place: int) -> Outcome:
         bad = name == wrong and place == 5
         share = 3.25 if bad else 0.1 + place / 100
         status: Status = "outside" if bad else "within"
-        return Row(worker=name, reference="float64", status=status, max_abs=Real(share * 2e-5), allowed=Real(2e-5),
-                   ratio=Real(share), max_ulp=12, worst_index=(1, 2) if bad else None)  # fmt: skip
+        return Outcome(workers=(name,), reference="float64", status=status, max_ulp=12,
+                       max_abs=Real(share * 2e-5), allowed=Real(2e-5), ratio=Real(share),
+                       worst_index=(1, 2) if bad else None)  # fmt: skip
 
     tensors = [
         TensorComparison(
             stage="merged", load_path="isolated", layer=f"model.layers.{place // 4}.self_attn.{_NAMES[place % 4]}",
-            tensor="weight", shape=(2,), dtype="float32", rule="bound", rows=tuple(row(n, place) for n in workers),
+            tensor="weight", shape=(2,), dtype="float32", rule="bound",
+            outcomes=tuple(row(n, place) for n in workers),
             classes=(tuple(n for n in workers if n != wrong), (wrong,)),
         )
         for place in range(16)
@@ -155,16 +159,17 @@ def many_devices(*, wrong: str = "Ampere sm_86:17") -> Comparison:
     members = {name: tuple(f"{name}:{n}" for n in range(count)) for name, count in devices.items()}
     workers = [name for names in members.values() for name in names]
 
-    def row(name: str, place: int) -> Row:
+    def row(name: str, place: int) -> Outcome:
         bad = name == wrong and place == 45
         share = 3.25 if bad else 0.1 + place / 1000
-        return Row(worker=name, reference="float64", status="outside" if bad else "within", max_abs=Real(share * 2e-5),
-                   allowed=Real(2e-5), ratio=Real(share), max_ulp=12)  # fmt: skip
+        return Outcome(workers=(name,), reference="float64", status="outside" if bad else "within", max_ulp=12,
+                       max_abs=Real(share * 2e-5), allowed=Real(2e-5), ratio=Real(share))  # fmt: skip
 
     tensors = [
         TensorComparison(
             stage="merged", load_path="isolated", layer=f"model.layers.{place // 4}.self_attn.{_NAMES[place % 4]}",
-            tensor="weight", shape=(2,), dtype="float32", rule="bound", rows=tuple(row(n, place) for n in workers),
+            tensor="weight", shape=(2,), dtype="float32", rule="bound",
+            outcomes=tuple(row(n, place) for n in workers),
             classes=(tuple(n for n in workers if n != wrong), (wrong,)) if place == 45 else (tuple(workers),),
         )
         for place in range(64)
@@ -189,9 +194,9 @@ def computed_apart(tensors: int, workers: int) -> Comparison:
         TensorComparison(
             stage="merged", load_path="isolated", layer=f"model.layers.{i // 25}.self_attn.q_proj.{i}", tensor="weight",
             shape=(4096, 4096), dtype="bfloat16", rule="bound", classes=classes,
-            rows=tuple(
-                Row(
-                    worker=name, reference="float64", status="within", mismatched=rng.randrange(1 << 24),
+            outcomes=tuple(
+                Outcome(
+                    workers=(name,), reference="float64", status="within", mismatched=rng.randrange(1 << 24),
                     max_abs=Real(rng.random() * 1e-5), max_ulp=rng.randrange(10_000), ratio=Real(rng.random()),
                     word=Word.ACCUMULATION_ORDER,
                 )

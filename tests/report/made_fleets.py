@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from consistency.comparison.outcomes import Outcome
 from consistency.comparison.result import ArchitectureGroup, Comparison, Finding, Source, TensorComparison
-from consistency.comparison.rows import Row, Rows
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
@@ -23,22 +23,24 @@ def many(hosts: int, layers: int, *, wrong: tuple[str, ...] = (), apart: bool = 
     tensors = []
     for place in range(layers):
         where = {**plain, "layer": f"layers.{place}"}
-        equal = Row(worker=names[0], reference="file", status="equal", elements=4)
-        bad = Row(worker=(wrong or names)[0], reference="file", status="outside", elements=4, word=Word.ZEROS,
+        equal = Outcome(workers=right, reference="file", status="equal", elements=4)
+        bad = Outcome(workers=wrong, reference="file", status="outside", elements=4, word=Word.ZEROS,
                   max_abs=Real("nan"), evidence={"nonzero": 4})  # fmt: skip
-        rows = Rows((equal, bad), (right, wrong), names) if wrong else Rows((equal,), (names,), names)
+        rows = (equal, bad) if wrong else (equal,)
         classes = (right, wrong) if wrong else (names,)
         tensors.append(
-            TensorComparison(stage="adapter", tensor="lora_B", rule="bitwise", classes=classes, rows=rows, **where)
+            TensorComparison(
+                stage="adapter", tensor="lora_B", rule="bitwise", classes=classes, outcomes=rows, workers=names, **where
+            )
         )
         sets = tuple((name,) for name in names) if apart else tuple(of.values())
         found = tuple(
-            Row(worker=some[0], reference="float64", status="within", elements=4, ratio=Real((number + 1) / 9999))
+            Outcome(workers=some, reference="float64", status="within", elements=4, ratio=Real((number + 1) / 9999))
             for number, some in enumerate(sets)
         )
         tensors.append(
             TensorComparison(
-                stage="merged", tensor="weight", rule="bound", classes=sets, rows=Rows(found, sets, names), **where
+                stage="merged", tensor="weight", rule="bound", classes=sets, outcomes=found, workers=names, **where
             )
         )
     findings = (Finding(kind="zeros", severity="error", message="zeros", workers=wrong),) if wrong else ()

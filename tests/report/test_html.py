@@ -25,7 +25,7 @@ from consistency.comparison.layers import layers_of
 from consistency.comparison.result import (
     ArchitectureGroup,
     Comparison,
-    Row,
+    Outcome,
     Status,
     TensorComparison,
     WorkerSummary,
@@ -175,14 +175,16 @@ def test_the_data_say_what_the_comparison_says(seed: int) -> None:
             status: Status = rng.choice(STATUSES) if rng.random() < 0.5 else "equal"  # type: ignore[arg-type]
             ratio = rng.choice([None, rng.random(), 3e7 * rng.random(), float("nan"), float("inf")])
             ratio = None if status == "equal" else ratio
-            rows.append(Row(worker=name, reference="file", status=status, ratio=None if ratio is None else Real(ratio)))
+            rows.append(
+                Outcome(workers=(name,), reference="file", status=status, ratio=None if ratio is None else Real(ratio))
+            )
             text = ratio if ratio is None else float(f"{ratio:.3g}")
             of = next(place for place, names in enumerate(classes) if name in names)
             wanted["adapter", f"l{number}", "w", name] = (status, of, text)
         tensors.append(
             TensorComparison(
                 stage="adapter", load_path="isolated", layer=f"l{number}", tensor="w", shape=(1,), dtype="float32",
-                rule="bound", classes=classes, rows=tuple(rows),
+                rule="bound", classes=classes, outcomes=tuple(rows),
             )
         )  # fmt: skip
     found = {(*key, name): cell for key, name, cell in shown_cells(Page(as_html(comparison(tensors))).data)}
@@ -324,10 +326,10 @@ def test_histogram_of_what_is_used_of_the_bound() -> None:
 
 def test_histogram_of_bits() -> None:
     def flipped(found: dict[Any, Any]) -> TensorComparison:
-        row = Row(worker="cpu", reference="file", status="outside", evidence={"flipped_bits": found})
+        row = Outcome(workers=("cpu",), reference="file", status="outside", evidence={"flipped_bits": found})
         return TensorComparison(
             stage="adapter", load_path="isolated", layer="l", tensor="w", shape=(1,), dtype="bfloat16", rule="bitwise",
-            classes=(), rows=(row,),
+            classes=(), outcomes=(row,),
         )  # fmt: skip
 
     (found,) = bits([flipped({15: 1, 7: 4}), flipped({"7": 2, 0: 3}), tensor([ALL])])

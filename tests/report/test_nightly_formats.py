@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from consistency.capture.records import StageMemory
-from consistency.comparison.result import Comparison, Finding, Row, TensorComparison, WorkerSummary
+from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison, WorkerSummary
 from consistency.report import github
 from consistency.report.formats import View
 from consistency.report.junit import as_junit, render
@@ -27,10 +27,10 @@ def worker(name: str, **fields: Any) -> WorkerSummary:
 
 
 def tensor(stage: str, **statuses: Any) -> TensorComparison:
-    rows = tuple(Row(worker=name, reference="file", status=status) for name, status in statuses.items())
+    rows = tuple(Outcome(workers=(name,), reference="file", status=status) for name, status in statuses.items())
     return TensorComparison(
         stage=stage, load_path="isolated", layer=HOSTILE, tensor="weight", shape=(1,), dtype="float32", rule="bitwise",
-        classes=(tuple(statuses),), rows=rows,
+        classes=(tuple(statuses),), outcomes=rows,
     )  # fmt: skip
 
 

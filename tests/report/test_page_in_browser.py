@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from consistency.case.stages import Stage
-from consistency.comparison.result import ArchitectureGroup, Comparison, Row, Status, TensorComparison
+from consistency.comparison.result import ArchitectureGroup, Comparison, Outcome, Status, TensorComparison
 from consistency.numerics.real import Real
 from consistency.report.html import as_html
 from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER, accessible
@@ -243,9 +243,9 @@ def test_numbers_are_exact_and_of_the_right_limit(opened: Open) -> None:
     made = TensorComparison(
         stage="merged", load_path="isolated", layer="l", tensor="w", shape=(4096, 4096), dtype="bfloat16", rule="user",
         classes=(("cpu",), ("cuda:0",), ("cuda:1",)),
-        rows=tuple(
-            Row(
-                worker=name, reference="float64", status=status, ratio=Real(ratio), mismatched=mismatched,
+        outcomes=tuple(
+            Outcome(
+                workers=(name,), reference="float64", status=status, ratio=Real(ratio), mismatched=mismatched,
                 max_abs=Real(1.23456e-7), max_ulp=123_456_789,
             )
             for name, (status, ratio, mismatched) in rows.items()

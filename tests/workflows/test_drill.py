@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from consistency.case.options import Options
 from consistency.case.stages import Stage
+from consistency.comparison.outcomes import Outcome
 from consistency.comparison.result import Comparison, Finding, TensorComparison
-from consistency.comparison.rows import Row
 from consistency.errors import InputError, UsageError
 from consistency.worker.faults.catalogue import FAULTS, Fault
 from consistency.workflows import drill
@@ -133,10 +133,10 @@ def test_a_fault_of_a_load_path_that_is_not_taken_is_not_planted() -> None:
     """As with transformers' loader on a quantized base."""
     fault = FAULTS["load-path-transformers-zeros"]
     trial = Trial(fault=fault, worker="w", expected="zeros")
-    row = Row(worker="w", reference=None, status="skipped", reason="transformers cannot load this adapter")
+    row = Outcome(workers=("w",), reference=None, status="skipped", reason="transformers cannot load this adapter")
     table = TensorComparison(
         stage="adapter", load_path="isolated+transformers", layer="x", tensor="y", shape=(), dtype="", rule="bitwise",
-        classes=(), rows=[row],
+        classes=(), outcomes=(row,),
     )  # fmt: skip
     found = _row(trial, msgspec.structs.replace(comparison(), tensors=(table,)))
     assert not found.planted

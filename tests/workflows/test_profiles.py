@@ -42,7 +42,7 @@ def test_a_healthy_run_is_consistent_whatever_the_precision(healthy: Comparison)
     found = healthy
     assert [f for f in found.findings if f.severity != "note"] == []
     assert (found.profile, found.settings) == ("deployed", ("float32_matmul_precision=medium",))
-    judged = {row.status for t in found.tensors if t.stage == "forward" for row in t.rows}
+    judged = {row.status for t in found.tensors if t.stage == "forward" for row in t.outcomes}
     assert judged <= {"equal", "within"}, "no tensor is left out"
 
 

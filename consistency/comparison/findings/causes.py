@@ -22,8 +22,8 @@ from consistency.comparison.findings.load_paths import (
     load_paths_taken,
 )
 from consistency.comparison.judge import NO_RECORD
-from consistency.comparison.result import Finding, Row, TensorComparison
-from consistency.comparison.rows import Workers, WorkerSet
+from consistency.comparison.outcomes import Workers, WorkerSet
+from consistency.comparison.result import Finding, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 
@@ -39,7 +39,7 @@ _COMPUTED = (Rule.BOUND, Rule.RELATIVE, Rule.USER)
 class _Hit:
     """One tensor that is wrong on workers that saw the same: their row on the first load path where it is, and all."""
 
-    row: Row
+    row: Outcome
     workers: Workers
     home: str
     wrong: Set[str]
@@ -65,7 +65,7 @@ class _Group:
     """Tensors that one cause explains, each with one of its rows, and on which load paths and workers."""
 
     tensors: list[TensorComparison] = field(default_factory=list)
-    samples: list[Row] = field(default_factory=list)
+    samples: list[Outcome] = field(default_factory=list)
     places: dict[tuple[str, str], None] = field(default_factory=dict)
     _taken: dict[tuple[str, int], Workers] = field(default_factory=dict)
 
@@ -111,7 +111,7 @@ def find_causes(
         The same for a stage whose file is not what the model wants: to run it again would show the same.
     """
     # `placement` makes the findings of these
-    tensors = [t for t in tensors if not any(row.word == Word.TOUCHED for row, _ in t.groups)]
+    tensors = [t for t in tensors if not any(row.word == Word.TOUCHED for row in t.outcomes)]
     wrong = _by_name(tensors)
     groups = _grouped(wrong, many=len({t.load_path for t in tensors if not is_alternative(t.load_path)}) > 1)
     totals = _totals(tensors)
@@ -230,10 +230,13 @@ def _hits(by_load_path: _ByLoadPath, alike: _AlikeOnAllPaths) -> Iterator[_Hit]:
     """Yield where one tensor is wrong, by workers that saw the same of it on all load paths."""
     tensors = _in_order(by_load_path)
     paths = [tensor.load_path for tensor in tensors]
-    groups = [list(tensor.groups) for tensor in tensors]
-    sets = [[workers for _, workers in group] for group in groups]
+    sets = [[outcome.workers for outcome in tensor.outcomes] for tensor in tensors]
     for workers, places in alike.split(sets, [tensor.workers for tensor in tensors]):
-        rows = {path: group[place][0] for path, group, place in zip(paths, groups, places, strict=True) if place >= 0}
+        rows = {
+            path: tensor.outcomes[place]
+            for path, tensor, place in zip(paths, tensors, places, strict=True)
+            if place >= 0
+        }
         wrong, taken = load_paths_taken(workers[0], rows)
         if wrong:
             home = next(load_path for load_path in rows if load_path in wrong)
@@ -285,7 +288,7 @@ def _depth(tensor: TensorComparison) -> int | None:
     return next((int(part) for part in tensor.layer.split(".") if part.isdecimal()), None)
 
 
-def _described(tensor: TensorComparison, row: Row, what: str) -> str:
+def _described(tensor: TensorComparison, row: Outcome, what: str) -> str:
     """Describe a tensor, without a reason that the finding gives already."""
     return describe(tensor, msgspec.structs.replace(row, reason=None) if row.reason and row.reason in what else row)
 
@@ -337,8 +340,8 @@ def _why(cause: _Cause, group: _Group, same: Sequence[TensorComparison], *, soft
 def _right(same: Sequence[TensorComparison], workers: Sequence[str]) -> list[str]:
     """Return the workers that received the same tensors on the same load paths, all of them right."""
     seen, hurt = WorkerSet(), WorkerSet(dict.fromkeys(workers))
-    for row, alike in (group for tensor in same for group in tensor.groups):
-        seen.take(alike)
-        if row.status != "equal":
-            hurt.take(alike)
+    for outcome in (outcome for tensor in same for outcome in tensor.outcomes):
+        seen.take(outcome.workers)
+        if outcome.status != "equal":
+            hurt.take(outcome.workers)
     return [worker for worker in seen.names if worker not in hurt.names]

@@ -34,6 +34,7 @@ from consistency.comparison.findings.transfers import find_transfer
 from consistency.comparison.findings.unexplained import find_unexplained
 from consistency.comparison.findings.unordered import ran_before, without_version
 from consistency.comparison.judge import NOT_FINITE
+from consistency.comparison.outcomes import WorkerSet
 from consistency.comparison.result import (
     BAD,
     ENVIRONMENT,
@@ -45,7 +46,6 @@ from consistency.comparison.result import (
     in_order,
     tensor_name,
 )
-from consistency.comparison.rows import WorkerSet
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.workers import ComparedWorker, in_order_of
 from consistency.devices.host.facts import HostFacts
@@ -206,12 +206,12 @@ def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
         by_label.setdefault(p.label, []).append(p)
     found: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for tensor in tensors:
-        for row, alike in tensor.groups:
+        for row in tensor.outcomes:
             # an adapter that is wrong when loaded over poison differs from the first load: that is reported already,
             # and does not show whether it is wrong again
             reported = tensor.stage == Stage.ADAPTER and row.status in BAD
             if row.repeated is False and not reported:
-                for worker in alike:
+                for worker in row.workers:
                     if (worker, tensor.name) not in in_soak:
                         key = (tensor.stage, tensor.layer, tensor.tensor)
                         operations = ran_before(by_label[worker], tensor.load_path, key)
@@ -240,13 +240,13 @@ def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCompari
     reasons: dict[tuple[str, str], tuple[WorkerSet, dict[str, None]]] = {}
     facts = {tensor.name for tensor in tensors if tensor.rule == "limit"}
     # findings already: what has no number to compare with, and what is missing because a stage did not run
-    said = {(t.stage, row.reason) for t in tensors for row, _ in t.groups if row.status == "missing"}
+    said = {(t.stage, row.reason) for t in tensors for row in t.outcomes if row.status == "missing"}
     said |= {(stage.value, NOT_FINITE) for stage in Stage}
     for tensor in tensors:
-        for row, workers in tensor.groups:
+        for row in tensor.outcomes:
             if row.status == "skipped" and (tensor.stage, row.reason) not in said:
                 found = reasons.setdefault((tensor.stage, row.reason or "no reason given"), (WorkerSet(), {}))
-                found[0].take(workers)
+                found[0].take(row.workers)
                 found[1][tensor.name] = None
     for (stage, reason), (skipping, names) in reasons.items():
         by_worker, where = in_order_of(compared, skipping.names), list(names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from consistency.capture.soak import ChangedTensor
-from consistency.comparison.result import Row, TensorComparison
+from consistency.comparison.result import Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 
 _EVIDENCE = {
@@ -25,7 +25,7 @@ _EVIDENCE = {
 """How other evidence is shown, by its name."""
 
 
-def describe(tensor: TensorComparison, row: Row) -> str:
+def describe(tensor: TensorComparison, row: Outcome) -> str:
     """Describe one wrong tensor in one line: its worst element, both values, and both bit patterns.
 
     Evidence may come from a stranger's capture: it is shown as it is, and nothing relies on it.

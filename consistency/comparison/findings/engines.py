@@ -14,8 +14,7 @@ from consistency.capture.wording import listed, some
 from consistency.case.inference.request import OUTPUT
 from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
-from consistency.comparison.result import BAD, Finding, Row, TensorComparison
-from consistency.comparison.rows import Rows, grouped
+from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.words import Word
 
@@ -25,13 +24,13 @@ BATCH_VARIANT = "batch-variant"
 PART_COMPARED = "part-compared"
 """Kind of the note on what an engine's file has no outputs of."""
 
-_Wrong = list[tuple[TensorComparison, Row]]
+_Wrong = list[tuple[TensorComparison, Outcome]]
 
 
 def find_engines(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     """Report what is wrong with the outputs of inference engines, by cause, and what was compared of them."""
     for engine in (p for p in compared if p.is_engine and p.info.status == "ok"):
-        rows = [(t, row) for t in tensors if t.stage == Stage.FORWARD and (row := t.row(engine.label)) is not None]
+        rows = [(t, row) for t in tensors if t.stage == Stage.FORWARD and (row := t.outcome(engine.label)) is not None]
         yield from _wrong(engine, [(t, row) for t, row in rows if t.layer == OUTPUT and row.status in BAD])
         yield from _batches(engine, [(t, row) for t, row in rows if t.layer == BATCHES])
         yield from _part(engine, rows)
@@ -47,14 +46,11 @@ def of_devices(tensors: Sequence[TensorComparison], compared: Sequence[ComparedW
         if not engines.intersection(tensor.workers):
             found.append(tensor)
             continue
-        kept = [(row, left) for row, names in grouped(tensor.rows) if (left := _without(names, engines))]
+        kept = tuple(one.of(left) for one in tensor.outcomes if (left := _without(one.workers, engines)))
         if kept:
-            rows = Rows(
-                tuple(row.of(left[0]) for row, left in kept), tuple(left for _, left in kept),
-                _without(tensor.workers, engines),
-            )  # fmt: skip
             classes = tuple(left for names in tensor.classes if (left := _without(names, engines)))
-            found.append(msgspec.structs.replace(tensor, rows=rows, classes=classes))
+            left = _without(tensor.workers, engines)
+            found.append(msgspec.structs.replace(tensor, outcomes=kept, classes=classes, workers=left))
     return found
 
 
@@ -83,11 +79,11 @@ def _wrong(engine: ComparedWorker, wrong: _Wrong) -> Iterator[Finding]:
         )
 
 
-def _cause(row: Row) -> Cause | None:
+def _cause(row: Outcome) -> Cause | None:
     return next((cause for cause in Cause if cause == row.evidence.get(CAUSE)), None)
 
 
-def _rows_of(row: Row) -> str:
+def _rows_of(row: Outcome) -> str:
     """Return the rows of the batch that are wrong, where others are right."""
     rows = [str(number) for number in row.evidence.get(ROWS, ())]
     return f" in {'row' if len(rows) == 1 else 'rows'} {some(rows)}" if rows else ""
@@ -108,7 +104,7 @@ def _sentence(cause: Cause | Word, places: str, rows: _Wrong) -> str:
     )
 
 
-def _tried(row: Row) -> Iterator[str]:
+def _tried(row: Outcome) -> Iterator[str]:
     """Yield what is known of the cause besides its name."""
     share = row.evidence.get("cause_bound_ratio")
     if share is not None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from consistency.capture.names import SETTINGS_LAYER
 from consistency.capture.wording import MOST_NAMES, counted, listed, some
 from consistency.case.load_path import LoadPath, is_alternative, main_path
-from consistency.comparison.result import BAD, Finding, Row, TensorComparison
-from consistency.comparison.rows import WorkerSet
+from consistency.comparison.outcomes import WorkerSet
+from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.numerics.words import Word
 
 DTYPE_ON_THE_WAY = "dtype-on-the-way"
@@ -158,7 +158,7 @@ def is_software(tensors: Iterable[TensorComparison], workers: Sequence[str]) -> 
     return all(is_alternative(tensor.load_path) and len(tensor.classes) == 1 for tensor in tensors)
 
 
-def load_paths_taken(label: str, rows: Mapping[str, Row]) -> tuple[frozenset[str], frozenset[str]]:
+def load_paths_taken(label: str, rows: Mapping[str, Outcome]) -> tuple[frozenset[str], frozenset[str]]:
     """Return the load paths on which a worker's tensor is wrong, and those on which it was checked.
 
     The reference worker is compared with on every load path, but a CPU only takes those that leave no other device
@@ -191,14 +191,14 @@ def find_casts(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
         usual = defaults.get((tensor.name, main_path(tensor.load_path)))
         if usual is not None and tensor.dtype not in ("", usual):
             stored.setdefault((tensor.dtype, usual), {}).setdefault(tensor.load_path, []).append(tensor)
-        through = [(row.cast, workers) for row, workers in tensor.groups if row.cast]
+        through = [outcome for outcome in tensor.outcomes if outcome.cast]
         if through:
-            partial = any(not row.cast and row.status == "equal" for row, _ in tensor.groups)
+            partial = any(not row.cast and row.status == "equal" for row in tensor.outcomes)
             # the reference worker does not take every load path itself: where all cast, there is one note for all
-            named = tuple(worker for _, workers in through for worker in workers) if partial else ()
-            cast = casts.setdefault((str(through[0][0]), named), _Cast())
-            for _, workers in through:
-                cast.workers.take(workers)
+            named = tuple(worker for outcome in through for worker in outcome.workers) if partial else ()
+            cast = casts.setdefault((through[0].cast, named), _Cast())
+            for outcome in through:
+                cast.workers.take(outcome.workers)
             cast.by_load_path.setdefault(tensor.load_path, []).append(tensor)
     for (dtype, partial_workers), cast in casts.items():
         first = next(iter(cast.by_load_path.values()))
@@ -228,7 +228,7 @@ def find_casts(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
             severity="note",
             message=f"adapter · {counted(len(first), 'tensor')} {where}",
             general=f"adapter · tensors {where}",
-            workers=tuple(dict.fromkeys(row.worker for row in first[0].rows)),
+            workers=first[0].workers,
             tensors=tuple(t.name for t in first),
             load_paths=tuple(by_load_path),
         )

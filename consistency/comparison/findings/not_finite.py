@@ -29,7 +29,7 @@ def find_not_finite(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
     """
     in_files, in_part = _in_files(compared), _in_part(compared)
     where = "; ".join(f"in the {file}: {some(places, _MOST)}" for file, places in in_files.items())
-    unknown = [(t, names) for t in tensors for row, names in t.groups if row.reason == NOT_FINITE]
+    unknown = [(t, outcome.workers) for t in tensors for outcome in t.outcomes if outcome.reason == NOT_FINITE]
     if unknown:
         count = Counter(stage for stage, _ in dict.fromkeys((t.stage, t.name) for t, _ in unknown))
         first = unknown[0][0]

@@ -33,7 +33,7 @@ def find_nothing_compared(compared: Sequence[ComparedWorker], tensors: Sequence[
     if len(whole) < len(compared) and not whole:
         return
     if tensors and not coverage(tensors):
-        reasons = dict.fromkeys(row.reason or _ALONE for tensor in tensors for row, _ in tensor.groups)
+        reasons = dict.fromkeys(row.reason or _ALONE for tensor in tensors for row in tensor.outcomes)
         yield Finding(
             kind=NOTHING_COMPARED,
             severity="error",

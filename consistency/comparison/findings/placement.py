@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from consistency.capture.wording import size, some
-from consistency.comparison.result import BAD, Finding, Row, TensorComparison
+from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 
@@ -24,16 +24,16 @@ _DEVICE = re.compile(r"(?:^|:)(cpu|[a-z]\w*:\d+)$")  # a label may start with it
 class _Use:
     """Unexpected use of a device in one step: its rows by worker and counter."""
 
-    rows: dict[str, dict[str, Row]] = field(default_factory=dict)
+    rows: dict[str, dict[str, Outcome]] = field(default_factory=dict)
     tensors: dict[str, None] = field(default_factory=dict)
 
 
 def find_device_use(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
     """Group unexpected device use by load path, device, step and severity."""
-    by_worker: dict[tuple[str, str, str], dict[str, tuple[TensorComparison, Row]]] = {}
+    by_worker: dict[tuple[str, str, str], dict[str, tuple[TensorComparison, Outcome]]] = {}
     for tensor in tensors:
-        for row, workers in tensor.groups if tensor.rule == Rule.LIMIT else ():
-            for worker in workers if row.word == Word.TOUCHED else ():
+        for row in tensor.outcomes if tensor.rule == Rule.LIMIT else ():
+            for worker in row.workers if row.word == Word.TOUCHED else ():
                 by_worker.setdefault((tensor.load_path, tensor.layer, worker), {})[tensor.tensor] = (tensor, row)
     groups: dict[tuple[str, str, str, bool], _Use] = {}
     for (load_path, device, worker), counters in by_worker.items():
@@ -77,7 +77,7 @@ def _advice(workers: Sequence[str]) -> str:
     return f"torch_device='{own.pop()}'" if len(own) == 1 else "torch_device= the device of the base"
 
 
-def _detail(rows: Mapping[str, Row]) -> Iterable[str]:
+def _detail(rows: Mapping[str, Outcome]) -> Iterable[str]:
     for name, row in rows.items():
         evidence = row.evidence
         parts = [name]

@@ -18,9 +18,9 @@ from consistency.case.load_path import is_alternative
 from consistency.case.stages import MOVES_WEIGHTS
 from consistency.comparison.findings.in_common import Facts, clause, facts_of, in_common, lines
 from consistency.comparison.findings.unordered import without_version
+from consistency.comparison.outcomes import WorkerSet
 from consistency.comparison.records import Key, Records, tables_of
 from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
-from consistency.comparison.rows import WorkerSet
 from consistency.comparison.site_groups import SiteGroups
 from consistency.comparison.workers import ComparedWorker
 
@@ -71,8 +71,8 @@ def _programs(
     """Return the workers that computed the same, where there are several."""
     carried = [t for t in tensors if t.stage in MOVES_WEIGHTS and not is_alternative(t.load_path)]
     off = WorkerSet()
-    for workers in (workers for t in carried for row, workers in t.groups if row.status in BAD):
-        off.take(workers)
+    for outcome in (outcome for t in carried for outcome in t.outcomes if outcome.status in BAD):
+        off.take(outcome.workers)
     found: dict[tuple[Any, ...], list[ComparedWorker]] = {}
     for p in compared:
         if p.program is not None and p.label not in off.names and p.info.status == "ok":

@@ -23,7 +23,7 @@ from consistency.capture.wording import listed, some
 from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
 from consistency.comparison.findings.transfer_causes import Pair, about, arrow, reasons
-from consistency.comparison.result import BAD, Finding, Row, TensorComparison
+from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.comparison.workers import ComparedWorker
 from consistency.devices.host.facts import HostFacts
 from consistency.numerics.words import Word
@@ -67,7 +67,7 @@ class Cell:
     kinds: dict[str, None] = field(default_factory=dict)
     tried: set[str] = field(default_factory=set)
     skipped: dict[str, str] = field(default_factory=dict)
-    wrong: dict[str, list[tuple[TensorComparison, Row]]] = field(default_factory=dict)
+    wrong: dict[str, list[tuple[TensorComparison, Outcome]]] = field(default_factory=dict)
     explained: set[str] = field(default_factory=set)
     speeds: dict[str, float] = field(default_factory=dict)
     no_peer_access: bool = False
@@ -119,11 +119,11 @@ def matrices(tensors: Iterable[TensorComparison]) -> list[Matrix]:
     vias: dict[tuple[str, Pair, str], str] = {}
     for tensor in tensors:
         pair = split_pair(tensor.layer) if tensor.stage == Stage.TRANSFER else None
-        for row, worker in _each(tensor) if pair is not None else ():
+        for worker, row in tensor.by_worker() if pair is not None else ():
             assert pair is not None
             home = home_of(worker)
             cell = homes.setdefault(home, {}).setdefault(pair, Cell())
-            _take(cell, tensor, row.of(worker))
+            _take(cell, tensor, row.of((worker,)))
             via = row.evidence.get("via")
             if isinstance(via, str):
                 vias[home, pair, tensor.tensor] = via
@@ -136,10 +136,6 @@ def matrices(tensors: Iterable[TensorComparison]) -> list[Matrix]:
     return [Matrix(home=home, places=tuple(places[home]), cells=cells) for home, cells in homes.items()]
 
 
-def _each(tensor: TensorComparison) -> Iterator[tuple[Row, str]]:
-    return ((row, worker) for row, workers in tensor.groups for worker in workers)
-
-
 @functools.cache
 def home_of(worker: str) -> str:
     """Return the name of the capture that a worker's name begins with, empty where it begins with none."""
@@ -147,7 +143,7 @@ def home_of(worker: str) -> str:
     return (match["home"] or "") if match else ""
 
 
-def _take(cell: Cell, tensor: TensorComparison, row: Row) -> None:
+def _take(cell: Cell, tensor: TensorComparison, row: Outcome) -> None:
     kind = tensor.tensor
     cell.kinds[kind] = None
     if row.status in BAD:
@@ -182,7 +178,7 @@ def find_transfer(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCo
 def _finding(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: HostFacts | None) -> Finding:
     cells = matrix.cells
     seen = [entry for pair in pairs for kind in cells[pair].plain for entry in cells[pair].wrong[kind]]
-    workers = tuple(sorted({row.worker for _, row in seen}, key=_by_number))
+    workers = tuple(sorted({worker for _, row in seen for worker in row.workers}, key=_by_number))
     # a copy that is wrong because one of its hops is belongs to the finding of that hop
     for pair, cell in cells.items():
         for kind in cell.explained & set(cell.wrong):
@@ -233,7 +229,7 @@ def _fine(matrix: Matrix, pairs: Sequence[Pair]) -> Iterator[str]:
         yield f"{_arrows(fine)} {'is' if len(fine) == 1 else 'are'} fine"
 
 
-def _describe(tensor: TensorComparison, row: Row) -> str:
+def _describe(tensor: TensorComparison, row: Outcome) -> str:
     parts = [describe(tensor, row)]
     if row.evidence.get("copy"):
         parts.append(f"first wrong: {row.evidence['copy']}")

@@ -26,9 +26,9 @@ def find_unexplained(tensors: Iterable[TensorComparison], found: Sequence[Findin
     by_stage: dict[str, dict[str, dict[str, None]]] = {}
     for tensor in tensors:
         named = (all_named if is_alternative(tensor.load_path) else errors).get(tensor.name, frozenset())
-        for row, workers in tensor.groups if tensor.is_wrong else ():
+        for row in tensor.outcomes if tensor.is_wrong else ():
             if row.status in BAD and "" not in named and not (named and tensor.stage == Stage.TRANSFER):
-                left = [worker for worker in workers if worker not in named]
+                left = [worker for worker in row.workers if worker not in named]
                 by_stage.setdefault(tensor.stage, {}).setdefault(tensor.name, {}).update(dict.fromkeys(left))
     for stage, of_stage in by_stage.items():
         names = [name for name, workers in of_stage.items() if workers]

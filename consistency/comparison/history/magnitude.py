@@ -12,8 +12,8 @@ from pathlib import Path
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.comparison.history.records import WorkerRecord
+from consistency.comparison.outcomes import Outcome
 from consistency.comparison.result import Comparison, tensor_name
-from consistency.comparison.rows import Row
 from consistency.errors import CaptureError
 
 
@@ -27,8 +27,8 @@ def magnitude(comparison: Comparison, worker: WorkerRecord, tensors: Sequence[st
         (row, name)
         for one in comparison.tensors
         if one.load_path == worker.load_path and (name := one.name) in before
-        for row, names in one.groups
-        if worker.name in names and row.max_abs is not None and row.reference not in (None, "file")
+        for row in one.outcomes
+        if worker.name in row.workers and row.max_abs is not None and row.reference not in (None, "file")
     ]
     if not known:
         return ""
@@ -41,7 +41,7 @@ def magnitude(comparison: Comparison, worker: WorkerRecord, tensors: Sequence[st
     )
 
 
-def _share(found: tuple[Row, str]) -> float:
+def _share(found: tuple[Outcome, str]) -> float:
     row, _ = found
     return float(row.max_abs or 0) if row.ratio is None else float(row.ratio)
 

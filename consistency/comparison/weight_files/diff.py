@@ -21,7 +21,7 @@ from consistency.comparison.result import (
     ArchitectureGroup,
     Comparison,
     Finding,
-    Row,
+    Outcome,
     TensorComparison,
     WorkerSummary,
     verdict_of,
@@ -191,17 +191,17 @@ class _Comparer:
             dtype=known.dtype,
             rule="bitwise",
             classes=(tuple(holders),) if row.status == "equal" else tuple((label,) for label in holders),
-            rows=(*self._of_reference(name), row),
+            outcomes=(*self._of_reference(name), row),
         )
 
-    def _of_reference(self, name: str) -> Iterator[Row]:
+    def _of_reference(self, name: str) -> Iterator[Outcome]:
         """Yield the row of the reference, which every worker of a comparison that has a tensor has."""
         if tensor := self._expected.get(name):
             label = self._labels[1]
-            yield Row(worker=label, reference=label, status="equal", elements=tensor.elements, **NO_DIFFERENCE)
+            yield Outcome(workers=(label,), reference=label, status="equal", elements=tensor.elements, **NO_DIFFERENCE)
 
-    def _row(self, name: str) -> Row:
-        row = functools.partial(Row, worker=self._labels[0], reference=self._labels[1])
+    def _row(self, name: str) -> Outcome:
+        row = functools.partial(Outcome, workers=self._labels[:1], reference=self._labels[1])
         actual, expected = self._actual.get(name), self._expected.get(name)
         if actual is None:
             return row(status="missing", word=Word.MISSING, reason="only the reference has it")
@@ -273,12 +273,12 @@ def _not_finite(counts: tuple[Mapping[str, int], Mapping[str, int]], labels: tup
 
 def _rounded(tensors: Sequence[TensorComparison], labels: tuple[str, str]) -> tuple[Finding, ...]:
     """Say whether the tensors of other dtypes are the reference's rounded to these, or the reverse."""
-    others = [tensor for tensor in tensors if tensor.rows[-1].word == Word.DTYPE and tensor.rows[-1].reason]
+    others = [tensor for tensor in tensors if tensor.outcomes[-1].word == Word.DTYPE and tensor.outcomes[-1].reason]
     if not others:
         return ()
     notes = []
     for reason, one, other in ((ROUNDED, labels[0], labels[1]), (ROUNDED_BACK, labels[1], labels[0])):
-        if count := sum(tensor.rows[-1].reason == reason for tensor in others):
+        if count := sum(tensor.outcomes[-1].reason == reason for tensor in others):
             what = f"{count} of {counted(len(others), 'tensor')} of another dtype in {one}"
             message = f"{what} {'is' if count == 1 else 'are'} exactly {other}'s, rounded to nearest"
             notes.append(Finding(kind="rounded", severity="note", message=message))

@@ -25,8 +25,8 @@ import msgspec
 
 from consistency.capture.wording import some
 from consistency.comparison.layers import LayerCell, LayerComparison, Members, cells_of
-from consistency.comparison.result import BAD, Comparison, Row, TensorComparison
-from consistency.comparison.rows import OncePerSet, Workers, WorkerSet
+from consistency.comparison.outcomes import OncePerSet, Workers, WorkerSet
+from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.page.labels import KEY, digits
@@ -137,7 +137,7 @@ def unequal(comparison: Comparison) -> list[LayerComparison]:
             stage=tensor.stage, load_path=tensor.load_path, layer=tensor.layer, tensor=tensor.tensor,
             architectures=cells_of(tensor, members),
         )
-        for tensor in comparison.tensors if not tensor.is_equal and tensor.rows
+        for tensor in comparison.tensors if not tensor.is_equal and tensor.outcomes
     ]  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def sections(
             section = found[key] = Section(load_path=one_line(key[0]), stage=one_line(key[1]))
         section.total += 1
         entry, rank = _entry(tensor, by_load_path[tensor.load_path], shown[tensor.load_path], strings)
-        by_architecture = None if tensor.is_equal or not tensor.rows else next(seen).architectures
+        by_architecture = None if tensor.is_equal or not tensor.outcomes else next(seen).architectures
         if len(entry) > _CELLS:
             by_architecture = by_architecture or cells_of(tensor, members)
             entry[_CELLS] = [_cell(by_architecture.get(name), strings) for name in titles[tensor.load_path]]
@@ -256,17 +256,17 @@ def _entry(
     shape = "×".join(map(str, tensor.shape)) or "scalar"
     entry: list[Any] = [strings.place(text) for text in (tensor.layer, tensor.tensor, shape, tensor.dtype, tensor.rule)]
     rank = _UNLIKE if len(tensor.classes) > 1 else _ALIKE
-    if tensor.is_equal and len(tensor.rows) >= sum(column.stands_for for column in drawn):
+    if tensor.is_equal and len(tensor.workers) >= sum(column.stands_for for column in drawn):
         return entry, rank
     classes = columns.classes(tensor.classes)
-    statuses = {row.status for row, _ in tensor.groups}
+    statuses = {row.status for row in tensor.outcomes}
     if statuses & BAD:
         rank = _BAD
     elif statuses & {"skipped", "blocked"}:
         rank = _UNCHECKED
-    seen: list[list[tuple[Row, Workers]]] = [[] for _ in drawn]
-    for row, workers in tensor.groups:
-        for place, names in columns.by_column(workers).items():
+    seen: list[list[tuple[Outcome, Workers]]] = [[] for _ in drawn]
+    for row in tensor.outcomes:
+        for place, names in columns.by_column(row.workers).items():
             seen[place].append((row, names))
     variants: dict[tuple[Any, ...], int] = {}
     shows = []
@@ -279,7 +279,7 @@ def _entry(
     return entry, rank
 
 
-def _variant(rows: Sequence[tuple[Row, Workers]], classes: Mapping[str, int], strings: Strings) -> tuple[Any, ...]:
+def _variant(rows: Sequence[tuple[Outcome, Workers]], classes: Mapping[str, int], strings: Strings) -> tuple[Any, ...]:
     """Return what a column shows: its worker's row, or the worst of its workers' rows."""
     row = max((row for row, _ in rows), key=badness)
     of = {classes.get(name, 0) for _, names in rows for name in names}

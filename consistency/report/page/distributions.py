@@ -72,9 +72,9 @@ def ratios(tensors: Iterable[TensorComparison]) -> list[Ratios]:
     seen: dict[str, int] = {}
     for tensor in tensors:
         found: Counter[float] = Counter()
-        for row, workers in tensor.groups:
-            if row.share is not None:
-                found[row.share] += len(workers)
+        for outcome in tensor.outcomes:
+            if outcome.share is not None:
+                found[outcome.share] += len(outcome.workers)
         if not found:
             continue
         seen[tensor.stage] = seen.get(tensor.stage, 0) + 1
@@ -111,7 +111,7 @@ def bits(tensors: Iterable[TensorComparison]) -> list[Bits]:
     seen: dict[str, list[int]] = {}
     for tensor in tensors:
         rows = 0
-        for evidence, workers in ((row.evidence, workers) for row, workers in tensor.groups if row.evidence):
+        for evidence, workers in ((one.evidence, one.workers) for one in tensor.outcomes if one.evidence):
             found = evidence.get("flipped_bits")
             if isinstance(found, dict) and found:
                 rows += len(workers)

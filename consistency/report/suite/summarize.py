@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from consistency.comparison.by_worker import worst_ratios
-from consistency.comparison.result import BAD, Comparison, Row, TensorComparison, WorkerSummary
-from consistency.comparison.rows import Workers
+from consistency.comparison.outcomes import Workers
+from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison, WorkerSummary
 from consistency.comparison.suite import CaseFinding, CaseResult, CaseStage, CaseWorker
 from consistency.numerics.real import Real
 from consistency.report.findings import findings_of, reproducible
@@ -82,19 +82,19 @@ def _findings(comparison: Comparison) -> Iterator[CaseFinding]:
 def _stage(stage: str, tensors: Sequence[TensorComparison], timed: Sequence[WorkerSummary]) -> CaseStage:
     """Return a stage's worst status, its worst ratio with its place, and its times."""
     counts: dict[str, int] = {}
-    worst: dict[int, tuple[Workers, Row]] = {}
+    worst: dict[int, tuple[Workers, Outcome]] = {}
     worst_ratio, place, worker, first_bad = None, None, None, None
     for tensor in tensors:
-        row = max((row for row, _ in tensor.groups), key=_badness)
+        row = max((row for row in tensor.outcomes), key=_badness)
         counts[row.status] = counts.get(row.status, 0) + 1
         if row.status in BAD and first_bad is None:
             first_bad = tensor.layer
-        for one, workers in tensor.groups:
-            _, known = worst.get(id(workers), (workers, one))
+        for one in tensor.outcomes:
+            workers, known = worst.get(id(one.workers), (one.workers, one))
             worst[id(workers)] = workers, max(known, one, key=_badness)
             if one.share is not None and is_larger(one.share, worst_ratio):
-                worst_ratio, place, worker = one.share, tensor.name, one.worker
-    of_workers: dict[str, Row] = {}
+                worst_ratio, place, worker = one.share, tensor.name, one.workers[0]
+    of_workers: dict[str, Outcome] = {}
     for names, one in worst.values():
         of_workers.update({name: max(of_workers.get(name, one), one, key=_badness) for name in names})
     return CaseStage(
@@ -120,6 +120,6 @@ def _times(stage: str, workers: Sequence[WorkerSummary]) -> dict[str, float]:
     return found
 
 
-def _badness(row: Row) -> tuple[bool, tuple[int, float]]:
+def _badness(row: Outcome) -> tuple[bool, tuple[int, float]]:
     """Order rows by how bad they are; one that was skipped counts only where nothing else was compared."""
     return (row.status != "skipped", badness(row))

@@ -10,8 +10,7 @@ import pytest
 
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.details import describe
-from consistency.comparison.result import Finding, Row, TensorComparison
-from consistency.comparison.rows import Rows
+from consistency.comparison.result import Finding, Outcome, TensorComparison
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 
@@ -24,7 +23,7 @@ def tensor(
     return TensorComparison(
         stage=stage, load_path=load_path, layer=layer, tensor=name, shape=(2, 2), dtype="float32", rule=rule,
         classes=(),
-        rows=tuple(Row(worker=worker, **fields) for worker in workers),
+        outcomes=tuple(Outcome(workers=(worker,), **fields) for worker in workers),
     )  # fmt: skip
 
 
@@ -81,7 +80,7 @@ def test_another_word_worker_stage_or_path_is_another_cause() -> None:
 )  # fmt: skip
 def test_evidence_in_words(row: dict[str, Any], words: str) -> None:
     one = tensor("layers.0", "w", "cuda:0", **row)
-    text = describe(one, one.rows[0])
+    text = describe(one, one.outcomes[0])
     assert text.startswith("layers.0.w")
     assert words in text
 
@@ -89,7 +88,7 @@ def test_evidence_in_words(row: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize("evidence", [{"bits": 3}, {"blocks": 5}, {"ratio": None}, {"inactive": "x"}, {"holds": {}}])
 def test_evidence_of_a_stranger_is_shown_and_not_relied_on(evidence: dict[str, Any]) -> None:
     one = tensor("layers.0", "w", "cuda:0", evidence=evidence)
-    assert describe(one, one.rows[0]).startswith("layers.0.w")
+    assert describe(one, one.outcomes[0]).startswith("layers.0.w")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,7 @@ def test_a_cpu_is_not_judged_with_the_devices_that_share_its_row() -> None:
     workers = ("cpu", "cuda:1")
     single = [tensor("a", "w", *workers, word=Word.ZEROS, load_path=path) for path in ("isolated", "shared")]
     together = [
-        msgspec.structs.replace(one, rows=Rows(tuple(one.rows[:1]), (workers,), workers)) for one in single
+        msgspec.structs.replace(one, outcomes=(one.outcomes[0].of(workers),)) for one in single
     ]  # fmt: skip
     assert causes(*together) == causes(*single)
     assert [finding.workers for finding in causes(*together)] == [("cpu",), ("cuda:1",)]
@@ -140,8 +139,8 @@ def test_what_is_missing_everywhere_is_of_the_file_and_no_run_shows_more() -> No
     everywhere = tensor("a", "w", "cuda:0", word=Word.MISSING)
     (finding,) = causes(everywhere)
     assert finding.next == "diff adapter"
-    right = tensor("a", "w", "cpu", status="equal").rows
-    (finding,) = causes(msgspec.structs.replace(everywhere, rows=(*everywhere.rows, *right)))
+    right = tensor("a", "w", "cpu", status="equal").outcomes
+    (finding,) = causes(msgspec.structs.replace(everywhere, outcomes=(*everywhere.outcomes, *right), workers=()))
     assert finding.next == "look at cuda:0"
 
 

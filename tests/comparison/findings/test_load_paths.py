@@ -261,8 +261,8 @@ def test_a_alternative_path_owes_the_adapter_alone(make_capture: MakeCapture) ->
     assert found.load_paths == ("isolated", "isolated+cpu")
     assert [w.name for w in found.workers] == ["cpu", "cuda:0", "cuda:1"]
     beside = [t for t in found.tensors if t.load_path == "isolated+cpu"]
-    assert [(t.stage, [row.worker for row in t.rows]) for t in beside] == [("adapter", ["cuda:0", "cuda:1"])]
-    assert {row.status for t in beside for row in t.rows} == {"equal"}
+    assert [(t.stage, [worker for worker, row in t.by_worker()]) for t in beside] == [("adapter", ["cuda:0", "cuda:1"])]
+    assert {row.status for t in beside for row in t.outcomes} == {"equal"}
 
 
 def test_a_worker_lost_before_a_alternative_path_is_blocked_there(make_capture: MakeCapture) -> None:
@@ -270,7 +270,7 @@ def test_a_worker_lost_before_a_alternative_path_is_blocked_there(make_capture: 
     lost = {"cuda:1": {"status": "lost", "reason": "was killed by SIGKILL"}}
     found = compare([read_capture(make_capture("a", {"cpu": whole, "cuda:1": whole[:1]}, info=lost))])
     beside = next(t for t in found.tensors if t.load_path == "isolated+cpu")
-    assert {row.worker: row.status for row in beside.rows} == {"cpu": "equal", "cuda:1": "blocked"}
+    assert {worker: row.status for worker, row in beside.by_worker()} == {"cpu": "equal", "cuda:1": "blocked"}
     assert found.exit_status == 3
     assert [f.kind for f in found.findings] == ["lost-worker"]
 

@@ -30,7 +30,7 @@ def test_equal_nan_is_not_compared_and_the_run_is_incomplete(make_capture: MakeC
         "nothing was compared in 1 tensor of forward: every value is NaN or infinite in float64 too, first in "
         "adapter_on of logits; in the adapter's file: 1 of 4 values of lora_B of layers.0.q"
     )
-    (row,) = (row for tensor in found.tensors if tensor.stage == "forward" for row, _ in tensor.groups)
+    (row,) = (row for tensor in found.tensors if tensor.stage == "forward" for row in tensor.outcomes)
     assert row.status == "skipped"
 
 
@@ -45,7 +45,7 @@ def test_nan_where_float64_has_another_is_a_mismatch(make_capture: MakeCapture) 
     wrong = msgspec.structs.replace(ALL, max_abs=Real("nan"))
     records = {"cpu": [with_measure(forward(), measure=ALL)], "cuda:0": [with_measure(forward("b"), measure=wrong)]}
     found = compared(make_capture("a", records))
-    row = next(tensor.row("cuda:0") for tensor in found.tensors)
+    row = next(tensor.outcome("cuda:0") for tensor in found.tensors)
     assert row is not None
     assert (row.status, row.word) == ("outside", "non-finite")
 

@@ -90,7 +90,7 @@ def test_other_workers_owe_no_fact(make_capture: MakeCapture) -> None:
     info = {name: {"stages_done": ("memory",)} for name in ("cpu", "cuda:0")}
     found = compared(make_capture("a", {"cpu": cpu, "cuda:0": cuda}, info=info))
     assert found.verdict == "consistent"
-    assert [(t.name, [(r.worker, r.status) for r in t.rows]) for t in found.tensors] == [
+    assert [(t.name, [(worker, r.status) for worker, r in t.by_worker()]) for t in found.tensors] == [
         ("memory::layers.0.merge_peak", [("cpu", "within"), ("cuda:0", "skipped")]),
         ("memory::cuda:1.allocated", [("cuda:0", "equal")]),
     ]
@@ -100,7 +100,7 @@ def test_other_workers_owe_no_fact(make_capture: MakeCapture) -> None:
 
 def test_other_workers_owe_a_tensor(make_capture: MakeCapture) -> None:
     found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": []}))
-    assert [r.status for r in found.tensors[0].rows] == ["within", "missing"]
+    assert [r.status for r in found.tensors[0].outcomes] == ["within", "missing"]
 
 
 def test_a_share_beyond_the_limit_is_outside_whatever_the_worker_says(make_capture: MakeCapture) -> None:

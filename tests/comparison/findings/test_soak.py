@@ -92,7 +92,7 @@ def test_an_intermittent_fault_is_told_as_k_of_n(comparison_of: Any) -> None:
     assert finding.detail[2] == "in repeat 50: 91 °C, 698.5 W, throttled: power cap, ecc corrected, since boot: 2"
     assert finding.next is not None
     assert finding.next.endswith("--devices cpu,cuda:0 --for 10m")
-    rows = {(t.name, row.worker): row.repeated for t in found.tensors for row in t.rows}
+    rows = {(t.name, worker): row.repeated for t in found.tensors for worker, row in t.by_worker()}
     assert rows["merged::layers.0.q.weight", "cuda:0"] is False
     assert rows["merged::layers.0.q.weight", "cpu"] is None
     assert soak_texts(found) == ["soak: 1234 repeats in 10m, 3 of 1234 differ"]

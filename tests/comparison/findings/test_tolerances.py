@@ -67,7 +67,7 @@ def test_a_fault_passes_where_the_user_allows_it_and_nowhere_else(found_in: dict
     assert {t.rule for t in judged} == {"user"}
     assert {t.rule for t in rest} == {"bound"}
     for tensor in judged:
-        row = tensor.row(FAULTY)
+        row = tensor.outcome(FAULTY)
         assert row is not None
         assert (row.status, row.reference, row.word) == ("within", "float64", None)
         assert row.evidence["tolerance"] == str(WIDE)
@@ -87,7 +87,7 @@ def test_a_fault_passes_on_the_architecture_that_the_user_allows_it_on_alone(fou
     found = found_in["wide on one architecture"]
     assert {worker for finding in errors(found) for worker in finding.workers} == {"cpu"}
     for tensor in found.tensors:
-        allowed, other = tensor.row(FAULTY), tensor.row("cpu")
+        allowed, other = tensor.outcome(FAULTY), tensor.outcome("cpu")
         assert allowed is not None
         assert other is not None
         assert (allowed.status, allowed.evidence["tolerance"]) == ("within", str(WIDE_ON_ONE))
@@ -100,7 +100,9 @@ def test_a_fault_passes_on_the_architecture_that_the_user_allows_it_on_alone(fou
 def test_nothing_allowed_puts_roundings_of_a_healthy_run_outside(found_in: dict[str, Comparison]) -> None:
     found = found_in["nothing allowed"]
     assert found.verdict == "inconsistent"
-    rows = [row for t in found.tensors for row in t.rows if row.worker == FAULTY and float(row.max_abs or 0) > 0]
+    rows = [
+        row for t in found.tensors for worker, row in t.by_worker() if worker == FAULTY and float(row.max_abs or 0) > 0
+    ]
     assert rows
     assert {row.status for row in rows} == {"outside"}
     assert {float(row.ratio or 0) for row in rows} == {float("inf")}
@@ -111,7 +113,9 @@ def test_nothing_allowed_puts_roundings_of_a_healthy_run_outside(found_in: dict[
 def test_a_forward_pass_is_judged_by_what_is_given(found_in: dict[str, Comparison]) -> None:
     found = found_in["forward"]
     assert {t.rule for t in found.tensors} == {"user"}
-    statuses = {(t.layer == "logits", row.status) for t in found.tensors for row in t.rows if row.worker == FAULTY}
+    statuses = {
+        (t.layer == "logits", row.status) for t in found.tensors for worker, row in t.by_worker() if worker == FAULTY
+    }
     assert statuses == {(True, "outside"), (False, "within")}
     assert [n.message.partition(": ")[2] for n in notes(found)] == [
         "15 tensors judged by it instead of the tool's own rule",

@@ -62,7 +62,7 @@ def test_one_sentence_says_which_copies_are_wrong_and_which_are_fine(make_captur
 
 def test_a_chain_that_leads_over_a_wrong_pair_is_no_fault_of_its_own(make_capture: MakeCapture) -> None:
     found = compared(make_capture, TWO)
-    chains = [t for t in found.tensors if t.tensor == CHAIN and any(row.status == "outside" for row in t.rows)]
+    chains = [t for t in found.tensors if t.tensor == CHAIN and any(row.status == "outside" for row in t.outcomes)]
     assert len(chains) > 2
     (error,) = errors(found)
     assert {t.name for t in chains} <= set(error.tensors), "no wrong row is left without a finding"

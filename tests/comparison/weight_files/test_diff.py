@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from consistency.comparison.result import Comparison, Row
+from consistency.comparison.result import Comparison, Outcome
 from consistency.comparison.weight_files.diff import diff
 from consistency.errors import InputError
 from tests.made_weights import Given, f32, put
@@ -41,11 +41,11 @@ def held(tmp_path: Path) -> Any:
     return compare
 
 
-def rows(found: Comparison) -> dict[str, Row]:
-    return {f"{t.layer}.{t.tensor}": t.rows[-1] for t in found.tensors}
+def rows(found: Comparison) -> dict[str, Outcome]:
+    return {f"{t.layer}.{t.tensor}": t.outcomes[-1] for t in found.tensors}
 
 
-def only(found: Comparison) -> Row:
+def only(found: Comparison) -> Outcome:
     (row,) = rows(found).values()
     return row
 

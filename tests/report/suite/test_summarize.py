@@ -11,7 +11,7 @@ import msgspec
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.placement import find_device_use
-from consistency.comparison.result import Row, Status
+from consistency.comparison.result import Outcome, Status
 from consistency.comparison.suite import CaseResult
 from consistency.numerics.words import Word
 from consistency.report.suite.summarize import summarize
@@ -65,7 +65,7 @@ def test_nothing_of_the_comparison_is_kept() -> None:
 
     rows = Watched()
     found = msgspec.structs.replace(faulty(), tensors=tuple(faulty().tensors))
-    found.tensors[0].rows[0].evidence["watched"] = rows
+    found.tensors[0].outcomes[0].evidence["watched"] = rows
     gone = weakref.ref(rows)
     kept = summarize("x", "cases/x", found, 1.0)
     del rows, found
@@ -90,12 +90,12 @@ def test_general_forms_have_no_sizes() -> None:
     """Adapters of different sizes pass through device 0 alike."""
 
     def touched(peak_bytes: int) -> str | None:
-        row = Row(
-            worker="cuda:1", reference=None, status="within", word=Word.TOUCHED,
+        row = Outcome(
+            workers=("cuda:1",), reference=None, status="within", word=Word.TOUCHED,
             evidence={"first_step": "load adapter", "peak_bytes": peak_bytes, "resident_bytes": 0},
         )  # fmt: skip
         made = msgspec.structs.replace(
-            tensor([["cuda:1"]], stage="memory", layer="cuda:0", tensor="allocated"), rule="limit", rows=(row,)
+            tensor([["cuda:1"]], stage="memory", layer="cuda:0", tensor="allocated"), rule="limit", outcomes=(row,)
         )
         (finding,) = find_device_use([made])
         assert str(peak_bytes // 1024) in finding.message
@@ -106,9 +106,9 @@ def test_general_forms_have_no_sizes() -> None:
 
 def test_general_forms_of_facts_are_their_word() -> None:
     def third_copy(reason: str) -> str | None:
-        row = Row(worker="cuda:1", reference=None, status="outside", word=Word.THIRD_COPY, reason=reason)
+        row = Outcome(workers=("cuda:1",), reference=None, status="outside", word=Word.THIRD_COPY, reason=reason)
         made = msgspec.structs.replace(
-            tensor([["cuda:1"]], stage="memory", layer="layers.0", tensor="merge"), rule="limit", rows=(row,)
+            tensor([["cuda:1"]], stage="memory", layer="layers.0", tensor="merge"), rule="limit", outcomes=(row,)
         )
         (finding,) = find_causes([made], next_step=lambda _: None)
         assert reason in finding.message

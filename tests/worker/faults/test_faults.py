@@ -254,16 +254,16 @@ def test_lost_workers_are_named_and_the_rest_is_compared(
             assert any("faults" in line and "in hang" in line for line in finding.detail)
     adapter = [t for t in found.tensors if t.stage == "adapter"]
     assert adapter
-    assert {row.status for t in adapter for row in t.rows} == {"equal"}
-    merged = [row for t in found.tensors if t.stage == "merged" for row in t.rows]
-    assert {row.status for row in merged if row.worker in planted} == {"blocked"}
-    assert {row.status for row in merged if row.worker == "cpu"} == {"within"}
+    assert {row.status for t in adapter for row in t.outcomes} == {"equal"}
+    merged = [pair for t in found.tensors if t.stage == "merged" for pair in t.by_worker()]
+    assert {row.status for worker, row in merged if worker in planted} == {"blocked"}
+    assert {row.status for worker, row in merged if worker == "cpu"} == {"within"}
 
 
 def test_loss_of_the_worker_that_makes_the_reference_blocks_the_others(found_in: dict[str, Comparison]) -> None:
     found = found_in["no reference"]
     assert found.exit_status == 3
-    rows = [row for t in found.tensors if t.stage == "forward" for row in t.rows if row.worker == FAULTY]
+    rows = [row for t in found.tensors if t.stage == "forward" for worker, row in t.by_worker() if worker == FAULTY]
     assert {row.status for row in rows} == {"blocked"}
     assert "cpu, which computes it, is lost" in (rows[0].reason or "")
 
@@ -291,7 +291,7 @@ def test_a_fault_in_every_50th_repeat_is_found_by_a_soak(found_in: dict[str, Com
     assert (healthy.changed, healthy.complete) == (None, True)
     assert faulty.load is not None
     assert faulty.load.products > 0
-    (tensor,) = {t.name for t in found.tensors if any(row.repeated is False for row in t.rows)}
+    (tensor,) = {t.name for t in found.tensors if any(row.repeated is False for row in t.outcomes)}
     assert (tensor,) == finding.tensors
 
 
@@ -302,7 +302,7 @@ def test_the_default_run_tells_a_fault_of_one_load_path(found_in: dict[str, Comp
     assert (finding.kind, finding.workers) == ("rounded-to-bf16", (FAULTY,))
     assert BY_LOAD_PATH["load-path-low-memory-rounds"] in finding.message
     assert finding.load_paths == ("isolated+low-memory",)
-    wrong = [t for t in found.tensors if any(row.status == "outside" for row in t.rows)]
+    wrong = [t for t in found.tensors if any(row.status == "outside" for row in t.outcomes)]
     assert {t.load_path for t in wrong} == {"isolated+low-memory"}
     assert len(wrong) == 56
     assert found.exit_status == 1
@@ -331,6 +331,6 @@ def test_equal_devices_that_differ_inside_the_bound(run_suite_with_faults: RunSu
     found_in = run_suite_with_faults(cases, {"faulty": {"cpu@avx512": "merge-not-repeatable"}}, devices=devices)
     found = found_in["faulty"]
     assert [f.kind for f in errors(found)] == ["same-model"]
-    assert all(row.status == "within" for t in found.tensors for row in t.rows)
+    assert all(row.status == "within" for t in found.tensors for row in t.outcomes)
     assert found.exit_status == 1
     assert found_in["healthy"].verdict == "consistent"

@@ -45,8 +45,8 @@ def test_it_runs_the_first_sequences_without_the_adapter(run_with_faults: Run) -
     for tensor in found.tensors:
         if tensor.stage == "forward":
             few = {"4 of 8"} if tensor.tensor == ADAPTER_OFF else {None}
-            assert {row.evidence.get(SEQUENCES) for row in tensor.rows} == few
-            assert all(row.ratio is not None for row in tensor.rows)
+            assert {row.evidence.get(SEQUENCES) for row in tensor.outcomes} == few
+            assert all(row.ratio is not None for row in tensor.outcomes)
 
 
 @pytest.mark.usefixtures("_large")
@@ -60,7 +60,7 @@ def test_how_much_the_adapter_moves_the_outputs_is_of_those_sequences(run_with_f
 def test_a_fault_is_found_there(run_with_faults: Run) -> None:
     found = run_with_faults({"cpu@baseline": "forward-off"}, stages=("forward",))
     assert found.verdict == "inconsistent"
-    outside = {t.tensor for t in found.tensors for row in t.rows if row.status == "outside"}
+    outside = {t.tensor for t in found.tensors for row in t.outcomes if row.status == "outside"}
     assert ADAPTER_OFF in outside
 
 

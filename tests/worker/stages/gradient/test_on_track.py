@@ -88,7 +88,7 @@ def compare_with(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def decisions(comparison: Comparison) -> set[tuple[str, str]]:
-    return {(t.layer, row.status) for t in comparison.tensors if t.tensor == "relu.decisions" for row in t.rows}
+    return {(t.layer, row.status) for t in comparison.tensors if t.tensor == "relu.decisions" for row in t.outcomes}
 
 
 PLACES = {f"{part}.block.0.layer.{layer}.DenseReluDense.act" for part, layer in (("encoder", 1), ("decoder", 2))}
@@ -98,7 +98,9 @@ def test_undecided_units_are_no_finding(compare_with: Compare) -> None:
     found = compare_with(1e-9)
     assert found.verdict == "consistent", found.findings
     assert decisions(found) == {(place, "within") for place in PLACES}
-    rows = [row for t in found.tensors if t.tensor.endswith(".gradient") for row in t.rows if row.worker == OTHER]
+    rows = [
+        row for t in found.tensors if t.tensor.endswith(".gradient") for worker, row in t.by_worker() if worker == OTHER
+    ]
     assert rows
     assert {row.status for row in rows} <= {"within", "equal", "skipped"}
     assert "within" in {row.status for row in rows}
@@ -127,7 +129,9 @@ def test_a_worker_that_keeps_no_activations_decides_no_more_often(
     assert without
     status = {0.0: set(), 1e-9: {"within"}, 0.05: {"outside"}}[off]
     assert {status for _, status in decisions(found)} == status
-    rows = [row for t in found.tensors if t.tensor.endswith(".gradient") for row in t.rows if row.worker == OTHER]
+    rows = [
+        row for t in found.tensors if t.tensor.endswith(".gradient") for worker, row in t.by_worker() if worker == OTHER
+    ]
     assert not [row.reason for row in rows if "decided otherwise" in (row.reason or "")]
     assert "within" in {row.status for row in rows} or off > 0.01
     assert found.verdict == ("consistent" if off < 0.05 else "inconsistent"), found.findings
@@ -169,5 +173,7 @@ def test_a_pass_that_cannot_be_replayed_is_skipped_with_that_reason(
     monkeypatch.setattr("consistency.worker.decisions.replay.Replay.was_complete", lambda *_: False)
     found = compare_with(1e-9)
     assert found.verdict == "consistent", found.findings
-    rows = [row for t in found.tensors if t.tensor.endswith(".gradient") for row in t.rows if row.worker == OTHER]
+    rows = [
+        row for t in found.tensors if t.tensor.endswith(".gradient") for worker, row in t.by_worker() if worker == OTHER
+    ]
     assert {row.status for row in rows if "decided otherwise" in (row.reason or "")} == {"skipped"}

@@ -53,7 +53,7 @@ def look(tmp_path: Path) -> Look:
 
 
 def statuses(found: Comparison) -> dict[tuple[str, str], str]:
-    return {(t.layer, t.tensor): row.status for t in found.tensors for row in t.rows}
+    return {(t.layer, t.tensor): row.status for t in found.tensors for row in t.outcomes}
 
 
 def test_layers_from_the_disk_give_the_same_bits(look: Look, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_layers_from_the_disk_give_the_same_bits(look: Look, tmp_path: Path) -> 
         ("one device", "on the way"): "equal",
         **{(way, t): "equal" for way in ("given", "cpu and disk") for t in ("on the way", "loss", "logits")},
     }
-    places = next(r.evidence["places"] for t in found.tensors if t.layer == "cpu and disk" for r in t.rows)
+    places = next(r.evidence["places"] for t in found.tensors if t.layer == "cpu and disk" for r in t.outcomes)
     assert set(places) == {"cpu", "disk"}
     assert not list(tmp_path.glob("offload-*")), "what lay on the disk is gone"
 
@@ -122,7 +122,7 @@ def test_without_room_it_is_skipped(look: Look, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sharding, "available_bytes", lambda: 1000)
     found = look()
     assert found.verdict == "consistent"
-    rows = [row for t in found.tensors for row in t.rows if row.status == "skipped"]
+    rows = [row for t in found.tensors for row in t.outcomes if row.status == "skipped"]
     assert "no room for another copy of the base" in (rows[0].reason or "")
 
 

@@ -22,10 +22,10 @@ def runs(run_on_double: RunsOnDouble) -> dict[str, RunOnDouble]:
 def test_a_sharded_model_is_no_finding(runs: dict[str, RunOnDouble]) -> None:
     run = runs["well"]
     assert run.process.returncode == 0, run.process.stdout + run.process.stderr
-    moves = {t.layer: row.evidence for t in run.comparison.tensors for row in t.rows if t.tensor == "on the way"}
+    moves = {t.layer: row.evidence for t in run.comparison.tensors for row in t.outcomes if t.tensor == "on the way"}
     assert moves["layers in turn"]["devices"] == ["npu:0", "npu:1", "npu:2", "npu:3"]
     assert moves["layers in turn"]["moves"] > 10
-    statuses = {(t.layer, t.tensor): row.status for t in run.comparison.tensors for row in t.rows}
+    statuses = {(t.layer, t.tensor): row.status for t in run.comparison.tensors for row in t.outcomes}
     assert statuses["layers in turn", "logits"] == "within", "kernels of two architectures sum in another order"
     assert statuses["npu and cpu", "logits"] == "equal"
 
@@ -37,4 +37,4 @@ def test_ids_that_never_arrive_are_told_before_a_kernel_asserts(runs: dict[str, 
     assert first.workers == ("npu:0",)
     assert "ids changed during transfer to device npu:1" in first.message
     staged = [t for t in run.comparison.tensors if t.layer == "layers in turn, by way of the host"]
-    assert {row.status for t in staged if t.tensor == "on the way" for row in t.rows} == {"equal"}
+    assert {row.status for t in staged if t.tensor == "on the way" for row in t.outcomes} == {"equal"}

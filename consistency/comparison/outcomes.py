@@ -1,9 +1,9 @@
-"""The rows of a tensor: one per worker, of which those that differ in nothing but the worker are kept once."""
+"""What a comparison says of a tensor on the workers that agree in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, Literal, TypeVar, overload
+from collections.abc import Callable
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -23,7 +23,7 @@ _MEASURED = (
 NO_DIFFERENCE: dict[str, Any] = {
     "mismatched": 0, "max_abs": Real(0.0), "mean_abs": Real(0.0), "max_rel": Real(0.0), "rms": Real(0.0), "max_ulp": 0
 }  # fmt: skip
-"""Fields of a row whose tensor is bitwise equal to its reference."""
+"""Fields of an outcome whose tensor is bitwise equal to its reference."""
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many where devices disagree, and no cycles
@@ -84,18 +84,18 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many wh
         return share_of(self.status, self.ratio, self.max_ulp)
 
 
-class Row(Judgement, frozen=True, kw_only=True, gc=False):
-    """One tensor on one worker."""
+class Outcome(Judgement, frozen=True, kw_only=True, gc=False):
+    """One tensor on the workers of which the same is true, in the order of the comparison; at least one."""
 
-    worker: str
+    workers: Workers
 
-    def with_measure(self, found: Measure) -> Row:
-        """Return this row with what was measured."""
+    def with_measure(self, found: Measure) -> Outcome:
+        """Return this outcome with what was measured."""
         return msgspec.structs.replace(self, **{name: getattr(found, name) for name in _MEASURED})
 
-    def of(self, worker: str) -> Row:
-        """Return this row for a worker."""
-        return self if worker == self.worker else msgspec.structs.replace(self, worker=worker)
+    def of(self, workers: Workers) -> Outcome:
+        """Return this outcome for other workers."""
+        return self if workers is self.workers else msgspec.structs.replace(self, workers=workers)
 
 
 def share_of(status: Status, ratio: Real | None, max_ulp: int | None) -> float | None:
@@ -143,61 +143,3 @@ class WorkerSet:
         if id(workers) not in self._taken:
             self._taken[id(workers)] = workers  # which keeps its identity
             self.names.update(dict.fromkeys(workers))
-
-
-class Rows(Sequence[Row]):
-    """The rows of a tensor as a sequence with one per worker; each is made when it is asked for.
-
-    Attributes
-    ----------
-    different : tuple of Row
-        Rows that differ in more than the worker, each with its first worker.
-    workers : tuple of tuple of str
-        The workers of each of these.
-    order : tuple of str
-        All workers, in the order of the comparison.
-    """
-
-    __slots__ = ("different", "order", "workers")
-
-    def __init__(self, different: tuple[Row, ...], workers: tuple[Workers, ...], order: Workers) -> None:
-        self.different, self.workers, self.order = different, workers, order
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[Row]:
-        if len(self.different) == len(self.order):
-            return iter(self.different)
-        by_worker = {worker: row for row, workers in grouped(self) for worker in workers}
-        return (by_worker[worker].of(worker) for worker in self.order)
-
-    @overload
-    def __getitem__(self, place: int) -> Row: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Row]: ...
-    def __getitem__(self, place: int | slice) -> Row | Sequence[Row]:
-        if isinstance(place, slice):
-            return tuple(self)[place]
-        worker = self.order[place]
-        return next(row.of(worker) for row, workers in grouped(self) if worker in workers)
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # as of the rows themselves, whose evidence is a dict
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-
-def workers_of(rows: Sequence[Row]) -> Workers:
-    """Return the workers of rows, in their order."""
-    return rows.order if isinstance(rows, Rows) else tuple(row.worker for row in rows)
-
-
-def grouped(rows: Sequence[Row]) -> Iterable[tuple[Row, Workers]]:
-    """Return the different rows, each with the workers that it holds for."""
-    if isinstance(rows, Rows):
-        return zip(rows.different, rows.workers, strict=True)
-    return ((row, (row.worker,)) for row in rows)
