@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from consistency.comparison.by_worker import worse
-from consistency.comparison.history.records import RunRecord, WorkerRecord
+from consistency.comparison.history.cohorts import WorkerRecord
+from consistency.comparison.history.records import RunRecord
 
 _NIGHT = datetime.timedelta(hours=12)
 """Runs of several hosts, or of several cases of one host, are of the same night where they began within this time."""
@@ -159,16 +160,16 @@ def nights(runs: Iterable[RunRecord], most: int) -> list[Night]:
     return [Night(runs=tuple(reversed(those))) for those in reversed(found)]
 
 
-def lines(found: Sequence[Night], device: str | None = None, case: str | None = None) -> list[Line]:
-    """Return one line per device: those that are worse in their last run come first."""
+def lines(found: Sequence[Night], devices: Collection[str] | None = None, case: str | None = None) -> list[Line]:
+    """Return one line for each of some devices (identities or names; None: all): the worst in their last run first."""
     cells: dict[str, dict[int, Cell]] = {}
     latest: dict[str, tuple[WorkerRecord, str]] = {}
     known: dict[str, _Known] = {}
     for number, night in enumerate(found):
         of: dict[str, list[tuple[RunRecord, WorkerRecord]]] = {}
         for run in night.runs:
-            for worker in run.workers:
-                if device in (None, worker.device, worker.name) and case in (None, worker.case or run.case):
+            for worker in run.workers.select(devices):
+                if case in (None, worker.case or run.case):
                     of.setdefault(worker.device, []).append((run, worker))
         for name, those in of.items():
             cells.setdefault(name, {})[number] = _cell(those, known.setdefault(name, _Known()))
