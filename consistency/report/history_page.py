@@ -60,7 +60,7 @@ def history_as_html(
         facts=_facts(found, runs, len(rows) if classes is None else classes.devices),
         left_out="" if classes is None else classes.left_out,
         failed=[run for run in reversed(runs) if run.findings],
-        marks={**VERDICT_MARKS, "unknown": "?"},
+        marks=VERDICT_MARKS,
         most_findings=_MOST_FINDINGS,
         name=history.url,
         nights=found,

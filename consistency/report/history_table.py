@@ -14,7 +14,7 @@ from consistency.comparison.history.records import RunRecord
 _NIGHT = datetime.timedelta(hours=12)
 """Runs of several hosts, or of several cases of one host, are of the same night where they began within this time."""
 
-_WORST_FIRST = ("incomplete", "inconsistent", "unknown", "consistent")
+_WORST_FIRST = ("incomplete", "inconsistent", "unchecked", "consistent")
 
 Key = tuple[str, ...]
 """Case, load path, inputs and stage: results with the same key are comparable."""
@@ -46,8 +46,6 @@ class Cell:
 
     Attributes
     ----------
-    verdict : str
-        `unknown` in runs of versions that did not record it.
     run : RunRecord
         The run with this verdict.
     group : int or None
@@ -248,10 +246,10 @@ def _cell(found: Sequence[tuple[RunRecord, WorkerRecord]], known: _Known) -> Cel
     ratio: float | None = None
     for worker in workers.values():
         ratio = ratio if worker.ratio is None else worse(float(worker.ratio), ratio)
-    run, worker = min(found, key=lambda one: _place(_verdict(*one)))
+    run, worker = min(found, key=lambda one: _place(one[1].verdict))
     return Cell(
         run=run,
-        verdict=_verdict(run, worker),
+        verdict=worker.verdict,
         group=known.group(bits) if bits else None,
         ratio=ratio,
         drift=tuple(dict.fromkeys(stage for worker in workers.values() for stage in worker.drift)),
@@ -259,14 +257,5 @@ def _cell(found: Sequence[tuple[RunRecord, WorkerRecord]], known: _Known) -> Cel
     )
 
 
-def _verdict(run: RunRecord, worker: WorkerRecord) -> str:
-    """Return the verdict of a device; runs of earlier versions have recorded less."""
-    if worker.verdict:
-        return worker.verdict
-    if worker.status != "ok":
-        return "incomplete"
-    return "inconsistent" if worker.drift else "consistent" if run.verdict == "consistent" else "unknown"
-
-
 def _place(verdict: str) -> int:
-    return _WORST_FIRST.index(verdict) if verdict in _WORST_FIRST else _WORST_FIRST.index("unknown")
+    return _WORST_FIRST.index(verdict) if verdict in _WORST_FIRST else _WORST_FIRST.index("unchecked")

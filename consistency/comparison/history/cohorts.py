@@ -97,13 +97,13 @@ class RosterEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     host: str
 
 
-class Cohort(Observation, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Workers that recorded the same; `members` are the first and the last number of each range in the roster."""
+class ObservedCohort(Observation, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """RunWorkers that recorded the same; `members` are the first and the last number of each range in the roster."""
 
     members: tuple[tuple[int, int], ...]
 
 
-class Workers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RunWorkers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The workers of a run.
 
     Iteration goes through the roster once for each pair of case and load path.
@@ -117,7 +117,7 @@ class Workers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     file: str = ""
-    cohorts: tuple[Cohort, ...] = ()
+    cohorts: tuple[ObservedCohort, ...] = ()
     roster: tuple[RosterEntry, ...] = ()
 
     @classmethod
@@ -131,7 +131,7 @@ class Workers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             seen = encode_json([getattr(record, name) for name in _OBSERVED])
             first.setdefault(seen, record)
             members.setdefault(seen, []).append(numbers.setdefault(entry, len(numbers)))
-        cohorts = (Cohort(**_observed(first[seen]), members=_ranges(found)) for seen, found in members.items())
+        cohorts = (ObservedCohort(**_observed(first[seen]), members=_ranges(found)) for seen, found in members.items())
         return cls(cohorts=tuple(cohorts), roster=tuple(numbers))
 
     def on(self, roster: tuple[RosterEntry, ...]) -> Self:
@@ -173,7 +173,7 @@ class Workers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                         chosen.append((number, worker))
         return [worker for chosen in series.values() for _, worker in sorted(chosen, key=_first)]
 
-    def members(self, cohort: Cohort) -> Iterator[RosterEntry]:
+    def members(self, cohort: ObservedCohort) -> Iterator[RosterEntry]:
         """Yield the devices of a cohort."""
         return itertools.chain.from_iterable(self.roster[first : last + 1] for first, last in cohort.members)
 
@@ -222,7 +222,7 @@ def _observed(observation: Observation) -> dict[str, Any]:
     return {name: getattr(observation, name) for name in _OBSERVED}
 
 
-def _size(cohort: Cohort) -> int:
+def _size(cohort: ObservedCohort) -> int:
     return sum(last - first + 1 for first, last in cohort.members)
 
 

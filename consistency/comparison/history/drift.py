@@ -18,7 +18,7 @@ from consistency.case.stages import MOVES_WEIGHTS
 from consistency.comparison.by_worker import verdicts
 from consistency.comparison.findings.collect import AS_DEPLOYED
 from consistency.comparison.history.baseline import Baseline, apply
-from consistency.comparison.history.cohorts import WorkerRecord, Workers
+from consistency.comparison.history.cohorts import RunWorkers, WorkerRecord
 from consistency.comparison.history.gone import find_gone
 from consistency.comparison.history.magnitude import magnitude
 from consistency.comparison.history.recording import record_of
@@ -118,7 +118,7 @@ def judge_drift(
     else:
         gone = ()
     found = verdicts(comparison)
-    workers = Workers.of(
+    workers = RunWorkers.of(
         msgspec.structs.replace(
             w,
             verdict=found.get(w.name, ""),

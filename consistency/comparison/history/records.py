@@ -10,7 +10,7 @@ import msgspec
 
 from consistency.capture.json_codec import encode_json
 from consistency.capture.wording import time_of
-from consistency.comparison.history.cohorts import Workers
+from consistency.comparison.history.cohorts import RunWorkers
 
 SCHEMA = "consistency.history/1"
 
@@ -34,7 +34,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ----------
     case : str
         Name of the case, or of the suite.
-    workers : Workers
+    workers : RunWorkers
         Of a suite, those of all cases.
     cases : dict of str to str
         Verdict of each case of a suite.
@@ -56,7 +56,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool: str
     versions: dict[str, Any] = {}
     findings: tuple[str, ...] = ()
-    workers: Workers = Workers()
+    workers: RunWorkers = RunWorkers()
     cases: dict[str, str] = {}
     report: str = ""
     planted: bool = False

@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from consistency.comparison.history.cohorts import WorkerKey, Workers
+from consistency.comparison.history.cohorts import RunWorkers, WorkerKey
 from consistency.comparison.history.drift import compared_with
 from consistency.comparison.history.records import RunRecord
 from consistency.comparison.history.store import ROSTERS, RUNS, TABLES, History
@@ -119,7 +119,7 @@ def _needed(history: History, kept: Sequence[RunRecord]) -> Iterator[str]:
         drifted = [worker for worker in run.workers.select(run.workers.drifted) if worker.drift]
         drifted = [worker for worker in drifted if worker.key not in seen]
         if drifted:
-            yield from compared_with(history, msgspec.structs.replace(run, workers=Workers.of(drifted)))
+            yield from compared_with(history, msgspec.structs.replace(run, workers=RunWorkers.of(drifted)))
         seen.update(run.workers.keys)
 
 

@@ -12,7 +12,7 @@ from contextlib import closing
 from typing import Any
 
 from consistency.capture.json_codec import encode_json, json_number
-from consistency.comparison.history.cohorts import Observation, Workers
+from consistency.comparison.history.cohorts import Observation, RunWorkers
 from consistency.comparison.history.records import RunRecord
 from consistency.comparison.history.store import History
 from consistency.errors import UsageError
@@ -70,7 +70,7 @@ def _fill(connection: sqlite3.Connection, history: History) -> None:
         _insert(connection, "cohorts", _cohorts(run, run.workers, numbers[run.workers.file]))
 
 
-def _cohorts(run: RunRecord, workers: Workers, number: int) -> Iterable[list[Any]]:
+def _cohorts(run: RunRecord, workers: RunWorkers, number: int) -> Iterable[list[Any]]:
     """Yield a row for each range of a cohort's members, where the roster begins at a number."""
     for cohort in workers.cohorts:
         values = _values(cohort, _OBSERVED)

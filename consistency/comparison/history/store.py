@@ -29,7 +29,7 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.transport import open_store, remote_errors
 from consistency.capture.whole_file import remove_leftovers, write_whole
 from consistency.capture.wording import when
-from consistency.comparison.history.cohorts import RosterEntry, Workers
+from consistency.comparison.history.cohorts import RosterEntry, RunWorkers
 from consistency.comparison.history.records import SCHEMA, RunRecord, Table
 from consistency.errors import CaptureError, UsageError
 
@@ -175,22 +175,22 @@ class History:
     def _content(self, place: str) -> bytes:
         return read_regular(Path(place)) if self._is_local else bytes(self._fs.cat_file(place))
 
-    def _put_roster(self, run: RunRecord) -> Workers:
+    def _put_roster(self, run: RunRecord) -> RunWorkers:
         """Write the roster of a run; return its workers as its record has them.
 
         That of an earlier run, where half of its devices are here again, with those that are new: a fleet that misses
         a few nodes each night has one roster. The runs that drift was looked for in are enough, or the latest.
         """
         if not run.workers:
-            return Workers()
+            return RunWorkers()
         here = set(run.workers.roster)
         earlier = (one.workers.roster for one in self._read or itertools.islice(self.earlier(), 1))
         alike = (roster for roster in earlier if roster and 2 * len(here.intersection(roster)) >= len(roster))
-        workers = Workers.of(run.workers, next(alike, ()))
+        workers = RunWorkers.of(run.workers, next(alike, ()))
         raw = encode_json(workers.roster)
         name = hashlib.sha256(raw).hexdigest()
         self._put(ROSTERS, f"{name}.json", raw)
-        return Workers(file=name, cohorts=workers.cohorts)
+        return RunWorkers(file=name, cohorts=workers.cohorts)
 
     def _with_roster(self, run: RunRecord) -> RunRecord:
         if not run.workers.cohorts:
@@ -199,7 +199,7 @@ class History:
             workers = run.workers.on(self._roster(run.workers.file))
         except Exception as error:  # the stores of fsspec raise kinds of their own
             self._leave_out(run, error)
-            workers = Workers()
+            workers = RunWorkers()
         return msgspec.structs.replace(run, workers=workers)
 
     def _roster(self, name: str) -> Roster:

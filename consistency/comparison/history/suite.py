@@ -11,7 +11,7 @@ from consistency.capture.folder import Capture
 from consistency.capture.reader import brief
 from consistency.capture.version import __version__
 from consistency.comparison.history.baseline import Baseline
-from consistency.comparison.history.cohorts import WorkerRecord, Workers
+from consistency.comparison.history.cohorts import RunWorkers, WorkerRecord
 from consistency.comparison.history.drift import judge_drift, unjudged
 from consistency.comparison.history.recording import record_of
 from consistency.comparison.history.records import SCHEMA, RunRecord
@@ -33,7 +33,7 @@ class SuiteEntry:
     def add(self, name: str, captures: Sequence[Capture], comparison: Comparison) -> Comparison:
         """Add a case; return its comparison with a finding for each device that has drifted in this case."""
         record, tables = record_of(captures, comparison)
-        workers = Workers.of(msgspec.structs.replace(worker, case=name) for worker in record.workers)
+        workers = RunWorkers.of(msgspec.structs.replace(worker, case=name) for worker in record.workers)
         record = msgspec.structs.replace(record, workers=workers)
         try:
             judged, record = judge_drift(self._history, record, tables, comparison, self._baseline)
@@ -59,7 +59,7 @@ class SuiteEntry:
             case=suite.name,
             verdict=suite.verdict,
             findings=tuple(findings),
-            workers=Workers.of(self._workers),
+            workers=RunWorkers.of(self._workers),
             cases={case.name: case.verdict for case in suite.cases},
             report=report,
             planted=any(finding.kind == PLANTED for case in suite.cases for finding in case.findings),

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from consistency.comparison.history.changes import Change, ChangeKind, changes
-from consistency.comparison.history.cohorts import WorkerRecord, Workers
+from consistency.comparison.history.cohorts import RunWorkers, WorkerRecord
 from consistency.comparison.history.records import RunRecord
 from consistency.comparison.history.store import History
 from tests.comparison.history.made_fleets import at, drifted, fleet_history, fleet_runs, incidents, name
@@ -75,8 +75,8 @@ def test_new_devices_and_other_inputs(tmp_path: Path) -> None:
 def test_a_run_of_some_nodes_misses_no_device(tmp_path: Path) -> None:
     """Two nodes were checked again, and another case ran on three: the others are not gone."""
     runs = list(fleet_runs(NODES, 6))
-    runs[2] = msgspec.structs.replace(runs[2], workers=Workers.of(runs[2].workers.select()[:16]))
-    runs[4] = msgspec.structs.replace(runs[4], workers=Workers.of(runs[4].workers.select()[:24]), case="other")
+    runs[2] = msgspec.structs.replace(runs[2], workers=RunWorkers.of(runs[2].workers.select()[:16]))
+    runs[4] = msgspec.structs.replace(runs[4], workers=RunWorkers.of(runs[4].workers.select()[:24]), case="other")
     assert of(runs, tmp_path) == []
 
 

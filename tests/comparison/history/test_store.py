@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from consistency.comparison.history.cohorts import Workers
+from consistency.comparison.history.cohorts import RunWorkers
 from consistency.comparison.history.drift import find_drift
 from consistency.comparison.history.retention import remove_old
 from consistency.comparison.history.sql import query
@@ -37,7 +37,7 @@ def test_workers_come_back_as_they_were(tmp_path: Path, nodes: int) -> None:
     )
     more = [msgspec.structs.replace(worker, case="c", load_path="shared") for worker in reversed(made)]
     history = History(str(tmp_path))
-    history.append(msgspec.structs.replace(run, workers=Workers.of([*made, *more])), {})
+    history.append(msgspec.structs.replace(run, workers=RunWorkers.of([*made, *more])), {})
     (stored,) = history.runs()
     assert repr(list(stored.workers)) == repr([*made, *reversed(more)]), "devices in their order, by case and load path"
     assert [w.name for w in stored.workers.select({"GPU-0000-0", name(0, 7)}, case={""})] == [name(0, 0), name(0, 7)]
@@ -217,7 +217,7 @@ def test_a_new_device_is_looked_for_in_every_run_and_never_drifts(tmp_path: Path
     history = fleet_history(tmp_path, NODES, 3)
     new = workers(NODES + 1)[-1]
     (now,) = fleet_runs(NODES, 1)
-    assert find_drift(history, msgspec.structs.replace(now, workers=Workers.of([*now.workers, new])), {}) == ([], {})
+    assert find_drift(history, msgspec.structs.replace(now, workers=RunWorkers.of([*now.workers, new])), {}) == ([], {})
 
 
 def _name(raw: bytes) -> str:

@@ -10,7 +10,7 @@ import pytest
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.comparison.history.baseline import Baseline, accept, read_baseline
-from consistency.comparison.history.cohorts import Workers
+from consistency.comparison.history.cohorts import RunWorkers
 from consistency.comparison.history.drift import add_run
 from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History
@@ -160,7 +160,7 @@ def test_cases_that_could_not_be_checked_are_in_the_entry(history: str) -> None:
     suite = SuiteResult(name="nightly", cases=(unusable("gone"),), elapsed_s=0.1)
     SuiteEntry(History(history)).commit(suite)
     (run,) = History(history).runs()
-    assert (run.verdict, run.cases, run.workers) == ("unchecked", {"gone": "unchecked"}, Workers())
+    assert (run.verdict, run.cases, run.workers) == ("unchecked", {"gone": "unchecked"}, RunWorkers())
     assert run.findings == ("case gone · could not be checked: no such folder for the adapter",)
 
 
