@@ -29,8 +29,9 @@ from benchmarks.scaling import write_captures
 from consistency.capture.json_codec import encode_json
 from consistency.capture.reader import RecordPool, read_capture
 from consistency.comparison.compare import compare
+from consistency.comparison.history.cohorts import RunWorkers, WorkerRecord
 from consistency.comparison.history.drift import add_run, find_drift
-from consistency.comparison.history.records import SCHEMA, RunRecord, WorkerRecord
+from consistency.comparison.history.records import SCHEMA, RunRecord
 from consistency.comparison.history.store import History
 from consistency.numerics.real import Real
 from consistency.report.history import device_rows, run_rows
@@ -48,7 +49,7 @@ def make(history: History, runs: int, devices: int) -> tuple[RunRecord, dict[str
     tables = {name: table}
 
     def run(number: int) -> RunRecord:
-        workers = tuple(
+        workers = RunWorkers.of(
             WorkerRecord(
                 name=f"cuda:{d}", load_path="isolated", device=f"GPU-{d:032x}", architecture="Ampere sm_86",
                 model="NVIDIA RTX A6000", status="ok", software="0" * 16, inputs="1" * 16,
@@ -129,7 +130,7 @@ def year(nodes: int, gpus: int, runs: int, tables: tuple[str, str], *, same: boo
             found.append(worker)
         yield RunRecord(
             schema=SCHEMA, at=(FIRST + datetime.timedelta(days=number)).isoformat(timespec="microseconds"),
-            host="login", case="llama", verdict="consistent", tool="0", workers=tuple(found),
+            host="login", case="llama", verdict="consistent", tool="0", workers=RunWorkers.of(found),
             versions={"torch": "2.13.0"},
         )  # fmt: skip
 
@@ -150,7 +151,7 @@ def fleet(nodes: int, gpus: int, runs: int, *, same: bool) -> None:
             findings, stages = find_drift(history, run, tables)
             drift = {label for finding in findings if finding.kind == "drift" for label in finding.workers}
             found += len(drift)
-            judged = tuple(
+            judged = RunWorkers.of(
                 msgspec.structs.replace(w, drift=stages[w.device, w.load_path], verdict="inconsistent")
                 if w.name in drift else w
                 for w in run.workers

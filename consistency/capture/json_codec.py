@@ -51,11 +51,6 @@ def decode_json(raw: bytes | str, kind: type[T]) -> T:
     return msgspec.json.decode(raw, type=kind, dec_hook=_decode_hook)
 
 
-def convert_plain(value: object, kind: type[T]) -> T:
-    """Convert decoded JSON, or what another reader made of a file, as `decode_json` does."""
-    return msgspec.convert(value, type=kind, dec_hook=_decode_hook)
-
-
 def _encode_hook(value: Any) -> Any:
     if isinstance(value, Real):
         return json_number(value)

@@ -9,7 +9,8 @@ import msgspec
 from rich.console import Console
 
 from consistency.capture.wording import and_more, counted, some, when
-from consistency.comparison.history.records import RunRecord, WorkerRecord, device_count
+from consistency.comparison.history.cohorts import WorkerRecord
+from consistency.comparison.history.records import RunRecord
 from consistency.comparison.history.store import History
 from consistency.comparison.history.unfinished import unfinished
 from consistency.errors import UsageError
@@ -18,6 +19,7 @@ from consistency.text import one_line
 
 _MOST_FINDING = 100  # characters of a finding in a line
 _MOST_DRIFTED = 6  # names in a line
+_MOST_NAMES = 16  # of devices that drifted, in a row
 _MOST_DEVICES, _RECENT = 64, 30  # named where one is not known, and of how many runs
 
 
@@ -27,7 +29,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     drifted : tuple of str
-        Names of workers; of a fleet the first ones. `drifted_devices` is the number of all such devices.
+        The first names of workers. `drifted_devices` is the number of all such devices.
     cases : dict of str to str
         Verdict of each case of a suite; empty for a run of one case.
     """
@@ -77,21 +79,19 @@ def run_rows(history: History, last: int) -> list[RunRow]:
 
 
 def _run_row(run: RunRecord) -> RunRow:
-    """Return the row of a run; that of a fleet needs no look at its workers."""
-    lost = sum(worker.status != "ok" for worker in run.workers)
-    drifted = {worker.device: worker.name for worker in run.workers if worker.drift}
+    drifted = run.workers.drifted
     return RunRow(
         at=run.at,
         host=run.host,
         case=run.case,
         verdict=run.verdict,
-        devices=device_count(run),
-        lost=lost if run.fleet is None else run.fleet.lost,
-        drifted=tuple(dict.fromkeys(drifted.values())) if run.fleet is None else run.fleet.drifted,
+        devices=len(run.workers.devices),
+        lost=run.workers.lost,
+        drifted=tuple(dict.fromkeys(drifted.values()))[:_MOST_NAMES],
         versions=run.versions,
         findings=run.findings,
         cases=run.cases,
-        drifted_devices=len(drifted) if run.fleet is None else run.fleet.drifted_devices,
+        drifted_devices=len(drifted),
     )
 
 
@@ -109,7 +109,7 @@ def device_rows(history: History, device: str, last: int, case: str | None = Non
     cases: set[str] = set()
     runs = list(history.runs())
     for run in reversed(runs):
-        for worker in history.workers(run, {device}):
+        for worker in run.workers.select({device}):
             name = worker.case or run.case
             cases.add(name)
             if case not in (None, name):
@@ -128,7 +128,7 @@ def device_rows(history: History, device: str, last: int, case: str | None = Non
     if cases and not rows:
         raise UsageError("no run has this case on the device", where="--case", got=case, wanted=some(sorted(cases)))
     if not rows:
-        known = {state[0] for run in runs[:_RECENT] for state in history.states(run)}
+        known = set().union(*(run.workers.devices for run in runs[:_RECENT]))
         raise UsageError(
             "no run has this device", where="--device", got=device, wanted=some(sorted(known), _MOST_DEVICES) or "none"
         )

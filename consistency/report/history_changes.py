@@ -72,7 +72,7 @@ def change_rows(history: History, last: int) -> list[ChangeRow]:
     """Return what changed over the last runs, or over all of them where `last` is 0: the latest change first."""
     names = history.names()
     runs = history.runs(list(reversed(names[:last] if last else names)))
-    return [ChangeRow.of(change) for change in changes(history, runs)]
+    return [ChangeRow.of(change) for change in changes(runs)]
 
 
 def print_changes(rows: Sequence[ChangeRow], console: Console) -> None:

@@ -6,11 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from consistency.capture.wording import counted, some
-from consistency.comparison.history.records import RunRecord, WorkerState
-from consistency.comparison.history.store import MOST_IN_RECORD, History
+from consistency.comparison.history.records import MOST_APART, RunRecord
 from consistency.report.history_table import Line, Night, lines, worst_first
 from consistency.report.ranges import folded
 
@@ -43,16 +40,16 @@ def patterns(names: Iterable[str]) -> list[str]:
     return folded(sorted(names, key=lambda name: [int(p) if p.isdigit() else p for p in _NUMBER.split(name)]))
 
 
-def class_lines(history: History, found: Sequence[Night], case: str | None = None) -> Classes | None:
+def class_lines(found: Sequence[Night], case: str | None = None) -> Classes | None:
     """Return a row for each class of devices; None where the devices are few enough for a row of each."""
     runs = [run for night in found for run in night.runs]
     classes = _Classes(case)
     for number, run in enumerate(runs):
-        classes.take(number, run, history.states(run))
-    if len(classes.names) <= MOST_IN_RECORD:
+        classes.take(number, run)
+    if len(classes.names) <= MOST_APART:
         return None
     members = classes.members()
-    bad = _bad(history, runs, case)
+    bad = _bad(runs[-1], case)
     last = len(runs) - 1
 
     def is_odd(devices: Sequence[str]) -> bool:
@@ -63,18 +60,10 @@ def class_lines(history: History, found: Sequence[Night], case: str | None = Non
     shown = odd[:MOST_ODD]
     shown += others[: MOST_CLASSES - len(shown)]
     first = {devices[0]: devices for devices in shown}
-    of_classes = [
-        Night(
-            runs=tuple(
-                msgspec.structs.replace(run, workers=history.workers(run, first), fleet=None) for run in night.runs
-            )
-        )
-        for night in found
-    ]
     names = {device: folded_names(classes.names[one] for one in devices) for device, devices in first.items()}
     rows = [
         replace(line, count=len(first[line.device]), names=names[line.device])
-        for line in lines(of_classes, None, case)
+        for line in lines(found, first, case)
         if line.device in first
     ]
     order = {devices[0]: place for place, devices in enumerate(shown)}
@@ -92,13 +81,16 @@ class _Classes:
         self._case = case
         self._numbers: dict[tuple[tuple[str, str, int], ...], int] = {}
 
-    def take(self, number: int, run: RunRecord, states: Iterable[WorkerState]) -> None:
-        """Take the states of a run."""
+    def take(self, number: int, run: RunRecord) -> None:
+        """Take the next run."""
         of: dict[str, list[tuple[str, str, int]]] = {}
-        for device, load_path, case, name, state in states:
-            if self._case in (None, case or run.case):
-                of.setdefault(device, []).append((load_path, case, state))
-                self.names[device] = name
+        for cohort in run.workers.cohorts:
+            if self._case not in (None, cohort.case or run.case):
+                continue
+            seen = (cohort.load_path, cohort.case, cohort.state)
+            for entry in run.workers.members(cohort):
+                of.setdefault(entry.device, []).append(seen)
+                self.names[entry.device] = entry.name
         for device, found in of.items():
             alike = self._numbers.setdefault(tuple(sorted(found)), len(self._numbers))
             self.seen.setdefault(device, []).append((number, alike))
@@ -111,12 +103,13 @@ class _Classes:
         return list(found.values())
 
 
-def _bad(history: History, runs: Sequence[RunRecord], case: str | None) -> set[str]:
-    """Return the devices that were not consistent in the last run."""
+def _bad(run: RunRecord, case: str | None) -> set[str]:
+    """Return the devices that were not consistent in a run."""
     return {
-        worker.device
-        for worker in (history.workers(runs[-1]) if runs else ())
-        if case in (None, worker.case or runs[-1].case) and (worker.status != "ok" or worker.verdict == "inconsistent")
+        entry.device
+        for cohort in run.workers.cohorts
+        if case in (None, cohort.case or run.case) and (cohort.status != "ok" or cohort.verdict == "inconsistent")
+        for entry in run.workers.members(cohort)
     }
 
 

@@ -10,13 +10,12 @@ import os
 import urllib.parse
 from pathlib import Path
 
-import msgspec
 from markupsafe import Markup
 
 from consistency.capture.version import __version__
 from consistency.capture.wording import counted, some
 from consistency.comparison.history.changes import changes
-from consistency.comparison.history.records import RunRecord, is_simulated
+from consistency.comparison.history.records import RunRecord
 from consistency.comparison.history.store import History
 from consistency.errors import UsageError
 from consistency.report.history_changes import ChangeRow
@@ -42,17 +41,13 @@ def history_as_html(
     """
     found = nights(history.runs(), last)
     runs = [run for night in found for run in night.runs]
-    classes = class_lines(history, found, case) if device is None else None
-    if classes is None:
-        found = [Night(runs=tuple(_with_workers(history, run, device) for run in night.runs)) for night in found]
-        rows = lines(found, device, case)
-    else:
-        rows = classes.lines
+    classes = class_lines(found, case) if device is None else None
+    rows = lines(found, None if device is None else {device}, case) if classes is None else classes.lines
     if not rows and (device or case):
-        devices = sorted({state[0] for run in runs for state in history.states(run)})
+        devices = sorted(set().union(*(run.workers.devices for run in runs)))
         got = ", ".join(name for name in (device, case) if name)
         raise UsageError("no run has this device or this case", got=got, wanted=f"one of the devices {some(devices)}")
-    since = [] if device or case else changes(history, runs)
+    since = [] if device or case else changes(runs)
     environment = page_environment()
     environment.filters["link"] = lambda run: _link(run, place)
     environment.filters["night_link"] = lambda night: _night_link(night, place)
@@ -65,12 +60,12 @@ def history_as_html(
         facts=_facts(found, runs, len(rows) if classes is None else classes.devices),
         left_out="" if classes is None else classes.left_out,
         failed=[run for run in reversed(runs) if run.findings],
-        marks={**VERDICT_MARKS, "unknown": "?"},
+        marks=VERDICT_MARKS,
         most_findings=_MOST_FINDINGS,
         name=history.url,
         nights=found,
         planted=[run.at[:16].replace("T", " ") for run in runs if run.planted],
-        simulated=any(is_simulated(run) for run in runs),
+        simulated=any(run.workers.is_simulated for run in runs),
         style=Markup(part("style.css") + part("history.css")),
         tool=__version__,
         trend=Trend,
@@ -78,17 +73,9 @@ def history_as_html(
     )
 
 
-def _with_workers(history: History, run: RunRecord, device: str | None) -> RunRecord:
-    """Return a run of a fleet with its workers, or one of them."""
-    if run.fleet is None:
-        return run
-    return msgspec.structs.replace(run, workers=history.workers(run, None if device is None else {device}), fleet=None)
-
-
 def _facts(found: list[Night], runs: list[RunRecord], devices: int) -> list[str]:
-    alone = {worker.host or run.host for run in runs for worker in run.workers}
-    hosts = max([len(alone), *(run.fleet.hosts for run in runs if run.fleet is not None)])
-    facts = [counted(len(runs), "run"), counted(devices, "device"), counted(hosts, "host")]
+    hosts = {host or run.host for run in runs for host in run.workers.hosts}
+    facts = [counted(len(runs), "run"), counted(devices, "device"), counted(len(hosts), "host")]
     return [*facts, f"{found[0].began} to {found[-1].began} UTC"] if found else facts
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from consistency.comparison.by_worker import worse
-from consistency.comparison.history.records import RunRecord, WorkerRecord
+from consistency.comparison.history.cohorts import WorkerRecord
+from consistency.comparison.history.records import RunRecord
 
 _NIGHT = datetime.timedelta(hours=12)
 """Runs of several hosts, or of several cases of one host, are of the same night where they began within this time."""
 
-_WORST_FIRST = ("incomplete", "inconsistent", "unknown", "consistent")
+_WORST_FIRST = ("incomplete", "inconsistent", "unchecked", "consistent")
 
 Key = tuple[str, ...]
 """Case, load path, inputs and stage: results with the same key are comparable."""
@@ -45,8 +46,6 @@ class Cell:
 
     Attributes
     ----------
-    verdict : str
-        `unknown` in runs of versions that did not record it.
     run : RunRecord
         The run with this verdict.
     group : int or None
@@ -159,16 +158,16 @@ def nights(runs: Iterable[RunRecord], most: int) -> list[Night]:
     return [Night(runs=tuple(reversed(those))) for those in reversed(found)]
 
 
-def lines(found: Sequence[Night], device: str | None = None, case: str | None = None) -> list[Line]:
-    """Return one line per device: those that are worse in their last run come first."""
+def lines(found: Sequence[Night], devices: Collection[str] | None = None, case: str | None = None) -> list[Line]:
+    """Return one line for each of some devices (identities or names; None: all): the worst in their last run first."""
     cells: dict[str, dict[int, Cell]] = {}
     latest: dict[str, tuple[WorkerRecord, str]] = {}
     known: dict[str, _Known] = {}
     for number, night in enumerate(found):
         of: dict[str, list[tuple[RunRecord, WorkerRecord]]] = {}
         for run in night.runs:
-            for worker in run.workers:
-                if device in (None, worker.device, worker.name) and case in (None, worker.case or run.case):
+            for worker in run.workers.select(devices):
+                if case in (None, worker.case or run.case):
                     of.setdefault(worker.device, []).append((run, worker))
         for name, those in of.items():
             cells.setdefault(name, {})[number] = _cell(those, known.setdefault(name, _Known()))
@@ -247,10 +246,10 @@ def _cell(found: Sequence[tuple[RunRecord, WorkerRecord]], known: _Known) -> Cel
     ratio: float | None = None
     for worker in workers.values():
         ratio = ratio if worker.ratio is None else worse(float(worker.ratio), ratio)
-    run, worker = min(found, key=lambda one: _place(_verdict(*one)))
+    run, worker = min(found, key=lambda one: _place(one[1].verdict))
     return Cell(
         run=run,
-        verdict=_verdict(run, worker),
+        verdict=worker.verdict,
         group=known.group(bits) if bits else None,
         ratio=ratio,
         drift=tuple(dict.fromkeys(stage for worker in workers.values() for stage in worker.drift)),
@@ -258,14 +257,5 @@ def _cell(found: Sequence[tuple[RunRecord, WorkerRecord]], known: _Known) -> Cel
     )
 
 
-def _verdict(run: RunRecord, worker: WorkerRecord) -> str:
-    """Return the verdict of a device; runs of earlier versions have recorded less."""
-    if worker.verdict:
-        return worker.verdict
-    if worker.status != "ok":
-        return "incomplete"
-    return "inconsistent" if worker.drift else "consistent" if run.verdict == "consistent" else "unknown"
-
-
 def _place(verdict: str) -> int:
-    return _WORST_FIRST.index(verdict) if verdict in _WORST_FIRST else _WORST_FIRST.index("unknown")
+    return _WORST_FIRST.index(verdict) if verdict in _WORST_FIRST else _WORST_FIRST.index("unchecked")

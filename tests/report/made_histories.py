@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from consistency.comparison.history.records import SCHEMA, RunRecord, WorkerRecord
+from consistency.comparison.history.cohorts import RunWorkers, WorkerRecord
+from consistency.comparison.history.records import SCHEMA, RunRecord
 from consistency.comparison.history.store import History
 from consistency.numerics.real import Real
 
@@ -30,7 +31,7 @@ def run(night: float, *workers: WorkerRecord, host: str = "node-1", **fields: An
     at = (FIRST_NIGHT + datetime.timedelta(days=night)).isoformat(timespec="microseconds")
     bad = next((w.verdict for w in workers if w.verdict != "consistent"), "consistent")
     plain: dict[str, Any] = {"case": "llama", "verdict": bad, "tool": "0.1.0"}
-    return RunRecord(schema=SCHEMA, at=at, host=host, workers=workers, **{**plain, **fields})
+    return RunRecord(schema=SCHEMA, at=at, host=host, workers=RunWorkers.of(workers), **{**plain, **fields})
 
 
 def month(reports: Path | None = None) -> list[RunRecord]:

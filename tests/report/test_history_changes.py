@@ -12,7 +12,6 @@ from tests.comparison.history.made_fleets import at, fleet_history, incidents
 
 
 def test_the_command_prints_what_changed_and_since_when(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("duckdb", reason="duckdb is not installed: pip install 'peft-consistency[history]'")
     fleet_history(tmp_path, 9, 12, incidents)
     assert main(["history", str(tmp_path), "--changes"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

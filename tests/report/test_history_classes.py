@@ -5,23 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import pytest
 
-from consistency.comparison.history.records import WorkerRecord
+from consistency.comparison.history.cohorts import WorkerRecord
 from consistency.report.history_classes import MOST_CLASSES, Classes, class_lines, folded_names
 from consistency.report.history_page import history_as_html
 from consistency.report.history_table import nights
 from tests.comparison.history.made_fleets import BITS, GPUS, Happens, drifted, fleet_history, incidents, name
 
 
-@pytest.fixture(autouse=True)
-def _with_duckdb() -> None:
-    pytest.importorskip("duckdb", reason="duckdb is not installed: pip install 'peft-consistency[history]'")
-
-
 def classes(tmp_path: Path, nodes: int, runs: int, happens: Happens = lambda _, w: w) -> Classes | None:
     history = fleet_history(tmp_path / "history", nodes, runs, happens)
-    return class_lines(history, nights(history.runs(), 0))
+    return class_lines(nights(history.runs(), 0))
 
 
 def test_devices_that_were_alike_are_one_row_and_odd_ones_come_first(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 
@@ -81,23 +80,6 @@ def test_worse_devices_come_first() -> None:
     lost = worker("cuda:1", verdict="incomplete", status="lost")
     assert [line.latest.name for line in table(run(0, worker("cpu"), lost, bad))] == ["cuda:1", "cuda:2", "cpu"]
     assert next(iter(table(run(0, bad, worker("cpu")), run(1, worker("cpu"))))).latest.name == "cuda:2"
-
-
-@pytest.mark.parametrize(
-    ("fields", "of_run", "verdict"),
-    [
-        ({}, "consistent", "consistent"),
-        ({}, "inconsistent", "unknown"),
-        ({"drift": ("merged",)}, "inconsistent", "inconsistent"),
-        ({"status": "lost"}, "incomplete", "incomplete"),
-    ],
-)
-def test_runs_of_earlier_versions_claim_no_more_than_they_recorded(
-    fields: dict[str, Any], of_run: str, verdict: str
-) -> None:
-    (line,) = table(run(0, worker("cuda:0", **{"verdict": "", **fields}), verdict=of_run))
-    assert line.cells[0] is not None
-    assert line.cells[0].verdict == verdict
 
 
 def test_a_device_and_a_case_can_be_chosen() -> None:

@@ -1,21 +1,18 @@
 """Since when: what changed in a history, by device: drift, software, inputs, lost workers, devices that are gone.
 
-Runs are gone through once, the earliest first. Of a run only the states of its workers are read, which say whether
-anything is other than before; the records themselves are read of workers in which something is.
+Runs are gone through once, the earliest first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
 
-from consistency.comparison.history.records import RunRecord, WorkerRecord, WorkerState
-from consistency.comparison.history.store import History
-
-_MOST_STATES = 20_000  # kept of earlier runs: more than a run has, unless no two workers are alike
+from consistency.comparison.history.cohorts import Observation, WorkerKey
+from consistency.comparison.history.records import RunRecord
 
 
 class ChangeKind(StrEnum):
@@ -58,20 +55,16 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[str, ...]
 
 
-def changes(history: History, runs: Iterable[RunRecord]) -> list[Change]:
+def changes(runs: Iterable[RunRecord]) -> list[Change]:
     """Return what changed over these runs, given the earliest first: the latest change comes first.
 
     A device is missing from a run of its case that shares at least half of its devices with an earlier one: a run
     that shares fewer is of other devices.
     """
-    finder = _Finder(history)
+    finder = _Finder()
     for run in runs:
         finder.take(run)
     return finder.found()
-
-
-Key = tuple[str, str, str]
-"""Device, load path and case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +89,11 @@ class _Opened:
 
 @dataclass(slots=True)
 class _Worker:
-    """A worker in its latest run; `ended_well` is its state in the latest one in which it was not lost."""
+    """What was seen of a worker in its latest run; `ended_well` is of the latest one in which it was not lost."""
 
     streak: int
-    state: int
-    ended_well: int | None
+    seen: Observation
+    ended_well: Observation | None
 
 
 @dataclass(slots=True)
@@ -118,44 +111,45 @@ class _Finder:
     Runs that follow each other and saw the same are a streak, of which only the first one is gone through.
     """
 
-    def __init__(self, history: History) -> None:
-        self._history = history
+    def __init__(self) -> None:
         self._runs: list[RunRecord] = []
         self._streaks: list[int] = []  # the last run of each
-        self._states: list[WorkerState] | None = None
-        self._workers: dict[Key, _Worker] = {}
-        self._facts: dict[int, WorkerRecord] = {}
+        self._workers: dict[WorkerKey, _Worker] = {}
+        self._observations: dict[int, Observation] = {}  # by state
         self._versions: dict[int, Mapping[str, object]] = {}  # by streak
         self._devices: set[str] = set()
         self._series: list[_Series] = []
-        self._open: dict[tuple[Key, _Condition], _Opened] = {}
+        self._open: dict[tuple[WorkerKey, _Condition], _Opened] = {}
         self._found: dict[tuple[_Condition, int, int | None, int | None], dict[tuple[str, str], None]] = {}
 
     def take(self, run: RunRecord) -> None:
         """Take the next run."""
-        states = self._history.states(run)
-        if not states:
+        if not run.workers:
             return
         number = len(self._runs)
+        before = self._runs[-1] if self._runs else None
         self._runs.append(run)
-        before = self._runs[number - 1] if number else None
-        if states is self._states and before is not None and (before.case, before.versions) == (run.case, run.versions):
+        if before is not None and _seen(before) == _seen(run):
             self._streaks[-1] = number
             return
-        self._states = states
         self._streaks.append(number)
-        self._versions[len(self._streaks) - 1] = run.versions
-        self._take_devices(run.case, {device: name for device, _, _, name, _ in reversed(states)})
-        streak, changed = len(self._streaks) - 1, []
-        for device, load_path, case, name, state in states:
-            worker = self._workers.get((device, load_path, case))
-            if worker is not None and worker.state == state and worker.ended_well == state:
-                worker.streak = streak
-            else:
-                changed.append(((device, load_path, case), name, state))
-        self._read(run, changed)
-        for key, name, state in changed:
-            self._take_worker(key, name, state)
+        streak = len(self._streaks) - 1
+        self._versions[streak] = run.versions
+        present: dict[str, str] = {}
+        changed: list[tuple[WorkerKey, str, Observation]] = []
+        for cohort in run.workers.cohorts:
+            seen = self._observations.setdefault(cohort.state, cohort)
+            for entry in run.workers.members(cohort):
+                key = (entry.device, cohort.load_path, cohort.case)
+                present.setdefault(entry.device, entry.name)
+                worker = self._workers.get(key)
+                if worker is not None and worker.seen is seen and worker.ended_well is seen:
+                    worker.streak = streak
+                else:
+                    changed.append((key, entry.name, seen))
+        self._take_devices(run.case, present)
+        for key, name, seen in changed:
+            self._take_worker(key, name, seen)
 
     def found(self) -> list[Change]:
         """Return all changes."""
@@ -198,42 +192,28 @@ class _Finder:
         self._devices |= present.keys()
         series.present, series.streak = present, len(self._streaks) - 1
 
-    def _read(self, run: RunRecord, changed: Sequence[tuple[Key, str, int]]) -> None:
-        """Read one worker of each state that was not seen before."""
-        if len(self._facts) > _MOST_STATES:
-            kept = {one for worker in self._workers.values() for one in (worker.state, worker.ended_well)}
-            self._facts = {state: facts for state, facts in self._facts.items() if state in kept}
-        wanted = {state: key for key, _, state in changed if state not in self._facts}
-        if wanted:
-            by_key = {worker.key: worker for worker in self._history.workers(run, {key[0] for key in wanted.values()})}
-            self._facts |= {state: by_key[key] for state, key in wanted.items() if key in by_key}
-
-    def _take_worker(self, key: Key, name: str, state: int) -> None:
-        facts = self._facts.get(state)
-        if facts is None:  # the file was removed meanwhile
-            return
+    def _take_worker(self, key: WorkerKey, name: str, seen: Observation) -> None:
         streak, number = len(self._streaks) - 1, self._streaks[-1]
         last = self._workers.get(key)
         before = None if last is None else self._streaks[last.streak]
-        earlier = None if last is None else self._facts[last.state]
-        now, then = _conditions(facts), () if earlier is None else _conditions(earlier)
+        now, then = _conditions(seen), () if last is None else _conditions(last.seen)
         for condition in then:
             if condition not in now:
                 self._add(condition, self._open.pop((key, condition)), number, key[0])
         for condition in now:
             if condition not in then:
                 self._open[key, condition] = _Opened(number, before, name)
-        is_well = facts.status == "ok"
+        is_well = seen.status == "ok"
         if is_well and last is not None and last.ended_well is not None:
-            known, opened = self._facts[last.ended_well], _Opened(number, before, name)
-            if known.software != facts.software:
-                detail = self._of_software(last.streak, known, facts)
+            known, opened = last.ended_well, _Opened(number, before, name)
+            if known.software != seen.software:
+                detail = self._of_software(last.streak, known, seen)
                 self._add(_Condition(ChangeKind.SOFTWARE, detail), opened, None, key[0])
-            if known.inputs != facts.inputs:
+            if known.inputs != seen.inputs:
                 self._add(_Condition(ChangeKind.INPUTS), opened, None, key[0])
-        self._workers[key] = _Worker(streak, state, state if is_well else None if last is None else last.ended_well)
+        self._workers[key] = _Worker(streak, seen, seen if is_well else None if last is None else last.ended_well)
 
-    def _of_software(self, streak: int, before: WorkerRecord, now: WorkerRecord) -> str:
+    def _of_software(self, streak: int, before: Observation, now: Observation) -> str:
         then, versions = self._versions[streak], self._runs[self._streaks[-1]].versions
         texts = [
             f"{name} {then[name]} -> {version}"
@@ -249,7 +229,11 @@ class _Finder:
         self._found.setdefault(same, {})[device, opened.name] = None
 
 
-def _conditions(worker: WorkerRecord) -> tuple[_Condition, ...]:
+def _seen(run: RunRecord) -> tuple[object, ...]:
+    return run.case, run.versions, run.workers
+
+
+def _conditions(worker: Observation) -> tuple[_Condition, ...]:
     """Return what is the matter with a worker in a run."""
     if worker.status != "ok":
         return (_Condition(ChangeKind.LOST),)

@@ -18,11 +18,12 @@ from consistency.case.stages import MOVES_WEIGHTS
 from consistency.comparison.by_worker import verdicts
 from consistency.comparison.findings.collect import AS_DEPLOYED
 from consistency.comparison.history.baseline import Baseline, apply
+from consistency.comparison.history.cohorts import RunWorkers, WorkerRecord
 from consistency.comparison.history.gone import find_gone
 from consistency.comparison.history.magnitude import magnitude
 from consistency.comparison.history.recording import record_of
-from consistency.comparison.history.records import RunRecord, Table, WorkerRecord, device_count, digest_of
-from consistency.comparison.history.store import MOST_IN_RECORD, History
+from consistency.comparison.history.records import MOST_APART, RunRecord, Table, digest_of
+from consistency.comparison.history.store import History
 from consistency.comparison.result import GONE_DEVICE, Comparison, Finding, with_findings, with_unwritten
 from consistency.errors import CaptureError
 
@@ -73,7 +74,6 @@ def add_run(
     `report` is the folder that its report will be in.
     """
     record, tables = record_of(captures, comparison)
-    history.require_room(device_count(record))
     record = msgspec.structs.replace(record, report=report)
     try:
         judged, record = judge_drift(history, record, tables, comparison, baseline)
@@ -118,7 +118,7 @@ def judge_drift(
     else:
         gone = ()
     found = verdicts(comparison)
-    workers = tuple(
+    workers = RunWorkers.of(
         msgspec.structs.replace(
             w,
             verdict=found.get(w.name, ""),
@@ -149,7 +149,7 @@ def find_drift(
     drifted: dict[object, tuple[_Drift, list[WorkerRecord]]] = {}
     known = _find_earlier(history, run)
     tensors = _Tensors(history, tables)
-    is_fleet = device_count(run) > MOST_IN_RECORD
+    is_fleet = len(run.workers.devices) > MOST_APART
     for worker in run.workers:
         earlier = known.get((worker.device, worker.load_path))
         if earlier is None:
@@ -202,8 +202,8 @@ def _find_earlier(history: History, now: RunRecord) -> dict[tuple[str, str], _Ea
     inputs, software = ({getattr(w, name) for w in current.values()} for name in ("inputs", "software"))
     for run in history.earlier() if new else ():
         # what ran with other software only tells that it has changed since the latest run
-        first = history.workers(run, new, inputs=inputs) if new else ()
-        others = history.workers(run, known, inputs=inputs, software=software) if known else ()
+        first = run.workers.select(new, inputs=inputs) if new else ()
+        others = run.workers.select(known, inputs=inputs, software=software) if known else ()
         for before in (*first, *others):
             key = (before.device, before.load_path)
             if not wanted.get(key) or before.status != "ok" or before.inputs != current[key].inputs:
@@ -227,7 +227,7 @@ def _find_earlier(history: History, now: RunRecord) -> dict[tuple[str, str], _Ea
 def _same_bits(history: History, now: RunRecord, worker: WorkerRecord, stages: Sequence[str]) -> str:
     """Return the time of the latest earlier run in which a worker had these bits without a drift, or an empty text."""
     for run in history.earlier():
-        for before in history.workers(run, {worker.device}, inputs={worker.inputs}, software={worker.software}):
+        for before in run.workers.select({worker.device}, inputs={worker.inputs}, software={worker.software}):
             is_same = before.load_path == worker.load_path and _is_same_case(run, before, now, worker)
             if not is_same or {*stages} & {*before.drift}:
                 continue

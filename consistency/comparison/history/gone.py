@@ -12,7 +12,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from consistency.capture.wording import some, when
-from consistency.comparison.history.records import GoneDevice, RunRecord, WorkerRecord, digest_of
+from consistency.comparison.history.cohorts import WorkerRecord
+from consistency.comparison.history.records import GoneDevice, RunRecord, digest_of
 from consistency.comparison.history.store import History
 from consistency.comparison.result import GONE_DEVICE, Finding
 
@@ -30,7 +31,7 @@ def _lost(history: History, run: RunRecord) -> dict[str, list[GoneDevice]]:
     found: dict[str, list[GoneDevice]] = {}
     for earlier in history.earlier() if pending else ():
         hosts = [host for host, masks in pending.items() if earlier.auto.get(host) == masks]
-        before = _accelerators(earlier, history.workers(earlier)) if hosts else {}
+        before = _accelerators(earlier, earlier.workers) if hosts else {}
         for host in hosts:
             del pending[host]
             known = {one.device: one for one in earlier.gone if one.host == host} | before.get(host, {})

@@ -21,7 +21,8 @@ from consistency.capture.folder import Capture
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.comparison.by_worker import worst_ratios
-from consistency.comparison.history.records import SCHEMA, RunRecord, WorkerRecord, digest_of
+from consistency.comparison.history.cohorts import RunWorkers, WorkerRecord
+from consistency.comparison.history.records import SCHEMA, RunRecord, digest_of
 from consistency.comparison.records import Key
 from consistency.comparison.result import PLANTED, Comparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
@@ -48,7 +49,7 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
         tool=captures[0].manifest.tool,
         versions={k: environment[k] for k in ("torch", "cuda", "transformers", "peft") if environment.get(k)},
         findings=tuple(f.message for f in comparison.findings if f.severity == "error"),
-        workers=workers,
+        workers=RunWorkers.of(workers),
         planted=any(f.kind == PLANTED for f in comparison.findings),
         auto={
             capture.manifest.host: facts.auto.masks

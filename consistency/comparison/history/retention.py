@@ -16,9 +16,10 @@ from pathlib import PurePosixPath
 
 import msgspec
 
+from consistency.comparison.history.cohorts import RunWorkers, WorkerKey
 from consistency.comparison.history.drift import compared_with
 from consistency.comparison.history.records import RunRecord
-from consistency.comparison.history.store import RUNS, TABLES, WORKERS, History
+from consistency.comparison.history.store import ROSTERS, RUNS, TABLES, History
 from consistency.comparison.history.unfinished import remove_claims, unfinished
 from consistency.errors import UsageError
 
@@ -37,7 +38,7 @@ class Removal:
     kept_for_drift : tuple of RunRecord
         Old runs that stay, as a device that drifts is compared with them.
     files : int
-        Tables and files of workers that nothing names any more.
+        Tables and rosters that nothing names any more.
     """
 
     runs: tuple[RunRecord, ...]
@@ -113,22 +114,20 @@ def _kept(runs: Sequence[RunRecord], keep_runs: int | None, keep_days: float | N
 
 def _needed(history: History, kept: Sequence[RunRecord]) -> Iterator[str]:
     """Yield the times of the runs with which devices are compared that drifted in their latest run."""
-    seen: set[tuple[str, ...]] = set()
+    seen: set[WorkerKey] = set()
     for run in kept:
-        here = {state[:3] for state in history.states(run)} - seen
-        seen |= here
-        if run.fleet is None or run.fleet.drifted_devices:
-            found = history.workers(run, {device for device, _, _ in here})
-            drifted = tuple(worker for worker in found if worker.drift and worker.key in here)
-            yield from compared_with(history, msgspec.structs.replace(run, workers=drifted, fleet=None))
+        drifted = [worker for worker in run.workers.select(run.workers.drifted) if worker.drift]
+        drifted = [worker for worker in drifted if worker.key not in seen]
+        if drifted:
+            yield from compared_with(history, msgspec.structs.replace(run, workers=RunWorkers.of(drifted)))
+        seen.update(run.workers.keys)
 
 
 def _unused(history: History, runs: Sequence[RunRecord]) -> Iterator[str]:
-    """Yield files of tables and workers that these runs do not name, and what a killed writer left."""
-    named = {run.fleet.file for run in runs if run.fleet is not None}
-    for run in runs:
-        named |= history.tables_of(run)
-    for folder in (TABLES, WORKERS, RUNS):
+    """Yield tables and rosters that these runs do not name, and what a killed writer left."""
+    named = {run.workers.file for run in runs}
+    named |= {cohort.table for run in runs for cohort in run.workers.cohorts}
+    for folder in (TABLES, ROSTERS, RUNS):
         for place in history.files_of(folder):
             name = PurePosixPath(place)
             is_left = name.suffix == ".tmp" or (folder != RUNS and name.stem not in named)

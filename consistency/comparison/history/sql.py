@@ -1,25 +1,31 @@
-"""Query a history in SQL with DuckDB, an extra: `pip install '.[history]'`."""
+"""A history in SQL: SQLite in memory, filled for one query.
+
+What is a list or an object in a record is JSON in a column of type `JSON`, and comes back as it was.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from pathlib import Path
+import json
+import sqlite3
+from collections.abc import Iterable
+from contextlib import closing
 from typing import Any
 
-import msgspec
-
-from consistency.capture.claim import scratch_folder
-from consistency.capture.json_codec import encode_json
-from consistency.comparison.history.parquet import COLUMNS, duckdb_for, quoted
+from consistency.capture.json_codec import encode_json, json_number
+from consistency.comparison.history.cohorts import Observation, RunWorkers
+from consistency.comparison.history.records import RunRecord
 from consistency.comparison.history.store import History
 from consistency.errors import UsageError
 
-_RUN_COLUMNS = {
-    "night": "TIMESTAMPTZ", "host": "VARCHAR", "case": "VARCHAR", "verdict": "VARCHAR", "tool": "VARCHAR",
-    "versions": "MAP(VARCHAR, VARCHAR)", "findings": "VARCHAR[]", "cases": "MAP(VARCHAR, VARCHAR)", "report": "VARCHAR",
-    "planted": "BOOLEAN",
+_KINDS = {
+    "versions": "JSON", "findings": "JSON", "cases": "JSON", "bits": "JSON", "drift": "JSON", "planted": "BOOLEAN",
+    "simulated": "BOOLEAN", "ratio": "REAL",
 }  # fmt: skip
-_FILES = "files"
+_OF_RUN = ("host", "case", "verdict", "tool", "versions", "findings", "cases", "report", "planted")
+_OBSERVED = Observation.__struct_fields__
+
+_ALLOWED = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
+"""What a query may do: read these tables, and no file."""
 
 
 def query(history: History, text: str) -> list[dict[str, Any]]:
@@ -28,73 +34,82 @@ def query(history: History, text: str) -> list[dict[str, Any]]:
     Raises
     ------
     UsageError
-        DuckDB is not installed, or cannot run the query.
+        SQLite cannot run the query.
     """
-    duckdb = duckdb_for("--sql", "--sql")
-    with ExitStack() as stack:
-        scratch = stack.enter_context(scratch_folder("history"))
-        connection = stack.enter_context(duckdb.connect(":memory:"))
-        fleets = _write_lines(history, scratch, stack)
-        for name, columns in (
-            ("nights", _RUN_COLUMNS),
-            ("of_records", {"night": "TIMESTAMPTZ", **COLUMNS}),
-            (_FILES, {"night": "TIMESTAMPTZ", "run_host": "VARCHAR", "path": "VARCHAR"}),
-        ):
-            kinds = ", ".join(f"\"{column}\": '{kind}'" for column, kind in columns.items())
-            connection.execute(
-                f"CREATE TABLE {name} AS SELECT * FROM read_json({_text(scratch / name)}, "
-                f"format='newline_delimited', columns={{{kinds}}})"
-            )
-        paths = f"[{', '.join(map(_text, fleets))}]"
-        of_fleets = (
-            f"UNION ALL BY NAME SELECT night, {', '.join(_of_fleet(name) for name in COLUMNS)} "
-            f"FROM read_parquet({paths}, filename = true) AS found JOIN {_FILES} ON path = found.filename"
-        )
-        connection.execute(f"CREATE VIEW workers AS SELECT * FROM of_records {of_fleets if fleets else ''}")
-        connection.execute(f"SET allowed_paths = {paths}")  # a query reads these tables and no other file
-        connection.execute("SET enable_external_access = false")
+    with closing(sqlite3.connect(":memory:", detect_types=sqlite3.PARSE_DECLTYPES)) as connection:
+        _fill(connection, history)
+        connection.create_function("len", 1, _length, deterministic=True)
+        connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY)
         try:
             found = connection.execute(text)
             names = [column[0] for column in found.description or ()]
-            return [{n: _plain(v) for n, v in zip(names, row, strict=True)} for row in found.fetchall()]
-        except duckdb.Error as error:
-            raise UsageError("DuckDB cannot run this query", where="--sql", got=error) from None
+            return [{n: _plain(v) for n, v in zip(names, row, strict=True)} for row in found]
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            raise UsageError("SQLite cannot run this query", where="--sql", got=error) from None
 
 
-def _write_lines(history: History, scratch: Path, stack: ExitStack) -> list[Path]:
-    """Write what is not in Parquet files as lines of JSON; return the Parquet files."""
-    fleets: dict[str, Path] = {}
-    with (
-        (scratch / "nights").open("wb") as run_file,
-        (scratch / "of_records").open("wb") as worker_file,
-        (scratch / _FILES).open("wb") as path_file,
-    ):
-        for run in history.runs():
-            row = {"night": run.at, **msgspec.structs.asdict(run)}
-            run_file.write(encode_json({name: row[name] for name in _RUN_COLUMNS}) + b"\n")
-            for worker in run.workers:
-                record = {"night": run.at, **msgspec.structs.asdict(worker), "host": worker.host or run.host}
-                worker_file.write(encode_json(record) + b"\n")
-            if run.fleet is None:
-                continue
-            if run.fleet.file not in fleets:
-                path = history.workers_apart(run, stack)
-                if path is None:
-                    continue
-                fleets[run.fleet.file] = path
-            known = {"night": run.at, "run_host": run.host, "path": str(fleets[run.fleet.file])}
-            path_file.write(encode_json(known) + b"\n")
-    return list(fleets.values())
+def _fill(connection: sqlite3.Connection, history: History) -> None:
+    """Store cohorts and rosters; workers are a view of them, as a year of a fleet has millions."""
+    connection.execute(f"CREATE TABLE nights (night, {_columns(_OF_RUN)})")
+    connection.execute(f"CREATE TABLE cohorts (night, run_host, first, last, {_columns(_OBSERVED)})")
+    connection.execute("CREATE TABLE roster (number INTEGER PRIMARY KEY, name, device, host)")
+    connection.execute(
+        f"""CREATE VIEW workers AS SELECT night, name, device, coalesce(nullif(host, ''), run_host) AS host,
+        {", ".join(map(_quoted, _OBSERVED))} FROM cohorts JOIN roster ON number BETWEEN first AND last"""
+    )
+    numbers: dict[str, int] = {}
+    count = 0
+    for run in history.runs():
+        _insert(connection, "nights", [[run.at, *_values(run, _OF_RUN)]])
+        roster = run.workers.roster
+        if run.workers.file not in numbers:
+            numbers[run.workers.file] = count
+            rows = ((number, entry.name, entry.device, entry.host) for number, entry in enumerate(roster, count))
+            _insert(connection, "roster", rows)
+            count += len(roster)
+        _insert(connection, "cohorts", _cohorts(run, run.workers, numbers[run.workers.file]))
 
 
-def _of_fleet(name: str) -> str:
-    return """coalesce(nullif(found.host, ''), run_host) AS host""" if name == "host" else f'found."{name}"'
+def _cohorts(run: RunRecord, workers: RunWorkers, number: int) -> Iterable[list[Any]]:
+    """Yield a row for each range of a cohort's members, where the roster begins at a number."""
+    for cohort in workers.cohorts:
+        values = _values(cohort, _OBSERVED)
+        for first, last in cohort.members:
+            yield [run.at, run.host, number + first, number + last, *values]
 
 
-def _text(path: Path) -> str:
-    return f"'{quoted(path)}'"
+def _insert(connection: sqlite3.Connection, table: str, rows: Iterable[Any]) -> None:
+    count = len(connection.execute(f"SELECT * FROM {table}").description)
+    connection.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * count)})", rows)
+
+
+def _columns(names: Iterable[str]) -> str:
+    return ", ".join(f"{_quoted(name)} {_KINDS.get(name, 'TEXT')}" for name in names)
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"'
+
+
+def _values(record: object, names: Iterable[str]) -> list[Any]:
+    return [_stored(_KINDS.get(name), getattr(record, name)) for name in names]
+
+
+def _stored(kind: str | None, value: Any) -> Any:
+    """Return a value as SQLite keeps it; NaN, which it has not, is a text, and greater than any number."""
+    if kind == "JSON":
+        return encode_json(value).decode()
+    return json_number(value) if isinstance(value, float) else value
 
 
 def _plain(value: Any) -> Any:
-    known = (str, int, float, bool, list, dict, type(None))
-    return value if isinstance(value, known) else str(value)
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _length(value: Any) -> int | None:
+    """Return the length of a list or an object in JSON."""
+    return None if value is None else len(json.loads(value))
+
+
+sqlite3.register_converter("JSON", json.loads)
+sqlite3.register_converter("BOOLEAN", lambda value: value == b"1")

@@ -2,57 +2,43 @@
 
 ::
 
-    nights/<time>-<id>.json    one run: verdict, devices, a digest per device and stage; written last, the commit mark
-    workers/<sha256>.parquet   the devices of a run with more than 64: fleets that saw the same share one
+    nights/<time>-<id>.json    one run: verdict, and what its workers recorded; written last, the commit mark
+    rosters/<sha256>.json      names, identities and hosts of devices; runs of the same devices share one
     tables/<sha256>.json       the digest of every tensor of a worker; runs with equal digests share one
     started/<time>-<id>.json   a run that has no entry yet (`unfinished.py`)
 
 A history is a folder, on disk or at any URL that fsspec knows. A run is one file, which a disk renames into place and
-an object store writes whole, so a reader sees all of it or nothing. Tables and workers are named by their content and
+an object store writes whole, so a reader sees all of it or nothing. Tables and rosters are named by their content and
 written first. Each run writes them anew even where they exist: `retention.py` removes none that was just written.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from consistency.capture.bounded import NotReadError, read_regular
-from consistency.capture.claim import CLAIM, claimed, scratch_folder
+from consistency.capture.claim import CLAIM, claimed
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.transport import open_store, remote_errors
 from consistency.capture.whole_file import remove_leftovers, write_whole
 from consistency.capture.wording import when
-from consistency.comparison.history.parquet import WorkerFiles
-from consistency.comparison.history.records import (
-    FLEET_SCHEMA,
-    SCHEMA,
-    FleetWorkers,
-    RunRecord,
-    Table,
-    WorkerRecord,
-    WorkerState,
-    device_count,
-    state_of,
-)
+from consistency.comparison.history.cohorts import RosterEntry, RunWorkers
+from consistency.comparison.history.records import SCHEMA, RunRecord, Table
 from consistency.errors import CaptureError, UsageError
 
-RUNS, TABLES, WORKERS, STARTED = "nights", "tables", "workers", "started"
-
-MOST_IN_RECORD = 64
-"""Devices of a run whose workers are in its own record: more than any one host has."""
+RUNS, ROSTERS, TABLES, STARTED = "nights", "rosters", "tables", "started"
 
 _WAIT_S = 600.0  # for another process that removes old runs: of thousands, that takes minutes
-_MOST_NAMES = 16  # of workers that drifted, in a list of runs
-_MOST_FINDINGS = 64  # of a fleet, in its record: its report has all
+_MOST_FINDINGS = 64  # in a record: the report has all
 
-T = TypeVar("T")
+Roster = tuple[RosterEntry, ...]
 
 
 class History:
@@ -66,9 +52,8 @@ class History:
         self.damage: list[str] = []
         self._read: list[RunRecord] = []
         self._unread: Iterator[RunRecord] | None = None
-        self._worker_files: WorkerFiles | None = None
-        self._last_states: tuple[str, list[WorkerState]] = ("", [])
-        self._last_tables: tuple[str, set[str]] = ("", set())
+        self._rosters: dict[str, Roster] = {}
+        self._entries: dict[RosterEntry, RosterEntry] = {}
 
     def names(self) -> list[str]:
         """Return the names of the runs, the latest first."""
@@ -90,15 +75,10 @@ class History:
         if not exists:
             raise UsageError(f"there is no history at {self.url}: `consistency run --history` starts one")
 
-    def require_room(self, devices: int) -> None:
-        """Raise UsageError where a run of so many devices cannot be added for want of a package."""
-        if devices > MOST_IN_RECORD:
-            self._parquet()
-
     def runs(self, names: Sequence[str] | None = None) -> Iterator[RunRecord]:
         """Yield runs, the latest first; a damaged one is left out and named in `damage`.
 
-        The workers of a fleet are read by `workers` and `states`.
+        One whose roster cannot be read has no workers, and is named there too.
         """
         for name in self.names() if names is None else names:
             with remote_errors("cannot read the history", name):
@@ -114,8 +94,8 @@ class History:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self.damage.append(f"{Path(name).name}: {error}")
                 continue
-            if run.schema in (SCHEMA, FLEET_SCHEMA):
-                yield run
+            if run.schema == SCHEMA:
+                yield self._with_roster(run)
             else:
                 self.damage.append(f"{Path(name).name}: unsupported schema {run.schema}")
 
@@ -127,44 +107,6 @@ class History:
         for run in self._unread:
             self._read.append(run)
             yield run
-
-    def workers(
-        self, run: RunRecord, devices: Collection[str] | None = None, **having: Collection[str]
-    ) -> tuple[WorkerRecord, ...]:
-        """Return the workers of a run, or those of some devices (identities or names), `having` these values of fields.
-
-        A run whose workers cannot be read has none, and is named in `damage`.
-
-        Raises
-        ------
-        UsageError
-            They are in a file that needs a package which is not installed.
-        """
-        if run.fleet is None:
-            return tuple(
-                worker
-                for worker in run.workers
-                if (devices is None or worker.device in devices or worker.name in devices)
-                and all(getattr(worker, name) in values for name, values in having.items())
-            )
-        files = self._parquet()
-        return self._of_file(run, lambda path: files.workers(path, devices, **having), ())
-
-    def states(self, run: RunRecord) -> list[WorkerState]:
-        """Return the states of a run's workers: the same list for runs that follow each other and saw the same."""
-        if run.fleet is None:
-            return [(*worker.key, worker.name, state_of(worker)) for worker in run.workers]
-        if self._last_states[0] != run.fleet.file:
-            self._last_states = run.fleet.file, self._of_file(run, self._parquet().states, [])
-        return self._last_states[1]
-
-    def tables_of(self, run: RunRecord) -> set[str]:
-        """Return the names of the tables of a run."""
-        if run.fleet is None:
-            return {worker.table for worker in run.workers}
-        if self._last_tables[0] != run.fleet.file:
-            self._last_tables = run.fleet.file, self._of_file(run, self._parquet().tables, set())
-        return self._last_tables[1]
 
     def table(self, name: str) -> Table | None:
         """Return a table by its name, None if it is gone or damaged."""
@@ -183,16 +125,15 @@ class History:
         ------
         CaptureError
             It cannot be written; then the history has no such run.
-        UsageError
-            It has more devices than a record holds, and DuckDB is not installed.
         """
         if self._is_local:
-            for folder in (RUNS, TABLES, WORKERS, STARTED):
+            for folder in (RUNS, ROSTERS, TABLES, STARTED):
                 remove_leftovers(Path(self._root, folder))
         self.put_tables(tables)
-        if device_count(run) > MOST_IN_RECORD:
-            run = self._with_workers_apart(run)
-        self.put_run(RUNS, run)
+        more = len(run.findings) - _MOST_FINDINGS
+        findings = run.findings if more <= 0 else (*run.findings[:_MOST_FINDINGS], f"and {more} more findings")
+        workers = self._put_roster(run)
+        self.put_run(RUNS, msgspec.structs.replace(run, findings=findings, workers=workers))
         self._read, self._unread = [], None
 
     def put_run(self, folder: str, run: RunRecord, name: str = "") -> str:
@@ -234,64 +175,42 @@ class History:
     def _content(self, place: str) -> bytes:
         return read_regular(Path(place)) if self._is_local else bytes(self._fs.cat_file(place))
 
-    def _parquet(self) -> WorkerFiles:
-        if self._worker_files is None:
-            self._worker_files = WorkerFiles(self.url)
-        return self._worker_files
+    def _put_roster(self, run: RunRecord) -> RunWorkers:
+        """Write the roster of a run; return its workers as its record has them.
 
-    def _with_workers_apart(self, run: RunRecord) -> RunRecord:
-        """Write the workers of a run to their own file, and return the record that names it."""
-        workers = sorted(run.workers, key=lambda worker: (worker.host, worker.name, worker.key))
-        raw = self._parquet().render(workers)
-        name = hashlib.sha256(raw).hexdigest()
-        self._put(WORKERS, f"{name}.parquet", raw)
-        drifted = {worker.device: worker.name for worker in workers if worker.drift}
-        more = len(run.findings) - _MOST_FINDINGS
-        findings = run.findings if more <= 0 else (*run.findings[:_MOST_FINDINGS], f"and {more} more findings")
-        fleet = FleetWorkers(
-            file=name,
-            devices=device_count(run),
-            hosts=len({worker.host or run.host for worker in workers}),
-            lost=sum(worker.status != "ok" for worker in workers),
-            drifted=tuple(drifted.values())[:_MOST_NAMES],
-            drifted_devices=len(drifted),
-            simulated=any(worker.simulated for worker in workers),
-        )
-        return msgspec.structs.replace(run, schema=FLEET_SCHEMA, findings=findings, workers=(), fleet=fleet)
-
-    def _of_file(self, run: RunRecord, read: Callable[[Path], T], nothing: T) -> T:
-        """Read the workers of a fleet's run from their file."""
-        with ExitStack() as stack:
-            path = self.workers_apart(run, stack)
-            if path is None:
-                return nothing
-            try:
-                return read(path)
-            except ValueError as error:
-                self._leave_out(run, error)
-                return nothing
-
-    def workers_apart(self, run: RunRecord, stack: ExitStack) -> Path | None:
-        """Return the file with the workers of a fleet's run, on this host as long as the stack is open.
-
-        Where it is gone, or is not what its name says, the run is named in `damage`.
+        That of an earlier run, where half of its devices are here again, with those that are new: a fleet that misses
+        a few nodes each night has one roster. The runs that drift was looked for in are enough, or the latest.
         """
-        name = "" if run.fleet is None else run.fleet.file
-        place = f"{self._root}/{WORKERS}/{name}.parquet"
+        if not run.workers:
+            return RunWorkers()
+        here = set(run.workers.roster)
+        earlier = (one.workers.roster for one in self._read or itertools.islice(self.earlier(), 1))
+        alike = (roster for roster in earlier if roster and 2 * len(here.intersection(roster)) >= len(roster))
+        workers = RunWorkers.of(run.workers, next(alike, ()))
+        raw = encode_json(workers.roster)
+        name = hashlib.sha256(raw).hexdigest()
+        self._put(ROSTERS, f"{name}.json", raw)
+        return RunWorkers(file=name, cohorts=workers.cohorts)
+
+    def _with_roster(self, run: RunRecord) -> RunRecord:
+        if not run.workers.cohorts:
+            return run
         try:
-            raw = self._content(place)
+            workers = run.workers.on(self._roster(run.workers.file))
         except Exception as error:  # the stores of fsspec raise kinds of their own
             self._leave_out(run, error)
-            return None
-        if hashlib.sha256(raw).hexdigest() != name:
-            self._leave_out(run, "the file was changed")
-            return None
-        if self._is_local:
-            return Path(place)
-        scratch = stack.enter_context(scratch_folder("history"))
-        path = scratch / f"{name}.parquet"
-        path.write_bytes(raw)
-        return path
+            workers = RunWorkers()
+        return msgspec.structs.replace(run, workers=workers)
+
+    def _roster(self, name: str) -> Roster:
+        """Return a roster; raise where it is gone, or not what its name says."""
+        if name not in self._rosters:
+            raw = self._content(f"{self._root}/{ROSTERS}/{name}.json")
+            if hashlib.sha256(raw).hexdigest() != name:
+                raise ValueError("the file was changed")
+            entries = decode_json(raw, Roster)
+            self._rosters[name] = tuple(self._entries.setdefault(entry, entry) for entry in entries)
+        return self._rosters[name]
 
     def _leave_out(self, run: RunRecord, error: object) -> None:
         text = f"the workers of the run of {when(run.at)} cannot be read: {error}"

@@ -11,9 +11,10 @@ from consistency.capture.folder import Capture
 from consistency.capture.reader import brief
 from consistency.capture.version import __version__
 from consistency.comparison.history.baseline import Baseline
+from consistency.comparison.history.cohorts import RunWorkers, WorkerRecord
 from consistency.comparison.history.drift import judge_drift, unjudged
 from consistency.comparison.history.recording import record_of
-from consistency.comparison.history.records import SCHEMA, RunRecord, WorkerRecord, device_count
+from consistency.comparison.history.records import SCHEMA, RunRecord
 from consistency.comparison.history.store import History
 from consistency.comparison.result import PLANTED, Comparison
 from consistency.comparison.suite import SuiteResult, common_findings
@@ -32,8 +33,7 @@ class SuiteEntry:
     def add(self, name: str, captures: Sequence[Capture], comparison: Comparison) -> Comparison:
         """Add a case; return its comparison with a finding for each device that has drifted in this case."""
         record, tables = record_of(captures, comparison)
-        self._history.require_room(device_count(record))
-        workers = tuple(msgspec.structs.replace(worker, case=name) for worker in record.workers)
+        workers = RunWorkers.of(msgspec.structs.replace(worker, case=name) for worker in record.workers)
         record = msgspec.structs.replace(record, workers=workers)
         try:
             judged, record = judge_drift(self._history, record, tables, comparison, self._baseline)
@@ -41,7 +41,7 @@ class SuiteEntry:
         except CaptureError as error:
             return unjudged(comparison, self._baseline, error)
         comparison = judged
-        self._workers += record.workers
+        self._workers.extend(record.workers)
         self._first = self._first or record
         return comparison
 
@@ -59,7 +59,7 @@ class SuiteEntry:
             case=suite.name,
             verdict=suite.verdict,
             findings=tuple(findings),
-            workers=tuple(self._workers),
+            workers=RunWorkers.of(self._workers),
             cases={case.name: case.verdict for case in suite.cases},
             report=report,
             planted=any(finding.kind == PLANTED for case in suite.cases for finding in case.findings),

@@ -123,8 +123,6 @@ def run_fleet(
         No node has delivered a capture that can be compared.
     """
     started = time.monotonic()
-    if history is not None:
-        history.require_room(len(plan.nodes) * (plan.options.gpus or 1))  # while nothing runs yet
     folder = FleetFolder(out=out, store=(plan.options.store or str(out.resolve() / report_folder.CAPTURES)).rstrip("/"))
     resume = plan.options.resume
     with (

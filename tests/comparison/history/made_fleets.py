@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from consistency.comparison.history.records import SCHEMA, RunRecord, WorkerRecord
+from consistency.comparison.history.cohorts import RunWorkers, WorkerRecord
+from consistency.comparison.history.records import SCHEMA, RunRecord
 from consistency.comparison.history.store import History
 from consistency.numerics.real import Real
 
@@ -47,7 +48,7 @@ def fleet_runs(nodes: int, runs: int, happens: Happens = lambda _, w: w, **field
         found = [now for worker in everybody if (now := happens(number, worker)) is not None]
         bad = any(worker.verdict != "consistent" for worker in found)
         yield RunRecord(
-            schema=SCHEMA, at=at(number), host="login", tool="0.1.0", workers=tuple(found),
+            schema=SCHEMA, at=at(number), host="login", tool="0.1.0", workers=RunWorkers.of(found),
             **{"case": "llama", "verdict": "inconsistent" if bad else "consistent", **fields},
         )  # fmt: skip
 

@@ -6,23 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from consistency.comparison.history.changes import Change, ChangeKind, changes
-from consistency.comparison.history.records import RunRecord, WorkerRecord
+from consistency.comparison.history.cohorts import RunWorkers, WorkerRecord
+from consistency.comparison.history.records import RunRecord
 from consistency.comparison.history.store import History
 from tests.comparison.history.made_fleets import at, drifted, fleet_history, fleet_runs, incidents, name
 
-NODES = 9  # of eight devices: more than a record holds
-
-
-@pytest.fixture(autouse=True)
-def _with_duckdb() -> None:
-    pytest.importorskip("duckdb", reason="duckdb is not installed: pip install '.[history]'")
+NODES = 9  # of eight devices
 
 
 def found(history: History) -> list[Change]:
-    return changes(history, history.runs(list(reversed(history.names()))))
+    return changes(history.runs(list(reversed(history.names()))))
 
 
 def of(runs: list[RunRecord], tmp_path: Path) -> list[tuple[Any, ...]]:
@@ -48,9 +43,7 @@ def test_nothing_is_said_of_a_healthy_fleet(tmp_path: Path) -> None:
 
 
 def test_one_box_has_the_same_changes(tmp_path: Path) -> None:
-    """Its workers are in the records themselves."""
     history = fleet_history(tmp_path, 8, 12, lambda run, w: incidents(run, w))
-    assert not (tmp_path / "workers").exists()
     assert [change.kind for change in found(history)] == [ChangeKind.SOFTWARE, ChangeKind.DRIFT]
 
 
@@ -82,8 +75,8 @@ def test_new_devices_and_other_inputs(tmp_path: Path) -> None:
 def test_a_run_of_some_nodes_misses_no_device(tmp_path: Path) -> None:
     """Two nodes were checked again, and another case ran on three: the others are not gone."""
     runs = list(fleet_runs(NODES, 6))
-    runs[2] = msgspec.structs.replace(runs[2], workers=runs[2].workers[:16])
-    runs[4] = msgspec.structs.replace(runs[4], workers=runs[4].workers[:24], case="other")
+    runs[2] = msgspec.structs.replace(runs[2], workers=RunWorkers.of(runs[2].workers.select()[:16]))
+    runs[4] = msgspec.structs.replace(runs[4], workers=RunWorkers.of(runs[4].workers.select()[:24]), case="other")
     assert of(runs, tmp_path) == []
 
 

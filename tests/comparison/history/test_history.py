@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,8 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.wording import when
 from consistency.cli.main import main
 from consistency.comparison.history.baseline import Accepted, Baseline, accept, apply, read_baseline, with_stale
+from consistency.comparison.history.cohorts import WorkerRecord
 from consistency.comparison.history.drift import add_run
-from consistency.comparison.history.records import WorkerRecord
 from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison, Finding
@@ -235,8 +234,6 @@ def test_a_folder_without_runs_is_no_history(tmp_path: Path, place: str, capsys:
 
 
 def test_history_in_sql(run: Run, tmp_path: Path) -> None:
-    for module in ("duckdb", "pytz"):
-        pytest.importorskip(module, reason=f"{module} is not installed: pip install '.[history]'")
     run({"cuda:0": "m", "cuda:1": "m"})
     run({"cuda:0": "m", "cuda:1": "x"})
     history = History(str(tmp_path / "history"))
@@ -250,19 +247,20 @@ def test_history_in_sql(run: Run, tmp_path: Path) -> None:
     assert query(history, "SELECT * FROM workers LIMIT 1")[0].keys() == names | {"night", "host"}
     with pytest.raises(UsageError, match="cannot run this query"):
         query(history, "SELECT nothing FROM workers")
-    with pytest.raises(UsageError, match="disabled"):
-        query(history, f"SELECT * FROM read_text('{tmp_path}/history/nights/*')")
 
 
-def test_sql_without_duckdb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "duckdb", None)
-    (tmp_path / "nights").mkdir()
-    assert main(["history", str(tmp_path), "--sql", "SELECT 1"]) == 2
-    printed = capsys.readouterr().err
-    assert "--sql needs DuckDB, which is not installed" in printed
-    assert "pip install '.[history]'" in printed
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ATTACH '{0}/other.db' AS other", "VACUUM INTO '{0}/other.db'", "DELETE FROM nights", "PRAGMA journal_mode",
+        "SELECT * FROM pragma_database_list", "SELECT load_extension('{0}/x')", "SELECT readfile('{0}/x')",
+        "SELECT 1; SELECT 2",
+    ],
+)  # fmt: skip
+def test_a_query_reads_the_tables_alone(text: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot run this query"):
+        query(History(str(tmp_path)), text.format(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_drift_says_how_far_where_the_earlier_capture_is_at_hand(make_capture: MakeCapture, tmp_path: Path) -> None:

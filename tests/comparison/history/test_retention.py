@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from consistency.cli.main import main
+from consistency.comparison.history.cohorts import WorkerRecord
 from consistency.comparison.history.retention import remove_old
 from consistency.comparison.history.store import History
 from consistency.errors import UsageError
@@ -58,18 +59,20 @@ def test_the_run_that_a_drifting_device_is_compared_with_stays(tmp_path: Path) -
 
 
 def test_files_that_no_run_names_go_a_day_later(tmp_path: Path) -> None:
-    pytest.importorskip("duckdb", reason="duckdb is not installed: pip install '.[history]'")
-
     first = "1" * 64
-    history = fleet_history(tmp_path, 9, 3, lambda run, w: w if run else msgspec.structs.replace(w, table=first))
+
+    def happens(run: int, worker: WorkerRecord) -> WorkerRecord | None:
+        return worker if run else msgspec.structs.replace(worker, table=first) if worker.host < "gpu-0004" else None
+
+    history = fleet_history(tmp_path, 9, 3, happens)
     history.put_tables({"0" * 64: b"{}", "1" * 64: b"{}"})
     (tmp_path / "tables" / "x.json.1234.tmp").write_bytes(b"")
     assert remove_old(history, keep_runs=2).files == 0, "whose run may not be written yet"
     age(tmp_path)
     assert remove_old(history, keep_runs=2).files == 3
-    assert len(list((tmp_path / "workers").iterdir())) == 1
+    assert len(list((tmp_path / "rosters").iterdir())) == 1
     assert [path.name for path in (tmp_path / "tables").iterdir()] == ["0" * 64 + ".json"]
-    assert [len(history.workers(run)) for run in history.runs()] == [72, 72]
+    assert [len(run.workers) for run in history.runs()] == [72, 72]
 
 
 def test_it_may_be_stopped_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

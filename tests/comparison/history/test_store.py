@@ -1,64 +1,68 @@
-"""Where a fleet's workers are kept: what is equal once, whole or not at all, and as one with the records of boxes."""
+"""How the workers of a run are kept: what is equal once, whole or not at all, of boxes and of fleets alike."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-import sys
 import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from consistency.cli.main import main
+from consistency.comparison.history.cohorts import RunWorkers
 from consistency.comparison.history.drift import find_drift
+from consistency.comparison.history.retention import remove_old
 from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History
 from consistency.errors import UsageError
 from consistency.numerics.real import Real
 from consistency.report.history import device_rows, run_rows
-from tests.comparison.history.made_fleets import drifted, fleet_history, fleet_runs, name, workers
+from tests.comparison.history.made_fleets import BITS, at, drifted, fleet_history, fleet_runs, name, workers
 
 NODES = 9
 
 
-@pytest.fixture(autouse=True)
-def _with_duckdb() -> None:
-    for module in ("duckdb", "pytz"):
-        pytest.importorskip(module, reason=f"{module} is not installed: pip install '.[history]'")
+def rosters(folder: Path) -> list[Path]:
+    return sorted((folder / "rosters").iterdir())
 
 
-def parquet(folder: Path) -> list[Path]:
-    return sorted((folder / "workers").iterdir())
-
-
-def test_workers_come_back_as_they_were(tmp_path: Path) -> None:
-    (run,) = fleet_runs(NODES, 1)
-    odd = msgspec.structs.replace(
-        run.workers[3], ratio=Real("nan"), status="lost", bits={}, simulated=True, case="c", drift=("a", "b")
+@pytest.mark.parametrize("nodes", [1, NODES])
+def test_workers_come_back_as_they_were(tmp_path: Path, nodes: int) -> None:
+    (run,) = fleet_runs(nodes, 1)
+    made = run.workers.select()
+    made[3] = msgspec.structs.replace(
+        made[3], ratio=Real("nan"), status="lost", bits={}, simulated=True, drift=("a", "b"), driver="", host=""
     )
-    run = msgspec.structs.replace(run, workers=(*run.workers[:3], odd, *run.workers[4:]))
+    more = [msgspec.structs.replace(worker, case="c", load_path="shared") for worker in reversed(made)]
     history = History(str(tmp_path))
-    history.append(run, {})
+    history.append(msgspec.structs.replace(run, workers=RunWorkers.of([*made, *more])), {})
     (stored,) = history.runs()
-    assert stored.workers == ()
-    assert repr(history.workers(stored)) == repr(run.workers)
-    assert [w.name for w in history.workers(stored, {"GPU-0001-0", name(2, 7)})] == [name(1, 0), name(2, 7)]
+    assert repr(list(stored.workers)) == repr([*made, *reversed(more)]), "devices in their order, by case and load path"
+    assert [w.name for w in stored.workers.select({"GPU-0000-0", name(0, 7)}, case={""})] == [name(0, 0), name(0, 7)]
+    assert (len(stored.workers), len(stored.workers.devices), stored.workers.lost) == (16 * nodes, 8 * nodes, 2)
 
 
 def test_what_is_equal_is_stored_once(tmp_path: Path) -> None:
     history = fleet_history(tmp_path, NODES, 5)
-    assert len(parquet(tmp_path)) == 1
-    fleet = {run.fleet for run in history.runs()}
-    assert len(fleet) == 1
+    assert len(rosters(tmp_path)) == 1
+    assert [len(run.workers.cohorts) for run in history.runs()] == [1] * 5
     assert all(path.stat().st_size < 1000 for path in (tmp_path / "nights").iterdir())
 
 
-def test_few_devices_stay_in_the_record(tmp_path: Path) -> None:
-    history = fleet_history(tmp_path, 8, 1)
-    assert not (tmp_path / "workers").exists()
-    assert [len(run.workers) for run in history.runs()] == [64]
+def test_runs_that_miss_some_devices_share_the_roster_of_all(tmp_path: Path) -> None:
+    history = fleet_history(tmp_path, NODES, 6, lambda run, w: None if w.host == f"gpu-{run:04}" else w)
+    first, *others = [run.workers.file for run in reversed(list(history.runs()))]
+    assert [len(run.workers) for run in history.runs()] == [64] * 6
+    assert (len(set(others)), len(rosters(tmp_path))) == (1, 2)
+    assert not any(f"gpu-{5 - number:04}" in run.workers.hosts for number, run in enumerate(history.runs()))
+    assert first not in others
+
+
+def test_a_run_of_other_devices_has_a_roster_of_its_own(tmp_path: Path) -> None:
+    history = fleet_history(tmp_path, NODES, 2, lambda run, w: w if (w.host < "gpu-0004") == (run == 1) else None)
+    assert [len(run.workers.roster) for run in history.runs()] == [32, 40]
 
 
 def test_boxes_and_fleets_are_one_history(tmp_path: Path) -> None:
@@ -75,14 +79,29 @@ def test_boxes_and_fleets_are_one_history(tmp_path: Path) -> None:
     assert query(history, text) == [{"host": "gpu-0000", "n": 24, "nights": 3}]
     assert query(history, "SELECT device FROM workers WHERE len(drift) > 0") == [{"device": "GPU-0003-0"}]
     assert query(history, "SELECT count(*) AS n FROM nights") == [{"n": 3}]
-    with pytest.raises(UsageError, match="disabled"):
-        query(history, f"SELECT * FROM read_text('{tmp_path}/nights/*')")
+
+
+def test_in_sql_values_are_those_of_the_records(tmp_path: Path) -> None:
+    """NaN and infinity too, which are beyond any tolerance."""
+    ratios = {name(0, 1): Real("nan"), name(0, 2): Real("inf")}
+    history = fleet_history(tmp_path, 1, 1, lambda _, w: msgspec.structs.replace(w, ratio=ratios.get(w.name, w.ratio)))
+    text = 'SELECT ratio, bits, drift, simulated, "table", night FROM workers ORDER BY name LIMIT 3'
+    rows = query(history, text)
+    assert [row.pop("ratio") for row in rows] == [0.5, "nan", "inf"]
+    (run,) = history.runs()
+    assert rows == [{"bits": BITS, "drift": [], "simulated": False, "table": "0" * 64, "night": run.at}] * 3
+    beyond = query(history, "SELECT name FROM workers WHERE ratio > 1 ORDER BY name")
+    assert [row["name"] for row in beyond] == [name(0, 1), name(0, 2)]
+    assert query(history, "SELECT bits ->> 'base' AS base FROM workers LIMIT 1") == [{"base": "b"}]
+    assert query(history, "SELECT planted, versions, cases FROM nights") == [
+        {"planted": False, "versions": {}, "cases": {}}
+    ]
 
 
 def test_a_url_keeps_a_fleet_too() -> None:
     url = "memory://fleet-of-a-test"
-    history = fleet_history(url, NODES, 2, lambda run, w: drifted(w) if run and w.name == name(3, 0) else w)
-    assert [len(history.workers(run, {name(3, 0)})) for run in History(url).runs()] == [1, 1]
+    fleet_history(url, NODES, 2, lambda run, w: drifted(w) if run and w.name == name(3, 0) else w)
+    assert [len(run.workers.select({name(3, 0)})) for run in History(url).runs()] == [1, 1]
     assert query(History(url), "SELECT count(*) AS n FROM workers WHERE len(drift) > 0") == [{"n": 1}]
 
 
@@ -99,7 +118,7 @@ def test_a_writer_that_was_killed_leaves_a_readable_history(tmp_path: Path, monk
     monkeypatch.setattr(History, "_put", put)
     with pytest.raises(KeyboardInterrupt):
         history.append(more, {})
-    assert len(parquet(tmp_path)) == 2
+    assert len(rosters(tmp_path)) == 2
     (tmp_path / "nights" / "20990101T000000-ffffffff.json.1234.tmp").write_bytes(b"{ cut sho")
     assert [row.devices for row in run_rows(History(str(tmp_path)), 0)] == [72]
 
@@ -112,8 +131,8 @@ def test_many_writers_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     history = History(str(tmp_path))
-    assert [len(history.workers(run)) for run in history.runs()] == [72] * 6
-    assert (len(parquet(tmp_path)), history.damage) == (1, [])
+    assert [len(run.workers) for run in history.runs()] == [72] * 6
+    assert (len(rosters(tmp_path)), history.damage) == (1, [])
     assert [path.name for path in (tmp_path / "tables").iterdir()] == ["t.json"]
 
 
@@ -131,34 +150,46 @@ def test_two_writers_of_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [path.name for path in (tmp_path / "tables").iterdir()] == ["t.json"]
 
 
-@pytest.mark.parametrize("damage", ["cut short", "of another run", "gone"])
+@pytest.mark.parametrize("damage", ["cut short", "of another run", "gone", "no list"])
 def test_workers_that_cannot_be_read_are_named(tmp_path: Path, damage: str) -> None:
-    history = fleet_history(tmp_path, NODES, 2, lambda run, w: drifted(w) if run else w)
-    last, first = (tmp_path / "workers" / f"{run.fleet and run.fleet.file}.parquet" for run in history.runs())
+    history = fleet_history(tmp_path, NODES, 2, lambda run, w: w if run or w.host == "gpu-0000" else None)
+    last, first = (tmp_path / "rosters" / f"{run.workers.file}.json" for run in history.runs())
     content = {"cut short": first.read_bytes()[:-9], "of another run": last.read_bytes()}
     first.unlink()
     if damage in content:
         first.write_bytes(content[damage])
-    assert [row.at for row in device_rows(history, name(0, 0), 0)] == ["2026-01-02T02:00:00.000000+00:00"]
+    if damage == "no list":
+        first.mkdir()
+    history = History(str(tmp_path))
+    assert [row.at for row in device_rows(history, name(0, 0), 0)] == [at(1)]
     (text,) = history.damage
     assert text.startswith("the workers of the run of 2026-01-01 02:00:00 UTC cannot be read: ")
+    assert [row.devices for row in run_rows(History(str(tmp_path)), 0)] == [72, 0]
     assert query(History(str(tmp_path)), "SELECT count(DISTINCT night) AS n FROM workers") == [{"n": 1}]
+    with pytest.raises(UsageError, match="no run is removed from a damaged history"):
+        remove_old(History(str(tmp_path)), keep_runs=1)
 
 
-def test_without_duckdb_one_sentence_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fleet_history(tmp_path / "old", NODES, 1)
-    monkeypatch.setitem(sys.modules, "duckdb", None)
-    with pytest.raises(UsageError) as error:
-        fleet_history(tmp_path / "new", NODES, 1)
-    assert error.value.what == "a history of more than 64 devices needs DuckDB, which is not installed"
-    assert error.value.hint == "in the folder of its source: pip install '.[history]'"
-    assert not (tmp_path / "new" / "nights").exists()
-    assert main(["history", str(tmp_path / "old"), "--device", "GPU-0000-0"]) == 2
-    assert "pip install '.[history]'" in capsys.readouterr().err
-    assert main(["history", str(tmp_path / "old")]) == 0, "a list of runs needs no workers"
-    fleet_history(tmp_path / "new", 8, 1)
+@pytest.mark.parametrize("members", [[[0, 72]], [[-1, 3]], [[5, 4]], [[0, 71], [0, 0]]])
+def test_members_that_no_roster_has_are_damage(tmp_path: Path, members: list[list[int]]) -> None:
+    fleet_history(tmp_path, NODES, 1)
+    (path,) = (tmp_path / "nights").iterdir()
+    run = json.loads(path.read_text())
+    run["workers"]["cohorts"][0]["members"] = members
+    path.write_text(json.dumps(run))
+    history = History(str(tmp_path))
+    assert [len(run.workers) for run in history.runs()] == [0]
+    (text,) = history.damage
+    assert "a roster of 72 devices has no " in text
+
+
+def test_a_roster_that_was_lost_is_written_by_the_next_run(tmp_path: Path) -> None:
+    history = fleet_history(tmp_path, NODES, 2)
+    (roster,) = rosters(tmp_path)
+    roster.write_bytes(b"{ cut sho")
+    (*_, again) = fleet_runs(NODES, 3)
+    history.append(again, {})
+    assert [len(run.workers) for run in History(str(tmp_path)).runs()] == [72] * 3
 
 
 def test_of_a_fleet_equal_drift_is_one_finding(tmp_path: Path) -> None:
@@ -186,7 +217,7 @@ def test_a_new_device_is_looked_for_in_every_run_and_never_drifts(tmp_path: Path
     history = fleet_history(tmp_path, NODES, 3)
     new = workers(NODES + 1)[-1]
     (now,) = fleet_runs(NODES, 1)
-    assert find_drift(history, msgspec.structs.replace(now, workers=(*now.workers, new)), {}) == ([], {})
+    assert find_drift(history, msgspec.structs.replace(now, workers=RunWorkers.of([*now.workers, new])), {}) == ([], {})
 
 
 def _name(raw: bytes) -> str:

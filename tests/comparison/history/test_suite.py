@@ -10,6 +10,7 @@ import pytest
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.comparison.history.baseline import Baseline, accept, read_baseline
+from consistency.comparison.history.cohorts import RunWorkers
 from consistency.comparison.history.drift import add_run
 from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History
@@ -159,7 +160,7 @@ def test_cases_that_could_not_be_checked_are_in_the_entry(history: str) -> None:
     suite = SuiteResult(name="nightly", cases=(unusable("gone"),), elapsed_s=0.1)
     SuiteEntry(History(history)).commit(suite)
     (run,) = History(history).runs()
-    assert (run.verdict, run.cases, run.workers) == ("unchecked", {"gone": "unchecked"}, ())
+    assert (run.verdict, run.cases, run.workers) == ("unchecked", {"gone": "unchecked"}, RunWorkers())
     assert run.findings == ("case gone · could not be checked: no such folder for the adapter",)
 
 
@@ -178,8 +179,6 @@ def test_rows_for_people(night: Suite, history: str, capsys: pytest.CaptureFixtu
 
 
 def test_cases_in_sql(night: Suite, history: str) -> None:
-    for module in ("duckdb", "pytz"):
-        pytest.importorskip(module, reason=f"{module} is not installed: pip install '.[history]'")
     night({"a": "m", "b": "m"})
     night({"a": "m", "b": "x"})
     text = 'SELECT "case" FROM workers WHERE len(drift) > 0'
