@@ -75,6 +75,8 @@ class StageSpec:
         is nothing to repeat on the device.
     items : str
         `module:function` that names its pytest items from headers alone; empty where `everything_else` is its only one.
+    cost : str
+        `module:function` that estimates its memory and time from a `Setting`: as a forward pass, unless it says more.
     levels : tuple of Level
         That run it without being asked.
     option : str
@@ -97,6 +99,7 @@ class StageSpec:
     worker: str
     again: str = ""
     items: str = ""
+    cost: str = "consistency.case.budget.costs:forward"
     model: Model = Model.REQUIRED
     needs_adapter: bool = False
     levels: tuple[Level, ...] = EVERY_LEVEL
@@ -111,6 +114,7 @@ class StageSpec:
 _STAGES = "consistency.worker.stages"
 _SOAK = "consistency.worker.soak"
 _ITEMS = "consistency.pytest_plugin.item_names"
+_COSTS = "consistency.case.budget.costs"
 _FROM_STANDARD = (Level.STANDARD, Level.THOROUGH)
 
 SPECS: dict[Stage, StageSpec] = {
@@ -118,29 +122,34 @@ SPECS: dict[Stage, StageSpec] = {
     for spec in (
         StageSpec(
             stage=Stage.TRANSFER, kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.transfer.stage:run",
+            cost=f"{_COSTS}:without_model",
             short="trans",
             again=f"{_SOAK}.machine:transfer",
             model=Model.UNUSED, opens_devices=True,
         ),
         StageSpec(
             stage=Stage.OPERATORS, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.operators.stage:run",
+            cost=f"{_COSTS}:without_model",
             short="ops",
             again=f"{_SOAK}.machine:operators",
             model=Model.UNUSED,
         ),
         StageSpec(
             stage=Stage.BASE, kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.base:run",
+            cost=f"{_COSTS}:base",
             again=f"{_SOAK}.weights:base",
             items=f"{_ITEMS}:base_items",
         ),
         StageSpec(
             stage=Stage.ADAPTER, kind=Kind.MOVES, rule=Rule.BITWISE, worker=f"{_STAGES}.adapter.stage:run",
+            cost=f"{_COSTS}:adapter",
             short="adapt",
             again=f"{_SOAK}.weights:adapter",
             items=f"{_ITEMS}:adapter_items", needs_adapter=True,
         ),
         StageSpec(
             stage=Stage.MERGED, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.merged.stage:run",
+            cost=f"{_COSTS}:merged",
             short="merge",
             again=f"{_SOAK}.merged:merged",
             items=f"{_ITEMS}:merged_items", needs_adapter=True,
@@ -153,6 +162,7 @@ SPECS: dict[Stage, StageSpec] = {
         ),
         StageSpec(
             stage=Stage.GRADIENT, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.gradient.stage:run",
+            cost=f"{_COSTS}:gradient",
             short="grad",
             again=f"{_SOAK}.computed:gradient",
             needs_adapter=True, levels=_FROM_STANDARD, feeds_inputs=True, whole="adapter_on",
@@ -160,21 +170,25 @@ SPECS: dict[Stage, StageSpec] = {
         ),
         StageSpec(  # with several adapters alone
             stage=Stage.ADAPTERS, kind=Kind.COMPUTES, rule=Rule.BITWISE, worker=f"{_STAGES}.adapters.stage:run",
+            cost=f"{_COSTS}:adapters",
             short="multi",
             needs_adapter=True, levels=(), option="adapters",
         ),
         StageSpec(
             stage=Stage.MEMORY, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.memory:run",
+            cost=f"{_COSTS}:memory",
             short="mem",
             model=Model.OPTIONAL, levels=_FROM_STANDARD,
         ),
         StageSpec(  # it loads the base twice more, which takes too long for the level `standard`
             stage=Stage.SHARDING, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.sharding.stage:run",
+            cost=f"{_COSTS}:sharding",
             short="shard",
             levels=(Level.THOROUGH,), option="device_map", opens_devices=True,
         ),
         StageSpec(
             stage=Stage.WRAPPING, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.wrapping:run",
+            cost=f"{_COSTS}:wrapping",
             short="wrap",
             levels=(), option="wrapper",
         ),

@@ -5,6 +5,7 @@ Bytes are peaks above what the worker holds already; `Work` is what a stage does
 
 from __future__ import annotations
 
+import importlib
 import math
 
 from consistency.case.budget.constants import (
@@ -33,10 +34,10 @@ from consistency.case.budget.constants import (
     STAGE_S,
     WINDOW_BYTES,
 )
-from consistency.case.budget.setting import Cost, Setting, StageCost
+from consistency.case.budget.setting import Cost, Setting
 from consistency.case.budget.shape import ONE_PASS
 from consistency.case.budget.work import Products, Work
-from consistency.case.stages import MOST_MERGED, Level, Stage
+from consistency.case.stages import MOST_MERGED, SPECS, Level, Stage
 
 
 def load_base(s: Setting) -> Cost:
@@ -281,19 +282,11 @@ def wrapping(s: Setting) -> Cost:
     return Cost(work=Work(fixed_s=STAGE_S, native=_products(s, s.positions, parts=1).times(6)))
 
 
-STAGE_COSTS: dict[Stage, StageCost] = {
-    Stage.TRANSFER: without_model,
-    Stage.OPERATORS: without_model,
-    Stage.BASE: base,
-    Stage.ADAPTER: adapter,
-    Stage.MERGED: merged,
-    Stage.FORWARD: forward,
-    Stage.GRADIENT: gradient,
-    Stage.ADAPTERS: adapters,
-    Stage.MEMORY: memory,
-    Stage.SHARDING: sharding,
-    Stage.WRAPPING: wrapping,
-}
+def cost_of(stage: Stage, s: Setting) -> Cost:
+    """Return what a stage takes."""
+    module, _, name = SPECS[stage].cost.partition(":")
+    cost: Cost = getattr(importlib.import_module(module), name)(s)
+    return cost
 
 
 def _products(s: Setting, rows: int, *, parts: int) -> Products:

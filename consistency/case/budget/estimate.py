@@ -16,7 +16,7 @@ from consistency.case.budget.constants import (
     PROCESS_BYTES,
     START_S,
 )
-from consistency.case.budget.costs import STAGE_COSTS, after_adapter, load_adapter, load_base
+from consistency.case.budget.costs import after_adapter, cost_of, load_adapter, load_base
 from consistency.case.budget.setting import Cost, Setting
 from consistency.case.budget.shape import Shape
 from consistency.case.budget.speed import NOMINAL, Speed
@@ -195,13 +195,13 @@ def _costs(case: Case, setting: Setting, worker: PlannedWorker) -> Iterator[tupl
             loaded = True
             yield "load base", load_base(setting)
             if Stage.BASE in case.stages:
-                yield Stage.BASE, STAGE_COSTS[Stage.BASE](setting)
+                yield Stage.BASE, cost_of(Stage.BASE, setting)
             if case.adapter is not None:
                 yield "load adapter", load_adapter(setting)
                 yield "base, after the adapter", after_adapter(setting)
         if spec.stage is Stage.BASE or (spec.needs_adapter and case.adapter is None):
             continue
-        yield spec.stage, STAGE_COSTS[spec.stage](setting)
+        yield spec.stage, cost_of(spec.stage, setting)
 
 
 class _Held:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from consistency.case.budget.constants import GRADIENT_PASSES
@@ -77,6 +76,3 @@ class Setting:
         """Return the positions of one backward pass."""
         rows = math.ceil(self.sequences / min(GRADIENT_PASSES, self.sequences))
         return min(rows, self.case.fit.micro_batch or rows) * self.tokens
-
-
-StageCost = Callable[[Setting], Cost]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -15,7 +16,7 @@ from consistency.case.budget.constants import (
     PART_BYTES,
     WINDOW_BYTES,
 )
-from consistency.case.budget.costs import STAGE_COSTS
+from consistency.case.budget.costs import cost_of
 from consistency.case.budget.setting import Cost, Setting
 from consistency.case.budget.shape import ONE_PASS, Shape
 from consistency.case.budget.speed import Speed
@@ -37,15 +38,14 @@ def setting(**changes: object) -> Setting:
 
 
 def test_every_stage_has_a_cost() -> None:
-    assert set(STAGE_COSTS) == set(Stage)
-    for cost in STAGE_COSTS.values():
-        taken = cost(setting())
+    for stage in Stage:
+        taken = cost_of(stage, setting())
         assert taken.work.seconds(SPEED, dtype="bfloat16", threads=1) > 0
         assert min(taken.host_bytes, taken.device_bytes, taken.window_bytes) >= 0
 
 
 def test_gradient_grows_with_the_depth_by_the_states_between_blocks_once_the_room_for_activations_is_full() -> None:
-    cost, deep = STAGE_COSTS[Stage.GRADIENT], deeper(LARGE, 2)
+    cost, deep = functools.partial(cost_of, Stage.GRADIENT), deeper(LARGE, 2)
     once, twice = cost(setting(shape=deep)), cost(setting(shape=deeper(deep, 2)))
     states = 2 * 16 * deep.blocks * 4096 * 8  # sequences × tokens × blocks × hidden × bytes in float64
     assert twice.host_bytes - once.host_bytes == states
@@ -57,7 +57,7 @@ def test_the_room_for_activations_is_the_one_that_blocks_have() -> None:
 
 def test_blocks_that_keep_their_activations_are_not_computed_again() -> None:
     shallow = llama(4096, 14336, 4, 128256)
-    cost, deep = STAGE_COSTS[Stage.GRADIENT], deeper(shallow, 200)
+    cost, deep = functools.partial(cost_of, Stage.GRADIENT), deeper(shallow, 200)
     kept, mostly_again = cost(setting(shape=shallow)), cost(setting(shape=deep))
     of_kept, of_deep = (2.0 * 128 * shape.matrix_elements for shape in (shallow, deep))
     assert kept.work.float64.flop == pytest.approx(2 * of_kept, rel=0.01)
@@ -68,7 +68,7 @@ def test_blocks_that_keep_their_activations_are_not_computed_again() -> None:
 def test_of_a_large_trained_tensor_one_gradient_is_in_memory() -> None:
     def cost(elements: int) -> Cost:
         shape = dataclasses.replace(LARGE, trained_elements=2 * elements, largest_trained_elements=elements)
-        return STAGE_COSTS[Stage.GRADIENT](setting(shape=shape))
+        return functools.partial(cost_of, Stage.GRADIENT)(setting(shape=shape))
 
     once, twice = cost(1 << 27), cost(1 << 28)
     assert twice.host_bytes - once.host_bytes == 8 << 27
@@ -77,7 +77,7 @@ def test_of_a_large_trained_tensor_one_gradient_is_in_memory() -> None:
 
 @pytest.mark.parametrize("stage", [Stage.FORWARD, Stage.GRADIENT])
 def test_fewer_sequences_at_a_time_and_fewer_tokens_take_less_memory(stage: Stage) -> None:
-    cost = STAGE_COSTS[stage]
+    cost = functools.partial(cost_of, stage)
 
     def taken(fit: Fit) -> int:
         return cost(setting(case=Case(name="x", base="b", adapter="a", fit=fit))).host_bytes
@@ -90,7 +90,7 @@ def test_fewer_sequences_at_a_time_and_fewer_tokens_take_less_memory(stage: Stag
 
 @pytest.mark.parametrize("stage", [Stage.FORWARD, Stage.GRADIENT])
 def test_only_the_worker_that_makes_the_reference_computes_in_float64(stage: Stage) -> None:
-    cost = STAGE_COSTS[stage]
+    cost = functools.partial(cost_of, stage)
     other = cost(setting(makes_reference=False))
     assert other.work.float64.flop == 0
     assert other.work.native.flop == cost(setting()).work.native.flop > 0
@@ -100,13 +100,11 @@ def test_only_the_worker_that_makes_the_reference_computes_in_float64(stage: Sta
 @pytest.mark.parametrize("stage", [Stage.FORWARD, Stage.GRADIENT])
 def test_the_decisions_of_a_router_are_in_scratch_files(stage: Stage) -> None:
     """A score for each position, forward with the adapter on and off."""
-    plain, routed = (
-        STAGE_COSTS[stage](setting(shape=dataclasses.replace(LARGE, experts=experts))) for experts in (0, 8)
-    )
+    plain, routed = (cost_of(stage, setting(shape=dataclasses.replace(LARGE, experts=experts))) for experts in (0, 8))
     scores = (2 if stage is Stage.FORWARD else 1) * 8 * 16 * LARGE.blocks * 8
     assert routed.scratch_bytes - plain.scratch_bytes == scores * 4
     assert routed.kept_bytes - plain.kept_bytes == scores * 16
-    other = STAGE_COSTS[stage](setting(shape=dataclasses.replace(LARGE, experts=8), makes_reference=False))
+    other = cost_of(stage, setting(shape=dataclasses.replace(LARGE, experts=8), makes_reference=False))
     assert other.kept_bytes == 0
 
 
@@ -133,7 +131,7 @@ def test_inputs_of_a_file_have_their_own_size() -> None:
 
 
 def test_gradients_of_every_pass_are_in_files_and_the_exact_ones_stay() -> None:
-    cost = STAGE_COSTS[Stage.GRADIENT]
+    cost = functools.partial(cost_of, Stage.GRADIENT)
     found, other = cost(setting()), cost(setting(makes_reference=False))
     gradients, stepped = GRADIENT_PASSES * LARGE.trained_elements * 4, LARGE.largest_trained_elements * 4
     assert found.scratch_bytes == other.scratch_bytes == gradients + stepped
@@ -144,16 +142,16 @@ def test_gradients_of_every_pass_are_in_files_and_the_exact_ones_stay() -> None:
 def test_of_a_large_tensor_one_pass_is_written() -> None:
     trained = LARGE.trained_elements + ONE_PASS
     large = dataclasses.replace(LARGE, trained_elements=trained, trained_once_elements=ONE_PASS)
-    cost = STAGE_COSTS[Stage.GRADIENT]
+    cost = functools.partial(cost_of, Stage.GRADIENT)
     more = cost(setting(shape=large)).kept_bytes - cost(setting()).kept_bytes
     assert more == ONE_PASS * 8
 
 
 def test_exact_states_of_both_modes_stay() -> None:
-    found = STAGE_COSTS[Stage.FORWARD](setting())
+    found = functools.partial(cost_of, Stage.FORWARD)(setting())
     rows = 8 * 16
     assert found.kept_bytes == 2 * rows * ((LARGE.blocks + 1) * 4096 + 128256) * 8
-    assert STAGE_COSTS[Stage.FORWARD](setting(makes_reference=False)).kept_bytes == 0
+    assert functools.partial(cost_of, Stage.FORWARD)(setting(makes_reference=False)).kept_bytes == 0
 
 
 def test_sizes_are_those_that_the_worker_uses() -> None:
@@ -169,7 +167,7 @@ def test_sizes_are_those_that_the_worker_uses() -> None:
 
 
 def test_merges_in_float64_are_those_of_small_models_or_of_the_level_thorough() -> None:
-    cost = STAGE_COSTS[Stage.FORWARD]
+    cost = functools.partial(cost_of, Stage.FORWARD)
 
     def float64(shape: Shape, level: Level, **changes: object) -> Products:
         case = Case(name="x", base="b", adapter="a", level=level)
@@ -186,7 +184,7 @@ def test_a_merge_in_float64_takes_three_arrays_of_the_largest_layer() -> None:
     def host_bytes(level: Level) -> int:
         case = Case(name="x", base="b", adapter="a", level=level)
         shape = dataclasses.replace(LARGE, sequences=1, tokens=16)
-        return STAGE_COSTS[Stage.FORWARD](setting(shape=shape, case=case)).host_bytes
+        return functools.partial(cost_of, Stage.FORWARD)(setting(shape=shape, case=case)).host_bytes
 
     elements = LARGE.largest_layer_elements
     thorough, standard = host_bytes(Level.THOROUGH), host_bytes(Level.STANDARD)

@@ -16,7 +16,7 @@ from consistency.capture.folder import SCHEMA, CaptureManifest
 from consistency.capture.reader import read_capture
 from consistency.capture.records import WorkerInfo
 from consistency.capture.writer import CaptureWriter
-from consistency.case.budget.costs import STAGE_COSTS
+from consistency.case.budget.costs import cost_of
 from consistency.case.budget.setting import Setting
 from consistency.case.budget.shape import read_shape
 from consistency.case.case import Case
@@ -140,9 +140,7 @@ def test_a_worker_that_keeps_no_activations_decides_no_more_often(
 def test_what_decisions_take_of_the_disk_is_in_the_budget(compare_with: Compare, case: Case, tmp_path: Path) -> None:
     shape = read_shape(case)
     costs = [
-        STAGE_COSTS[Stage.GRADIENT](
-            Setting(shape=one, case=case, on_device=False, makes_reference=True)
-        ).kept_bytes
+        cost_of(Stage.GRADIENT, Setting(shape=one, case=case, on_device=False, makes_reference=True)).kept_bytes
         for one in (shape, dataclasses.replace(shape, kinked_units=0))
     ]  # fmt: skip
     compare_with(0.0)

@@ -1,0 +1,103 @@
+"""The recipes of `docs/extending.md` work as they stand: applied to a copy of the package, each thing is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parents[1]
+PAGE = HERE / "docs" / "extending.md"
+
+_BLOCK = re.compile(r"^```(python)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PLACE = re.compile(r"# (?P<file>[\w/]+\.py)(?:, (?:after `(?P<after>.+)`|(?P<end>at the end)))?\n")
+
+
+def blocks() -> list[tuple[re.Match[str], str]]:
+    """Return the blocks that say where they go, each with the text to put there."""
+    found = [block for kind, block in _BLOCK.findall(PAGE.read_text(encoding="utf-8")) if kind]
+    return [(place, block[place.end() :]) for block in found if (place := _PLACE.match(block))]
+
+
+def commands() -> list[list[str]]:
+    """Return the words of each command of a recipe."""
+    found = [block for kind, block in _BLOCK.findall(PAGE.read_text(encoding="utf-8")) if not kind]
+    return [line.removeprefix("$ consistency ").split() for block in found for line in block.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a copy of the package to which all recipes were applied."""
+    home = tmp_path_factory.mktemp("extended")
+    shutil.copytree(HERE / "consistency", home / "consistency", ignore=shutil.ignore_patterns("__pycache__"))
+    (home / "fixtures").symlink_to(HERE / "fixtures")
+    for place, text in blocks():
+        path = home / "consistency" / place["file"]
+        if place["after"] is None and place["end"] is None:
+            assert not path.exists(), f"{place['file']} exists: say where in it"
+            path.write_text(text, encoding="utf-8")
+            continue
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        if place["end"]:
+            lines.append("\n\n" + text)
+        else:
+            (number,) = (number for number, line in enumerate(lines) if place["after"] in line)
+            lines.insert(number + 1, text)
+        path.write_text("".join(lines), encoding="utf-8")
+    return home
+
+
+def run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(home), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-P", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=home, timeout=600)
+
+
+def test_every_recipe_is_here() -> None:
+    files = [place["file"] for place, _ in blocks()]
+    assert len(files) == 11
+    assert [words[0] for words in commands()] == ["run", "run", "run", "drill"]
+
+
+def test_a_stage_runs(extended: Path) -> None:
+    done = run(extended, "-m", "consistency", *commands()[0])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^ +finite$", done.stdout, re.MULTILINE)
+    assert "CONSISTENT" in done.stdout
+
+
+def test_a_word_is_recognized(extended: Path) -> None:
+    code = (
+        "import torch; from consistency.numerics.diagnosis_moved import diagnose_moved; "
+        "from consistency.numerics.distance import measure; x = torch.arange(1.0, 9.0); "
+        "print(diagnose_moved(-x, x, measure(-x, x)).word)"
+    )
+    done = run(extended, "-c", code)
+    assert done.stdout.strip() == "negated", done.stderr
+
+
+def test_a_backend_is_known(extended: Path) -> None:
+    done = run(extended, "-m", "consistency", *commands()[1])
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "hpu" in done.stderr
+    done = run(extended, "-c", "from consistency.devices.backends import mask_variables as f; print(sorted(f()))")
+    assert "HABANA_VISIBLE_MODULES" in done.stdout, done.stderr
+
+
+def test_a_format_is_written(extended: Path) -> None:
+    done = run(extended, "-m", "consistency", *commands()[2])
+    assert done.returncode == 0, done.stderr
+    assert (extended / "run-1" / "names.txt").read_text() == ""
+    again = run(extended, "-m", "consistency", *commands()[2])
+    assert again.returncode == 2, "the file is in the way, as those of the other formats"
+
+
+def test_a_fault_is_found(extended: Path) -> None:
+    done = run(extended, "-m", "consistency", *commands()[3])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "base-negated" in done.stdout
