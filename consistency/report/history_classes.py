@@ -88,9 +88,9 @@ class _Classes:
             if self._case not in (None, cohort.case or run.case):
                 continue
             seen = (cohort.load_path, cohort.case, cohort.state)
-            for entry in run.workers.members(cohort):
-                of.setdefault(entry.device, []).append(seen)
-                self.names[entry.device] = entry.name
+            for device, name in run.workers.members(cohort):
+                of.setdefault(device, []).append(seen)
+                self.names[device] = name
         for device, found in of.items():
             alike = self._numbers.setdefault(tuple(sorted(found)), len(self._numbers))
             self.seen.setdefault(device, []).append((number, alike))
@@ -106,10 +106,10 @@ class _Classes:
 def _bad(run: RunRecord, case: str | None) -> set[str]:
     """Return the devices that were not consistent in a run."""
     return {
-        entry.device
+        device
         for cohort in run.workers.cohorts
         if case in (None, cohort.case or run.case) and (cohort.status != "ok" or cohort.verdict == "inconsistent")
-        for entry in run.workers.members(cohort)
+        for device, _ in run.workers.members(cohort)
     }
 
 

@@ -139,14 +139,14 @@ class _Finder:
         changed: list[tuple[WorkerKey, str, Observation]] = []
         for cohort in run.workers.cohorts:
             seen = self._observations.setdefault(cohort.state, cohort)
-            for entry in run.workers.members(cohort):
-                key = (entry.device, cohort.load_path, cohort.case)
-                present.setdefault(entry.device, entry.name)
+            for device, name in run.workers.members(cohort):
+                key = (device, cohort.load_path, cohort.case)
+                present.setdefault(device, name)
                 worker = self._workers.get(key)
                 if worker is not None and worker.seen is seen and worker.ended_well is seen:
                     worker.streak = streak
                 else:
-                    changed.append((key, entry.name, seen))
+                    changed.append((key, name, seen))
         self._take_devices(run.case, present)
         for key, name, seen in changed:
             self._take_worker(key, name, seen)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Self
 
 import msgspec
@@ -89,16 +89,27 @@ WorkerKey = tuple[str, str, str]
 """What the same worker has in every run: device, load path and case."""
 
 
-class RosterEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A device of a run: name, identity, and host where it is not that of the run."""
+class Roster(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices of runs: names, identities, and hosts where they are not that of the run."""
 
-    name: str
-    device: str
-    host: str
+    names: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, entries: Iterable[tuple[str, str, str]]) -> Self:
+        names, devices, hosts = tuple(zip(*entries, strict=True)) or ((), (), ())
+        return cls(names=names, devices=devices, hosts=hosts)
+
+    def __iter__(self) -> Iterator[tuple[str, str, str]]:
+        return zip(self.names, self.devices, self.hosts, strict=True)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 class ObservedCohort(Observation, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """RunWorkers that recorded the same; `members` are the first and the last number of each range in the roster."""
+    """Workers that recorded the same; `members` are the first and the last number of each range in the roster."""
 
     members: tuple[tuple[int, int], ...]
 
@@ -112,29 +123,29 @@ class RunWorkers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ----------
     file : str
         SHA-256 of the roster's file, which is its name; empty before the run is in a history.
-    roster : tuple of RosterEntry
+    roster : Roster
         Not in the file of the run. It may list devices that this run does not have.
     """
 
     file: str = ""
     cohorts: tuple[ObservedCohort, ...] = ()
-    roster: tuple[RosterEntry, ...] = ()
+    roster: Roster = Roster()
 
     @classmethod
-    def of(cls, records: Iterable[WorkerRecord], roster: Sequence[RosterEntry] = ()) -> Self:
+    def of(cls, records: Iterable[WorkerRecord], roster: Roster | None = None) -> Self:
         """Make cohorts of records; devices that are not in the roster are added to it."""
-        numbers = {entry: number for number, entry in enumerate(roster)}
+        numbers = {entry: number for number, entry in enumerate(roster or ())}
         members: dict[bytes, list[int]] = {}
         first: dict[bytes, WorkerRecord] = {}
         for record in records:
-            entry = RosterEntry(name=record.name, device=record.device, host=record.host)
+            entry = (record.name, record.device, record.host)
             seen = encode_json([getattr(record, name) for name in _OBSERVED])
             first.setdefault(seen, record)
             members.setdefault(seen, []).append(numbers.setdefault(entry, len(numbers)))
         cohorts = (ObservedCohort(**_observed(first[seen]), members=_ranges(found)) for seen, found in members.items())
-        return cls(cohorts=tuple(cohorts), roster=tuple(numbers))
+        return cls(cohorts=tuple(cohorts), roster=Roster.of(numbers))
 
-    def on(self, roster: tuple[RosterEntry, ...]) -> Self:
+    def on(self, roster: Roster) -> Self:
         """Return these workers with their roster.
 
         Raises
@@ -160,6 +171,7 @@ class RunWorkers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def select(self, devices: Collection[str] | None = None, **having: Collection[str]) -> list[WorkerRecord]:
         """Return the workers of some devices (identities or names; None: all) `having` these values of fields."""
+        roster = self.roster
         series: dict[tuple[str, str], list[tuple[int, WorkerRecord]]] = {}
         for cohort in self.cohorts:
             if not all(getattr(cohort, name) in values for name, values in having.items()):
@@ -167,32 +179,39 @@ class RunWorkers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             observed = _observed(cohort)
             chosen = series.setdefault((cohort.case, cohort.load_path), [])
             for first, last in cohort.members:
-                for number, entry in enumerate(self.roster[first : last + 1], first):
-                    if devices is None or entry.device in devices or entry.name in devices:
-                        worker = WorkerRecord(name=entry.name, device=entry.device, host=entry.host, **observed)
+                for number in range(first, last + 1):
+                    name, device = roster.names[number], roster.devices[number]
+                    if devices is None or device in devices or name in devices:
+                        worker = WorkerRecord(name=name, device=device, host=roster.hosts[number], **observed)
                         chosen.append((number, worker))
-        return [worker for chosen in series.values() for _, worker in sorted(chosen, key=_first)]
+        return [worker for chosen in series.values() for _, worker in sorted(chosen, key=operator.itemgetter(0))]
 
-    def members(self, cohort: ObservedCohort) -> Iterator[RosterEntry]:
-        """Yield the devices of a cohort."""
-        return itertools.chain.from_iterable(self.roster[first : last + 1] for first, last in cohort.members)
+    def members(self, cohort: ObservedCohort) -> Iterator[tuple[str, str]]:
+        """Yield identity and name of each device of a cohort."""
+        places = [slice(first, last + 1) for first, last in cohort.members]
+        devices, names = ([column[place] for place in places] for column in (self.roster.devices, self.roster.names))
+        return zip(itertools.chain(*devices), itertools.chain(*names), strict=True)
 
     @property
     def keys(self) -> Iterator[WorkerKey]:
         """Yield what the workers have in every run."""
         for cohort in self.cohorts:
-            for entry in self.members(cohort):
-                yield entry.device, cohort.load_path, cohort.case
+            for device, _ in self.members(cohort):
+                yield device, cohort.load_path, cohort.case
 
     @property
     def devices(self) -> set[str]:
         """Return the identities of all devices."""
-        return set().union(*(map(_device, self.members(cohort)) for cohort in self.cohorts))
+        return self._distinct(self.roster.devices)
 
     @property
     def hosts(self) -> set[str]:
         """Return the hosts; that of the run is an empty text."""
-        return set().union(*(map(_host, self.members(cohort)) for cohort in self.cohorts))
+        return self._distinct(self.roster.hosts)
+
+    def _distinct(self, column: tuple[str, ...]) -> set[str]:
+        places = (place for cohort in self.cohorts for place in cohort.members)
+        return set().union(*(column[first : last + 1] for first, last in places))
 
     @property
     def drifted(self) -> dict[str, str]:
@@ -213,9 +232,6 @@ class RunWorkers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 _OBSERVED = Observation.__struct_fields__
 _SEEN = tuple(name for name in _OBSERVED if name not in ("load_path", "case", "table"))  # the table follows from bits
-
-
-_device, _host, _first = operator.attrgetter("device"), operator.attrgetter("host"), operator.itemgetter(0)
 
 
 def _observed(observation: Observation) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def _fill(connection: sqlite3.Connection, history: History) -> None:
         roster = run.workers.roster
         if run.workers.file not in numbers:
             numbers[run.workers.file] = count
-            rows = ((number, entry.name, entry.device, entry.host) for number, entry in enumerate(roster, count))
+            rows = ((number, *entry) for number, entry in enumerate(roster, count))
             _insert(connection, "roster", rows)
             count += len(roster)
         _insert(connection, "cohorts", _cohorts(run, run.workers, numbers[run.workers.file]))

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from sys import intern
 
 import msgspec
 
@@ -29,7 +30,7 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.transport import open_store, remote_errors
 from consistency.capture.whole_file import remove_leftovers, write_whole
 from consistency.capture.wording import when
-from consistency.comparison.history.cohorts import RosterEntry, RunWorkers
+from consistency.comparison.history.cohorts import Roster, RunWorkers
 from consistency.comparison.history.records import SCHEMA, RunRecord, Table
 from consistency.errors import CaptureError, UsageError
 
@@ -37,8 +38,6 @@ RUNS, ROSTERS, TABLES, STARTED = "nights", "rosters", "tables", "started"
 
 _WAIT_S = 600.0  # for another process that removes old runs: of thousands, that takes minutes
 _MOST_FINDINGS = 64  # in a record: the report has all
-
-Roster = tuple[RosterEntry, ...]
 
 
 class History:
@@ -53,7 +52,6 @@ class History:
         self._read: list[RunRecord] = []
         self._unread: Iterator[RunRecord] | None = None
         self._rosters: dict[str, Roster] = {}
-        self._entries: dict[RosterEntry, RosterEntry] = {}
 
     def names(self) -> list[str]:
         """Return the names of the runs, the latest first."""
@@ -186,7 +184,7 @@ class History:
         here = set(run.workers.roster)
         earlier = (one.workers.roster for one in self._read or itertools.islice(self.earlier(), 1))
         alike = (roster for roster in earlier if roster and 2 * len(here.intersection(roster)) >= len(roster))
-        workers = RunWorkers.of(run.workers, next(alike, ()))
+        workers = RunWorkers.of(run.workers, next(alike, None))
         raw = encode_json(workers.roster)
         name = hashlib.sha256(raw).hexdigest()
         self._put(ROSTERS, f"{name}.json", raw)
@@ -208,8 +206,10 @@ class History:
             raw = self._content(f"{self._root}/{ROSTERS}/{name}.json")
             if hashlib.sha256(raw).hexdigest() != name:
                 raise ValueError("the file was changed")
-            entries = decode_json(raw, Roster)
-            self._rosters[name] = tuple(self._entries.setdefault(entry, entry) for entry in entries)
+            entries = decode_json(raw, Roster)  # those of a fleet have most of their texts in common
+            self._rosters[name] = Roster.of(
+                (intern(name), intern(device), intern(host)) for name, device, host in entries
+            )
         return self._rosters[name]
 
     def _leave_out(self, run: RunRecord, error: object) -> None:
