@@ -1,13 +1,13 @@
 """Time what reads and writes a history: of one host's devices over a thousand runs, and of a fleet over a year.
 
-    python -m benchmarks.history                                  # 1000 runs of 50 devices, in the records themselves
+    python -m benchmarks.history                                  # 1000 runs of 50 devices of a host
     python -m benchmarks.history --fleet 1000x8x365               # nodes × GPUs × runs, of real records
     python -m benchmarks.history --record 1000x8x2000             # what --history adds to comparing
 
 The year of a fleet has three incidents, and prints whether each is found with its date: a GPU whose bits change in run
 200, a rack whose driver is updated in run 300, and a node that disappears in run 310. Beside these every run lacks one
-node, another each time, so that no two runs are equal (`--same`: none is missing, and equal runs share a file). Each
-command runs in a process of its own; processor time and peak resident memory are of that process.
+node, another each time, so that no two runs are equal (`--same`: none is missing). Each command runs in a process of
+its own; processor time and peak resident memory are of that process.
 """
 
 from __future__ import annotations

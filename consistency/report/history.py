@@ -107,8 +107,8 @@ def device_rows(history: History, device: str, last: int, case: str | None = Non
     before: dict[tuple[str, ...], WorkerRecord] = {}
     letters: dict[tuple[str, ...], dict[str, str]] = {}
     cases: set[str] = set()
-    runs = list(history.runs())
-    for run in reversed(runs):
+    names = history.names()
+    for run in history.runs(names[::-1]):
         for worker in run.workers.select({device}):
             name = worker.case or run.case
             cases.add(name)
@@ -128,7 +128,7 @@ def device_rows(history: History, device: str, last: int, case: str | None = Non
     if cases and not rows:
         raise UsageError("no run has this case on the device", where="--case", got=case, wanted=some(sorted(cases)))
     if not rows:
-        known = set().union(*(run.workers.devices for run in runs[:_RECENT]))
+        known = set().union(*(run.workers.devices for run in history.runs(names[:_RECENT])))
         raise UsageError(
             "no run has this device", where="--device", got=device, wanted=some(sorted(known), _MOST_DEVICES) or "none"
         )

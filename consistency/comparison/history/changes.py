@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from weakref import WeakValueDictionary
 
 import msgspec
 
-from consistency.comparison.history.cohorts import Observation, WorkerKey
+from consistency.comparison.history.cohorts import Observation, RunWorkers, WorkerKey
 from consistency.comparison.history.records import RunRecord
 
 
@@ -112,10 +113,11 @@ class _Finder:
     """
 
     def __init__(self) -> None:
-        self._runs: list[RunRecord] = []
+        self._runs: list[RunRecord] = []  # without their workers
+        self._latest: RunRecord | None = None
         self._streaks: list[int] = []  # the last run of each
         self._workers: dict[WorkerKey, _Worker] = {}
-        self._observations: dict[int, Observation] = {}  # by state
+        self._observations = WeakValueDictionary[int, Observation]()  # by state
         self._versions: dict[int, Mapping[str, object]] = {}  # by streak
         self._devices: set[str] = set()
         self._series: list[_Series] = []
@@ -127,8 +129,8 @@ class _Finder:
         if not run.workers:
             return
         number = len(self._runs)
-        before = self._runs[-1] if self._runs else None
-        self._runs.append(run)
+        before, self._latest = self._latest, run
+        self._runs.append(msgspec.structs.replace(run, workers=RunWorkers()))
         if before is not None and _seen(before) == _seen(run):
             self._streaks[-1] = number
             return

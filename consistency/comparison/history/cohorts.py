@@ -18,7 +18,7 @@ from consistency.capture.json_codec import encode_json
 from consistency.numerics.real import Real
 
 
-class Observation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class Observation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, weakref=True):
     """What a run saw of a worker, without what identifies the device.
 
     Attributes
@@ -65,7 +65,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
         return int.from_bytes(hashlib.blake2b(encode_json(seen), digest_size=8).digest(), "big")
 
 
-class WorkerRecord(Observation, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class WorkerRecord(Observation, frozen=True, kw_only=True, omit_defaults=True):
     """One worker of a run.
 
     Attributes
@@ -108,7 +108,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.names)
 
 
-class ObservedCohort(Observation, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class ObservedCohort(Observation, frozen=True, kw_only=True, omit_defaults=True):
     """Workers that recorded the same; `members` are the first and the last number of each range in the roster."""
 
     members: tuple[tuple[int, int], ...]

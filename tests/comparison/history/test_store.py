@@ -150,7 +150,7 @@ def test_two_writers_of_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [path.name for path in (tmp_path / "tables").iterdir()] == ["t.json"]
 
 
-@pytest.mark.parametrize("damage", ["cut short", "of another run", "gone", "no list"])
+@pytest.mark.parametrize("damage", ["cut short", "of another run", "gone", "a folder"])
 def test_workers_that_cannot_be_read_are_named(tmp_path: Path, damage: str) -> None:
     history = fleet_history(tmp_path, NODES, 2, lambda run, w: w if run or w.host == "gpu-0000" else None)
     last, first = (tmp_path / "rosters" / f"{run.workers.file}.json" for run in history.runs())
@@ -158,7 +158,7 @@ def test_workers_that_cannot_be_read_are_named(tmp_path: Path, damage: str) -> N
     first.unlink()
     if damage in content:
         first.write_bytes(content[damage])
-    if damage == "no list":
+    if damage == "a folder":
         first.mkdir()
     history = History(str(tmp_path))
     assert [row.at for row in device_rows(history, name(0, 0), 0)] == [at(1)]
@@ -168,6 +168,20 @@ def test_workers_that_cannot_be_read_are_named(tmp_path: Path, damage: str) -> N
     assert query(History(str(tmp_path)), "SELECT count(DISTINCT night) AS n FROM workers") == [{"n": 1}]
     with pytest.raises(UsageError, match="no run is removed from a damaged history"):
         remove_old(History(str(tmp_path)), keep_runs=1)
+
+
+@pytest.mark.parametrize("columns", [{"names": ["a"] * 72}, {"names": 1, "devices": 2}, []])
+def test_a_roster_that_is_none_is_damage(tmp_path: Path, columns: object) -> None:
+    fleet_history(tmp_path, NODES, 1)
+    (path,) = (tmp_path / "nights").iterdir()
+    run = json.loads(path.read_text())
+    raw = json.dumps(columns).encode()
+    run["workers"]["file"] = _name(raw)
+    path.write_text(json.dumps(run))
+    (tmp_path / "rosters" / f"{_name(raw)}.json").write_bytes(raw)
+    history = History(str(tmp_path))
+    assert [len(run.workers) for run in history.runs()] == [0]
+    assert len(history.damage) == 1
 
 
 @pytest.mark.parametrize("members", [[[0, 72]], [[-1, 3]], [[5, 4]], [[0, 71], [0, 0]]])
