@@ -98,6 +98,15 @@ def test_in_sql_values_are_those_of_the_records(tmp_path: Path) -> None:
     ]
 
 
+def test_a_list_of_runs_has_the_first_of_many(tmp_path: Path) -> None:
+    (run,) = fleet_runs(NODES, 1, lambda _, w: drifted(w))
+    history = History(str(tmp_path))
+    history.append(msgspec.structs.replace(run, findings=tuple(f"finding {number}" for number in range(70))), {})
+    (row,) = run_rows(history, 0)
+    assert (row.drifted, row.drifted_devices) == (tuple(name(n // 8, n % 8) for n in range(16)), 72)
+    assert row.findings[62:] == ("finding 62", "finding 63", "and 6 more findings")
+
+
 def test_a_url_keeps_a_fleet_too() -> None:
     url = "memory://fleet-of-a-test"
     fleet_history(url, NODES, 2, lambda run, w: drifted(w) if run and w.name == name(3, 0) else w)
