@@ -15,6 +15,7 @@ from consistency.comparison.history.store import History
 from consistency.comparison.history.unfinished import unfinished
 from consistency.errors import UsageError
 from consistency.report.console import plain_cells, print_rows, without_trailing_blanks
+from consistency.report.history_table import letter
 from consistency.text import one_line
 
 _MOST_FINDING = 100  # characters of a finding in a line
@@ -118,7 +119,7 @@ def device_rows(history: History, device: str, last: int, case: str | None = Non
             bits = {}
             for stage, digest in worker.bits.items():
                 seen = letters.setdefault((*key, stage), {})
-                bits[stage] = seen.setdefault(digest, _letter(len(seen)))
+                bits[stage] = seen.setdefault(digest, letter(len(seen)))
             row = DeviceRow(
                 at=run.at, host=run.host, name=worker.name, device=worker.device, load_path=worker.load_path,
                 status=worker.status, case=name, bits=bits, change=_change(before.get(key), worker),
@@ -184,7 +185,3 @@ def _change(before: WorkerRecord | None, now: WorkerRecord) -> str:
         parts += ["other software"] if before.software != now.software else []
         parts += ["other inputs"] if before.inputs != now.inputs else []
     return "; ".join(parts)
-
-
-def _letter(number: int) -> str:
-    return chr(ord("A") + number) if number < 26 else str(number)

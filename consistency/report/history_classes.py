@@ -40,14 +40,17 @@ def patterns(names: Iterable[str]) -> list[str]:
     return folded(sorted(names, key=lambda name: [int(p) if p.isdigit() else p for p in _NUMBER.split(name)]))
 
 
-def class_lines(found: Sequence[Night], case: str | None = None) -> Classes | None:
-    """Return a row for each class of devices; None where the devices are few enough for a row of each."""
+def class_lines(found: Sequence[Night], device: str | None = None, case: str | None = None) -> Classes:
+    """Return a row for each class of devices, or for each device where they are few, or one is asked for."""
+    if device is not None:
+        rows = lines(found, {device}, case)
+        return Classes(lines=rows, left_out="", devices=len(rows))
     runs = [run for night in found for run in night.runs]
     classes = _Classes(case)
     for number, run in enumerate(runs):
         classes.take(number, run)
     if len(classes.names) <= MOST_APART:
-        return None
+        return Classes(lines=lines(found, None, case), left_out="", devices=len(classes.names))
     members = classes.members()
     bad = _bad(runs[-1], case)
     last = len(runs) - 1

@@ -20,7 +20,7 @@ from consistency.comparison.history.store import History
 from consistency.errors import UsageError
 from consistency.report.history_changes import ChangeRow
 from consistency.report.history_classes import class_lines
-from consistency.report.history_table import Night, Trend, lines, nights
+from consistency.report.history_table import Night, Trend, nights
 from consistency.report.page.rendering import VERDICT_MARKS, page_environment, part
 
 _PAGES = ("report.html", "suite.html")
@@ -41,9 +41,8 @@ def history_as_html(
     """
     found = nights(history.runs(), last)
     runs = [run for night in found for run in night.runs]
-    classes = class_lines(found, case) if device is None else None
-    rows = lines(found, None if device is None else {device}, case) if classes is None else classes.lines
-    if not rows and (device or case):
+    classes = class_lines(found, device, case)
+    if not classes.lines and (device or case):
         devices = sorted(set().union(*(run.workers.devices for run in runs)))
         got = ", ".join(name for name in (device, case) if name)
         raise UsageError("no run has this device or this case", got=got, wanted=f"one of the devices {some(devices)}")
@@ -56,9 +55,9 @@ def history_as_html(
         damage=history.damage,
         changes=[ChangeRow.of(change) for change in since[:_MOST_CHANGES]],
         changes_left_out=len(since[_MOST_CHANGES:]),
-        devices=rows,
-        facts=_facts(found, runs, len(rows) if classes is None else classes.devices),
-        left_out="" if classes is None else classes.left_out,
+        devices=classes.lines,
+        facts=_facts(found, runs, classes.devices),
+        left_out=classes.left_out,
         failed=[run for run in reversed(runs) if run.findings],
         marks=VERDICT_MARKS,
         most_findings=_MOST_FINDINGS,

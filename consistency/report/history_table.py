@@ -63,9 +63,7 @@ class Cell:
 
     @property
     def letter(self) -> str:
-        if self.group is None:
-            return "–"
-        return chr(ord("A") + self.group) if self.group < 26 else str(self.group)
+        return "–" if self.group is None else letter(self.group)
 
     @property
     def said(self) -> str:
@@ -143,6 +141,11 @@ class _Known:
                 return number
         self.groups.append(dict(bits))
         return len(self.groups) - 1
+
+
+def letter(number: int) -> str:
+    """Return the letter of a class of bits, counted from 0."""
+    return chr(ord("A") + number) if number < 26 else str(number)
 
 
 def nights(runs: Iterable[RunRecord], most: int) -> list[Night]:

@@ -13,14 +13,13 @@ from consistency.report.history_table import nights
 from tests.comparison.history.made_fleets import BITS, GPUS, Happens, drifted, fleet_history, incidents, name
 
 
-def classes(tmp_path: Path, nodes: int, runs: int, happens: Happens = lambda _, w: w) -> Classes | None:
+def classes(tmp_path: Path, nodes: int, runs: int, happens: Happens = lambda _, w: w) -> Classes:
     history = fleet_history(tmp_path / "history", nodes, runs, happens)
     return class_lines(nights(history.runs(), 0))
 
 
 def test_devices_that_were_alike_are_one_row_and_odd_ones_come_first(tmp_path: Path) -> None:
     found = classes(tmp_path, 9, 12, incidents)
-    assert found is not None
     rows = [(row.count, row.names, "".join(c.letter if c else "." for c in row.cells)) for row in found.lines]
     assert rows == [
         (1, "gpu-0004:cuda:3", "AAAAAABBBBBB"),
@@ -32,7 +31,9 @@ def test_devices_that_were_alike_are_one_row_and_odd_ones_come_first(tmp_path: P
 
 
 def test_few_devices_have_a_row_each(tmp_path: Path) -> None:
-    assert classes(tmp_path, 8, 2) is None
+    found = classes(tmp_path, 8, 2)
+    assert [(row.count, row.names) for row in found.lines] == [(1, "")] * 64
+    assert (found.devices, found.left_out) == (64, "")
 
 
 def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
@@ -41,7 +42,6 @@ def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
         return drifted(apart, worker.device) if worker.host < "gpu-0004" else apart
 
     found = classes(tmp_path, 9, 1, happens)
-    assert found is not None
     verdicts = [cell.verdict for row in found.lines for cell in row.cells if cell]
     assert verdicts == ["inconsistent"] * 24 + ["consistent"] * 8
     assert len(found.lines) == MOST_CLASSES
